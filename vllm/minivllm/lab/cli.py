@@ -1,0 +1,53 @@
+"""The flags that every lesson script shares, and how a script ends when its input is bad."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.device import DEVICES
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def lesson_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser with the common flags; `doc` is the script's docstring, shown by --help. Add the lesson's own knobs to it."""
+    parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="where to run (default: the GPU if there is one)")
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--quick", action="store_true", help="the same steps on less work, in seconds")
+    amount.add_argument("--full", action="store_true", help="more sizes and repeats, in minutes")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the lesson's figure to FILE (.png or .svg)")
+    parser.add_argument("--json", metavar="FILE", help="also write the measured figures to FILE")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    return parser
+
+
+def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
+    """Parse the command line and call `main`; a `MinivllmError` becomes one line and exit code 2."""
+    arguments = parser.parse_args()
+    try:
+        main(arguments)
+    except MinivllmError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,34 @@
+"""Which device to run on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minivllm.errors import MinivllmError
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """`auto` is the GPU where there is one. Asking for a GPU that is not there is an error, not a fallback."""
+    import torch
+
+    if name not in DEVICES:
+        raise MinivllmError(f"unknown device {name!r}: use one of {', '.join(DEVICES)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise MinivllmError("no CUDA device here: use --device cpu (or auto)")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    """A name a person knows the device by."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,16 @@
+"""A progress bar for anything longer than two seconds."""
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.progress import Progress
+
+from minivllm.lab.tables import console
+
+Item = TypeVar("Item")
+
+
+def track(items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
+    """Yield from `items` behind a progress bar that disappears when it is done."""
+    with Progress(console=console, transient=True) as bar:
+        yield from bar.track(items, total=total, description=description)

@@ -1,0 +1,57 @@
+"""Results as JSON: figures with the machine, the versions and the date they belong to."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from minivllm.errors import MinivllmError
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "numba")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def machine() -> dict:
+    """What the figures were measured on. Says nothing that identifies the computer beyond its kind."""
+    facts: dict = {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
+    facts["versions"] = {name: found for name in PACKAGES if (found := _version(name))}
+    try:
+        import torch
+
+        facts["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    except ImportError:
+        facts["gpu"] = None
+    return facts
+
+
+def record(name: str, figures: dict, **context: object) -> dict:
+    """The figures of one run with everything that is needed to judge them."""
+    return {"name": name, "date": datetime.date.today().isoformat(), "machine": machine(), **context, "figures": figures}
+
+
+def write_json(path: str | Path, name: str, figures: dict, **context: object) -> None:
+    """Write `record(...)` to `path`; its folder is made when it is missing."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record(name, figures, **context), indent=2) + "\n")
+    except OSError as error:
+        raise MinivllmError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,30 @@
+"""Tables on the terminal, all in one style."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+console = Console(highlight=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], caption: str | None = None) -> None:
+    """Print `rows` under `columns`: the first column is left-aligned, the rest (figures) right-aligned."""
+    grid = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+    for index, column in enumerate(columns):
+        grid.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        grid.add_row(*(str(cell) for cell in row))
+    console.print(grid)
+
+
+def heading(text: str) -> None:
+    """Print the title of a script's next part."""
+    console.print(f"\n[bold]{text}[/bold]")
+
+
+def closing(*sentences: str) -> None:
+    """Print the three lines that every script ends with: what you saw."""
+    console.print("\n[bold]What you saw[/bold]")
+    for sentence in sentences:
+        console.print(f"  • {sentence}", soft_wrap=True)

@@ -1,0 +1,43 @@
+"""How long something takes: the median of several runs, on the device's own clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def median_seconds(function: Callable[[], object], *, repeats: int = 7, warmup: int = 2, device: torch.device | None = None) -> float:
+    """Median seconds of one call: CUDA events on a GPU (after a flush of its L2 cache), the wall clock elsewhere."""
+    for _ in range(warmup):
+        function()
+    if device is not None and device.type == "cuda":
+        return _median_cuda_seconds(function, repeats)
+    return statistics.median(wall_seconds(function) for _ in range(repeats))
+
+
+def wall_seconds(function: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _median_cuda_seconds(function: Callable[[], object], repeats: int) -> float:
+    import torch
+
+    flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush.zero_()
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)

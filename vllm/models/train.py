@@ -1,0 +1,352 @@
+"""Train the models that ship with this repository, from Python's own standard library.
+
+    uv run python vllm/models/train.py tiny-python --minutes 90
+    uv run python vllm/models/train.py tiny-python-draft --minutes 20
+    uv run python vllm/models/train.py --card            # measure both, rewrite README.md
+
+The corpus is the source of the standard library that the running interpreter came with: every machine has it, and the
+PSF licence permits it. One file in fifty is held out. The tokenizer is a byte-level BPE of 4,096 tokens, learned once
+and shared by all models. Everything is seeded; `--tokens` fixes the amount of work, `--minutes` the time instead.
+
+The result is a Hugging Face directory (config.json, model.safetensors, tokenizer.json), so `transformers` loads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import platform
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+HERE = Path(__file__).resolve().parent
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE = 4096
+BATCH_TOKENS = 8192
+SHORT_CONTEXT, LONG_CONTEXT = 512, 2048
+LONG_SHARE = 0.2  # the last fifth of the run sees long windows, so that the model is trained up to its 2,048 positions
+HELD_OUT_ONE_IN = 50
+PROMPTS = ("def ", "import ", "class Queue", "    for i in range(", "    if not isinstance(")
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The hyper-parameters that differ between the shipped models."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    learning_rate: float
+
+
+SHAPES = {
+    "tiny-python": Shape(256, 4, 8, 2, 688, 5e-3),
+    "tiny-python-draft": Shape(128, 2, 4, 1, 344, 8e-3),
+}
+
+
+# --- corpus ---------------------------------------------------------------------------------------------------------
+
+
+def corpus_files() -> list[Path]:
+    """The standard library's Python files, in a fixed order. Tables of numbers and dumped documentation are left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "__pycache__", "encodings", "pydoc_data", "bad_coding", "lib2to3"}
+    files = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
+    return sorted(path for path in files if 200 < path.stat().st_size < 400_000)
+
+
+def is_held_out(path: Path) -> bool:
+    """Decided by the file's name alone, so that it does not change when other files come or go."""
+    return int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
+
+
+def read_texts(paths: list[Path]) -> list[str]:
+    """File contents; files that are not UTF-8 are dropped."""
+    texts = []
+    for path in paths:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            continue
+    return texts
+
+
+def learn_tokenizer(texts: list[str]):
+    """Byte-level BPE of 4,096 tokens, digits one by one; wrapped as `transformers` expects it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, model_max_length=LONG_CONTEXT
+    )
+
+
+def encode(tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """One array of token ids a text, closed by the end-of-text token."""
+    batches = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [np.array([*ids, tokenizer.eos_token_id], dtype=np.int64) for ids in batches]
+
+
+def token_stream(documents: list[np.ndarray], seed: int) -> Iterator[np.ndarray]:
+    """Endless batches of `BATCH_TOKENS` + 1 ids: the documents in a new order each epoch, one after another."""
+    rng = np.random.default_rng(seed)
+    while True:
+        stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
+        offset = int(rng.integers(BATCH_TOKENS))
+        starts = np.arange(offset, len(stream) - BATCH_TOKENS - 1, BATCH_TOKENS)
+        for start in rng.permutation(starts):
+            yield stream[start : start + BATCH_TOKENS + 1]
+
+
+# --- model ----------------------------------------------------------------------------------------------------------
+
+
+def build_model(shape: Shape):
+    """A randomly initialised Llama, in Hugging Face's own class so that its files load anywhere."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        max_position_embeddings=LONG_CONTEXT,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def build_optimizers(model, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers (it needs about half the tokens here), AdamW for embeddings and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95), fused=True),
+    ]
+
+
+def learning_rate_factor(progress: float) -> float:
+    """Warm up over the first 2 %, stay, fall linearly to zero over the last 45 %."""
+    return min(1.0, progress / 0.02 + 0.02, (1.0 - progress) / 0.45)
+
+
+def loss_on(model, batch: np.ndarray, context: int, device: torch.device) -> torch.Tensor:
+    """Mean cross-entropy (nats per token) of one batch cut into windows of `context` tokens."""
+    inputs = torch.from_numpy(batch[:-1]).view(-1, context).to(device)
+    targets = torch.from_numpy(batch[1:]).view(-1, context).to(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        logits = model(input_ids=inputs, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def held_out_loss(model, documents: list[np.ndarray], device: torch.device, max_batches: int = 24) -> float:
+    """Nats per token on files that were never trained on, in windows of `LONG_CONTEXT`."""
+    stream = np.concatenate(documents)
+    starts = range(0, min(len(stream) - BATCH_TOKENS - 1, max_batches * BATCH_TOKENS), BATCH_TOKENS)
+    losses = [loss_on(model, stream[s : s + BATCH_TOKENS + 1], LONG_CONTEXT, device).item() for s in starts]
+    return sum(losses) / len(losses)
+
+
+def train(name: str, minutes: float | None, tokens: int, seed: int, device: torch.device) -> None:
+    """Train one model and write it, with what its card needs to say, to its directory beside this file."""
+    torch.manual_seed(seed)
+    shape = SHAPES[name]
+    files = corpus_files()
+    training = read_texts([path for path in files if not is_held_out(path)])
+    held_out = read_texts([path for path in files if is_held_out(path)])
+    console.print(f"corpus: {len(training)} files, {sum(map(len, training)) / 1e6:.1f} M characters")
+    tokenizer = learn_tokenizer(training)
+    documents, held_out_documents = encode(tokenizer, training), encode(tokenizer, held_out)
+    console.print(f"tokens: {sum(map(len, documents)) / 1e6:.2f} M, {sum(map(len, held_out_documents)) / 1e6:.2f} M held out")
+
+    model = build_model(shape).to(device)
+    optimizers = build_optimizers(model, shape.learning_rate)
+    console.print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {device}")
+    stream = token_stream(documents, seed)
+    history, seen, started = [], 0, time.perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(name, total=1.0)
+        progress = 0.0
+        while progress < 1.0:
+            elapsed = time.perf_counter() - started
+            progress = elapsed / 60 / minutes if minutes else seen / tokens
+            context = LONG_CONTEXT if progress > 1 - LONG_SHARE else SHORT_CONTEXT
+            loss = loss_on(model, next(stream), context, device)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer, base in zip(optimizers, (shape.learning_rate, shape.learning_rate), strict=True):
+                for group in optimizer.param_groups:
+                    group["lr"] = base * max(0.0, learning_rate_factor(progress))
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            seen += BATCH_TOKENS
+            history.append(loss.item())
+            recent = sum(history[-50:]) / len(history[-50:])
+            bar.update(task, completed=min(progress, 1.0), description=f"{name} loss {recent:.3f} {seen / 1e6:.1f}M tokens")
+            if len(history) % 100 == 0:
+                console.print(f"step {len(history)} loss {recent:.3f} {seen / elapsed:.0f} tokens/s {elapsed:.0f} s")
+
+    seconds = time.perf_counter() - started
+    facts = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_seen": seen,
+        "tokens_in_corpus": sum(map(len, documents)),
+        "characters_in_corpus": sum(map(len, training)),
+        "files": len(training),
+        "held_out_files": len(held_out),
+        "held_out_bytes_per_token": sum(len(t.encode()) for t in held_out) / sum(map(len, held_out_documents)),
+        "held_out_loss": held_out_loss(model, held_out_documents, device),
+        "training_loss": sum(history[-50:]) / len(history[-50:]),
+        "minutes": seconds / 60,
+        "seed": seed,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads",
+    }
+    save(model, tokenizer, HERE / name, facts)
+    console.print(f"held-out loss {facts['held_out_loss']:.3f} nats/token after {seconds / 60:.0f} minutes")
+
+
+def save(model, tokenizer, directory: Path, facts: dict) -> None:
+    """bf16 weights, config and tokenizer in Hugging Face's layout, and `training.json`."""
+    model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+# --- card -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sample(model, tokenizer, prompt: str, seed: int, new_tokens: int = 96, temperature: float = 0.6) -> str:
+    """One sampled continuation."""
+    torch.manual_seed(seed)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=True,
+        temperature=temperature,
+        top_k=50,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    return tokenizer.decode(out[0], skip_special_tokens=True)
+
+
+@torch.no_grad()
+def acceptance_rate(target, draft, documents: list[np.ndarray], max_windows: int = 16) -> float:
+    """alpha = E[sum_x min(p(x), q(x))] on held-out text: the chance that a sampled draft token is accepted (arXiv 2211.17192)."""
+    stream = np.concatenate(documents)
+    rates = []
+    for start in range(0, min(len(stream) - SHORT_CONTEXT, max_windows * SHORT_CONTEXT), SHORT_CONTEXT):
+        ids = torch.from_numpy(stream[start : start + SHORT_CONTEXT])[None].to(target.device)
+        p, q = (model(input_ids=ids).logits.float().softmax(-1) for model in (target, draft))
+        rates.append(torch.minimum(p, q).sum(-1).mean().item())
+    return sum(rates) / len(rates)
+
+
+def write_card() -> None:
+    """Rewrite README.md from what is in the directories: nothing in it is typed by hand."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    directories = [HERE / name for name in SHAPES if (HERE / name / "training.json").exists()]
+    models = {d.name: LlamaForCausalLM.from_pretrained(d, dtype=torch.float32).eval() for d in directories}
+    facts = {d.name: json.loads((d / "training.json").read_text()) for d in directories}
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "tiny-python")
+    held_out = encode(tokenizer, read_texts([path for path in corpus_files() if is_held_out(path)]))
+    lines = [
+        "# The embedded models",
+        "",
+        "Written by `train.py --card`; every figure is read from the weights or from `training.json` beside them.",
+        "",
+        "Llama architecture, byte-level BPE of 4,096 tokens, bf16, trained on the source of Python's standard library",
+        "(PSF licence). One file in fifty was held out. They know nothing but the look of Python, and that is their use:",
+        "text that anyone recognises, a draft that is really accepted, a quantization error that is a real loss.",
+        "",
+        "| model | layers × width | heads / KV heads | parameters | bf16 MB | tokens seen | epochs | held-out loss | bits/byte | trained on |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, fact in facts.items():
+        shape, loss = SHAPES[name], fact["held_out_loss"]
+        bits = loss / math.log(2) / fact["held_out_bytes_per_token"]
+        size = (HERE / name / "model.safetensors").stat().st_size / 1e6
+        lines.append(
+            f"| `{name}` | {shape.num_hidden_layers} × {shape.hidden_size} | {shape.num_attention_heads} / {shape.num_key_value_heads} "
+            f"| {fact['parameters'] / 1e6:.2f} M | {size:.1f} | {fact['tokens_seen'] / 1e6:.1f} M "
+            f"| {fact['tokens_seen'] / fact['tokens_in_corpus']:.1f} | {loss:.3f} | {bits:.3f} "
+            f"| {fact['device']}, {fact['minutes']:.0f} min |"
+        )
+    fact = facts["tiny-python"]
+    lines += [
+        "",
+        f"Loss is in nats per token, on {fact['held_out_files']} files never trained on, in windows of {LONG_CONTEXT:,} tokens. The corpus:",
+        f"{fact['files']:,} files of Python {fact['python']}, {fact['characters_in_corpus'] / 1e6:.1f} M characters, {fact['tokens_in_corpus'] / 1e6:.2f} M tokens.",
+        f"Four fifths of the training used windows of {SHORT_CONTEXT} tokens, the rest {LONG_CONTEXT:,}: the model's `max_position_embeddings`.",
+    ]
+    if "tiny-python-draft" in models:
+        alpha = acceptance_rate(models["tiny-python"], models["tiny-python-draft"], held_out)
+        lines += ["", f"The draft's acceptance rate on held-out text, E[Σ min(p, q)] at temperature 1: **{alpha:.3f}**."]
+    lines += ["", "## Samples", "", "`tiny-python`, temperature 0.6, top-k 50, seed 0, first try."]
+    for prompt in PROMPTS:
+        lines += ["", f"Prompt `{prompt}`:", "", "```text", sample(models["tiny-python"], tokenizer, prompt, seed=0).rstrip(), "```"]
+    (HERE / "README.md").write_text("\n".join(lines) + "\n")
+    console.print(f"wrote {HERE / 'README.md'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", choices=sorted(SHAPES), help="which model to train")
+    parser.add_argument("--minutes", type=float, help="train for this long (default: by --tokens)")
+    parser.add_argument("--tokens", type=int, default=30_000_000, help="train on this many tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--card", action="store_true", help="only rewrite README.md from the trained models")
+    arguments = parser.parse_args()
+    if not arguments.card and arguments.model is None:
+        parser.error("say which model to train, or --card")
+    if arguments.model:
+        train(arguments.model, arguments.minutes, arguments.tokens, arguments.seed, torch.device(arguments.device))
+    if arguments.card:
+        write_card()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
