@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.device import DEVICES
+from minivllm.lab.results import ensure_writable
 
 
 def positive_int(text: str) -> int:
@@ -21,17 +22,18 @@ def positive_int(text: str) -> int:
     return value
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and exits with code 2."""
 
     def error(self, message: str):
+        """What argparse calls when the command line makes no sense."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def lesson_parser(doc: str) -> argparse.ArgumentParser:
-    """A parser with the common flags; `doc` is the script's docstring, shown by --help. Add the lesson's own knobs to it."""
-    parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="where to run (default: the GPU if there is one)")
+    """A parser with the common flags; --help shows `doc`, the script's docstring. Add the lesson's own knobs to it."""
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="where to run (default: the GPU, if any)")
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="the same steps on less work, in seconds")
     amount.add_argument("--full", action="store_true", help="more sizes and repeats, in minutes")
@@ -42,9 +44,14 @@ def lesson_parser(doc: str) -> argparse.ArgumentParser:
 
 
 def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Parse the command line and call `main`; a `MinivllmError` becomes one line and exit code 2."""
+    """Parse the command line and call `main`; a `MinivllmError` becomes one line and exit code 2.
+
+    A file that the run is to write at its end is tried before the work begins.
+    """
     arguments = parser.parse_args()
     try:
+        for path in filter(None, (getattr(arguments, "plot", None), getattr(arguments, "json", None))):
+            ensure_writable(path)
         main(arguments)
     except MinivllmError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)

@@ -47,11 +47,21 @@ def record(name: str, figures: dict, **context: object) -> dict:
     return {"name": name, "date": datetime.date.today().isoformat(), "machine": machine(), **context, "figures": figures}
 
 
+def ensure_writable(path: str | Path) -> None:
+    """Raise a MinivllmError unless a file can be written there. Makes the folder that is missing; leaves files alone."""
+    path = Path(path)
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise MinivllmError(f"cannot write {path}: {error.strerror}") from error
+    if is_new:
+        path.unlink()
+
+
 def write_json(path: str | Path, name: str, figures: dict, **context: object) -> None:
     """Write `record(...)` to `path`; its folder is made when it is missing."""
     path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record(name, figures, **context), indent=2) + "\n")
-    except OSError as error:
-        raise MinivllmError(f"cannot write {path}: {error.strerror}") from error
+    ensure_writable(path)
+    path.write_text(json.dumps(record(name, figures, **context), indent=2) + "\n")

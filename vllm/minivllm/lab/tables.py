@@ -8,11 +8,18 @@ from rich.table import Table
 console = Console(highlight=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], caption: str | None = None) -> None:
-    """Print `rows` under `columns`: the first column is left-aligned, the rest (figures) right-aligned."""
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    caption: str | None = None,
+    *,
+    words: bool = False,
+) -> None:
+    """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless they hold `words`."""
     grid = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
     for index, column in enumerate(columns):
-        grid.add_column(column, justify="left" if index == 0 else "right")
+        grid.add_column(column, justify="left" if index == 0 or words else "right")
     for row in rows:
         grid.add_row(*(str(cell) for cell in row))
     console.print(grid)

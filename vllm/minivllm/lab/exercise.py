@@ -1,0 +1,206 @@
+"""Exercises: run a lesson's checks on a learner's file and say what is missing.
+
+    uv run python -m minivllm.lab.exercise 01              # checks lessons/exercises/01_*.py
+    uv run python -m minivllm.lab.exercise 01 --file mine.py
+
+A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. The first line of its docstring says what
+must be true; it raises where it is not. The same checks run on the lesson's script, which is the solution.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser, run
+from minivllm.lab.tables import console, table
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+EXERCISES = REPOSITORY / "lessons" / "exercises"
+
+Check = Callable[[ModuleType], None]
+_number_of_modules = count(1)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What became of one check: `problem` is None where it passed, else what is missing, in one line."""
+
+    name: str
+    statement: str
+    problem: str | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether what must be true is true."""
+        return self.problem is None
+
+
+def exercise_path(number: str | int) -> Path:
+    """The stub of a lesson's exercise; `number` is 1, "1" or "01".
+
+    Raises:
+        MinivllmError: no such exercise; the message lists those there are.
+    """
+    return _numbered(EXERCISES, number)
+
+
+def load(path: str | Path) -> ModuleType:
+    """Import a Python file under a fresh name, whatever its own name is.
+
+    Raises:
+        MinivllmError: it is not there, or importing it fails; the message names the line.
+    """
+    path = Path(path)
+    try:
+        source = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MinivllmError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    return _module_from(source, path)
+
+
+def mutate(source_path: str | Path, old: str, new: str) -> ModuleType:
+    """Import the file with `old` replaced by `new`: a wrong variant that some check must catch.
+
+    Raises:
+        MinivllmError: `old` does not occur exactly once, so the mutant would not be what it says.
+    """
+    path = Path(source_path)
+    source = path.read_text()
+    if source.count(old) != 1:
+        raise MinivllmError(f"a mutant replaces one place; {old!r} occurs {source.count(old)} times in {path.name}")
+    return _module_from(source.replace(old, new), path.with_name(f"mutant_of_{path.name}"))
+
+
+def checks_of(number: str | int) -> list[Check]:
+    """The checks of a lesson's exercise, in the order in which they are written."""
+    module = load(_numbered(EXERCISES / "checks", number))
+    return [check for name, check in vars(module).items() if name.startswith("check_") and inspect.isfunction(check)]
+
+
+def run_checks(module: ModuleType, checks: Iterable[Check]) -> list[CheckResult]:
+    """Run every check on `module`. Nothing that the module's functions raise comes out of here."""
+    return [_run_check(module, check) for check in checks]
+
+
+def check_here(number: str | int) -> None:
+    """Check the functions defined in the calling notebook or script. Prints what is missing, never raises."""
+    frame = inspect.currentframe()
+    here = ModuleType("here")
+    here.__dict__.update(frame.f_back.f_globals if frame and frame.f_back else {})
+    try:
+        show(run_checks(here, checks_of(number)), f"Exercise {number}")
+    except MinivllmError as error:
+        console.print(f"{error}", markup=False)
+
+
+def show(results: list[CheckResult], title: str) -> None:
+    """Print the results as a table and one closing line."""
+    table(title, ["check", "what must be true", "what is missing"], [_row(result) for result in results], words=True)
+    missing = sum(not result.passed for result in results)
+    total = f"{len(results)} checks" if len(results) != 1 else "the one check"
+    console.print(f"all of {total} pass" if not missing else f"{missing} of {total} to go")
+
+
+def _row(result: CheckResult) -> tuple[str, str, str]:
+    mark = "[green]✓[/green]" if result.passed else "[red]✗[/red]"
+    escaped = (text.replace("[", r"\[") for text in (result.name, result.statement, result.problem or ""))
+    name, statement, problem = escaped
+    return f"{mark} {name}", statement, problem
+
+
+def _numbered(folder: Path, number: str | int) -> Path:
+    stem = str(number).strip()
+    stem = stem.zfill(2) if stem.isdigit() else ""
+    found = sorted(folder.glob(f"{stem}_*.py")) if stem else []
+    if not found:
+        there = ", ".join(sorted(path.stem[:2] for path in folder.glob("[0-9][0-9]_*.py"))) or "none"
+        raise MinivllmError(f"there is no exercise {str(number)!r} (there are: {there})")
+    return found[0]
+
+
+def _module_from(source: str, path: Path) -> ModuleType:
+    """A module made of `source`. Text in no file goes where `inspect` looks: Triton reads its kernels' source."""
+    name = f"{path.stem}_{next(_number_of_modules)}"
+    filename = str(path) if path.exists() else f"<{name}>"
+    if not path.exists():
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    module = ModuleType(name)
+    module.__file__ = filename
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)
+    except Exception as error:
+        del sys.modules[name]
+        raise MinivllmError(f"{path.name} cannot be imported: {_described(error, {filename})}") from error
+    return module
+
+
+def _run_check(module: ModuleType, check: Check) -> CheckResult:
+    name = check.__name__.removeprefix("check_").replace("_", " ")
+    statement = (inspect.getdoc(check) or name).splitlines()[0]
+    try:
+        check(module)
+    except (Exception, SystemExit) as error:
+        return CheckResult(name, statement, _problem(error, module))
+    return CheckResult(name, statement, None)
+
+
+def _problem(error: BaseException, module: ModuleType) -> str:
+    """What is missing, in one line."""
+    if isinstance(error, AttributeError) and error.obj is module:
+        return f"there is no {error.name!r} yet"
+    if isinstance(error, NotImplementedError):
+        return f"not written yet: {_one_line(error)}" if str(error) else "not written yet"
+    if isinstance(error, AssertionError):
+        failed = traceback.extract_tb(error.__traceback__)[-1].line
+        return _one_line(error) if str(error) else f"this must hold: {failed}"
+    functions = [value for value in vars(module).values() if inspect.isfunction(value)]
+    learners = [function for function in functions if function.__module__ in (module.__name__, "__main__")]
+    return _described(error, {function.__code__.co_filename for function in learners})
+
+
+def _described(error: BaseException, files: set[str]) -> str:
+    """The error, and the last place in the learner's own `files` (else the last place at all) that led to it."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename in files]
+    place = f"line {own[-1].lineno}: {own[-1].line}" if own else f"in the check, at: {frames[-1].line}"
+    return f"{type(error).__name__}: {_one_line(error)} ({place})"
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:299]}…"
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Check one exercise; exit with 1 where something is missing."""
+    checks = checks_of(arguments.number)
+    path = Path(arguments.file) if arguments.file else exercise_path(arguments.number)
+    results = run_checks(load(path), checks)
+    show(results, str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path))
+    if not all(result.passed for result in results):
+        raise SystemExit(1)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `python -m minivllm.lab.exercise`."""
+    flags = Parser(prog="exercise", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("number", help="the lesson's number, such as 01")
+    flags.add_argument("--file", metavar="FILE", help="check this file (default: the lesson's stub)")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())
