@@ -1,0 +1,155 @@
+"""The four proofs of a kernel, each in a few lines of a test.
+
+(a) numerics: take the `device` fixture (conftest.py), run the kernel on that device, `assert_close(actual, reference)`
+    against a float64 reference on `awkward_lengths(block)`, `HEAD_DIMS`, `GROUPS`;
+(b) ahead-of-time compilation on four targets: `assert_compiles(kernel, arguments, options)`;
+(c) the same numerics compiled on a GPU: the `device` fixture's "cuda" variant, which carries the mark `gpu`;
+(d) the CPU twin: `assert_twin(kernel_result, twin_result)`.
+
+Kernels of lesson scripts: `script("01_kv_cache").some_kernel`.
+Needs torch, triton and pytest only, so that it runs on a common CUDA image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from minivllm.lab.aot import SHARED_MEMORY, TARGETS, Compiled, compile_for, load_module
+
+HEAD_DIMS = (64, 80, 128)
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SCRIPTS = Path(__file__).resolve().parents[2] / "vllm"
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def script(name: str) -> Any:
+    """The lesson script `vllm/NAME.py` as a module."""
+    return load_module(SCRIPTS / f"{name}.py")
+
+
+def awkward_lengths(block: int) -> list[int]:
+    """Lengths at which kernels go wrong: none, one, around one block, and ragged ones over several blocks."""
+    return sorted({0, 1, block - 1, block, block + 1, 2 * block + 3, 5 * block - 2} - {-1})
+
+
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None, scale: float = 1.0
+) -> None:
+    """`actual` equals the reference within what `dtype` (default: `actual`'s) can resolve.
+
+    The bound is `scale` × a few roundings of the largest magnitude in `expected` (at least 1).
+    """
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if expected.numel() == 0:
+        return
+    found, wanted = actual.detach().cpu().double(), expected.detach().cpu().double()
+    assert torch.isfinite(found).all(), f"not finite at {(~torch.isfinite(found)).nonzero()[0].tolist()}"
+    bound = scale * _TOLERANCE[dtype or actual.dtype] * max(1.0, wanted.abs().max().item())
+    error = (found - wanted).abs()
+    worst = error.argmax().item()
+    where = [int(index) for index in torch.unravel_index(torch.tensor(worst), error.shape)]
+    assert error.max() <= bound, (
+        f"off by {error.max():.3g} (allowed {bound:.3g}) at {where}: "
+        f"{found.flatten()[worst]:.6g}, expected {wanted.flatten()[worst]:.6g}; "
+        f"{(error > bound).sum()} of {error.numel()} wrong"
+    )
+
+
+def assert_twin(kernel: torch.Tensor, twin: torch.Tensor, scale: float = 1.0) -> None:
+    """Kernel and CPU twin agree: bit for bit where nothing is rounded (integers, or `scale` 0), else closely."""
+    assert kernel.dtype == twin.dtype, f"kernel gives {kernel.dtype}, twin {twin.dtype}"
+    if scale == 0 or not kernel.dtype.is_floating_point:
+        assert torch.equal(kernel.cpu(), twin.cpu()), "kernel and twin differ"
+    else:
+        assert_close(kernel, twin, scale=scale)
+
+
+def assert_compiles(
+    kernel: Any,
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+    *,
+    targets: Sequence[str] = TARGETS,
+    tensor_core: bool = False,
+    load_bytes: int | None = None,
+) -> dict[str, Compiled]:
+    """Compile for each target; shared memory must fit and nothing may spill.
+
+    `arguments`: an example for every parameter by name (tensor, "*bf16", number, None, constexpr value); `options`:
+    num_warps, num_stages. With `tensor_core` the code must hold matrix instructions (`Compiled.tensor_core` says
+    which); with `load_bytes` the widest load from device memory must be at least so wide.
+    """
+    built = {target: compile_for(target, kernel, arguments, options) for target in targets}
+    for target, code in built.items():
+        said = f"{code.kernel} on {target} with {dict(options or {})}"
+        assert code.fits, f"{said}: {code.shared} bytes of shared memory, {SHARED_MEMORY[target]} there"
+        assert code.spilled == 0, f"{said}: {code.spilled} bytes spilled ({code.registers} registers)"
+        assert not tensor_core or code.tensor_core, f"{said}: no matrix instruction"
+        widest = max(code.loads, default=0)
+        assert load_bytes is None or widest >= load_bytes, f"{said}: loads are {dict(code.loads)}"
+    return built
+
+
+# ---- attention over paged caches: data and reference -----------------------------------------------------------------
+
+
+def start_locations(query_lengths: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """`query_start_loc`: prefix sums of the query lengths, int32 `[sequences + 1]`."""
+    sums = torch.tensor([0, *query_lengths], dtype=torch.int64).cumsum(0)
+    return sums.to(torch.int32).to(device)
+
+
+def random_block_table(
+    lengths: Sequence[int], block_size: int, spare_blocks: int = 3, seed: int = 0
+) -> tuple[torch.Tensor, int]:
+    """(int32 `[sequences, most blocks]`, blocks in the pool): every sequence's blocks scattered over the pool.
+
+    Block 0, the null block, is nobody's; unused entries are 0.
+    """
+    needed = [math.ceil(length / block_size) for length in lengths]
+    num_blocks = 1 + sum(needed) + spare_blocks
+    free = (torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    table = torch.zeros(len(lengths), max([1, *needed]), dtype=torch.int32)
+    for row, count in enumerate(needed):
+        table[row, :count] = torch.tensor([free.pop() for _ in range(count)], dtype=torch.int32)
+    return table, num_blocks
+
+
+def gather_paged(cache: torch.Tensor, block_table: torch.Tensor, sequence: int, length: int) -> torch.Tensor:
+    """A sequence's `[length, kv_heads, head_dim]` out of a paged cache `[blocks, block_size, kv_heads, head_dim]`."""
+    positions = torch.arange(length, device=cache.device)
+    blocks = block_table[sequence].to(cache.device).long()[positions // cache.shape[1]]
+    return cache[blocks, positions % cache.shape[1]]
+
+
+def reference_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of one sequence in float64: the last `len(q)` of its `len(keys)` positions ask.
+
+    q `[queries, heads, d]`, keys and values `[length, kv_heads, d]` -> `[queries, heads, d]`.
+    """
+    q, keys, values = (tensor.detach().cpu().double() for tensor in (q, keys, values))
+    group = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    asking = torch.arange(len(q))[:, None] + len(keys) - len(q)
+    asked = torch.arange(len(keys))[None, :]
+    seen = asked <= asking
+    if sliding_window is not None:
+        seen &= asked > asking - sliding_window
+    weights = torch.softmax(scores.masked_fill(~seen, -math.inf), dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)

@@ -1,0 +1,85 @@
+"""The harness itself: what it reads off compiled code is what is there, and its asserts can fail."""
+
+import pytest
+import torch
+from kernels.harness import assert_close, assert_compiles, assert_twin, awkward_lengths
+from minivllm.errors import MinivllmError
+from minivllm.lab.aot import TARGETS, compile_for
+from minivllm.lab.gpu import tl, triton
+
+
+@triton.jit
+def scale_kernel(source, target, count, factor, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + index, tl.load(source + index, mask=index < count) * factor, mask=index < count)
+
+
+@triton.jit
+def matmul_kernel(a, b, c, K: tl.constexpr, TILE: tl.constexpr):
+    row, column, inner = tl.arange(0, TILE), tl.arange(0, TILE), tl.arange(0, 64)
+    total = tl.zeros([TILE, TILE], tl.float32)
+    for k in range(0, K, 64):
+        left = tl.load(a + row[:, None] * K + k + inner[None, :])
+        right = tl.load(b + (k + inner[:, None]) * TILE + column[None, :])
+        total += tl.dot(left, right)
+    tl.store(c + row[:, None] * TILE + column[None, :], total)
+
+
+MATMUL = {"a": "*bf16", "b": "*bf16", "c": "*fp32", "K": 512, "TILE": 128}
+
+
+@pytest.mark.parametrize("length", awkward_lengths(16))
+def test_numerics_on_a_device(device, length):
+    source = torch.randn(length, device=device)
+    target = torch.empty_like(source)
+    scale_kernel[(triton.cdiv(max(length, 1), 16),)](source, target, length, 3.0, BLOCK=16)
+    assert_close(target, source.double() * 3)
+    assert_twin(target, source * 3)
+
+
+def test_tensor_cores_of_every_target_are_found():
+    built = assert_compiles(matmul_kernel, MATMUL, {"num_warps": 8, "num_stages": 2}, tensor_core=True, load_bytes=16)
+    assert {target: code.tensor_core for target, code in built.items()} == {
+        "sm_80": "HMMA",
+        "sm_90": "HGMMA",
+        "sm_100": "UTCHMMA",
+        "gfx942": "v_mfma",
+    }
+
+
+def test_alignment_decides_the_width_of_loads():
+    aligned = {"source": "*fp32", "target": "*fp32", "count": 1024, "factor": 2.0, "BLOCK": 1024}
+    odd = {**aligned, "count": 1023}  # the mask may end anywhere, so no four neighbours load at once
+    assert max(compile_for("sm_90", scale_kernel, aligned).loads) == 16
+    assert max(compile_for("sm_90", scale_kernel, odd).loads) == 4
+
+
+def test_spills_and_shared_memory_are_caught():
+    with pytest.raises(AssertionError, match="spilled"):
+        assert_compiles(matmul_kernel, MATMUL, {"num_warps": 1, "num_stages": 1}, targets=["sm_80"])
+    with pytest.raises(AssertionError, match="shared memory"):
+        assert_compiles(matmul_kernel, MATMUL, {"num_warps": 8, "num_stages": 8}, targets=["sm_90"])
+
+
+def test_the_compiler_s_words_reach_the_reader():
+    with pytest.raises(MinivllmError, match="same dtype"):
+        compile_for("sm_90", matmul_kernel, {**MATMUL, "b": "*fp32"})
+    with pytest.raises(MinivllmError, match="example for K, TILE"):
+        compile_for("sm_90", matmul_kernel, {"a": "*bf16", "b": "*bf16", "c": "*fp32"})
+    with pytest.raises(MinivllmError, match="unknown target"):
+        compile_for("sm_70", matmul_kernel, MATMUL)
+
+
+def test_every_target_has_a_shared_memory_size():
+    assert set(TARGETS) == {"sm_80", "sm_90", "sm_100", "gfx942"}
+
+
+def test_close_is_not_blind():
+    wanted = torch.zeros(4)
+    assert_close(wanted + 1e-6, wanted)
+    with pytest.raises(AssertionError, match=r"off by 0.1 .* at \[2\]"):
+        assert_close(wanted + torch.tensor([0, 0, 0.1, 0]), wanted)
+    with pytest.raises(AssertionError, match="not finite"):
+        assert_close(wanted + torch.tensor([0, torch.nan, 0, 0]), wanted)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_twin(torch.tensor([1, 2]), torch.tensor([1, 3]))
