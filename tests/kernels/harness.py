@@ -12,13 +12,15 @@ Needs torch, triton and pytest only, so that it runs on a common CUDA image.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from minivllm.lab.aot import SHARED_MEMORY, TARGETS, Compiled, compile_for, load_module
+from minivllm.lab.aot import SHARED_MEMORY, TARGETS, Compiled, compile_for
+from minivllm.lab.exercise import load
 
 HEAD_DIMS = (64, 80, 128)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -28,9 +30,10 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "vllm"
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
+@functools.cache
 def script(name: str) -> Any:
-    """The lesson script `vllm/NAME.py` as a module."""
-    return load_module(SCRIPTS / f"{name}.py")
+    """The lesson script `vllm/NAME.py` as a module, loaded once."""
+    return load(SCRIPTS / f"{name}.py")
 
 
 def awkward_lengths(block: int) -> list[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import collections
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.errors import MinivllmError
+from minivllm.lab.exercise import load
 
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 """Bytes of shared memory (LDS on AMD) one program may use: CUDA C++ programming guide, CDNA 3 instruction set guide."""
@@ -89,7 +91,7 @@ def compile_for(
     if missing:
         raise MinivllmError(f"kernel {function.__name__!r} needs an example for {', '.join(missing)}")
     request = {
-        "module": function.__module__,
+        "module": _importable_name(function.__module__, source),
         "path": source,
         "kernel": function.__name__,
         "target": target,
@@ -110,31 +112,20 @@ def compile_everywhere(
     return {target: compile_for(target, kernel, arguments, options) for target in TARGETS}
 
 
-def load_module(path: str | Path) -> Any:
-    """The module in the file at `path`, loaded once, under a name that its number does not spoil."""
-    path = Path(path).resolve()
-    name = f"script_{path.stem}"
-    module = sys.modules.get(name)
-    if module is not None and module.__file__ == str(path):
-        return module
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise MinivllmError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
 def _python_function(kernel: Any) -> Any:
     """The function under `triton.jit`, `triton.autotune` and the interpreter's wrapper."""
     while not inspect.isfunction(kernel):
         kernel = kernel.fn
     return kernel
+
+
+def _importable_name(name: str, path: str | None) -> str | None:
+    """`name` if another process can import the file by it; a script's file is loaded by its path."""
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    return name if found is not None and found.origin == path else None
 
 
 def _describe(value: Any) -> dict:
@@ -214,14 +205,11 @@ def _serve() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
+_load_once = functools.cache(load)
+
+
 def _find_kernel(request: dict) -> Any:
-    """The kernel by module name where the module can be imported, else by its file."""
-    try:
-        found = importlib.util.find_spec(request["module"])
-    except (ImportError, ValueError):
-        found = None
-    by_name = found is not None and found.origin == request["path"]
-    module = importlib.import_module(request["module"]) if by_name else load_module(request["path"])
+    module = importlib.import_module(request["module"]) if request["module"] else _load_once(request["path"])
     kernel = getattr(module, request["kernel"])
     while not hasattr(kernel, "params"):  # under triton.autotune
         kernel = kernel.fn
