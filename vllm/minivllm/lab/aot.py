@@ -16,7 +16,6 @@ import collections
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -91,7 +90,7 @@ def compile_for(
     if missing:
         raise MinivllmError(f"kernel {function.__name__!r} needs an example for {', '.join(missing)}")
     request = {
-        "module": _importable_name(function.__module__, source),
+        "module": function.__module__ if function.__module__.startswith("minivllm.") else None,  # else by its path
         "path": source,
         "kernel": function.__name__,
         "target": target,
@@ -117,15 +116,6 @@ def _python_function(kernel: Any) -> Any:
     while not inspect.isfunction(kernel):
         kernel = kernel.fn
     return kernel
-
-
-def _importable_name(name: str, path: str | None) -> str | None:
-    """`name` if another process can import the file by it; a script's file is loaded by its path."""
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        found = None
-    return name if found is not None and found.origin == path else None
 
 
 def _describe(value: Any) -> dict:
