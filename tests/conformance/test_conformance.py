@@ -1,0 +1,43 @@
+"""The scheduler decides what vLLM v0.33.0 decided, at every step of every recorded workload."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conformance.replay import replay
+
+HERE = Path(__file__).parent
+DATA = HERE / "data"
+TRACES = json.loads(gzip.decompress((DATA / "traces.json.gz").read_bytes()))
+
+
+@pytest.mark.parametrize("name", sorted(TRACES))
+def test_every_step_equals_the_recorded_one(name: str) -> None:
+    workload = json.loads((DATA / f"{name}.json").read_text())
+    steps = replay(workload)
+    for ours, recorded in zip(steps, TRACES[name], strict=False):
+        assert ours == recorded
+    assert len(steps) == len(TRACES[name])
+
+
+def test_every_workload_has_a_trace() -> None:
+    assert {path.stem for path in DATA.glob("w*.json")} == set(TRACES)
+
+
+def test_replay_prints_the_trace() -> None:
+    command = [sys.executable, HERE / "replay.py", DATA / "w1000.json"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed)["steps"] == TRACES["w1000"]
+
+
+@pytest.mark.parametrize("text", ["not json", "{}", '{"config": {}, "requests": [], "aborts": {}}'])
+def test_replay_says_what_is_wrong_with_a_workload(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "workload.json"
+    path.write_text(text)
+    result = subprocess.run([sys.executable, HERE / "replay.py", path], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith(str(path))
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,146 @@
+"""Which blocks a request holds, what it may find in the prefix cache, and whether its next tokens fit.
+
+In vLLM v0.33.0: `vllm/v1/core/kv_cache_manager.py` (`KVCacheManager`), with one KV-cache group of full attention:
+`vllm/v1/core/single_type_kv_cache_manager.py` (`FullAttentionManager`).
+"""
+
+from collections.abc import Sequence
+
+from minivllm.core.block_pool import BlockPool, KVCacheBlock
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.stats import PrefixCacheStats
+from minivllm.scheduler_config import CacheConfig
+
+
+class KVCacheManager:
+    """Block tables on the host. A table only grows at its end; two equal blocks are never merged."""
+
+    def __init__(self, cache_config: CacheConfig, max_model_len: int, watermark: float = 0.0) -> None:
+        self.block_size = cache_config.block_size
+        self.enable_caching = cache_config.enable_prefix_caching
+        self.max_model_len = max_model_len
+        self.watermark_blocks = int(watermark * cache_config.num_gpu_blocks)
+        self.block_pool = BlockPool(cache_config.num_gpu_blocks, self.enable_caching)
+        self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
+        self.num_cached_block: dict[str, int] = {}
+        self.prefix_cache_stats = PrefixCacheStats()
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that requests hold, 0 to 1."""
+        return self.block_pool.get_usage()
+
+    def get_block_ids(self, request_id: str) -> list[int]:
+        """The block table of a request; empty when it holds nothing."""
+        return [block.block_id for block in self.req_to_blocks.get(request_id, ())]
+
+    def get_computed_blocks(self, request: Request) -> tuple[list[KVCacheBlock], int]:
+        """The longest cached prefix of a request: its blocks, not touched yet, and their length in tokens.
+
+        At most `num_tokens - 1` tokens are found: the last one must be computed, since its logits are wanted.
+        """
+        blocks: list[KVCacheBlock] = []
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return blocks, 0
+        max_num_blocks = (request.num_tokens - 1) // self.block_size
+        for block_hash in request.block_hashes[:max_num_blocks]:
+            block = self.block_pool.get_cached_block(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks, len(blocks) * self.block_size
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        *,
+        new_computed_blocks: Sequence[KVCacheBlock] = (),
+        num_lookahead_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        full_sequence_must_fit: bool = False,
+        has_scheduled_reqs: bool = True,
+    ) -> Sequence[KVCacheBlock] | None:
+        """Gives a request the blocks that its next `num_new_tokens` tokens need, or None, changing nothing.
+
+            | computed | prefix hit | new, drafts included | lookahead |
+                         `new_computed_blocks`   `num_lookahead_tokens`
+
+        Returns the blocks added to the table, hit blocks not among them. Full blocks are published here, before they
+        are computed: whoever finds them runs in the same forward or in a later one. Drafts are never published.
+
+        - `delay_cache_blocks`: publish nothing now; the tokens arrive later (from another engine) or not at all.
+        - `full_sequence_must_fit`: an admission, which must have room for all tokens known so far, not merely these.
+        - `has_scheduled_reqs`: something else is running, so that an admission leaves the watermark free.
+        """
+        table = self.req_to_blocks.get(request.request_id, [])
+        num_computed = request.num_computed_tokens + len(new_computed_blocks) * self.block_size
+        num_tokens = num_computed + num_new_tokens
+        num_slots = min(num_tokens + num_lookahead_tokens, self.max_model_len)
+        num_held = len(table) + len(new_computed_blocks)
+        num_missing = -(-num_slots // self.block_size) - num_held
+
+        new_blocks: Sequence[KVCacheBlock] = ()
+        if num_missing > 0:
+            num_required = num_missing
+            if full_sequence_must_fit:
+                num_full = -(-min(request.num_tokens, self.max_model_len) // self.block_size)
+                num_required = max(num_missing, num_full - num_held)
+            if num_required > self._num_available(request, new_computed_blocks, has_scheduled_reqs):
+                return None
+            self.block_pool.touch(new_computed_blocks)
+            new_blocks = self.block_pool.get_new_blocks(num_missing)
+            table += [*new_computed_blocks, *new_blocks]
+            self.req_to_blocks[request.request_id] = table
+            self.num_cached_block.setdefault(request.request_id, len(new_computed_blocks))
+
+        if not delay_cache_blocks:
+            self.cache_blocks(request, min(num_tokens, request.num_tokens))
+        return new_blocks
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Publishes the full blocks among a request's first `num_tokens` tokens that are not published yet."""
+        if not self.enable_caching:
+            return
+        num_full = num_tokens // self.block_size
+        num_cached = self.num_cached_block[request.request_id]
+        if num_full > num_cached:
+            table = self.req_to_blocks[request.request_id]
+            self.block_pool.cache_full_blocks(table, request.block_hashes, num_cached, num_full)
+            self.num_cached_block[request.request_id] = num_full
+
+    def free(self, request: Request, *, withdraw_uncomputed: bool = False) -> None:
+        """Gives a request's blocks back, last block first, so that the tail of a prefix is evicted before its head.
+
+        `withdraw_uncomputed`: the request was scheduled, and its blocks published, in a step that it will not run in.
+        Blocks that are not wholly computed lose their hash. vLLM v0.33.0 leaves it, and may then serve keys and values
+        that nobody computed; this is the one place where we decide differently. The blocks go where vLLM puts them.
+        """
+        table = self.req_to_blocks.pop(request.request_id, [])
+        self.num_cached_block.pop(request.request_id, None)
+        self.block_pool.free_blocks(reversed(table))
+        if withdraw_uncomputed:
+            self.block_pool.evict_blocks(table[request.num_computed_tokens // self.block_size :])
+
+    def record_prefix_cache_stats(self, request: Request, num_hit_tokens: int) -> None:
+        """Counts the lookup of a request that is being admitted; lookups that end in no admission do not count."""
+        if self.enable_caching and not request.skip_reading_prefix_cache:
+            self.prefix_cache_stats.record(request.num_tokens, num_hit_tokens, request.num_preemptions > 0)
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats:
+        """The counts since the last call."""
+        stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
+        return stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks. Returns False, and does nothing, while any request holds a block."""
+        return self.block_pool.reset_prefix_cache()
+
+    def _num_available(
+        self, request: Request, new_computed_blocks: Sequence[KVCacheBlock], has_scheduled_reqs: bool
+    ) -> int:
+        # Hit blocks that lie in the free queue are about to leave it: they are not there to be given out.
+        num_hit_and_free = sum(block.ref_cnt == 0 for block in new_computed_blocks)
+        admission = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        watermark = self.watermark_blocks if admission and has_scheduled_reqs else 0
+        return self.block_pool.get_num_free_blocks() - num_hit_and_free - watermark

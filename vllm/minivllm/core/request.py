@@ -1,0 +1,192 @@
+"""One request, from arrival to its last token: its tokens, how far they are computed, and the names of its blocks.
+
+In vLLM v0.33.0: `vllm/v1/request.py` (`Request`, `RequestStatus`).
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+from minivllm.core.block_hash import BlockHash, generate_block_hash_extra_keys, hash_new_full_blocks
+from minivllm.core.lora_request import LoRARequest
+from minivllm.errors import MinivllmError
+
+
+class RequestStatus(IntEnum):
+    """Where a request stands. Everything after PREEMPTED is finished."""
+
+    WAITING = 0
+    WAITING_FOR_REMOTE_KVS = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_IGNORED = 7
+    FINISHED_ERROR = 8
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request will never be scheduled again."""
+        return self > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> str | None:
+        """What an API client is told: "stop", "length", "abort" or "error"; None while unfinished."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_IGNORED: "length",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+class Request:
+    """What the scheduler knows about one request. Lengths and positions are in tokens.
+
+    There are no phases. A request has `num_tokens_with_spec` tokens, of which `num_computed_tokens` have their keys and
+    values in the cache or are being computed; each step the second number catches up with the first. A prompt, a chunk
+    of it, a decode and a verification of drafts differ only in the size of the gap.
+    """
+
+    __slots__ = (
+        "_all_token_ids",
+        "_block_size",
+        "_extra_keys",
+        "arrival_time",
+        "block_hashes",
+        "cache_salt",
+        "eos_token_ids",
+        "ignore_eos",
+        "is_prefill_chunk",
+        "lora_request",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_output_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "priority",
+        "request_id",
+        "sampling_params",
+        "skip_reading_prefix_cache",
+        "spec_token_ids",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        eos_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        stop_token_ids: Sequence[int] = (),
+        lora_request: LoRARequest | None = None,
+        cache_salt: str | None = None,
+        skip_reading_prefix_cache: bool = False,
+        sampling_params: Any = None,
+    ) -> None:
+        """A request that waits. A lower `priority` goes first. `sampling_params` is handed to the worker unread.
+
+        A minimum number of tokens is the sampler's business, as in vLLM: it masks what would stop. A request that wants
+        the log probabilities of its prompt sets `skip_reading_prefix_cache`, since a hit has no logits.
+        Raises `MinivllmError` for an empty prompt or `max_tokens` below 1.
+        """
+        if not prompt_token_ids:
+            raise MinivllmError(f"the prompt of request {request_id!r} is empty; it needs at least one token")
+        if max_tokens < 1:
+            raise MinivllmError(f"max_tokens of request {request_id!r} is {max_tokens}; it must be at least 1")
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.max_tokens = max_tokens
+        self.arrival_time = arrival_time
+        self.priority = priority
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.ignore_eos = ignore_eos
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.lora_request = lora_request
+        self.cache_salt = cache_salt
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
+
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | None = None
+        self._all_token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self._all_token_ids)
+        # Kept beside the list because the scheduler reads it several times a step.
+        self.num_tokens = self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.spec_token_ids: list[int] = []
+        self.num_output_placeholders = 0
+        self.is_prefill_chunk = True
+
+        self.block_hashes: list[BlockHash] = []
+        self._block_size: int | None = None
+        self._extra_keys = (
+            generate_block_hash_extra_keys(lora_request, cache_salt),
+            generate_block_hash_extra_keys(lora_request, None),
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of "
+            f"{self.num_prompt_tokens} + {self.num_output_tokens} tokens)"
+        )
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt."""
+        return self._all_token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens sampled so far. They survive a preemption."""
+        return self._all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and outputs. Not a copy: do not change it."""
+        return self._all_token_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens have been sampled."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        """Known tokens plus the drafts that wait to be verified."""
+        return self.num_tokens + len(self.spec_token_ids)
+
+    def append_output_token_id(self, token_id: int) -> None:
+        """Adds one sampled token, and the name of the block that it fills, if it fills one."""
+        self._all_token_ids.append(token_id)
+        self.num_tokens += 1
+        if self._block_size is not None and self.num_tokens % self._block_size == 0:
+            self._hash_new_full_blocks()
+
+    def enable_block_hashes(self, block_size: int) -> None:
+        """Names all full blocks of `block_size` tokens now, and from now on each block that a new token fills."""
+        self._block_size = block_size
+        self.block_hashes.clear()
+        self._hash_new_full_blocks()
+
+    def _hash_new_full_blocks(self) -> None:
+        assert self._block_size is not None
+        hash_new_full_blocks(self.block_hashes, self._all_token_ids, self._block_size, *self._extra_keys)
+
+    def sort_key(self) -> tuple[int, float, str]:
+        """Order under the priority policy: priority, then arrival, then id."""
+        return self.priority, self.arrival_time, self.request_id

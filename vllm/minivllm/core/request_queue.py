@@ -1,0 +1,114 @@
+"""The waiting queue, first come first served or by priority.
+
+In vLLM v0.33.0: `vllm/v1/core/sched/request_queue.py` (`RequestQueue`, `FCFSRequestQueue`, `PriorityRequestQueue`).
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import Protocol
+
+from minivllm.core.request import Request
+
+
+class RequestQueue(Protocol):
+    """What the scheduler asks of a queue. Iteration goes in the order in which requests would be popped."""
+
+    def add_request(self, request: Request) -> None:
+        """Adds a request that arrived."""
+        ...
+
+    def peek_request(self) -> Request:
+        """The next request; it stays in the queue."""
+        ...
+
+    def pop_request(self) -> Request:
+        """Takes the next request."""
+        ...
+
+    def prepend_requests(self, requests: Collection[Request]) -> None:
+        """Puts requests back before all others, in the given order, where the policy allows it."""
+        ...
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Removes requests wherever they stand; those that are not there are ignored."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+class FCFSRequestQueue:
+    """First come, first served; what is put back stands at the head."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def add_request(self, request: Request) -> None:
+        """Adds at the tail."""
+        self._requests.append(request)
+
+    def peek_request(self) -> Request:
+        """The head."""
+        return self._requests[0]
+
+    def pop_request(self) -> Request:
+        """Takes the head."""
+        return self._requests.popleft()
+
+    def prepend_requests(self, requests: Collection[Request]) -> None:
+        """Puts requests at the head; the first of them becomes the head."""
+        self._requests.extendleft(reversed(list(requests)))
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Removes requests. O(n), once for all of them."""
+        gone = {request.request_id for request in requests}
+        self._requests = deque(request for request in self._requests if request.request_id not in gone)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+
+class PriorityRequestQueue:
+    """A heap on (priority, arrival time, id), least first. It has no head to put things back to: order is the key's."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, float, str], Request]] = []
+
+    def add_request(self, request: Request) -> None:
+        """Adds where its key belongs."""
+        heapq.heappush(self._heap, (request.sort_key(), request))
+
+    def peek_request(self) -> Request:
+        """The request with the least key."""
+        return self._heap[0][1]
+
+    def pop_request(self) -> Request:
+        """Takes the request with the least key."""
+        return heapq.heappop(self._heap)[1]
+
+    def prepend_requests(self, requests: Collection[Request]) -> None:
+        """Adds the requests back; their keys decide where."""
+        for request in requests:
+            self.add_request(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Removes requests. O(n), once for all of them."""
+        gone = {request.request_id for request in requests}
+        self._heap = [entry for entry in self._heap if entry[1].request_id not in gone]
+        heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
+
+
+def create_request_queue(policy: str) -> RequestQueue:
+    """The queue of a scheduling policy, "fcfs" or "priority"."""
+    return PriorityRequestQueue() if policy == "priority" else FCFSRequestQueue()

@@ -1,0 +1,389 @@
+"""Who gets how many tokens in the next step: continuous batching under one token budget.
+
+There is no prefill phase and no decode phase. In each step every request tries to catch up: `num_computed_tokens` moves
+towards `num_tokens_with_spec`. Running requests go first, in the order of their admission, then waiting ones; prompts,
+chunks of prompts, decodes and drafts to verify share the step. When a running request finds no block, another one is
+preempted: it loses its blocks, keeps its tokens and is computed again later.
+
+In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`, `_update_after_schedule`,
+`update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs, structured output,
+KV connectors, pipeline and data parallelism.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from minivllm.core.block_pool import KVCacheBlock
+from minivllm.core.kv_cache_manager import KVCacheManager
+from minivllm.core.lora_request import LoRARequest
+from minivllm.core.output import (
+    CachedRequestData,
+    EngineCoreOutput,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.request_queue import create_request_queue
+from minivllm.core.stats import SchedulerStats, SpecDecodingStats
+from minivllm.core.stop import check_stop
+from minivllm.errors import MinivllmError
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is being put together. `position` is the index in `running` of the request under way."""
+
+    token_budget: int
+    position: int = 0
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    spec_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    continued: dict[str, Request] = field(default_factory=dict)
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    admitted: list[Request] = field(default_factory=list)
+    preempted_req_ids: set[str] = field(default_factory=set)
+
+    def schedule(self, request: Request, num_tokens: int) -> None:
+        """Gives tokens of the budget to a request."""
+        self.num_scheduled_tokens[request.request_id] = num_tokens
+        self.token_budget -= num_tokens
+
+    def unschedule(self, request: Request) -> bool:
+        """Takes a running request out of the step again; its tokens return. Returns whether it was in the step."""
+        request_id = request.request_id
+        if request_id not in self.num_scheduled_tokens:
+            return False
+        self.token_budget += self.num_scheduled_tokens.pop(request_id)
+        del self.continued[request_id]
+        self.new_block_ids.pop(request_id, None)
+        self.spec_token_ids.pop(request_id, None)
+        return True
+
+
+class Scheduler:
+    """Decides each step, and keeps the books: `running` (in order of admission), `waiting`, and who holds which block.
+
+    One turn is `schedule()`, a forward pass, `update_from_output()`.
+    """
+
+    def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
+        self.config = scheduler_config
+        self.cache_config = cache_config
+        self.kv_cache_manager = KVCacheManager(cache_config, scheduler_config.max_model_len, scheduler_config.watermark)
+        self.requests: dict[str, Request] = {}
+        self.waiting = create_request_queue(scheduler_config.policy)
+        self.running: list[Request] = []
+        self.finished_req_ids: set[str] = set()
+        self.num_preemptions = 0
+        self.spec_decoding_stats = SpecDecodingStats()
+
+    # Requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Puts a request into the waiting queue. Raises `MinivllmError` for one that could never finish."""
+        self._check_request(request)
+        if self.cache_config.enable_prefix_caching:
+            request.enable_block_hashes(self.cache_config.block_size)
+        self.requests[request.request_id] = request
+        self.waiting.add_request(request)
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
+        """Ends requests from outside (a client left: FINISHED_ABORTED; a stop string was seen: FINISHED_STOPPED).
+
+        Ids that are unknown or finished already are ignored. Returns the ids that were ended, in the given order.
+        """
+        assert status.is_finished
+        ended = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
+        waiting = [request for request in ended if request.status is not RequestStatus.RUNNING]
+        if waiting:
+            self.waiting.remove_requests(waiting)
+        self._finish(ended, status)
+        return [request.request_id for request in ended]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request still wants a step."""
+        return bool(self.requests)
+
+    def has_finished_requests(self) -> bool:
+        """Whether the worker has not been told yet of requests that finished."""
+        return bool(self.finished_req_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks. Returns False, and does nothing, while any request holds a block."""
+        return self.kv_cache_manager.reset_prefix_cache()
+
+    def make_stats(self) -> SchedulerStats:
+        """The state now; prefix lookups and verifications are counted since the last call."""
+        spec_decoding_stats, self.spec_decoding_stats = self.spec_decoding_stats, SpecDecodingStats()
+        return SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting),
+            kv_cache_usage=self.kv_cache_manager.usage,
+            prefix_cache_stats=self.kv_cache_manager.make_prefix_cache_stats(),
+            spec_decoding_stats=spec_decoding_stats,
+            num_preemptions=self.num_preemptions,
+        )
+
+    # One step
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step. `num_computed_tokens` counts its tokens at once, before any of them is computed."""
+        step = _Step(self.config.max_num_batched_tokens)
+        chunk_limit = self._chunk_limit()
+        may_admit = not (self.config.static_batching and self.running)
+        self._schedule_running(step, chunk_limit)
+        if may_admit and not step.preempted_req_ids:
+            self._schedule_waiting(step, chunk_limit)
+        output = self._make_output(step)
+        self._update_after_schedule(output)
+        return output
+
+    def _chunk_limit(self) -> int:
+        # A request that is alone starves nobody, so only the budget limits it.
+        alone = len(self.running) + len(self.waiting) == 1
+        threshold = 0 if alone else self.config.long_prefill_token_threshold
+        return threshold or self.config.max_num_batched_tokens
+
+    def _schedule_running(self, step: _Step, chunk_limit: int) -> None:
+        """Running requests in order of admission. One that can get no token is passed over, so it blocks nobody."""
+        while step.position < len(self.running) and step.token_budget > 0:
+            request = self.running[step.position]
+            num_new_tokens = min(self._num_tokens_wanted(request), chunk_limit, step.token_budget)
+            if num_new_tokens == 0:
+                step.position += 1
+                continue
+            new_blocks = self._allocate_or_preempt(request, num_new_tokens, step)
+            if new_blocks is None:
+                continue  # It was the victim itself. Another request stands at its position now, or none.
+            step.schedule(request, num_new_tokens)
+            step.continued[request.request_id] = request
+            if new_blocks:
+                step.new_block_ids[request.request_id] = [block.block_id for block in new_blocks]
+            if request.spec_token_ids:
+                self._schedule_drafts(request, num_new_tokens, step)
+            step.position += 1
+
+    def _num_tokens_wanted(self, request: Request) -> int:
+        num_computed = request.num_computed_tokens
+        wanted = request.num_tokens_with_spec + request.num_output_placeholders - num_computed
+        # Drafts may not reach the last position: a token sampled there would have none of its own.
+        return min(wanted, self.config.max_model_len - 1 - num_computed)
+
+    def _schedule_drafts(self, request: Request, num_new_tokens: int, step: _Step) -> None:
+        """Notes which of a request's new tokens are drafts; those that found no room in the step are dropped."""
+        num_known = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+        num_drafts = num_new_tokens - num_known
+        if num_drafts > 0:
+            step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
+        request.spec_token_ids = []
+
+    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, step: _Step) -> Sequence[KVCacheBlock] | None:
+        """Blocks for a running request, at the cost of others if need be; None when it became the victim itself."""
+        while True:
+            new_blocks = self.kv_cache_manager.allocate_slots(
+                request, num_new_tokens, num_lookahead_tokens=self.config.num_lookahead_tokens
+            )
+            if new_blocks is not None:
+                return new_blocks
+            victim = self._take_victim(step)
+            self._preempt_request(victim, step)
+            if victim is request:
+                return None
+
+    def _take_victim(self, step: _Step) -> Request:
+        """FCFS: the last running request. Priority: the one with the worst (priority, arrival), wherever it stands."""
+        if self.config.policy == "fcfs":
+            return self.running.pop()
+        victim = max(self.running, key=lambda request: (request.priority, request.arrival_time))
+        position = self.running.index(victim)
+        del self.running[position]
+        if position < step.position:
+            step.position -= 1
+        return victim
+
+    def _preempt_request(self, request: Request, step: _Step) -> None:
+        """Takes a request's blocks, not its tokens: it waits at the head of the queue to be computed again."""
+        was_scheduled = step.unschedule(request)
+        self.kv_cache_manager.free(request, withdraw_uncomputed=was_scheduled)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.spec_token_ids = []
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.prepend_requests((request,))
+        step.preempted_req_ids.add(request.request_id)
+
+    def _schedule_waiting(self, step: _Step, chunk_limit: int) -> None:
+        """Admits waiting requests. One that does not fit blocks those behind it; one that lacks an adapter does not."""
+        skipped: list[Request] = []
+        running_loras = {request.lora_request for request in self.running} - {None}
+        while self.waiting and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting.peek_request()
+            if self._lacks_lora_slot(request, running_loras):
+                skipped.append(self.waiting.pop_request())
+                continue
+            if not self._admit(request, step, chunk_limit):
+                break
+            if request.lora_request is not None:
+                running_loras.add(request.lora_request)
+        self.waiting.prepend_requests(skipped)
+
+    def _lacks_lora_slot(self, request: Request, running_loras: set[LoRARequest | None]) -> bool:
+        lora = request.lora_request
+        return lora is not None and lora not in running_loras and len(running_loras) >= self.config.max_loras
+
+    def _admit(self, request: Request, step: _Step, chunk_limit: int) -> bool:
+        """Moves the head of the waiting queue to `running` with its first tokens. False, changing nothing: no room."""
+        hit_blocks, num_hit_tokens = self.kv_cache_manager.get_computed_blocks(request)
+        num_new_tokens = min(request.num_tokens - num_hit_tokens, chunk_limit)
+        if num_new_tokens > step.token_budget and not self.config.enable_chunked_prefill:
+            return False
+        num_new_tokens = min(num_new_tokens, step.token_budget)
+        new_blocks = self.kv_cache_manager.allocate_slots(
+            request,
+            num_new_tokens,
+            new_computed_blocks=hit_blocks,
+            num_lookahead_tokens=self.config.num_lookahead_tokens,
+            full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
+            has_scheduled_reqs=bool(self.running),
+        )
+        if new_blocks is None:
+            return False
+        self.kv_cache_manager.record_prefix_cache_stats(request, num_hit_tokens)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_hit_tokens
+        request.num_computed_tokens = num_hit_tokens
+        request.status = RequestStatus.RUNNING
+        self.running.append(self.waiting.pop_request())
+        step.schedule(request, num_new_tokens)
+        step.admitted.append(request)
+        return True
+
+    def _make_output(self, step: _Step) -> SchedulerOutput:
+        get_block_ids = self.kv_cache_manager.get_block_ids
+        return SchedulerOutput(
+            scheduled_new_reqs=[
+                NewRequestData.from_request(request, get_block_ids(request.request_id)) for request in step.admitted
+            ],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=list(step.continued),
+                new_block_ids=[step.new_block_ids.get(request_id) for request_id in step.continued],
+                num_computed_tokens=[request.num_computed_tokens for request in step.continued.values()],
+            ),
+            num_scheduled_tokens=step.num_scheduled_tokens,
+            total_num_scheduled_tokens=self.config.max_num_batched_tokens - step.token_budget,
+            scheduled_spec_decode_tokens=step.spec_token_ids,
+            preempted_req_ids=step.preempted_req_ids,
+            finished_req_ids=self.finished_req_ids,
+        )
+
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
+        # Counted before the forward pass ran, so that the next step could be scheduled while this one is computed.
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            request.num_computed_tokens += num_tokens
+            request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens
+        self.finished_req_ids = set()
+
+    # What came of it
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        """Takes in what a step sampled: rolls rejected drafts back, appends tokens, ends what has ended.
+
+        Returns the news in the order of scheduling; requests that sampled nothing or were aborted meanwhile have none.
+        """
+        outputs: list[EngineCoreOutput] = []
+        stopped: list[Request] = []
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            sampled = model_runner_output.sampled_token_ids.get(request_id)
+            if request is None or not sampled:
+                continue
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)
+            if drafts:
+                self._roll_back_rejected(request, len(drafts), num_accepted=len(sampled) - 1)
+            new_token_ids, has_stopped = self._append_until_stop(request, sampled)
+            if has_stopped:
+                stopped.append(request)
+            logprobs = model_runner_output.logprobs.get(request_id)
+            outputs.append(
+                EngineCoreOutput(
+                    request_id,
+                    new_token_ids,
+                    request.status.finish_reason,
+                    request.stop_reason,
+                    request.num_cached_tokens,
+                    logprobs and logprobs[: len(new_token_ids)],
+                )
+            )
+        self._finish(stopped)
+        return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
+        """Drafts to verify in the next step, by request id. Ignored while a prompt is not computed to its end."""
+        for request_id, drafts in draft_token_ids.items():
+            if len(drafts) > self.config.num_speculative_tokens:
+                raise MinivllmError(
+                    f"{len(drafts)} drafts for request {request_id!r}; num_speculative_tokens is "
+                    f"{self.config.num_speculative_tokens}"
+                )
+            request = self.requests.get(request_id)
+            if request is not None and request.status is RequestStatus.RUNNING and not request.is_prefill_chunk:
+                request.spec_token_ids = drafts
+
+    def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        # Keys and values of rejected drafts stay in the blocks as garbage; the next tokens overwrite them.
+        request.num_computed_tokens -= num_drafts - num_accepted
+        self.spec_decoding_stats.observe_draft(num_drafts, num_accepted)
+
+    def _append_until_stop(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
+        """Appends one token after another; returns those kept, and whether the last of them ended the request."""
+        for num_kept, token_id in enumerate(sampled, start=1):
+            request.append_output_token_id(token_id)
+            if check_stop(request, token_id, self.config.max_model_len):
+                return sampled[:num_kept], True
+        return sampled, False
+
+    def _finish(self, requests: Sequence[Request], status: RequestStatus | None = None) -> None:
+        """Removes requests from `running` and frees them one after another; `status`, if theirs is not final yet."""
+        if not requests:
+            return
+        for request in requests:
+            request.status = status or request.status
+            self._free_request(request)
+        self.running = [request for request in self.running if not request.status.is_finished]
+
+    def _free_request(self, request: Request) -> None:
+        self.kv_cache_manager.free(request)
+        self.finished_req_ids.add(request.request_id)
+        del self.requests[request.request_id]
+
+    def _check_request(self, request: Request) -> None:
+        name, config = f"request {request.request_id!r}", self.config
+        if request.request_id in self.requests:
+            raise MinivllmError(f"{name} exists already; ids must be unique among unfinished requests")
+        if request.num_prompt_tokens >= config.max_model_len:
+            raise MinivllmError(
+                f"{name} has a prompt of {request.num_prompt_tokens} tokens; with max_model_len {config.max_model_len} "
+                f"a prompt may have {config.max_model_len - 1}, which leaves one token to generate"
+            )
+        if request.lora_request is not None and config.max_loras == 0:
+            raise MinivllmError(f"{name} names an adapter, but max_loras is 0; set it to 1 or more")
+        self._check_fits_pool(request, name)
+
+    def _check_fits_pool(self, request: Request, name: str) -> None:
+        # The last token is sampled and never computed, so it needs no slot.
+        num_extra = self.config.num_speculative_tokens + self.config.num_lookahead_tokens
+        num_slots = request.num_prompt_tokens + request.max_tokens - 1 + num_extra
+        block_size = self.cache_config.block_size
+        num_blocks = -(-min(num_slots, self.config.max_model_len) // block_size)
+        num_usable = self.kv_cache_manager.block_pool.num_usable_blocks
+        if num_blocks > num_usable:
+            raise MinivllmError(
+                f"{name} may need {num_blocks} blocks of {block_size} tokens, and the cache has {num_usable}: prompt "
+                f"and max_tokens may have {num_usable * block_size + 1 - num_extra} tokens together. Lower max_tokens, "
+                "or give the cache more blocks"
+            )

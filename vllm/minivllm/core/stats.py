@@ -1,0 +1,68 @@
+"""What the scheduler counts for the log and the metrics page.
+
+In vLLM v0.33.0: `vllm/v1/metrics/stats.py` (`PrefixCacheStats`, `SchedulerStats`),
+`vllm/v1/spec_decode/metrics.py` (`SpecDecodingStats`).
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Counts since the last `make_stats`: requests that looked their prefix up, tokens that they had, tokens found.
+
+    Requests that come back after a preemption mostly find their own blocks; they are counted apart.
+    """
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+
+    def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
+        """Counts one lookup of `num_tokens` tokens, of which `num_hits` were cached."""
+        if preempted:
+            self.preempted_requests += 1
+            self.preempted_queries += num_tokens
+            self.preempted_hits += num_hits
+        else:
+            self.requests += 1
+            self.queries += num_tokens
+            self.hits += num_hits
+
+
+@dataclass(slots=True)
+class SpecDecodingStats:
+    """Counts since the last `make_stats`: verifications, drafts verified, drafts accepted, the last also by position.
+
+    Mean acceptance length = 1 + num_accepted_tokens / num_drafts.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Counts one verification of `num_draft_tokens` drafts, the first `num_accepted_tokens` of them accepted."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (num_draft_tokens - len(per_pos)))
+        for position in range(num_accepted_tokens):
+            per_pos[position] += 1
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """The scheduler at one moment. `kv_cache_usage` is a share, 0 to 1."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    kv_cache_usage: float
+    prefix_cache_stats: PrefixCacheStats
+    spec_decoding_stats: SpecDecodingStats
+    num_preemptions: int
