@@ -30,6 +30,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from minivllm.lab.allocator import keep_freed_memory
+
 HERE = Path(__file__).resolve().parent
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
@@ -37,6 +39,18 @@ BATCH_TOKENS = 8192
 SHORT_CONTEXT, LONG_CONTEXT = 512, 2048
 LONG_SHARE = 0.2  # the last fifth of the run sees long windows, so that the model is trained up to its 2,048 positions
 HELD_OUT_ONE_IN = 50
+CARD_COLUMNS = (
+    "model",
+    "layers × width",
+    "heads / KV heads",
+    "parameters",
+    "bf16 MB",
+    "tokens seen",
+    "epochs",
+    "held-out loss",
+    "bits/byte",
+    "trained on",
+)
 PROMPTS = ("def ", "import ", "class Queue", "    for i in range(", "    if not isinstance(")
 
 console = Console()
@@ -64,7 +78,7 @@ SHAPES = {
 
 
 def corpus_files() -> list[Path]:
-    """The standard library's Python files, in a fixed order. Tables of numbers and dumped documentation are left out."""
+    """The standard library's Python files, in a fixed order; tables of numbers and dumped documentation left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "__pycache__", "encodings", "pydoc_data", "bad_coding", "lib2to3"}
     files = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
@@ -185,6 +199,7 @@ def held_out_loss(model, documents: list[np.ndarray], device: torch.device, max_
 
 def train(name: str, minutes: float | None, tokens: int, seed: int, device: torch.device) -> None:
     """Train one model and write it, with what its card needs to say, to its directory beside this file."""
+    keep_freed_memory()
     torch.manual_seed(seed)
     shape = SHAPES[name]
     files = corpus_files()
@@ -193,7 +208,8 @@ def train(name: str, minutes: float | None, tokens: int, seed: int, device: torc
     console.print(f"corpus: {len(training)} files, {sum(map(len, training)) / 1e6:.1f} M characters")
     tokenizer = learn_tokenizer(training)
     documents, held_out_documents = encode(tokenizer, training), encode(tokenizer, held_out)
-    console.print(f"tokens: {sum(map(len, documents)) / 1e6:.2f} M, {sum(map(len, held_out_documents)) / 1e6:.2f} M held out")
+    trained_on, kept = sum(map(len, documents)), sum(map(len, held_out_documents))
+    console.print(f"tokens: {trained_on / 1e6:.2f} M, {kept / 1e6:.2f} M held out")
 
     model = build_model(shape).to(device)
     optimizers = build_optimizers(model, shape.learning_rate)
@@ -219,7 +235,8 @@ def train(name: str, minutes: float | None, tokens: int, seed: int, device: torc
             seen += BATCH_TOKENS
             history.append(loss.item())
             recent = sum(history[-50:]) / len(history[-50:])
-            bar.update(task, completed=min(progress, 1.0), description=f"{name} loss {recent:.3f} {seen / 1e6:.1f}M tokens")
+            summary = f"{name} loss {recent:.3f} {seen / 1e6:.1f}M tokens"
+            bar.update(task, completed=min(progress, 1.0), description=summary)
             if len(history) % 100 == 0:
                 console.print(f"step {len(history)} loss {recent:.3f} {seen / elapsed:.0f} tokens/s {elapsed:.0f} s")
 
@@ -273,7 +290,7 @@ def sample(model, tokenizer, prompt: str, seed: int, new_tokens: int = 96, tempe
 
 @torch.no_grad()
 def acceptance_rate(target, draft, documents: list[np.ndarray], max_windows: int = 16) -> float:
-    """alpha = E[sum_x min(p(x), q(x))] on held-out text: the chance that a sampled draft token is accepted (arXiv 2211.17192)."""
+    """alpha = E[sum_x min(p(x), q(x))] on held-out text: how often a sampled draft is accepted (arXiv 2211.17192)."""
     stream = np.concatenate(documents)
     rates = []
     for start in range(0, min(len(stream) - SHORT_CONTEXT, max_windows * SHORT_CONTEXT), SHORT_CONTEXT):
@@ -298,18 +315,19 @@ def write_card() -> None:
         "Written by `train.py --card`; every figure is read from the weights or from `training.json` beside them.",
         "",
         "Llama architecture, byte-level BPE of 4,096 tokens, bf16, trained on the source of Python's standard library",
-        "(PSF licence). One file in fifty was held out. They know nothing but the look of Python, and that is their use:",
-        "text that anyone recognises, a draft that is really accepted, a quantization error that is a real loss.",
+        "(PSF licence). One file in fifty was held out. They know nothing but the look of Python, and that is their",
+        "use: text that anyone recognises, a draft that is really accepted, a quantization error that is a real loss.",
         "",
-        "| model | layers × width | heads / KV heads | parameters | bf16 MB | tokens seen | epochs | held-out loss | bits/byte | trained on |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| {' | '.join(CARD_COLUMNS)} |",
+        "|" + " --- |" * len(CARD_COLUMNS),
     ]
     for name, fact in facts.items():
         shape, loss = SHAPES[name], fact["held_out_loss"]
         bits = loss / math.log(2) / fact["held_out_bytes_per_token"]
         size = (HERE / name / "model.safetensors").stat().st_size / 1e6
         lines.append(
-            f"| `{name}` | {shape.num_hidden_layers} × {shape.hidden_size} | {shape.num_attention_heads} / {shape.num_key_value_heads} "
+            f"| `{name}` | {shape.num_hidden_layers} × {shape.hidden_size} "
+            f"| {shape.num_attention_heads} / {shape.num_key_value_heads} "
             f"| {fact['parameters'] / 1e6:.2f} M | {size:.1f} | {fact['tokens_seen'] / 1e6:.1f} M "
             f"| {fact['tokens_seen'] / fact['tokens_in_corpus']:.1f} | {loss:.3f} | {bits:.3f} "
             f"| {fact['device']}, {fact['minutes']:.0f} min |"
@@ -317,21 +335,26 @@ def write_card() -> None:
     fact = facts["tiny-python"]
     lines += [
         "",
-        f"Loss is in nats per token, on {fact['held_out_files']} files never trained on, in windows of {LONG_CONTEXT:,} tokens. The corpus:",
-        f"{fact['files']:,} files of Python {fact['python']}, {fact['characters_in_corpus'] / 1e6:.1f} M characters, {fact['tokens_in_corpus'] / 1e6:.2f} M tokens.",
-        f"Four fifths of the training used windows of {SHORT_CONTEXT} tokens, the rest {LONG_CONTEXT:,}: the model's `max_position_embeddings`.",
+        f"Loss is in nats per token, on {fact['held_out_files']} files never trained on, "
+        f"in windows of {LONG_CONTEXT:,} tokens.",
+        f"The corpus: {fact['files']:,} files of Python {fact['python']}, "
+        f"{fact['characters_in_corpus'] / 1e6:.1f} M characters, {fact['tokens_in_corpus'] / 1e6:.2f} M tokens.",
+        f"Four fifths of the training used windows of {SHORT_CONTEXT} tokens, the rest {LONG_CONTEXT:,},",
+        "which is the models' `max_position_embeddings`.",
     ]
     if "tiny-python-draft" in models:
         alpha = acceptance_rate(models["tiny-python"], models["tiny-python-draft"], held_out)
-        lines += ["", f"The draft's acceptance rate on held-out text, E[Σ min(p, q)] at temperature 1: **{alpha:.3f}**."]
+        lines += ["", f"The draft's acceptance rate on held-out text, E[Σ min(p, q)], temperature 1: **{alpha:.3f}**."]
     lines += ["", "## Samples", "", "`tiny-python`, temperature 0.6, top-k 50, seed 0, first try."]
     for prompt in PROMPTS:
-        lines += ["", f"Prompt `{prompt}`:", "", "```text", sample(models["tiny-python"], tokenizer, prompt, seed=0).rstrip(), "```"]
+        text = sample(models["tiny-python"], tokenizer, prompt, seed=0).rstrip()
+        lines += ["", f"Prompt `{prompt}`:", "", "```text", text, "```"]
     (HERE / "README.md").write_text("\n".join(lines) + "\n")
     console.print(f"wrote {HERE / 'README.md'}")
 
 
 def main() -> None:
+    """Train one model, or rewrite the card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", choices=sorted(SHAPES), help="which model to train")
     parser.add_argument("--minutes", type=float, help="train for this long (default: by --tokens)")

@@ -2,7 +2,8 @@
 
 Without a CUDA device, Triton's interpreter runs the same kernels on NumPy: slowly, but line for line. The switch,
 `TRITON_INTERPRET`, is read when a kernel is *defined*, so it must be set before; a value that is already set stands.
-Where Triton has no wheel (macOS, Windows) a stand-in lets files that define kernels be imported; a launch says why it cannot run.
+Where Triton has no wheel (macOS, Windows) a stand-in lets files that define kernels be imported; a launch says why it
+cannot run.
 """
 
 from __future__ import annotations

@@ -31,7 +31,12 @@ def _cpu_name() -> str:
 
 def machine() -> dict:
     """What the figures were measured on. Says nothing that identifies the computer beyond its kind."""
-    facts: dict = {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system(), "python": platform.python_version()}
+    facts: dict = {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
     facts["versions"] = {name: found for name in PACKAGES if (found := _version(name))}
     try:
         import torch
@@ -44,11 +49,17 @@ def machine() -> dict:
 
 def record(name: str, figures: dict, **context: object) -> dict:
     """The figures of one run with everything that is needed to judge them."""
-    return {"name": name, "date": datetime.date.today().isoformat(), "machine": machine(), **context, "figures": figures}
+    return {
+        "name": name,
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        **context,
+        "figures": figures,
+    }
 
 
 def ensure_writable(path: str | Path) -> None:
-    """Raise a MinivllmError unless a file can be written there. Makes the folder that is missing; leaves files alone."""
+    """Raise a MinivllmError unless a file can be written there. Makes a missing folder; leaves files alone."""
     path = Path(path)
     is_new = not path.exists()
     try:

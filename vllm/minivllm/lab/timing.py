@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def median_seconds(function: Callable[[], object], *, repeats: int = 7, warmup: int = 2, device: torch.device | None = None) -> float:
+def median_seconds(
+    function: Callable[[], object], *, repeats: int = 7, warmup: int = 2, device: torch.device | None = None
+) -> float:
     """Median seconds of one call: CUDA events on a GPU (after a flush of its L2 cache), the wall clock elsewhere."""
     for _ in range(warmup):
         function()

@@ -1,0 +1,76 @@
+# vLLM from first principles. `make run` and `make test` are all the set-up there is.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+export PATH := $(HOME)/.local/bin:$(PATH)
+
+# `make setup-cpu` leaves this file behind: from then on uv must not put torch's CUDA build back.
+ifneq ($(wildcard .cpu-only),)
+export UV_NO_GROUP := torch
+endif
+
+UV_RUN := uv run
+LESSON = $(firstword $(wildcard vllm/$(N)_*.py))
+
+.PHONY: help setup setup-cpu run test lesson check lab notebooks claims bench gpu doctor lint format card
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+
+setup: ## uv if it is missing, then every package (25 s and 6 GB on a fast network)
+	@command -v uv >/dev/null || { echo "uv is missing: installing it for this user"; python3 -m pip install --user --quiet uv 2>/dev/null || python3 -m pip install --user --quiet --break-system-packages uv || curl -LsSf https://astral.sh/uv/install.sh | sh; }
+	@command -v uv >/dev/null || { echo "uv could not be installed: see https://docs.astral.sh/uv" >&2; exit 2; }
+	@uv sync --quiet
+
+setup-cpu: ## the small way: torch without CUDA (about 2 GB)
+	@touch .cpu-only
+	@$(MAKE) --no-print-directory setup
+	@uv pip install --torch-backend cpu torch
+
+run: setup ## lesson 01 on the embedded model
+	@$(UV_RUN) python vllm/01_kv_cache.py
+
+test: setup ## every test that this machine can run
+	@$(UV_RUN) pytest
+
+lesson: setup ## one lesson's script: make lesson N=01
+	@test -n "$(LESSON)" || { echo "no lesson '$(N)': say for example make lesson N=01" >&2; exit 2; }
+	@$(UV_RUN) python $(LESSON)
+
+check: setup ## your solution of one exercise: make check N=01
+	@$(UV_RUN) python -m minivllm.lab.exercise $(or $(N),--help)
+
+lab: setup ## JupyterLab on the notebooks
+	@$(UV_RUN) jupyter lab notebooks
+
+notebooks: setup ## build the notebooks from the lessons
+	@$(UV_RUN) python tools/notebooks.py --write
+
+claims: setup ## fill the lessons' tables of claims from benchmarks/results
+	@$(UV_RUN) python tools/claims.py --write
+
+bench: setup ## the benchmarks of this machine, results into benchmarks/results
+	@for script in benchmarks/*.py; do echo "== $$script"; $(UV_RUN) python $$script; done
+
+gpu: ## on a GPU: kernels compiled and checked, then measured (needs only torch, triton, transformers, numpy, pytest, rich)
+	@PYTHONPATH=vllm python3 -P -m pytest tests/kernels tests/lessons -m gpu
+	@PYTHONPATH=vllm python3 -P benchmarks/kernels.py --device cuda
+
+doctor: ## what this machine can run, and what to do about the rest
+	@if command -v uv >/dev/null; then $(UV_RUN) python tools/doctor.py; else python3 tools/doctor.py; fi
+
+card: setup ## rewrite the embedded models' card from their weights
+	@$(UV_RUN) python vllm/models/train.py --card
+
+lint: setup ## style, types, spelling, links, and that what is built is fresh
+	@$(UV_RUN) ruff check .
+	@$(UV_RUN) ruff format --check .
+	@$(UV_RUN) pyright
+	@$(UV_RUN) codespell
+	@$(UV_RUN) python tools/links.py
+	@$(UV_RUN) python tools/claims.py --check
+	@$(UV_RUN) python tools/notebooks.py --check
+
+format: setup ## put the code into its one format
+	@$(UV_RUN) ruff check --fix .
+	@$(UV_RUN) ruff format .

@@ -1,0 +1,104 @@
+"""The walls of the house: who may import whom."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINE = ROOT / "vllm" / "minivllm"
+
+# From the ground up: a floor imports itself and what stands before it.
+FLOORS = (
+    "errors",
+    "lab",
+    "cache_kinds",
+    "config",
+    "sampling_params",
+    "scheduler_config",
+    "core",
+    "simulate",
+    "kernels",
+    "models",
+    "worker",
+    "engine",
+    "entrypoints",
+)
+WITHOUT_TORCH = ("errors", "cache_kinds", "config", "sampling_params", "scheduler_config", "core", "simulate")
+HEAVY = {"torch", "triton", "transformers", "numba"}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Every module named by an import statement, inside functions too, `if TYPE_CHECKING:` blocks left out."""
+    names = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            pending.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        pending.extend(ast.iter_child_nodes(node))
+    return names
+
+
+def floor_of(path: Path) -> str:
+    return path.relative_to(ENGINE).parts[0].removesuffix(".py")
+
+
+def engine_files() -> list[Path]:
+    return [path for path in sorted(ENGINE.rglob("*.py")) if path != ENGINE / "__init__.py"]
+
+
+def test_every_floor_is_known():
+    assert {floor_of(path) for path in engine_files()} <= set(FLOORS)
+
+
+@pytest.mark.parametrize("path", engine_files(), ids=lambda path: str(path.relative_to(ENGINE)))
+def test_no_floor_imports_one_above_it(path):
+    own = FLOORS.index(floor_of(path))
+    for module in imported_modules(path):
+        parts = module.split(".")
+        if parts[0] == "minivllm" and parts[1] in FLOORS:
+            assert FLOORS.index(parts[1]) <= own, f"{path.name} stands on floor {FLOORS[own]} and imports {module}"
+
+
+@pytest.mark.parametrize("folder", [*WITHOUT_TORCH, "widgets"])
+def test_no_torch(folder):
+    base = ROOT / "widgets" if folder == "widgets" else ENGINE / folder
+    files = sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
+    for path in files:
+        heavy = {module for module in imported_modules(path) if module.split(".")[0] in HEAVY}
+        assert not heavy, f"{path} imports {heavy}"
+
+
+def test_core_stays_free_of_torch_at_run_time():
+    code = (
+        "import sys, minivllm.core, minivllm.simulate; print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_script_imports_another():
+    scripts = sorted((ROOT / "vllm").glob("[0-9][0-9]_*.py"))
+    assert scripts
+    for path in scripts:
+        for module in imported_modules(path):
+            assert module.split(".")[0] != "widgets", f"{path.name} imports {module}"
+            assert not module[0].isdigit()
+        for loader in ("import_module", "runpy"):
+            assert loader not in path.read_text(), f"{path.name} loads a module by name"
+
+
+def test_the_folder_vllm_does_not_pose_as_vllm():
+    assert not (ROOT / "vllm" / "__init__.py").exists()
+    code = "from importlib.util import find_spec; found = find_spec('vllm'); print(found and found.origin is None)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() in ("None", "False"), "the repository root is on sys.path, so `vllm/` poses as a package"

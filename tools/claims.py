@@ -1,0 +1,122 @@
+"""Fill the lessons' tables of claims from measured results: no number in them is typed by hand.
+
+    uv run python tools/claims.py --write     # make claims
+    uv run python tools/claims.py --check     # fails when a table is stale
+
+`lessons/claims.toml` holds a row for every claim that a lesson quotes. Its `measured` is a template:
+`{dotted.path:.1%}` is looked up in the figures of `benchmarks/results/<stem of the script>.<machine>.json`, once for
+each machine that has results.
+The table goes between `<!-- claims:NN -->` and `<!-- /claims -->` in the lesson.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import string
+import sys
+import tomllib
+from pathlib import Path
+
+from minivllm.errors import MinivllmError
+
+ROOT = Path(__file__).resolve().parents[1]
+CLAIMS = ROOT / "lessons" / "claims.toml"
+RESULTS = ROOT / "benchmarks" / "results"
+REQUIRED = {"id", "lesson", "words", "source", "script", "measured", "verdict", "why"}
+HEADER = ("The claim", "Who says so", "Measured here", "Verdict")
+
+
+class _Figures(string.Formatter):
+    """Formats a template whose fields are dotted paths into one results file."""
+
+    def __init__(self, figures: dict, name: str):
+        self.figures, self.name = figures, name
+
+    def get_field(self, field_name: str, args: object, kwargs: object) -> tuple[object, str]:
+        value: object = self.figures
+        for part in field_name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                raise MinivllmError(f"{self.name} has no figure {field_name!r}: measure again, or mend claims.toml")
+            value = value[part]
+        return value, field_name
+
+
+def read_claims(path: Path = CLAIMS) -> list[dict]:
+    """The rows of claims.toml, each complete and named once."""
+    rows = tomllib.loads(path.read_text())["claim"]
+    for row in rows:
+        if missing := REQUIRED - row.keys():
+            raise MinivllmError(f"claim {row.get('id', '?')!r} in {path.name} lacks {', '.join(sorted(missing))}")
+    names = [row["id"] for row in rows]
+    if doubles := {name for name in names if names.count(name) > 1}:
+        raise MinivllmError(f"{path.name} has two claims named {', '.join(sorted(doubles))}")
+    return rows
+
+
+def results_of(script: str) -> list[tuple[str, dict]]:
+    """(machine, record) of every committed result of a script."""
+    stem = Path(script).stem
+    found = sorted(RESULTS.glob(f"{stem}.*.json"))
+    if not found:
+        raise MinivllmError(f"no results of {script}: run it with --json benchmarks/results/{stem}.<machine>.json")
+    return [(path.name.removeprefix(f"{stem}.").removesuffix(".json"), json.loads(path.read_text())) for path in found]
+
+
+def measured(row: dict) -> str:
+    """What this repository measured, for each machine that did; a figure equal on all of them is said once."""
+    texts = {}
+    for machine, record in results_of(row["script"]):
+        figures = _Figures(record["figures"], f"{machine}'s result of {row['script']}")
+        texts[machine] = figures.format(row["measured"])
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "<br>".join(f"{machine}: {text}" for machine, text in texts.items())
+
+
+def claims_table(rows: list[dict]) -> str:
+    """The Markdown table of one lesson's claims."""
+    lines = ["| " + " | ".join(HEADER) + " |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        lines.append(f"| “{row['words']}” | {row['source']} | {measured(row)} | **{row['verdict']}.** {row['why']} |")
+    return "\n".join(lines)
+
+
+def filled(text: str, number: str, rows: list[dict]) -> str:
+    """The lesson's text with its table put between the markers."""
+    pattern = re.compile(rf"(<!-- claims:{number} -->\n).*?(<!-- /claims -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise MinivllmError(
+            f"lesson {number} has claims but no place for them: <!-- claims:{number} --> … <!-- /claims -->"
+        )
+    return pattern.sub(lambda match: f"{match[1]}{claims_table(rows)}\n{match[2]}", text)
+
+
+def main() -> int:
+    """Fill the tables, or say which are stale."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="fill the tables")
+    action.add_argument("--check", action="store_true", help="fail when a table is stale")
+    write = parser.parse_args().write
+    rows, stale = read_claims(), []
+    for number in sorted({row["lesson"] for row in rows}):
+        (lesson,) = (ROOT / "lessons").glob(f"{number}_*.md")
+        old = lesson.read_text()
+        new = filled(old, number, [row for row in rows if row["lesson"] == number])
+        if new != old and write:
+            lesson.write_text(new)
+        elif new != old:
+            stale.append(lesson.name)
+    if stale:
+        print(f"stale tables of claims in {', '.join(stale)}: run `make claims`", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MinivllmError as error:
+        print(f"claims: error: {error}", file=sys.stderr)
+        sys.exit(2)

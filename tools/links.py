@@ -1,0 +1,64 @@
+"""Check that every relative link and picture in the repository's Markdown leads somewhere. No network is used.
+
+uv run python tools/links.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"!?\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+INLINE_CODE = re.compile(r"`[^`\n]*`")
+HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*$", re.MULTILINE)
+ELSEWHERE = ("http://", "https://", "mailto:")
+
+
+def tracked_markdown() -> list[Path]:
+    """Every Markdown file that git knows or would take."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).exists()]
+
+
+def prose(path: Path) -> str:
+    """A file's text without fenced and inline code, where brackets are not links."""
+    return INLINE_CODE.sub("", FENCE.sub("", path.read_text()))
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub gives a file's headings."""
+    text = FENCE.sub("", path.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+
+
+def broken_links(path: Path) -> list[str]:
+    """What is wrong with the links of one file, one line each."""
+    problems = []
+    for target in LINK.findall(prose(path)):
+        if target.startswith(ELSEWHERE):
+            continue
+        name, _, anchor = unquote(target).partition("#")
+        where = (path.parent / name).resolve() if name else path
+        if not where.exists():
+            problems.append(f"{path.relative_to(ROOT)}: {target} leads nowhere")
+        elif anchor and where.suffix == ".md" and anchor not in anchors(where):
+            problems.append(f"{path.relative_to(ROOT)}: {target}: no such heading")
+    return problems
+
+
+def main() -> int:
+    """Print every broken link; 1 when there is one."""
+    problems = [problem for path in tracked_markdown() for problem in broken_links(path)]
+    print("\n".join(problems), end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""Keep freed memory in the process: large CPU tensors come and go every step, and fresh pages are dear.
+
+glibc hands a large freed block back to the kernel at once, so the next tensor of that size faults in every page anew.
+In a virtual machine that can cost more than the arithmetic: training the
+embedded model ran 2.5 times faster without it.
+"""
+
+import ctypes
+import sys
+
+# malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc's malloc to neither `mmap` nor trim. True where that took effect; elsewhere nothing happens."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    options = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 2**26}
+    taken = [mallopt(option, value) for option, value in options.items()]
+    return all(taken)
