@@ -1,6 +1,6 @@
 """What one step costs, in seconds: from a data sheet, or fitted to steps that were measured.
 
-A step's shape is three counts: how many requests, how many new tokens, and how many (query, key) pairs attention visits.
+A step's shape is a few counts: requests, new tokens, keys read, and (query, key) pairs that attention visits.
 `RooflineCost` turns them into bytes and operations and asks a hardware row; `FittedCost` is a straight line through
 measured steps. Real engines need the straight line: per-request work that no roofline knows (sampling, small launches,
 attention that does not reach the peak) grows with the batch.
