@@ -29,6 +29,7 @@ ALIASES = {
 }
 NESTED_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 OUTER_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+TIED_BY_DEFAULT = ("gemma", "gpt2", "opt")
 HUB_TIMEOUT = 10  # seconds
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -83,6 +84,8 @@ class ModelConfig:
     """Leading layers that have an ordinary MLP in a mixture-of-experts model."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: str | None = None
+    """How a quantized checkpoint's weights are stored (fp8, awq, gptq, ...); None for ordinary weights."""
     checkpoint_kv_dtype: str | None = None
     """The KV-cache dtype that a quantized checkpoint asks for; None where it asks for none."""
     cache_exception: str | None = None
@@ -110,7 +113,7 @@ class ModelConfig:
             **shape,
             **_biases(hf),
             **_experts(hf),
-            intermediate_size=_count(hf, "intermediate_size"),
+            intermediate_size=_count(hf, "intermediate_size") or _gpt2_mlp(hf),
             vocab_size=_count(hf, "vocab_size"),
             max_position_embeddings=_count(hf, "max_position_embeddings"),
             architecture=(hf.get("architectures") or [ARCHITECTURES.get(hf.get("model_type", ""), "")])[0],
@@ -120,11 +123,12 @@ class ModelConfig:
             hidden_act=hf.get("hidden_act") or hf.get("activation_function") or "silu",
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings", hf.get("model_type") in TIED_BY_DEFAULT)),
             sliding_window=window,
             layer_types=kinds,
             bos_token_id=hf.get("bos_token_id"),
             eos_token_ids=_token_ids(hf.get("eos_token_id")),
+            quantization=(hf.get("quantization_config") or {}).get("quant_method"),
             checkpoint_kv_dtype=_checkpoint_kv_dtype(hf.get("quantization_config")),
             cache_exception=exception,
         )
@@ -159,15 +163,17 @@ def config_path(path_or_name: str | Path) -> Path:
     Raises:
         MinivllmError: there is no such file, and no model of that name can be fetched.
     """
-    path = Path(path_or_name).expanduser()
+    name = str(path_or_name)
+    if not name:
+        raise MinivllmError("there is no model directory ''")
+    path = Path(name).expanduser()
     if path.is_file():
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise MinivllmError(f"{path} has no config.json; a model directory has one beside its weights")
         return path / "config.json"
-    name = str(path_or_name)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise MinivllmError(f"there is no model directory {name!r}")
     return hub_file(name, "config.json")
 
@@ -261,6 +267,11 @@ def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, 
     return {**shape, **latent, "head_dim": head_dim, "hidden_size": hidden}
 
 
+def _gpt2_mlp(hf: Mapping[str, Any]) -> int:
+    """GPT-2's MLP is four times as wide as the model, which its config does not say."""
+    return 4 * _count(hf, "hidden_size") if hf.get("model_type") == "gpt2" else 0
+
+
 def _kv_heads(hf: Mapping[str, Any], heads: int) -> int:
     """Key-value heads: as many as query heads where nothing else is said, one where `multi_query` is on (Falcon)."""
     if hf.get("multi_query") and not hf.get("new_decoder_architecture"):
@@ -282,7 +293,7 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     return theta, None if scaling["rope_type"] == "default" else scaling
 
 
-def _biases(hf: Mapping[str, Any]) -> dict[str, bool]:
+def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Where a family has biases and norms: Qwen2 has them by design, the others say so."""
     family = hf.get("model_type") or ""
     says = bool(hf.get("attention_bias"))
@@ -295,7 +306,7 @@ def _biases(hf: Mapping[str, Any]) -> dict[str, bool]:
     }
 
 
-def _experts(hf: Mapping[str, Any]) -> dict[str, int]:
+def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     experts = _count(hf, "num_experts")
     if not experts:
         return {}
@@ -324,14 +335,10 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _checkpoint_kv_dtype(quantization: Any) -> str | None:
-    """What a quantized checkpoint says of its KV cache (compressed-tensors and ModelOpt `kv_cache_scheme`)."""
+    """The KV-cache dtype that a quantized checkpoint asks for (`kv_cache_scheme`: ModelOpt, compressed-tensors)."""
     if not isinstance(quantization, Mapping):
         return None
-    algorithm = quantization.get("kv_cache_quant_algo")
-    scheme = quantization.get("kv_cache_scheme")
-    if algorithm:
-        return str(algorithm).lower()
-    if not isinstance(scheme, Mapping):
-        return None
-    kind = {"float": "fp", "int": "int"}.get(str(scheme.get("type")), str(scheme.get("type")))
-    return f"{kind}{scheme.get('num_bits')}"
+    scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping):
+        scheme = f"{scheme.get('type')}{scheme.get('num_bits')}"
+    return {"fp8": "fp8", "float8": "fp8", "nvfp4": "nvfp4", "float4": "nvfp4"}.get(str(scheme).lower())

@@ -1,0 +1,213 @@
+"""Reading `config.json`: the four families, old and new spellings, and what is said of configs that cannot work."""
+
+import json
+
+import pytest
+
+from minivllm import config as config_module
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
+from minivllm.errors import MinivllmError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+
+
+def without(*names, **changes):
+    return {**{name: value for name, value in LLAMA.items() if name not in names}, **changes}
+
+
+def test_fields_of_a_llama_config():
+    config = ModelConfig.from_dict(LLAMA)
+    assert (config.architecture, config.model_type, config.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
+    assert (config.rope_theta, config.rope_scaling) == (500000.0, {"rope_type": "llama3", "factor": 8.0})
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert not any((config.attention_bias, config.qk_norm, config.mlp_bias, config.tie_word_embeddings))
+    assert hash(config) == hash(ModelConfig.from_dict(LLAMA))
+
+
+def test_rope_parameters_of_transformers_5_say_the_same():
+    new = without(
+        "rope_theta", "rope_scaling", rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}
+    )
+    assert ModelConfig.from_dict(new) == ModelConfig.from_dict(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "theta", "scaling"),
+    [
+        ({"rope_theta": 1e6, "rope_scaling": None}, 1e6, None),
+        ({"rope_theta": None, "rope_scaling": None}, 10000.0, None),
+        ({"rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}}, 3e4, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7.0, "rope_type": "default"}}}, 7.0, None),
+    ],
+)
+def test_spellings_of_rotary_positions(changes, theta, scaling):
+    config = ModelConfig.from_dict({**LLAMA, **changes})
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize(
+    ("changes", "head_dim"),
+    [({}, 128), ({"head_dim": None}, 128), ({"head_dim": 64}, 64), ({"hidden_size": 1024, "head_dim": 128}, 128)],
+)
+def test_head_dim_is_explicit_or_derived(changes, head_dim):
+    assert ModelConfig.from_dict({**LLAMA, **changes}).head_dim == head_dim
+
+
+def test_missing_key_value_heads_mean_one_for_each_query_head():
+    assert ModelConfig.from_dict(without("num_key_value_heads")).num_key_value_heads == 32
+    assert ModelConfig.from_dict({**LLAMA, "num_key_value_heads": None}).num_key_value_heads == 32
+    assert (
+        ModelConfig.from_dict(without("num_key_value_heads", model_type="falcon", multi_query=True)).num_key_value_heads
+        == 1
+    )
+
+
+def test_gpt2_names():
+    config = ModelConfig.from_dict(
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+    )
+    assert (config.num_hidden_layers, config.head_dim, config.hidden_size) == (12, 64, 768)
+    assert (config.intermediate_size, config.max_position_embeddings) == (3072, 1024)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says", "attention", "output", "norm"),
+    [
+        ("llama", None, False, False, False),
+        ("llama", True, True, True, False),
+        ("mistral", None, False, False, False),
+        ("qwen2", None, True, False, False),
+        ("qwen2", False, True, False, False),
+        ("qwen3", False, False, False, True),
+        ("qwen3", True, True, True, True),
+    ],
+)
+def test_biases_and_norms_of_each_family(model_type, says, attention, output, norm):
+    config = ModelConfig.from_dict({**LLAMA, "model_type": model_type, "attention_bias": says})
+    assert (config.attention_bias, config.attention_output_bias, config.qk_norm) == (attention, output, norm)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"model_type": "qwen2", "sliding_window": 4096}, None),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 0}, 4096),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 9}, None),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 32}, None),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention"] * 32}, 4096),
+    ],
+)
+def test_window_of_every_layer(changes, window):
+    assert ModelConfig.from_dict({**LLAMA, **changes}).sliding_window == window
+
+
+def test_window_from_a_layer_on_is_in_layer_types():
+    changes = {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 30}
+    kinds = ModelConfig.from_dict({**LLAMA, **changes}).layer_types
+    assert kinds == ("full_attention",) * 30 + ("sliding_attention",) * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({}, "bfloat16"), ({"dtype": "float16"}, "float16"), ({"torch_dtype": "torch.float16"}, "float16"),
+        ({"torch_dtype": None}, "float32"),
+    ],
+)  # fmt: skip
+def test_dtype_spellings(changes, dtype):
+    assert ModelConfig.from_dict({**LLAMA, **changes}).dtype == dtype
+
+
+@pytest.mark.parametrize(("given", "ids"), [(2, (2,)), ([1, 2], (1, 2)), (None, ()), (0, (0,))])
+def test_end_tokens_are_one_or_several(given, ids):
+    assert ModelConfig.from_dict({**LLAMA, "eos_token_id": given}).eos_token_ids == ids
+
+
+def test_text_config_of_a_multimodal_model():
+    text = without("torch_dtype", "eos_token_id")
+    config = ModelConfig.from_dict({"model_type": "llava", "dtype": "float16", "eos_token_id": 7, "text_config": text})
+    assert (config.model_type, config.dtype, config.eos_token_ids) == ("llama", "float16", (7,))
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
+def test_missing_field_is_named(name):
+    with pytest.raises(MinivllmError, match=name):
+        ModelConfig.from_dict(without(name))
+
+
+@pytest.mark.parametrize("value", [0, -1, "32", 1.5, True])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"])
+def test_field_that_makes_no_sense_is_named(name, value):
+    with pytest.raises(MinivllmError, match=name):
+        ModelConfig.from_dict({**LLAMA, name: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": 5}, {"hidden_size": 4097}, {"layer_types": ["full_attention"]},
+        {"kv_lora_rank": 512},
+    ],
+)  # fmt: skip
+def test_fields_that_contradict_each_other(changes):
+    with pytest.raises(MinivllmError):
+        ModelConfig.from_dict({**LLAMA, **changes})
+
+
+def test_require_names_the_first_that_is_missing():
+    with pytest.raises(MinivllmError, match="vocab_size"):
+        ModelConfig(2, 4, 4, 32, hidden_size=8).require("hidden_size", "vocab_size")
+
+
+def test_from_pretrained_reads_directory_and_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_pretrained(tmp_path) == ModelConfig.from_dict(LLAMA)
+    assert ModelConfig.from_pretrained(str(tmp_path / "config.json")) == ModelConfig.from_dict(LLAMA)
+
+
+@pytest.mark.parametrize("contents", ["{", "[1, 2]", '{"model_type": "llama"}', "\x00"])
+def test_from_pretrained_says_which_model_is_wrong(tmp_path, contents):
+    (tmp_path / "config.json").write_text(contents)
+    with pytest.raises(MinivllmError, match="config"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_from_pretrained_without_a_model(tmp_path, monkeypatch):
+    with pytest.raises(MinivllmError, match=r"no config\.json"):
+        ModelConfig.from_pretrained(tmp_path)
+    for name in ("./nowhere", "/no/where", "a/b/c", ""):
+        with pytest.raises(MinivllmError, match="no model directory"):
+            ModelConfig.from_pretrained(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("nobody/no-such-model", "no such model!"):
+        with pytest.raises(MinivllmError, match="cannot be fetched"):
+            ModelConfig.from_pretrained(name)
+
+
+def test_embedded_models_have_their_place():
+    assert EMBEDDED_MODEL.parent == EMBEDDED_DRAFT.parent
+    assert EMBEDDED_MODEL.parent.parent.name == "vllm"
+    assert config_module.config_path(EMBEDDED_DRAFT).name == "config.json"

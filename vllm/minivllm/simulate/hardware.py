@@ -1,0 +1,175 @@
+"""What GPUs can do: memory, bandwidth and arithmetic, from their makers' data sheets; and this machine, measured.
+
+Rates are peaks, dense (without structured sparsity), so real kernels reach a part of them. `memory_bytes` is what a
+program finds (`torch.cuda.get_device_properties(0).total_memory`), a little less than the figure on the box: error
+correction and the driver keep the rest. It differs by some MiB between drivers.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from minivllm.errors import MinivllmError
+
+GIB = 2**30
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator. Units: bytes, bytes per second, (floating-point) operations per second."""
+
+    name: str
+    memory_bytes: int
+    """Device memory that a program sees."""
+    bandwidth: float
+    """Peak of reading and writing device memory."""
+    flops: Mapping[str, float]
+    """Peak of matrix products by dtype: float32 (ordinary cores, no TF32), float16, bfloat16, float8, int8.
+    A dtype that the machine has no matrix units for is not there."""
+    nvlink: float
+    """To the other GPUs of one machine, both directions together; 0 without such links. (AMD: Infinity Fabric)"""
+    pcie: float
+    """To the host, both directions together."""
+    source: str
+
+    def flops_of(self, dtype: str) -> float:
+        """Peak operations per second on this dtype.
+
+        Raises:
+            MinivllmError: the machine has no matrix units for it.
+        """
+        if dtype not in self.flops:
+            raise MinivllmError(f"{self.name} has no {dtype} matrix units; it has {', '.join(self.flops)}")
+        return self.flops[dtype]
+
+    def ridge(self, dtype: str = "bfloat16") -> float:
+        """Operations per byte from which arithmetic, not memory, is the limit (the knee of the roofline)."""
+        return self.flops_of(dtype) / self.bandwidth
+
+
+def _gpu(
+    name: str,
+    memory_gib: float,
+    bandwidth_gb: float,
+    tflops: Mapping[str, float],
+    nvlink_gb: float,
+    pcie_gb: float,
+    source: str,
+) -> Hardware:
+    flops = MappingProxyType({dtype: rate * TERA for dtype, rate in tflops.items()})
+    memory = round(memory_gib * GIB)
+    return Hardware(name, memory, bandwidth_gb * 1e9, flops, nvlink_gb * 1e9, pcie_gb * 1e9, source)
+
+
+HOPPER = {"float32": 67, "float16": 989.4, "bfloat16": 989.4, "float8": 1978.9, "int8": 1978.9}
+AMPERE = {"float32": 19.5, "float16": 312, "bfloat16": 312, "int8": 624}
+
+HARDWARE = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("T4", 14.563, 320, {"float32": 8.1, "float16": 65, "int8": 130}, 0, 32, "NVIDIA T4 data sheet"),
+        _gpu(
+            "L4", 22.161, 300,
+            {"float32": 30.3, "float16": 121, "bfloat16": 121, "float8": 242.5, "int8": 242.5},
+            0, 64, "NVIDIA L4 data sheet (sparse figures halved)",
+        ),
+        _gpu(
+            "A10G", 22.06, 600, {"float32": 35, "float16": 70, "bfloat16": 70, "int8": 140},
+            0, 64, "NVIDIA A10G data sheet (AWS G5)",
+        ),
+        _gpu(
+            "RTX 4090", 23.527, 1008,
+            {"float32": 82.6, "float16": 165.2, "bfloat16": 165.2, "float8": 330.3, "int8": 660.6},
+            0, 64, "NVIDIA Ada GPU architecture white paper, appendix A (fp32 accumulation)",
+        ),
+        _gpu("A100-40", 39.494, 1555, AMPERE, 600, 64, "NVIDIA A100 data sheet, 40 GB SXM"),
+        _gpu("A100-80", 79.151, 2039, AMPERE, 600, 64, "NVIDIA A100 data sheet, 80 GB SXM"),
+        _gpu("H100", 79.179, 3350, HOPPER, 900, 128, "NVIDIA H100 data sheet, SXM (sparse figures halved)"),
+        _gpu("H200", 139.81, 4800, HOPPER, 900, 128, "NVIDIA H200 data sheet, SXM (sparse figures halved)"),
+        _gpu(
+            "B200", 178.35, 8000,
+            {"float32": 75, "float16": 2250, "bfloat16": 2250, "float8": 4500, "int8": 4500},
+            1800, 128, "NVIDIA HGX B200 data sheet, one of eight GPUs (sparse figures halved)",
+        ),
+        _gpu(
+            "MI300X", 191.98, 5300,
+            {"float32": 163.4, "float16": 1307.4, "bfloat16": 1307.4, "float8": 2614.9, "int8": 2614.9},
+            896, 128, "AMD Instinct MI300X data sheet",
+        ),
+    )
+}  # fmt: skip
+
+OTHER_NAMES = {
+    "4090": "RTX 4090",
+    "a100": "A100-80",
+    "a10040gb": "A100-40",
+    "a10080gb": "A100-80",
+    "h10080gb": "H100",
+    "h100sxm": "H100",
+    "h200sxm": "H200",
+}
+
+
+def get_hardware(name: str) -> Hardware:
+    """The entry of that name; capitals, spaces and dashes do not matter ("a100-80", "rtx4090").
+
+    Raises:
+        MinivllmError: there is none; the message lists those that there are.
+    """
+    plain = "".join(character for character in name.lower() if character.isalnum())
+    plain = plain.removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
+    for known, hardware in HARDWARE.items():
+        if plain == "".join(character for character in known.lower() if character.isalnum()):
+            return hardware
+    if plain in OTHER_NAMES:
+        return HARDWARE[OTHER_NAMES[plain]]
+    raise MinivllmError(f"no figures for the GPU {name!r}; known: {', '.join(HARDWARE)}")
+
+
+def measure_this_machine(seconds: float = 0.6) -> Hardware:
+    """This computer's processor as `Hardware`: memory, copy bandwidth and float32 matrix product, measured with numpy.
+
+    Args:
+        seconds: about how long the measuring may take. The best of several rounds is kept: other work on the machine
+            can only slow a round down.
+    """
+    import numpy as np
+
+    source = np.ones(32 * 2**20, dtype=np.float32)  # 128 MiB: larger than the caches of most processors
+    target = np.empty_like(source)
+    copy_seconds = _best_seconds(lambda: np.copyto(target, source), seconds / 2)
+    n = 1024
+    left, right = np.ones((n, n), dtype=np.float32), np.ones((n, n), dtype=np.float32)
+    product = np.empty((n, n), dtype=np.float32)
+    matmul_seconds = _best_seconds(lambda: np.matmul(left, right, out=product), seconds / 2)
+    return Hardware(
+        name="this machine (CPU)",
+        memory_bytes=_physical_memory(),
+        bandwidth=2 * source.nbytes / copy_seconds,
+        flops=MappingProxyType({"float32": 2 * n**3 / matmul_seconds}),
+        nvlink=0.0,
+        pcie=0.0,
+        source="measured with numpy: copy of 128 MiB (read + write), matrix product of 1024 x 1024",
+    )
+
+
+def _physical_memory() -> int:
+    """Bytes of main memory; 0 where the system does not say (Windows)."""
+    if not hasattr(os, "sysconf"):
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _best_seconds(function: Callable[[], object], budget: float) -> float:
+    best, deadline = float("inf"), time.perf_counter() + budget
+    function()
+    while True:
+        start = time.perf_counter()
+        function()
+        end = time.perf_counter()
+        best = min(best, end - start)
+        if end > deadline:
+            return best
