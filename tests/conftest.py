@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from minivllm.lab.gpu import HAS_TRITON, INTERPRETED
 
 LEFT_OUT = pytest.StashKey[list[str]]()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from minivllm.lab.aot import SHARED_MEMORY, TARGETS, Compiled, compile_for
 from minivllm.lab.exercise import load
 

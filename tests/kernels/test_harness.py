@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, assert_twin, awkward_lengths
+
 from minivllm.errors import MinivllmError
 from minivllm.lab.aot import TARGETS, compile_for
 from minivllm.lab.gpu import tl, triton
