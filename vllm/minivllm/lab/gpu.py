@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from minivllm.errors import MinivllmError
 
@@ -66,7 +67,18 @@ class _NoTriton:
         return 1 << (number - 1).bit_length()
 
 
-if HAS_TRITON:
+if TYPE_CHECKING:  # kernels are Triton's language in Python's clothes: nothing for a type checker
+
+    class _Anything(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class tl(metaclass=_Anything):
+        """Any attribute of it may be mentioned, and `constexpr` in annotations."""
+
+        constexpr: TypeAlias = Any
+
+    triton: Any
+elif HAS_TRITON:
     import triton
     import triton.language as tl
 else:
