@@ -29,11 +29,11 @@ class Hardware:
     flops: Mapping[str, float]
     """Peak of matrix products by dtype: float32 (ordinary cores, no TF32), float16, bfloat16, float8, int8.
     A dtype that the machine has no matrix units for is not there."""
-    nvlink: float
+    nvlink: float = 0.0
     """To the other GPUs of one machine, both directions together; 0 without such links. (AMD: Infinity Fabric)"""
-    pcie: float
+    pcie: float = 0.0
     """To the host, both directions together."""
-    source: str
+    source: str = "measured"
 
     def flops_of(self, dtype: str) -> float:
         """Peak operations per second on this dtype.
@@ -150,8 +150,6 @@ def measure_this_machine(seconds: float = 0.6) -> Hardware:
         memory_bytes=_physical_memory(),
         bandwidth=2 * source.nbytes / copy_seconds,
         flops=MappingProxyType({"float32": 2 * n**3 / matmul_seconds}),
-        nvlink=0.0,
-        pcie=0.0,
         source="measured with numpy: copy of 128 MiB (read + write), matrix product of 1024 x 1024",
     )
 

@@ -62,6 +62,7 @@ CONFIGS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
     "meta-llama/Llama-3.2-3B": _decoder("llama", 128256, 3072, 8192, 28, 24, 8, head_dim=128, **LLAMA32),
     "mistralai/Mistral-7B-v0.3": _decoder(
         "mistral", 32768, 4096, 14336, 32, 32, 8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1e6,
+        sliding_window=None,
     ),
     "mistralai/Mixtral-8x7B-v0.1": _decoder(
         "mixtral", 32000, 4096, 14336, 32, 32, 8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1e6,

@@ -1,0 +1,205 @@
+"""Weights from files: where each tensor goes, and what is said of checkpoints that do not fit."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.models.attention import CausalAttention, causal_mask
+from minivllm.models.decoder import Decoder
+from minivllm.models.loader import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    checkpoint_slots,
+    load_model,
+    load_weights,
+    random_model,
+    torch_dtype,
+)
+from minivllm.models.rotary import RotaryTable, rotate
+from minivllm.models.tokenizer import load_tokenizer
+
+HF = {
+    "model_type": "qwen3",
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "dtype": "float32",
+}
+CONFIG = ModelConfig.from_dict(HF)
+
+
+@pytest.fixture
+def model() -> Decoder:
+    return random_model(CONFIG, seed=3)
+
+
+@pytest.fixture
+def tensors(model):
+    return {name: slot.clone().contiguous() for name, slot in checkpoint_slots(model).items()}
+
+
+@pytest.fixture
+def directory(tmp_path, tensors):
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    return tmp_path
+
+
+def logits(model):
+    ids = torch.arange(20) % CONFIG.vocab_size
+    return model.compute_logits(model(ids, torch.arange(20), CausalAttention(CONFIG)))
+
+
+def test_a_model_comes_back_from_its_file(model, directory):
+    again, config = load_model(directory)
+    assert config == CONFIG
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_model_comes_back_from_shards(model, tensors, directory):
+    (directory / SINGLE_FILE).unlink()
+    names = sorted(tensors)
+    shards = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, directory / file)
+    places = {name: file for file, part in shards.items() for name in part}
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
+    assert torch.equal(logits(load_model(directory)[0]), logits(model))
+    (directory / "two.safetensors").unlink()
+    with pytest.raises(MinivllmError, match=r"no two\.safetensors"):
+        load_model(directory)
+
+
+def test_merged_projections_hold_their_parts_in_order(model, tensors):
+    attention, mlp = model.layers[1].self_attn, model.layers[1].mlp
+    parts = [tensors[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert [len(part) for part in parts] == [32, 16, 16]
+    assert torch.equal(attention.qkv_proj.weight, torch.cat(parts))
+    halves = [tensors[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(mlp.gate_up_proj.weight, torch.cat(halves))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.q_norm.weight",
+    ],
+)  # fmt: skip
+def test_missing_or_misshapen_tensor_is_named(model, tensors, name):
+    wrong = dict(tensors)
+    wrong[name] = torch.cat((tensors[name], tensors[name]))
+    with pytest.raises(MinivllmError, match=name):
+        load_weights(model, wrong.items())
+    del wrong[name]
+    with pytest.raises(MinivllmError, match=f"lacks 1 of .* {name}"):
+        load_weights(model, wrong.items())
+
+
+def test_unexpected_tensor_is_named(model, tensors):
+    with pytest.raises(MinivllmError, match=r"layers\.2"):
+        load_weights(model, {**tensors, "model.layers.2.mlp.up_proj.weight": torch.zeros(24, 16)}.items())
+    with pytest.raises(MinivllmError, match="twice"):
+        load_weights(model, [*tensors.items(), ("lm_head.weight", tensors["lm_head.weight"])])
+
+
+def test_tensors_that_follow_from_the_config_are_passed_over(tensors):
+    tied = random_model(dataclasses.replace(CONFIG, tie_word_embeddings=True))
+    old = {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    load_weights(tied, old.items())
+    assert tied.lm_head.weight is tied.embed_tokens.weight
+    assert torch.equal(tied.lm_head.weight, tensors["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", torch.float16])
+def test_weights_are_converted(directory, dtype):
+    model, _ = load_model(directory, dtype=dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch_dtype(dtype)}
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_files_that_are_not_there_or_broken(directory):
+    contents = (directory / SINGLE_FILE).read_bytes()
+    (directory / SINGLE_FILE).write_bytes(contents[: len(contents) // 2])
+    with pytest.raises(MinivllmError, match="safetensors"):
+        load_model(directory)
+    (directory / INDEX_FILE).write_text("{}")
+    with pytest.raises(MinivllmError, match="index"):
+        load_model(directory)
+    (directory / INDEX_FILE).unlink()
+    (directory / SINGLE_FILE).unlink()
+    with pytest.raises(MinivllmError, match=r"no model\.safetensors"):
+        load_model(directory)
+    with pytest.raises(MinivllmError, match=r"no tokenizer\.json"):
+        load_tokenizer(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(MinivllmError, match="no tokenizer"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "gemma2"}, {"hidden_act": "gelu"}, {"quantization": "awq"},
+        {"layer_types": ("sliding_attention", "full_attention")},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
+    ],
+)  # fmt: skip
+def test_what_the_decoder_does_not_compute_is_refused(changes):
+    with pytest.raises(UnsupportedModelError):
+        random_model(dataclasses.replace(CONFIG, **changes))
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "intermediate_size", "max_position_embeddings"])
+def test_missing_field_is_named(name):
+    with pytest.raises(MinivllmError, match=name):
+        random_model(dataclasses.replace(CONFIG, **{name: 0}))
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_missing_scaling_parameter_is_named(kind):
+    with pytest.raises(MinivllmError, match=r"factor|original"):
+        random_model(dataclasses.replace(CONFIG, rope_scaling={"rope_type": kind}))
+
+
+def test_unknown_dtype():
+    with pytest.raises(MinivllmError, match="int4"):
+        random_model(CONFIG, dtype="int4")
+
+
+def test_random_models_are_the_same_for_the_same_seed():
+    assert torch.equal(logits(random_model(CONFIG, seed=1)), logits(random_model(CONFIG, seed=1)))
+    assert not torch.equal(logits(random_model(CONFIG, seed=1)), logits(random_model(CONFIG, seed=2)))
+
+
+def test_products_of_rotated_heads_depend_on_distance_alone():
+    table = RotaryTable(CONFIG)
+    q, k = torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+
+    def product(q_position, k_position):
+        return (rotate(q, *table(torch.tensor([q_position]))) * rotate(k, *table(torch.tensor([k_position])))).sum()
+
+    assert product(20, 13) == pytest.approx(product(9, 2).item(), abs=1e-5)
+    assert product(20, 13) != pytest.approx(product(20, 12).item(), abs=1e-3)
+    assert torch.equal(rotate(q, *table(torch.tensor([0]))), q)
+
+
+def test_mask_of_a_window_counts_the_token_itself():
+    mask = causal_mask(5, 2, torch.device("cpu"))
+    assert mask.sum(dim=1).tolist() == [1, 2, 2, 2, 2]
+    assert causal_mask(5, None, torch.device("cpu")).sum(dim=1).tolist() == [1, 2, 3, 4, 5]
+
+
+def test_lengths_that_do_not_add_up(model):
+    with pytest.raises(MinivllmError, match="20 tokens"):
+        model(torch.zeros(20, dtype=torch.int64), torch.arange(20), CausalAttention(CONFIG, [10, 9]))

@@ -1,0 +1,189 @@
+"""Logits of the four families equal those of `transformers` on the same random weights, through files on disk."""
+
+import pytest
+import torch
+
+from minivllm.config import ModelConfig
+from minivllm.models.attention import CausalAttention
+from minivllm.models.loader import load_model
+from minivllm.models.rotary import RotaryTable
+from minivllm.simulate.known_models import CONFIGS
+from minivllm.simulate.memory import num_parameters
+
+TOKENS = 40
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+CASES = {
+    "llama, grouped heads, llama3 rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, one head each, all biases, tied": (
+        "llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama, one key-value head, wide heads, yarn": (
+        "llama", {"num_key_value_heads": 1, "head_dim": 32, "rope_parameters": YARN},
+    ),
+    "llama, linear rope": ("llama", {"rope_parameters": LINEAR}),
+    "qwen2, biases, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, window switched off": ("qwen2", {"use_sliding_window": False, "sliding_window": 4}),
+    "qwen3, norms of heads, wide heads": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3, with biases": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 24}),
+    "mistral, window": ("mistral", {"sliding_window": 8}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def transformers():
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+@pytest.fixture(scope="session")
+def stored(transformers, tmp_path_factory):
+    """A random `transformers` model for each case, and the directory with its shards; made once."""
+    made = {}
+
+    def make(case):
+        if case not in made:
+            family, changes = CASES[case]
+            torch.manual_seed(len(made))
+            config = transformers.AutoConfig.for_model(family, **{**SMALL, **changes})
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            for name, parameter in model.named_parameters():
+                torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
+            directory = tmp_path_factory.mktemp("model")
+            model.save_pretrained(directory, max_shard_size="100KB")
+            assert len(list(directory.glob("*.safetensors"))) > 1
+            made[case] = (model, directory)
+        return made[case]
+
+    return make
+
+
+def tokens(seed):
+    return torch.randint(SMALL["vocab_size"], (TOKENS,), generator=torch.Generator().manual_seed(seed))
+
+
+def our_logits(model, config, ids):
+    hidden = model(ids, torch.arange(len(ids)), CausalAttention(config))
+    return model.compute_logits(hidden).float()
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_logits_are_equal(stored, case):
+    theirs, directory = stored(case)
+    model, config = load_model(directory)
+    ids = tokens(1)
+    expected = theirs(ids[None]).logits[0]
+    error = (our_logits(model, config, ids) - expected).abs().max().item()
+    print(f"{case}: max error {error:.1e}")
+    assert expected.abs().max() > 1
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize("case", ["llama, grouped heads, llama3 rope", "qwen2, biases, tied", "mistral, window"])
+@torch.inference_mode()
+def test_bfloat16_is_no_farther_from_float32_than_theirs(stored, transformers, case):
+    theirs, directory = stored(case)
+    ids = tokens(2)
+    exact = theirs(ids[None]).logits[0]
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model, config = load_model(directory, dtype="bfloat16")
+    their_error = (rounded(ids[None]).logits[0].float() - exact).abs().mean()
+    our_error = (our_logits(model, config, ids) - exact).abs().mean()
+    assert 0 < our_error < 1.2 * their_error
+
+
+@torch.inference_mode()
+def test_sequences_side_by_side_do_not_see_each_other(stored):
+    _, directory = stored("mistral, window")
+    model, config = load_model(directory)
+    first, second = tokens(3)[:13], tokens(4)
+    positions = torch.cat((torch.arange(13), torch.arange(TOKENS)))
+    hidden = model(torch.cat((first, second)), positions, CausalAttention(config, [13, TOKENS]))
+    apart = torch.cat((our_logits(model, config, first), our_logits(model, config, second)))
+    torch.testing.assert_close(model.compute_logits(hidden), apart, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rope", [LLAMA3_ROPE, YARN, LINEAR, {"rope_type": "default", "rope_theta": 5e5}])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_rotary_table_at_far_positions(transformers, rope, head_dim):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    shape = {**SMALL, "head_dim": head_dim, "max_position_embeddings": 4096, "rope_parameters": rope}
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**shape))
+    positions = torch.tensor([0, 1, 31, 32, 1000, 4095])
+    cos, sin = theirs(torch.zeros(1), positions[None])
+    our_cos, our_sin = RotaryTable(ModelConfig.from_dict({"model_type": "llama", **shape}))(positions)
+    torch.testing.assert_close(our_cos[:, 0], cos[0], atol=2e-4, rtol=0)
+    torch.testing.assert_close(our_sin[:, 0, head_dim // 2 :], sin[0, :, head_dim // 2 :], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mscale": 1.0, "mscale_all_dim": 0.7}, {"attention_factor": 1.3}, {"truncate": False}]
+)
+def test_yarn_options(transformers, changes):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    shape = {**SMALL, "rope_parameters": {**YARN, **changes}}
+    cos, _ = LlamaRotaryEmbedding(transformers.LlamaConfig(**shape))(torch.zeros(1), torch.arange(64)[None])
+    our_cos, _ = RotaryTable(ModelConfig.from_dict({"model_type": "llama", **shape}))(torch.arange(64))
+    torch.testing.assert_close(our_cos[:, 0], cos[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_counted_as_stored(stored, case):
+    theirs, directory = stored(case)
+    assert num_parameters(ModelConfig.from_pretrained(directory)) == sum(p.numel() for p in theirs.parameters())
+
+
+OTHER_FAMILIES = {
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 32},
+    "opt": {
+        "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97,
+        "word_embed_proj_dim": 64, "max_position_embeddings": 32,
+    },
+    "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32},
+    "deepseek_v3": {
+        **SMALL, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
+        "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_parameters_of_other_families(transformers, family):
+    config = transformers.AutoConfig.for_model(family, **OTHER_FAMILIES[family])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    stored_buffers = sum(b.numel() for name, b in model.named_buffers() if name.endswith("correction_bias"))
+    expected = sum(parameter.numel() for parameter in model.parameters()) + stored_buffers
+    assert num_parameters(ModelConfig.from_dict(config.to_dict())) == expected
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "mistralai/Mistral-7B-v0.3"])
+def test_config_survives_a_round_through_transformers(transformers, name):
+    ours = CONFIGS[name]
+    values = {key: value for key, value in ours.items() if key != "model_type"}
+    theirs = transformers.AutoConfig.for_model(ours["model_type"], **values)
+    fields = ("num_hidden_layers", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "sliding_window")
+    again, once = ModelConfig.from_dict(theirs.to_dict()), ModelConfig.from_dict(ours)
+    assert all(getattr(again, field) == getattr(once, field) for field in fields)

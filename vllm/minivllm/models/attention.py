@@ -1,0 +1,78 @@
+"""What the decoder asks of attention, and the plainest answer: causal attention without a cache.
+
+The decoder knows nothing of caches. It hands over the queries, keys and values of one layer, and whoever implements
+`AttentionFunction` writes keys and values where it keeps them and reads back all that a query may see.
+
+In vLLM the same seam is `Attention` in `vllm/model_executor/layers/attention/attention.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError
+
+
+class AttentionFunction(Protocol):
+    """Attention of one layer over the flattened tokens of a step."""
+
+    def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend.
+
+        Args:
+            layer_index: which layer asks, from 0.
+            q: `[tokens, heads, head_dim]`, positions already applied, not yet scaled. The last dimension is contiguous,
+                the others need not be.
+            k, v: `[tokens, kv_heads, head_dim]`, of the same tokens; query head h uses key-value head
+                `h // (heads // kv_heads)`.
+
+        Returns:
+            `[tokens, heads, head_dim]`.
+        """
+        ...
+
+
+class CausalAttention:
+    """Each token attends to itself and to what stands before it in its own sequence, all of it in this one step."""
+
+    def __init__(self, config: ModelConfig, lengths: Sequence[int] | None = None):
+        """Prepare for sequences that stand one after another.
+
+        Args:
+            config: the model's shape; its `sliding_window` is kept to.
+            lengths: tokens of each sequence, in order; one sequence of all tokens where None.
+        """
+        self.scale = config.head_dim**-0.5
+        self.window = config.sliding_window
+        self.lengths = None if lengths is None else list(lengths)
+
+    def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `AttentionFunction`; the layer does not matter here."""
+        lengths = [len(q)] if self.lengths is None else self.lengths
+        if sum(lengths) != len(q):
+            raise MinivllmError(f"sequences of {lengths} tokens, but {len(q)} tokens were given")
+        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        return torch.cat([self._sequence(*part) for part in parts])
+
+    def _sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+        mask = causal_mask(len(q), self.window, q.device) if self.window is not None else None
+        out = F.scaled_dot_product_attention(
+            *heads, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """`[length, length]` booleans: may the query of this row see the key of this column?
+
+    A window of w tokens counts the query's own.
+    """
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions[None, :]
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)

@@ -1,0 +1,172 @@
+"""A decoder-only transformer of the Llama kind: Llama, Qwen2, Qwen3 and Mistral differ from it in details only.
+
+    for each layer:  h += attention(norm(h));  h += mlp(norm(h))          then  logits = head(norm(h))
+
+Tokens of all sequences of a step stand in one flat row, each with its position: a decoder does not need to know where a
+sequence begins. Attention does, and is handed in (`AttentionFunction`). Projections that read the same input are
+merged, as in vLLM: q, k and v are one matrix product, and so are the two halves of the gated MLP.
+
+In vLLM: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`; `QKVParallelLinear` and
+`MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivllm.config import ModelConfig
+from minivllm.errors import UnsupportedModelError
+from minivllm.models.attention import AttentionFunction
+from minivllm.models.rotary import RotaryTable, rotate
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class Decoder(nn.Module):
+    """The whole model. Parameters are uninitialised: `minivllm.models.loader` fills them."""
+
+    def __init__(self, config: ModelConfig):
+        """Build with torch's default dtype and device.
+
+        Raises:
+            UnsupportedModelError: another family, or a variant that this decoder does not compute.
+            MinivllmError: the config lacks a field.
+        """
+        super().__init__()
+        _check_supported(config)
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rotary = RotaryTable(config)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
+        """One step over the flattened tokens of all sequences.
+
+        Args:
+            input_ids: `[tokens]`.
+            positions: `[tokens]`, each token's place in its own sequence.
+            attention: attends, and keeps the cache if there is one.
+
+        Returns:
+            `[tokens, hidden_size]`, normalised; `compute_logits` takes those rows that are needed.
+        """
+        hidden = self.embed_tokens(input_ids)
+        cos, sin = self.rotary(positions)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, attention)
+        return self.norm(hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Scores of every token of the vocabulary: `[n, hidden_size]` to `[n, vocab_size]`."""
+        return self.lm_head(hidden)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each with a norm before and the residual around."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.self_attn = SelfAttention(config, index)
+        self.mlp = GatedMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
+        """`[tokens, hidden_size]` in and out; the input is not changed."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class SelfAttention(nn.Module):
+    """Projections around attention: into heads, positions applied, and out again."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.index = index
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv_proj = Linear(config.hidden_size, width, config.attention_bias)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, config.attention_output_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
+        """`[tokens, hidden_size]` in and out."""
+        heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
+        q_and_k, v = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = q_and_k.split((self.heads, self.kv_heads), dim=1)
+            q_and_k = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        q, k = rotate(q_and_k, cos, sin).split((self.heads, self.kv_heads), dim=1)
+        return self.o_proj(attention(self.index, q, k, v).reshape(len(hidden), -1))
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[tokens, hidden_size]` in and out."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate).mul_(up))
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square, in float32, then by a weight for each element (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., width]` in and out."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    """A matrix product with uninitialised weights `[out, in]`: initialising what a file fills would cost time."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """A row of `weight` `[rows, width]` for each id."""
+
+    def __init__(self, rows: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """`[n]` to `[n, width]`."""
+        return F.embedding(ids, self.weight)
+
+
+def _check_supported(config: ModelConfig) -> None:
+    """Raise unless this decoder computes exactly what the config describes."""
+    config.require("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+    name = config.architecture or config.model_type or "this model"
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(f"{name} cannot be run; the decoder runs the families {', '.join(FAMILIES)}")
+    if config.hidden_act != "silu":
+        raise UnsupportedModelError(f"{name} has the activation {config.hidden_act!r}; the decoder computes silu")
+    if config.layer_types and len(set(config.layer_types)) > 1:
+        raise UnsupportedModelError(f"{name} has layers with and without a window; the decoder runs one kind")
+    if config.quantization:
+        raise UnsupportedModelError(f"{name} is quantized with {config.quantization!r}; give the ordinary checkpoint")

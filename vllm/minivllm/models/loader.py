@@ -1,0 +1,186 @@
+"""Weights from safetensors files into the decoder, and random weights in the same shapes.
+
+Checkpoints store q, k, v and the two halves of the MLP one by one; the decoder has them merged. Each stored tensor is
+copied into its rows of the merged one, as vLLM's `weight_loader` functions do (`vllm/model_executor/layers/linear.py`).
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minivllm.config import ModelConfig, config_path, hub_file
+from minivllm.errors import MinivllmError
+from minivllm.models.decoder import Decoder
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+INITIAL_SPREAD = 0.02  # standard deviation of random weights, as the families' own initializer_range
+
+
+def load_model(
+    path_or_name: str | Path, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
+) -> tuple[Decoder, ModelConfig]:
+    """The model of a local directory, or of the Hugging Face hub, with its weights.
+
+    Args:
+        path_or_name: a directory with `config.json` and safetensors files, or a model's name on the hub.
+        device: where the weights go.
+        dtype: of weights and computation; "auto" is the one that the checkpoint names.
+
+    Raises:
+        UnsupportedModelError: the decoder does not compute this model.
+        MinivllmError: a file is missing, or a tensor is missing, unexpected or of another shape; the message names it.
+    """
+    config = ModelConfig.from_pretrained(path_or_name)
+    model = _empty_model(config, device, dtype)
+    load_weights(model, stored_tensors(weight_files(path_or_name)))
+    return model, config
+
+
+def random_model(
+    config: ModelConfig, seed: int = 0, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
+) -> Decoder:
+    """A model with the real shapes and random weights, the same for the same seed: for tests and measurements."""
+    model = _empty_model(config, device, dtype)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, INITIAL_SPREAD, generator=generator)
+    return model
+
+
+def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy tensors, named as in a Hugging Face checkpoint, into the model.
+
+    Raises:
+        MinivllmError: a tensor is missing, unexpected, given twice or of another shape; the message names it.
+    """
+    targets = checkpoint_slots(model)
+    tied = model.config.tie_word_embeddings
+    missing = set(targets)
+    for name, tensor in tensors:
+        if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
+            continue  # what old checkpoints store although it follows from the config
+        if name not in targets:
+            raise MinivllmError(f"the checkpoint has a tensor {name!r} that this model does not have")
+        if name not in missing:
+            raise MinivllmError(f"the checkpoint has the tensor {name!r} twice")
+        if tensor.shape != targets[name].shape:
+            shapes = f"{tuple(tensor.shape)}, the config says {tuple(targets[name].shape)}"
+            raise MinivllmError(f"the tensor {name!r} of the checkpoint has the shape {shapes}")
+        targets[name].copy_(tensor)
+        missing.remove(name)
+    if missing:
+        some = ", ".join(sorted(missing)[:3])
+        raise MinivllmError(
+            f"the checkpoint lacks {len(missing)} of the model's {len(targets)} tensors, such as {some}"
+        )
+
+
+def checkpoint_slots(model: Decoder) -> dict[str, Tensor]:
+    """Where each tensor of a Hugging Face checkpoint goes: its name, and the rows of the model's parameter it fills."""
+    config, slots = model.config, {}
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    merged = {
+        "qkv_proj": (("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
+        "gate_up_proj": (("gate_proj", "up_proj"), (config.intermediate_size, config.intermediate_size)),
+    }
+    for name, parameter in model.named_parameters():
+        stored = name if name.startswith("lm_head") else f"model.{name}"
+        whole = next((part for part in merged if part in name), None)
+        if whole is None:
+            slots[stored] = parameter
+            continue
+        parts, rows = merged[whole]
+        for part, slot in zip(parts, parameter.split(rows), strict=True):
+            slots[stored.replace(whole, part)] = slot
+    return slots
+
+
+def weight_files(path_or_name: str | Path) -> list[Path]:
+    """The safetensors files of a model: a single one, or those that its index names.
+
+    Raises:
+        MinivllmError: there are none, or one that the index names is not there.
+    """
+    directory = config_path(path_or_name).parent
+    local = Path(path_or_name).expanduser().exists()
+
+    def fetch(filename: str) -> Path:
+        if not local:
+            return hub_file(str(path_or_name), filename)
+        if not (directory / filename).is_file():
+            raise MinivllmError(f"{directory} has no {filename}")
+        return directory / filename
+
+    if local:
+        sharded = (directory / INDEX_FILE).is_file()
+    else:
+        sharded = _is_sharded_on_hub(str(path_or_name))
+    if not sharded:
+        return [fetch(SINGLE_FILE)]
+    index = fetch(INDEX_FILE)
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise MinivllmError(f"{index} is no index of safetensors files: {error!r}") from error
+    return [fetch(name) for name in sorted(names)]
+
+
+def stored_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Name and contents of every tensor in these safetensors files, one at a time.
+
+    Raises:
+        MinivllmError: a file is no safetensors file, or cut off.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as contents:
+                for name in contents.keys():  # noqa: SIM118 (it is no mapping)
+                    yield name, contents.get_tensor(name)
+        except SafetensorError as error:
+            raise MinivllmError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def torch_dtype(name: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of that name.
+
+    Raises:
+        MinivllmError: a model cannot be computed in it.
+    """
+    if isinstance(name, torch.dtype):
+        name = str(name).removeprefix("torch.")
+    if name not in DTYPES:
+        raise MinivllmError(f"a model cannot be computed in {name!r}; known: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _is_sharded_on_hub(name: str) -> bool:
+    try:
+        hub_file(name, INDEX_FILE)
+    except MinivllmError:
+        return False
+    return True
+
+
+def _empty_model(config: ModelConfig, device: str | torch.device, dtype: str | torch.dtype) -> Decoder:
+    with torch.device(device), _default_dtype(torch_dtype(config.dtype if dtype == "auto" else dtype)):
+        return Decoder(config).eval()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

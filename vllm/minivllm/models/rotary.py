@@ -1,0 +1,130 @@
+"""Rotary position embedding: each pair of a head's elements is turned by an angle that grows with the position.
+
+Element `i` is paired with element `i + head_dim/2`, and the pair turns by `position * frequency[i]`. The scaling
+variants change the frequencies, so that a model trained on short texts can tell apart the positions of long ones.
+
+Papers: RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071. In vLLM: `vllm/model_executor/layers/rotary_embedding/`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError, UnsupportedModelError
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of every position, `[positions, head_dim]`: the first half of a row cosines, then sines."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        frequencies, scale = rotary_frequencies(config)
+        angles = torch.arange(table_length(config), dtype=torch.float32)[:, None] * frequencies.to(
+            torch.get_default_device()
+        )
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
+        self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of these positions, once for all layers of a step.
+
+        Args:
+            positions: `[tokens]`, integers below the table's length.
+
+        Returns:
+            Two tensors `[tokens, 1, head_dim]`, ready for `rotate`.
+        """
+        assert isinstance(self.table, Tensor)
+        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Turn every pair of elements: `[tokens, heads, head_dim]` in and out.
+
+    `(a, b) -> (a cos - b sin, b cos + a sin)`, where a and b are the halves of a head. Rolling by half a head puts b in
+    a's place and a in b's, so the whole is one product and one fused multiply-add.
+    """
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)
+
+
+def table_length(config: ModelConfig) -> int:
+    """Positions that the table covers: what the config allows, or what its scaling stretches the context to."""
+    scaling = config.rope_scaling or {}
+    if scaling.get("rope_type") == "linear":
+        stretched = config.max_position_embeddings * scaling["factor"]
+    else:
+        stretched = (scaling.get("original_max_position_embeddings") or 0) * (scaling.get("factor") or 1)
+    config.require("max_position_embeddings")
+    return max(config.max_position_embeddings, int(stretched))
+
+
+def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Angle per position for each pair `[head_dim / 2]` (float32, on the CPU), and the scale of cosines and sines.
+
+    Raises:
+        UnsupportedModelError: a scaling variant other than linear, llama3 and yarn.
+        MinivllmError: the scaling lacks one of its parameters; the message names it.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies, 1.0
+    kind = scaling["rope_type"]
+    if kind not in ("linear", "llama3", "yarn") or scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(
+            f"rotary positions of the type {scaling} are not supported; linear, llama3, yarn are"
+        )
+    if kind == "linear":
+        return frequencies / _parameter(scaling, "factor"), 1.0
+    if kind == "llama3":
+        return _llama3(frequencies, scaling), 1.0
+    return _yarn(frequencies, scaling, config)
+
+
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1: slow pairs are slowed by `factor`, fast ones kept, those between blended by how often they turn."""
+    factor, low, high = (_parameter(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = _parameter(scaling, "original_max_position_embeddings") * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], config: ModelConfig) -> tuple[Tensor, float]:
+    """YaRN: as above with a ramp over pair numbers, and attention made a little sharper."""
+    original = _parameter(scaling, "original_max_position_embeddings")
+    factor = scaling.get("factor") or config.max_position_embeddings / original
+    first, last = (
+        config.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        for turns in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
+    )
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.head_dim - 1)
+    pairs = torch.arange(len(frequencies), dtype=torch.float32, device="cpu")
+    slowed = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+    return frequencies * (1 - slowed + slowed / factor), _yarn_scale(scaling, factor)
+
+
+def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    numerator, denominator = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if numerator and denominator:
+        return _sharpening(factor, numerator) / _sharpening(factor, denominator)
+    return _sharpening(factor, 1.0)
+
+
+def _sharpening(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _parameter(scaling: Mapping[str, Any], name: str) -> float:
+    if scaling.get(name) is None:
+        raise MinivllmError(f"the model config's rope scaling {scaling.get('rope_type')!r} lacks {name!r}")
+    return scaling[name]
