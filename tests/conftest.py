@@ -1,19 +1,24 @@
-"""Tests that this machine cannot run are left out, and one line at the end says so."""
+"""Tests that this machine cannot run are left out, and one line for each kind of them says so at the end."""
+
+import os
 
 import pytest
 import torch
+from e2e.chromium import HOW_TO_GET_IT, find_chromium
 
 from minivllm.lab.gpu import HAS_TRITON, INTERPRETED
 
-LEFT_OUT = pytest.StashKey[list[str]]()
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a kernel in Triton's interpreter")
+    config.stash[LEFT_OUT] = {}
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect `gpu` tests where there is no CUDA device, and `interpreted` ones where kernels are compiled."""
+def missing_here() -> dict[str, str]:
+    """Marker -> what its tests need and this machine has not."""
     reasons = {}
     if not torch.cuda.is_available() or INTERPRETED:
         reasons["gpu"] = "need a CUDA device (make gpu)"
@@ -21,16 +26,46 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reasons["interpreted"] = "need Triton, which has no build for this platform"
     elif not INTERPRETED:
         reasons["interpreted"] = "need Triton's interpreter (TRITON_INTERPRET=1)"
-    said = []
-    for mark, reason in reasons.items():
-        left_out = [item for item in items if item.get_closest_marker(mark)]
+    if not find_chromium() and not BROWSER_REQUIRED:
+        reasons["browser"] = f"need Chromium ({HOW_TO_GET_IT})"
+    return reasons
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that need what is not here."""
+    for mark, reason in missing_here().items():
+        left_out = {item for item in items if item.get_closest_marker(mark)}
         if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item not in set(left_out)]
-            said.append(f"left out: {len(left_out)} tests that {reason}")
-    config.stash[LEFT_OUT] = said
+            config.hook.pytest_deselected(items=list(left_out))
+            items[:] = [item for item in items if item not in left_out]
+            config.stash[LEFT_OUT][reason] = len(left_out)
+
+
+def browser_is_wanting(config: pytest.Config) -> bool:
+    """Is a browser test required, and has none come to an end?"""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if not BROWSER_REQUIRED or reporter is None:
+        return False
+    ended = [report for kind in ("passed", "failed") for report in reporter.stats.get(kind, [])]
+    return not any("browser" in report.keywords for report in ended)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of xdist hands over what it left out; the head process fails where a browser test is wanting."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+    elif browser_is_wanting(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """A worker of xdist has ended; each of them leaves out the same tests."""
+    node.config.stash[LEFT_OUT].update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for line in config.stash.get(LEFT_OUT, []):
-        terminalreporter.write_line(line)
+    for reason, count in config.stash[LEFT_OUT].items():
+        terminalreporter.write_line(f"left out: {count} tests that {reason}")
+    if browser_is_wanting(config):
+        terminalreporter.write_line("MINIVLLM_REQUIRE_BROWSER is set, and no browser test ran", red=True)

@@ -1,0 +1,13 @@
+"""Where Chromium is on this machine, if it is."""
+
+import os
+import shutil
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+HOW_TO_GET_IT = "apt-get install chromium, or name one in CHROMIUM=PATH"
+
+
+def find_chromium() -> str | None:
+    """The program's path: what CHROMIUM names, else the first of the usual names that is on the PATH."""
+    named = os.environ.get("CHROMIUM")
+    return next((path for name in ([named] if named else NAMES) if (path := shutil.which(name))), None)

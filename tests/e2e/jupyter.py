@@ -1,0 +1,104 @@
+"""A JupyterLab of its own for tests: on a free port, with all its files in a temporary folder."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+START_SECONDS = 60
+SETTINGS = {
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "notebook-extension/tracker": {"windowingMode": "none"},  # else cells out of sight have no widgets
+}
+
+
+@contextmanager
+def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
+    """Serve `folder`, keep everything else that Jupyter writes in `private`; gives the address."""
+    for name, values in SETTINGS.items():
+        path = private / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    port = _free_port()
+    log = private / "jupyterlab.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "jupyterlab", *_flags(folder, port)],
+            env=_environment(private),
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        _wait_until_it_answers(server, address, log)
+        yield address
+    finally:
+        _stop(server)
+
+
+def _flags(folder: Path, port: int) -> list[str]:
+    return [
+        "--no-browser",
+        "--allow-root",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",
+        f"--ServerApp.root_dir={folder}",
+        "--IdentityProvider.token=",
+        "--ServerApp.disable_check_xsrf=True",
+        "--ServerApp.terminals_enabled=False",
+        "--LabApp.expose_app_in_browser=True",
+    ]
+
+
+def _environment(private: Path) -> dict[str, str]:
+    places = {
+        "JUPYTER_CONFIG_DIR": "config",
+        "JUPYTER_DATA_DIR": "data",
+        "JUPYTER_RUNTIME_DIR": "runtime",
+        "JUPYTERLAB_SETTINGS_DIR": "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+        "IPYTHONDIR": "ipython",
+    }
+    return {**os.environ, **{name: str(private / place) for name, place in places.items()}}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_until_it_answers(server: subprocess.Popen, address: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            break
+        try:
+            urllib.request.urlopen(f"{address}/api/status", timeout=2).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(f"JupyterLab does not answer at {address}:\n{log.read_text()[-3000:]}")
+
+
+def _stop(server: subprocess.Popen) -> None:
+    """End the server and its kernels: the whole process group."""
+    for sign, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(server.pid, sign)
+            server.wait(seconds)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+        return

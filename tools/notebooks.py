@@ -1,0 +1,412 @@
+"""Build the notebooks from the lessons, byte for byte.
+
+    uv run python tools/notebooks.py --write       # refresh quoted code in lessons/*.md, write notebooks/*.ipynb
+    uv run python tools/notebooks.py --check       # fail where --write would change something
+    uv run python tools/notebooks.py --run 01      # execute notebooks (all, or those of the numbers given)
+
+In a lesson's Markdown, the words after a fence's language say what becomes of it:
+
+    ```python exec                                 a cell
+    ```python exercise                             the cell that holds the exercise's stub
+    ```python check                                the cell that checks the exercise
+    ```python script=vllm/01_kv_cache.py region=N  text that must equal that region of the script
+    ```python                                      text, like every other fence
+
+`script=` goes with the first three as well; without `region=` it quotes the whole file. A region lies between the
+lines `# region: NAME` and `# endregion`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import posixpath
+import re
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import nbformat
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser, run
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MEND = "uv run python tools/notebooks.py --write"
+CELL_KINDS = ("exec", "exercise", "check")
+SECONDS_PER_CELL = 300
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<marks>`{3,}|~{3,}) *(?P<info>[^`]*)$")
+HEADING = re.compile(r"^(#{1,6}) +(.*?)#* *$")
+REGION, END_OF_REGION = re.compile(r"^\s*# region: (\S+)\s*$"), re.compile(r"^\s*# endregion\b")
+CODE_SPAN = re.compile(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)")
+LINKS = (
+    re.compile(r"(?P<before>\]\(\s*<?)(?P<target>[^)\s>]+)"),  # [words](target) and ![words](target)
+    re.compile(r"(?P<before>^ {0,3}\[(?!\^)[^\]]+\]:\s*<?)(?P<target>[^\s>]+)"),  # [name]: target
+    re.compile(r"(?P<before>\b(?:src|href|srcset)\s*=\s*[\"'])(?P<target>[^\"']+)"),
+)
+KERNEL = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+HOW_TO_GET_HERE = """\
+<details><summary><b>How to run this notebook</b> (your machine, Colab)</summary>
+
+**On your machine**, in a clone of the repository: `make lab`, then open `notebooks/{stem}.ipynb`.
+
+**On Colab** or another hosted Jupyter: run these two lines in a cell, with the address of the repository, restart the
+session so that the packages are seen, and go on with the next cell.
+
+```python
+!git clone ADDRESS-OF-THE-REPOSITORY first-principles
+%pip install -q -e first-principles
+```
+
+The text and the code come from [`lessons/{stem}.md`](../lessons/{stem}.md): change that file, then run
+`{mend}`.
+
+</details>
+"""
+SETUP = """\
+# Are the lessons' packages here? If not, the cell above says how to get them.
+from importlib.util import find_spec
+
+missing = [name for name in ("minivllm", "widgets") if find_spec(name) is None]
+assert not missing, f"cannot import {' and '.join(missing)}: see the cell above, then restart the kernel"
+"""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A fenced block of a lesson: its lines as they stand, and what the words on the first of them say."""
+
+    opening: str
+    body: tuple[str, ...]
+    closing: str
+    language: str
+    kind: str | None
+    script: str | None
+    region: str | None
+    number: int
+    """Of its first line in the lesson."""
+
+    @property
+    def indent(self) -> str:
+        """The blanks before its first line."""
+        return self.opening[: len(self.opening) - len(self.opening.lstrip())]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A lesson's file and its parts in order: lines of prose, and fenced blocks."""
+
+    path: Path
+    parts: tuple[str | Fence, ...]
+
+    @property
+    def name(self) -> str:
+        """The file, as a message names it."""
+        return f"{self.path.parent.name}/{self.path.name}"
+
+    @property
+    def notebook(self) -> Path:
+        """Where its notebook belongs."""
+        return self.path.parents[1] / "notebooks" / f"{self.path.stem}.ipynb"
+
+
+def read_lesson(path: Path) -> Lesson:
+    """Take a lesson apart at its fenced blocks.
+
+    Raises:
+        MinivllmError: a fence is not closed, has an unknown word, or is a cell where none can be; names file and line.
+    """
+    lesson = Lesson(path, ())
+    parts: list[str | Fence] = []
+    lines = enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1)
+    folded = 0
+    for number, line in lines:
+        if FENCE.match(line) is None:
+            folded += _opens(line)
+            parts.append(line)
+            continue
+        fence = _read_fence(line, number, lines, f"{lesson.name}:{number}")
+        if fence.kind and folded:
+            raise MinivllmError(f"{lesson.name}:{number}: a cell cannot stand inside <details>")
+        parts.append(fence)
+    return replace(lesson, parts=tuple(parts))
+
+
+def _opens(line: str) -> int:
+    """By how much the line deepens the nesting of <details>."""
+    return line.count("<details") - line.count("</details>")
+
+
+def _read_fence(opening: str, number: int, lines: Iterator[tuple[int, str]], place: str) -> Fence:
+    match = FENCE.match(opening)
+    assert match is not None
+    language, kind, options = _words(match["info"].split(), place)
+    if kind and (match["indent"] or language != "python"):
+        raise MinivllmError(f"{place}: a cell is a `python` fence that starts at the left margin")
+    body: list[str] = []
+    for _, line in lines:
+        if line.strip().startswith(match["marks"]) and not line.strip().strip(match["marks"][0]):
+            quoted = (options.get("script"), options.get("region"))
+            return Fence(opening, tuple(body), line, language, kind, *quoted, number)
+        body.append(line)
+    raise MinivllmError(f"{place}: this fence is never closed")
+
+
+def _words(words: list[str], place: str) -> tuple[str, str | None, dict[str, str]]:
+    """A fence's language, the kind of cell it makes, and its `key=value` options."""
+    language, rest = (words[0], words[1:]) if words else ("", [])
+    kinds = [word for word in rest if word in CELL_KINDS]
+    options = dict(word.split("=", 1) for word in rest if word.startswith(("script=", "region=")))
+    unknown = [word for word in rest if word not in kinds and not word.startswith(("script=", "region="))]
+    if unknown or len(kinds) > 1:
+        known = ", ".join(CELL_KINDS)
+        raise MinivllmError(f"{place}: {' '.join(rest)!r} is not understood (one of {known}; script=FILE region=NAME)")
+    if "region" in options and "script" not in options:
+        raise MinivllmError(f"{place}: region={options['region']} needs script=FILE")
+    return language, kinds[0] if kinds else None, options
+
+
+def quote(root: Path, script: str, region: str | None) -> str:
+    """The text of a script's region, or of the whole script, without the marks and without a common indent.
+
+    Raises:
+        MinivllmError: no such file or region; the message lists the regions there are.
+    """
+    path = root / script
+    if not path.is_file():
+        raise MinivllmError(f"there is no file {script}")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if region is not None:
+        lines = _region(lines, region, script)
+    kept = [line for line in lines if not REGION.match(line) and not END_OF_REGION.match(line)]
+    return textwrap.dedent("\n".join(kept)).strip("\n")
+
+
+def _region(lines: list[str], name: str, script: str) -> list[str]:
+    names = [match[1] for line in lines if (match := REGION.match(line))]
+    if names.count(name) != 1:
+        there = ", ".join(names) or "none"
+        raise MinivllmError(f"{script} has {names.count(name)} regions {name!r} and must have one (there are: {there})")
+    start = next(index for index, line in enumerate(lines) if (match := REGION.match(line)) and match[1] == name)
+    depth = 0
+    for index in range(start, len(lines)):
+        depth += bool(REGION.match(lines[index])) - bool(END_OF_REGION.match(lines[index]))
+        if depth == 0:
+            return lines[start + 1 : index]
+    raise MinivllmError(f"{script}: the region {name!r} has no `# endregion`")
+
+
+def with_fresh_quotes(lesson: Lesson) -> Lesson:
+    """The lesson with every quoted region as the script has it now."""
+    root = lesson.path.parents[1]
+
+    def fresh(part: str | Fence) -> str | Fence:
+        if isinstance(part, str) or part.script is None:
+            return part
+        try:
+            text = quote(root, part.script, part.region)
+        except MinivllmError as error:
+            raise MinivllmError(f"{lesson.name}:{part.number}: {error}") from error
+        return replace(part, body=tuple(textwrap.indent(text, part.indent).split("\n")))
+
+    return replace(lesson, parts=tuple(fresh(part) for part in lesson.parts))
+
+
+def lesson_text(lesson: Lesson) -> str:
+    """The lesson's Markdown, put together again."""
+    lines: list[str] = []
+    for part in lesson.parts:
+        lines += [part] if isinstance(part, str) else [part.opening, *part.body, part.closing]
+    return "\n".join(lines) + "\n"
+
+
+def notebook_text(lesson: Lesson) -> str:
+    """The notebook's JSON, the same bytes for the same lesson."""
+    how = HOW_TO_GET_HERE.format(stem=lesson.path.stem, mend=MEND)
+    sources = [("markdown", how), ("setup", SETUP), *_cells(lesson)]
+    cells = [_cell(index, kind, text) for index, (kind, text) in enumerate(sources)]
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata=KERNEL)
+    nbformat.validate(notebook)
+    return nbformat.writes(notebook).rstrip("\n") + "\n"
+
+
+def _cells(lesson: Lesson) -> Iterator[tuple[str, str]]:
+    """(kind, source) of each cell: prose starts a new one at `#` and `##` headings, cell fences at each."""
+    headings = _heading_ids(lesson)
+    text: list[str] = []
+    folded = 0
+    for part in lesson.parts:
+        if isinstance(part, Fence) and part.kind is None:
+            marks = part.closing.strip()
+            text += [f"{part.indent}{marks}{part.language}", *part.body, part.closing]
+        elif isinstance(part, Fence):
+            yield from _markdown(text)
+            yield str(part.kind), "\n".join(part.body)
+            text = []
+        else:
+            if re.match(r"##? ", part) and not folded:
+                yield from _markdown(text)
+                text = []
+            folded += _opens(part)
+            text.append(_relinked(part, headings))
+    yield from _markdown(text)
+
+
+def _markdown(lines: list[str]) -> Iterator[tuple[str, str]]:
+    text = "\n".join(lines).strip("\n")
+    if text:
+        yield "markdown", text
+
+
+def _cell(index: int, kind: str, source: str) -> nbformat.NotebookNode:
+    source = source.strip("\n")
+    identity = f"{index:02d}-{hashlib.sha256((kind + source).encode()).hexdigest()[:8]}"
+    if kind == "markdown":
+        return nbformat.v4.new_markdown_cell(source, id=identity)
+    metadata = {} if kind == "exec" else {"tags": [kind]}
+    return nbformat.v4.new_code_cell(source, id=identity, metadata=metadata)
+
+
+def _heading_ids(lesson: Lesson) -> dict[str, str]:
+    """Anchors of the lesson's headings: as GitHub makes them (key) and as JupyterLab does (value)."""
+    prose = (part for part in lesson.parts if isinstance(part, str))
+    titles = [re.sub(r"[`*]", "", match[2]).strip() for line in prose if (match := HEADING.match(line))]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-"): title.replace(" ", "-") for title in titles}
+
+
+def _relinked(line: str, headings: dict[str, str]) -> str:
+    """The line with its links as seen from `notebooks/`; code spans are left alone."""
+
+    def turn(match: re.Match[str]) -> str:
+        spans = (span.span() for span in CODE_SPAN.finditer(match.string))
+        if any(start <= match.start("target") < end for start, end in spans):
+            return match[0]
+        return match["before"] + _target(match["target"], headings)
+
+    for pattern in LINKS:
+        line = pattern.sub(turn, line)
+    return line
+
+
+def _target(target: str, headings: dict[str, str]) -> str:
+    if target.startswith("#"):
+        return "#" + headings.get(target[1:], target[1:])
+    if target.startswith("/") or re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", target):
+        return target
+    path, mark, anchor = target.partition("#")
+    resolved = posixpath.normpath(posixpath.join("lessons", path))
+    other = re.fullmatch(r"lessons/(\d\d_\w+)\.md", resolved)
+    return (f"{other[1]}.ipynb" if other else posixpath.relpath(resolved, "notebooks")) + mark + anchor
+
+
+def lessons_in(root: Path, numbers: list[str]) -> list[Path]:
+    """The lessons of these numbers (all where none is given), in order.
+
+    Raises:
+        MinivllmError: there is no lesson of some number.
+    """
+    paths = sorted((root / "lessons").glob("[0-9][0-9]_*.md"))
+    wanted = [number.zfill(2) for number in numbers]
+    for number in wanted:
+        if not any(path.name.startswith(f"{number}_") for path in paths):
+            there = ", ".join(path.name[:2] for path in paths) or "none"
+            raise MinivllmError(f"there is no lesson {number} (there are: {there})")
+    return [path for path in paths if not wanted or path.name[:2] in wanted]
+
+
+def outputs(path: Path) -> dict[Path, str]:
+    """What `--write` writes for one lesson: the lesson with fresh quotes, and its notebook."""
+    lesson = with_fresh_quotes(read_lesson(path))
+    return {path: lesson_text(lesson), lesson.notebook: notebook_text(lesson)}
+
+
+def drift(root: Path, numbers: list[str]) -> list[str]:
+    """One line for each file that is not what `--write` would write, and for each notebook without a lesson."""
+    paths = lessons_in(root, numbers)
+    found = []
+    for path in paths:
+        for target, text in outputs(path).items():
+            name = target.relative_to(root).as_posix()
+            if not target.is_file():
+                found.append(f"{name} is missing")
+            elif target.read_bytes() != text.encode():
+                what = "quotes code that its script no longer has" if target == path else f"differs from {path.name}"
+                found.append(f"{name} {what}")
+    stems = {path.stem for path in (root / "lessons").glob("*.md")}
+    orphans = [path for path in sorted((root / "notebooks").glob("*.ipynb")) if path.stem not in stems]
+    return found + [f"notebooks/{path.name} has no lesson: delete it" for path in orphans if not numbers]
+
+
+def write(root: Path, numbers: list[str]) -> list[str]:
+    """Write what differs; returns the names of the files written."""
+    written = []
+    for path in lessons_in(root, numbers):
+        for target, text in outputs(path).items():
+            if not target.is_file() or target.read_bytes() != text.encode():
+                target.parent.mkdir(exist_ok=True)
+                target.write_bytes(text.encode())
+                written.append(target.relative_to(root).as_posix())
+    return written
+
+
+def execute(path: Path) -> float:
+    """Run every cell of a notebook in a fresh kernel, in the notebook's folder; the file stays as it is.
+
+    Returns:
+        The seconds it took.
+
+    Raises:
+        MinivllmError: a cell raised; the message holds the cell and its traceback.
+    """
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+    notebook = nbformat.read(path, as_version=4)
+    where = {"metadata": {"path": str(path.parent)}}
+    start = time.perf_counter()
+    try:
+        NotebookClient(notebook, timeout=SECONDS_PER_CELL, kernel_name="python3", resources=where).execute()
+    except (CellExecutionError, CellTimeoutError) as error:
+        raise MinivllmError(f"{path.name}: {error}") from error
+    return time.perf_counter() - start
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Write, check or execute, as the flags say."""
+    numbers: list[str] = arguments.lessons
+    if arguments.write:
+        _say(write(REPOSITORY, numbers), "{} written", "nothing to write")
+    elif arguments.check:
+        found = drift(REPOSITORY, numbers)
+        _say(found, "{}", "lessons and notebooks agree")
+        if found:
+            raise MinivllmError(f"to mend: {MEND}")
+    else:
+        for path in lessons_in(REPOSITORY, numbers):
+            notebook = Lesson(path, ()).notebook
+            print(f"{notebook.name}: {execute(notebook):.1f} s", flush=True)
+
+
+def _say(lines: list[str], form: str, otherwise: str) -> None:
+    print("\n".join(form.format(line) for line in lines) or otherwise)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = flags.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="write the notebooks, and quoted code into the lessons")
+    action.add_argument("--check", action="store_true", help="fail where --write would change something")
+    action.add_argument("--run", action="store_true", help="execute the notebooks and print how long each took")
+    flags.add_argument("lessons", nargs="*", metavar="NN", help="numbers of lessons (default: all)")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())
