@@ -10,6 +10,8 @@ from minivllm.errors import MinivllmError
 from minivllm.lab.device import DEVICES
 from minivllm.lab.results import ensure_writable
 
+FIGURE_KINDS = (".png", ".svg")
+
 
 def positive_int(text: str) -> int:
     """An argparse type: an integer of at least 1."""
@@ -20,6 +22,13 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def figure_file(text: str) -> str:
+    """An argparse type: the name of a figure to write."""
+    if not text.endswith(FIGURE_KINDS):
+        raise argparse.ArgumentTypeError(f"a figure's name ends in {' or '.join(FIGURE_KINDS)}, got {text!r}")
+    return text
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +46,9 @@ def lesson_parser(doc: str) -> argparse.ArgumentParser:
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="the same steps on less work, in seconds")
     amount.add_argument("--full", action="store_true", help="more sizes and repeats, in minutes")
-    parser.add_argument("--plot", metavar="FILE", help="also draw the lesson's figure to FILE (.png or .svg)")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=figure_file, help="also draw the lesson's figure to FILE (.png or .svg)"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the measured figures to FILE")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
     return parser

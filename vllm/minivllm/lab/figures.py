@@ -1,0 +1,47 @@
+"""Figures of the lessons: one look, and the same file from the same data. Matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import MinivllmError
+from minivllm.lab import palette
+from minivllm.lab.results import ensure_writable
+
+STYLE: dict[str, Any] = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": palette.GREY,
+    "axes.labelcolor": palette.INK,
+    "xtick.color": palette.INK,
+    "ytick.color": palette.INK,
+    "text.color": palette.INK,
+    "legend.frameon": False,
+    "svg.hashsalt": "lessons",  # else every drawing has ids of its own
+}
+
+
+@contextmanager
+def panels(path: str | Path, columns: int, width: float = 4.2, height: float = 3.6) -> Iterator[list]:
+    """`columns` axes side by side to draw on, each so many inches wide; at the end they are written to `path`.
+
+    The name's ending, .svg or .png, says what is written. No date goes in.
+    """
+    ensure_writable(path)
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MinivllmError("drawing needs matplotlib, which is not installed here; leave --plot out") from None
+    with rc_context(STYLE):
+        figure = Figure(figsize=(columns * width, height), layout="constrained")
+        yield list(figure.subplots(1, columns, squeeze=False)[0])
+        figure.savefig(path, dpi=150, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
