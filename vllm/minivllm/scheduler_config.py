@@ -65,6 +65,11 @@ class SchedulerConfig:
             self.max_model_len >= 2,
             f"max_model_len is {self.max_model_len}; at least 2 are needed, one token of prompt and one of output",
         )
+        _require(
+            self.long_prefill_token_threshold <= self.max_model_len,
+            f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) exceeds max_model_len "
+            f"({self.max_model_len}); no chunk can be that long",
+        )
         _require(self.policy in POLICIES, f"unknown policy {self.policy!r}; known are {', '.join(POLICIES)}")
         _require(0.0 <= self.watermark < 1.0, f"watermark is {self.watermark}; it is a share from 0 up to 1, exclusive")
         _require(

@@ -73,6 +73,10 @@ class KVCacheManager:
         - `full_sequence_must_fit`: an admission, which must have room for all tokens known so far, not merely these.
         - `has_scheduled_reqs`: something else is running, so that an admission leaves the watermark free.
         """
+        offset = request.num_computed_tokens % self.block_size
+        if 0 < offset and offset + num_new_tokens + num_lookahead_tokens < self.block_size:
+            return ()  # Most decodes: the tokens stay in a block that is held already, and do not fill it.
+
         table = self.req_to_blocks.get(request.request_id, [])
         num_computed = request.num_computed_tokens + len(new_computed_blocks) * self.block_size
         num_tokens = num_computed + num_new_tokens

@@ -76,10 +76,12 @@ class ModelRunnerOutput:
     """What the worker sampled, by request id: accepted drafts and one token of its own. A chunk of a prompt has none.
 
     `logprobs`, where asked for, has one entry a token; the scheduler cuts it where it cuts the tokens, unread.
+    `prompt_logprobs` come once, with the first sampled token.
     """
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -92,7 +94,8 @@ class EngineCoreOutput:
 
     request_id: str
     new_token_ids: list[int]
+    num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None
-    num_cached_tokens: int = 0
     new_logprobs: Sequence[Any] | None = None
+    new_prompt_logprobs: Sequence[Any] | None = None

@@ -61,7 +61,6 @@ class Request:
         "block_hashes",
         "cache_salt",
         "eos_token_ids",
-        "ignore_eos",
         "is_prefill_chunk",
         "lora_request",
         "max_tokens",
@@ -112,8 +111,7 @@ class Request:
         self.max_tokens = max_tokens
         self.arrival_time = arrival_time
         self.priority = priority
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.ignore_eos = ignore_eos
+        self.eos_token_ids = frozenset(() if ignore_eos else eos_token_ids)
         self.stop_token_ids = frozenset(stop_token_ids)
         self.lora_request = lora_request
         self.cache_salt = cache_salt

@@ -39,15 +39,10 @@ class _Step:
     position: int = 0
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     spec_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    continued: dict[str, Request] = field(default_factory=dict)
+    continued: list[Request] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)
     preempted_req_ids: set[str] = field(default_factory=set)
-
-    def schedule(self, request: Request, num_tokens: int) -> None:
-        """Gives tokens of the budget to a request."""
-        self.num_scheduled_tokens[request.request_id] = num_tokens
-        self.token_budget -= num_tokens
 
     def unschedule(self, request: Request) -> bool:
         """Takes a running request out of the step again; its tokens return. Returns whether it was in the step."""
@@ -55,7 +50,7 @@ class _Step:
         if request_id not in self.num_scheduled_tokens:
             return False
         self.token_budget += self.num_scheduled_tokens.pop(request_id)
-        del self.continued[request_id]
+        self.continued.remove(request)
         self.new_block_ids.pop(request_id, None)
         self.spec_token_ids.pop(request_id, None)
         return True
@@ -149,26 +144,34 @@ class Scheduler:
         """Running requests in order of admission. One that can get no token is passed over, so it blocks nobody."""
         while step.position < len(self.running) and step.token_budget > 0:
             request = self.running[step.position]
-            num_new_tokens = min(self._num_tokens_wanted(request), chunk_limit, step.token_budget)
+            num_new_tokens = (
+                request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+            )
+            if num_new_tokens > 1:
+                num_new_tokens = self._cap_num_tokens(request, num_new_tokens, min(chunk_limit, step.token_budget))
             if num_new_tokens == 0:
                 step.position += 1
                 continue
-            new_blocks = self._allocate_or_preempt(request, num_new_tokens, step)
+            while True:
+                new_blocks = self.kv_cache_manager.allocate_slots(
+                    request, num_new_tokens, num_lookahead_tokens=self.config.num_lookahead_tokens
+                )
+                if new_blocks is not None or self._preempt_one(step) is request:
+                    break
             if new_blocks is None:
                 continue  # It was the victim itself. Another request stands at its position now, or none.
-            step.schedule(request, num_new_tokens)
-            step.continued[request.request_id] = request
+            step.num_scheduled_tokens[request.request_id] = num_new_tokens
+            step.token_budget -= num_new_tokens
+            step.continued.append(request)
             if new_blocks:
                 step.new_block_ids[request.request_id] = [block.block_id for block in new_blocks]
             if request.spec_token_ids:
                 self._schedule_drafts(request, num_new_tokens, step)
             step.position += 1
 
-    def _num_tokens_wanted(self, request: Request) -> int:
-        num_computed = request.num_computed_tokens
-        wanted = request.num_tokens_with_spec + request.num_output_placeholders - num_computed
-        # Drafts may not reach the last position: a token sampled there would have none of its own.
-        return min(wanted, self.config.max_model_len - 1 - num_computed)
+    def _cap_num_tokens(self, request: Request, num_new_tokens: int, limit: int) -> int:
+        # Drafts may not reach the last position: the token sampled after it would have none.
+        return min(num_new_tokens, limit, self.config.max_model_len - 1 - request.num_computed_tokens)
 
     def _schedule_drafts(self, request: Request, num_new_tokens: int, step: _Step) -> None:
         """Notes which of a request's new tokens are drafts; those that found no room in the step are dropped."""
@@ -178,28 +181,17 @@ class Scheduler:
             step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
         request.spec_token_ids = []
 
-    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, step: _Step) -> Sequence[KVCacheBlock] | None:
-        """Blocks for a running request, at the cost of others if need be; None when it became the victim itself."""
-        while True:
-            new_blocks = self.kv_cache_manager.allocate_slots(
-                request, num_new_tokens, num_lookahead_tokens=self.config.num_lookahead_tokens
-            )
-            if new_blocks is not None:
-                return new_blocks
-            victim = self._take_victim(step)
-            self._preempt_request(victim, step)
-            if victim is request:
-                return None
-
-    def _take_victim(self, step: _Step) -> Request:
+    def _preempt_one(self, step: _Step) -> Request:
         """FCFS: the last running request. Priority: the one with the worst (priority, arrival), wherever it stands."""
         if self.config.policy == "fcfs":
-            return self.running.pop()
-        victim = max(self.running, key=lambda request: (request.priority, request.arrival_time))
-        position = self.running.index(victim)
-        del self.running[position]
-        if position < step.position:
-            step.position -= 1
+            victim = self.running.pop()
+        else:
+            victim = max(self.running, key=lambda request: (request.priority, request.arrival_time))
+            position = self.running.index(victim)
+            del self.running[position]
+            if position < step.position:
+                step.position -= 1
+        self._preempt_request(victim, step)
         return victim
 
     def _preempt_request(self, request: Request, step: _Step) -> None:
@@ -256,7 +248,8 @@ class Scheduler:
         request.num_computed_tokens = num_hit_tokens
         request.status = RequestStatus.RUNNING
         self.running.append(self.waiting.pop_request())
-        step.schedule(request, num_new_tokens)
+        step.num_scheduled_tokens[request.request_id] = num_new_tokens
+        step.token_budget -= num_new_tokens
         step.admitted.append(request)
         return True
 
@@ -267,9 +260,9 @@ class Scheduler:
                 NewRequestData.from_request(request, get_block_ids(request.request_id)) for request in step.admitted
             ],
             scheduled_cached_reqs=CachedRequestData(
-                req_ids=list(step.continued),
-                new_block_ids=[step.new_block_ids.get(request_id) for request_id in step.continued],
-                num_computed_tokens=[request.num_computed_tokens for request in step.continued.values()],
+                req_ids=[request.request_id for request in step.continued],
+                new_block_ids=[step.new_block_ids.get(request.request_id) for request in step.continued],
+                num_computed_tokens=[request.num_computed_tokens for request in step.continued],
             ),
             num_scheduled_tokens=step.num_scheduled_tokens,
             total_num_scheduled_tokens=self.config.max_num_batched_tokens - step.token_budget,
@@ -306,19 +299,14 @@ class Scheduler:
             if drafts:
                 self._roll_back_rejected(request, len(drafts), num_accepted=len(sampled) - 1)
             new_token_ids, has_stopped = self._append_until_stop(request, sampled)
+            output = EngineCoreOutput(request_id, new_token_ids, request.num_cached_tokens)
             if has_stopped:
                 stopped.append(request)
-            logprobs = model_runner_output.logprobs.get(request_id)
-            outputs.append(
-                EngineCoreOutput(
-                    request_id,
-                    new_token_ids,
-                    request.status.finish_reason,
-                    request.stop_reason,
-                    request.num_cached_tokens,
-                    logprobs and logprobs[: len(new_token_ids)],
-                )
-            )
+                output.finish_reason, output.stop_reason = request.status.finish_reason, request.stop_reason
+            if request_id in model_runner_output.logprobs:
+                output.new_logprobs = model_runner_output.logprobs[request_id][: len(new_token_ids)]
+            output.new_prompt_logprobs = model_runner_output.prompt_logprobs.get(request_id)
+            outputs.append(output)
         self._finish(stopped)
         return outputs
 
@@ -377,9 +365,9 @@ class Scheduler:
     def _check_fits_pool(self, request: Request, name: str) -> None:
         # The last token is sampled and never computed, so it needs no slot.
         num_extra = self.config.num_speculative_tokens + self.config.num_lookahead_tokens
-        num_slots = request.num_prompt_tokens + request.max_tokens - 1 + num_extra
-        block_size = self.cache_config.block_size
-        num_blocks = -(-min(num_slots, self.config.max_model_len) // block_size)
+        max_model_len, block_size = self.config.max_model_len, self.cache_config.block_size
+        longest = min(request.num_prompt_tokens + request.max_tokens, max_model_len)
+        num_blocks = -(-min(longest - 1 + num_extra, max_model_len) // block_size)
         num_usable = self.kv_cache_manager.block_pool.num_usable_blocks
         if num_blocks > num_usable:
             raise MinivllmError(

@@ -9,14 +9,14 @@ def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
     The order matters: EOS, then the request's own stop tokens, then length. A stop token ends the request even below
     its minimum number of tokens, which is the sampler's to enforce; the length ends it in any case.
     """
-    if token_id in request.eos_token_ids and not request.ignore_eos:
+    if token_id in request.eos_token_ids:
         request.status = RequestStatus.FINISHED_STOPPED
         return True
     if token_id in request.stop_token_ids:
         request.status = RequestStatus.FINISHED_STOPPED
         request.stop_reason = token_id
         return True
-    if request.num_tokens >= max_model_len or request.num_output_tokens >= request.max_tokens:
+    if request.num_tokens >= max_model_len or request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return True
     return False

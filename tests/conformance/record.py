@@ -1,0 +1,162 @@
+"""Records what vLLM's own scheduler decides on a workload, in the form that replay.py prints.
+
+    python tests/conformance/record.py WORKLOAD.json MODEL_DIR > TRACE.json
+
+Needs vLLM 0.33.0, which no test does: README.md says how to install enough of it. No model runs; MODEL_DIR is any
+directory with a `config.json`, since vLLM asks for one.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+import vllm.platforms
+from replay import next_token
+from vllm.platforms.cpu import CpuPlatform
+
+# Where only the Python files of the wheel are installed, vLLM finds no platform by itself.
+vllm.platforms.current_platform = CpuPlatform()
+
+from vllm import __version__  # noqa: E402
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.utils.hashing import sha256  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+VERSION = "0.33.0"
+
+
+def make_scheduler(config: dict[str, Any], model: Path) -> Scheduler:
+    """vLLM's scheduler with one KV-cache group of full attention; all else is its default, asynchronous scheduling off."""
+    cache_config = CacheConfig(block_size=config["block_size"], enable_prefix_caching=config["enable_prefix_caching"])
+    cache_config.num_gpu_blocks = config["num_blocks"]
+    vllm_config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=config["max_model_len"]
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=config["max_num_seqs"],
+            max_num_batched_tokens=config["max_num_batched_tokens"],
+            max_model_len=config["max_model_len"],
+            is_encoder_decoder=False,
+            long_prefill_token_threshold=config["long_prefill_token_threshold"],
+            policy=config["policy"],
+            enable_chunked_prefill=config["enable_chunked_prefill"],
+            async_scheduling=False,
+        ),
+        cache_config=cache_config,
+        device_config=DeviceConfig("cpu"),
+    )
+    spec = FullAttentionSpec(block_size=config["block_size"], num_kv_heads=1, head_size=16, dtype=torch.float32)
+    kv_cache_config = KVCacheConfig(
+        num_blocks=config["num_blocks"], kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
+    return Scheduler(
+        vllm_config=vllm_config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=config["block_size"],
+    )
+
+
+def make_request(entry: dict[str, Any], block_size: int) -> Request:
+    """The request of a workload's `requests` entry."""
+    return Request(
+        request_id=entry["id"],
+        prompt_token_ids=entry["prompt"],
+        sampling_params=SamplingParams(max_tokens=entry["max_tokens"], ignore_eos=True, temperature=0.0),
+        pooling_params=None,
+        arrival_time=entry["arrival_step"] + entry["order"] * 1e-6,
+        priority=entry["priority"],
+        block_hasher=get_request_block_hasher(block_size, sha256),
+    )
+
+
+def run_step(scheduler: Scheduler, step: int, arrivals: list[Request], aborts: list[str]) -> dict[str, Any]:
+    """One step of a workload; returns its row of the trace."""
+    for request in arrivals:
+        scheduler.add_request(request)
+    for request_id in aborts:
+        if request_id in scheduler.requests:
+            scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+    output = scheduler.schedule()
+    scheduled = output.num_scheduled_tokens
+    row = {
+        "step": step,
+        "scheduled": [[request_id, count] for request_id, count in scheduled.items()],
+        "preempted": sorted(output.preempted_req_ids or ()),
+        "blocks": {request_id: scheduler.kv_cache_manager.get_block_ids(request_id)[0] for request_id in scheduled},
+    }
+    scheduler.update_from_output(output, _sample(scheduler, list(scheduled)))
+    row["running"] = [request.request_id for request in scheduler.running]
+    row["waiting"] = [request.request_id for request in _in_queue_order(scheduler)]
+    row["free"] = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return row
+
+
+def record(workload: dict[str, Any], model: Path) -> list[dict[str, Any]]:
+    """The trace of a whole workload."""
+    config, entries = workload["config"], workload["requests"]
+    init_none_hash(sha256)
+    scheduler = make_scheduler(config, model)
+    last_arrival = max((entry["arrival_step"] for entry in entries), default=-1)
+    steps: list[dict[str, Any]] = []
+    while len(steps) <= last_arrival or scheduler.has_unfinished_requests():
+        step = len(steps)
+        arrivals = [make_request(entry, config["block_size"]) for entry in entries if entry["arrival_step"] == step]
+        steps.append(run_step(scheduler, step, arrivals, workload["aborts"].get(str(step), [])))
+    return steps
+
+
+def _sample(scheduler: Scheduler, request_ids: list[str]) -> ModelRunnerOutput:
+    requests = [scheduler.requests[request_id] for request_id in request_ids]
+    return ModelRunnerOutput(
+        req_ids=request_ids,
+        req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+        sampled_token_ids=[
+            [next_token(request.request_id, request.num_tokens)]
+            if request.num_computed_tokens >= request.num_tokens
+            else []
+            for request in requests
+        ],
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+
+
+def _in_queue_order(scheduler: Scheduler) -> list[Request]:
+    waiting = list(scheduler.waiting)
+    if scheduler.scheduler_config.policy == "priority":
+        waiting.sort(key=lambda request: (request.priority, request.arrival_time, request.request_id))
+    return waiting
+
+
+def main() -> int:
+    """Prints the trace of the workload that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", type=Path)
+    parser.add_argument("model", type=Path)
+    arguments = parser.parse_args()
+    if not __version__.startswith(VERSION):
+        print(f"this is vLLM {__version__}; the traces are recorded from {VERSION}", file=sys.stderr)
+        return 2
+    steps = record(json.loads(arguments.workload.read_text()), arguments.model)
+    json.dump({"vllm": VERSION, "steps": steps}, sys.stdout, separators=(",", ":"))
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
