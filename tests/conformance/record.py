@@ -23,7 +23,6 @@ from vllm.platforms.cpu import CpuPlatform
 # Where only the Python files of the wheel are installed, vLLM finds no platform by itself.
 vllm.platforms.current_platform = CpuPlatform()
 
-from vllm import __version__  # noqa: E402
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
@@ -34,11 +33,13 @@ from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
+from vllm import __version__  # noqa: E402
+
 VERSION = "0.33.0"
 
 
 def make_scheduler(config: dict[str, Any], model: Path) -> Scheduler:
-    """vLLM's scheduler with one KV-cache group of full attention; all else is its default, asynchronous scheduling off."""
+    """vLLM's scheduler with one KV-cache group of full attention and asynchronous scheduling off; all else is default."""
     cache_config = CacheConfig(block_size=config["block_size"], enable_prefix_caching=config["enable_prefix_caching"])
     cache_config.num_gpu_blocks = config["num_blocks"]
     vllm_config = VllmConfig(

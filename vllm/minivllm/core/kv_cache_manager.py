@@ -74,7 +74,7 @@ class KVCacheManager:
         - `has_scheduled_reqs`: something else is running, so that an admission leaves the watermark free.
         """
         offset = request.num_computed_tokens % self.block_size
-        if 0 < offset and offset + num_new_tokens + num_lookahead_tokens < self.block_size:
+        if offset > 0 and offset + num_new_tokens + num_lookahead_tokens < self.block_size:
             return ()  # Most decodes: the tokens stay in a block that is held already, and do not fill it.
 
         table = self.req_to_blocks.get(request.request_id, [])

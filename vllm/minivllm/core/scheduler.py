@@ -13,9 +13,7 @@ KV connectors, pipeline and data parallelism.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.kv_cache_manager import KVCacheManager
-from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import (
     CachedRequestData,
     EngineCoreOutput,
@@ -128,7 +126,7 @@ class Scheduler:
         chunk_limit = self._chunk_limit()
         may_admit = not (self.config.static_batching and self.running)
         self._schedule_running(step, chunk_limit)
-        if may_admit and not step.preempted_req_ids:
+        if self.waiting and may_admit and not step.preempted_req_ids:
             self._schedule_waiting(step, chunk_limit)
         output = self._make_output(step)
         self._update_after_schedule(output)
@@ -209,7 +207,7 @@ class Scheduler:
     def _schedule_waiting(self, step: _Step, chunk_limit: int) -> None:
         """Admits waiting requests. One that does not fit blocks those behind it; one that lacks an adapter does not."""
         skipped: list[Request] = []
-        running_loras = {request.lora_request for request in self.running} - {None}
+        running_loras = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
         while self.waiting and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek_request()
             if self._lacks_lora_slot(request, running_loras):
@@ -217,13 +215,14 @@ class Scheduler:
                 continue
             if not self._admit(request, step, chunk_limit):
                 break
-            if request.lora_request is not None:
-                running_loras.add(request.lora_request)
+            if request.lora_request:
+                running_loras.add(request.lora_request.lora_int_id)
         self.waiting.prepend_requests(skipped)
 
-    def _lacks_lora_slot(self, request: Request, running_loras: set[LoRARequest | None]) -> bool:
-        lora = request.lora_request
-        return lora is not None and lora not in running_loras and len(running_loras) >= self.config.max_loras
+    def _lacks_lora_slot(self, request: Request, running_loras: set[int]) -> bool:
+        if request.lora_request is None or request.lora_request.lora_int_id in running_loras:
+            return False
+        return len(running_loras) >= self.config.max_loras
 
     def _admit(self, request: Request, step: _Step, chunk_limit: int) -> bool:
         """Moves the head of the waiting queue to `running` with its first tokens. False, changing nothing: no room."""
