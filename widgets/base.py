@@ -138,7 +138,7 @@ class LessonWidget(ipywidgets.VBox):
                     self.knobs[name].value = value
             finally:
                 self._listening = True
-        self.redraw()
+            self.redraw()
 
     def redraw(self) -> None:
         """Run the sweep for the knobs as they stand and show what comes of it; never raises."""
@@ -201,9 +201,7 @@ def choice(label: str, options: Sequence[Any], value: Any, tip: str = "") -> ipy
 
 def steps(label: str, options: Sequence[Any], value: Any, tip: str = "") -> ipywidgets.SelectionSlider:
     """A slider over given values, or (label, value) pairs: what doublings need."""
-    return ipywidgets.SelectionSlider(
-        description=label, options=list(options), value=value, description_tooltip=tip, **_KNOB
-    )
+    return ipywidgets.SelectionSlider(description=label, options=list(options), value=value, tooltip=tip, **_KNOB)
 
 
 def slider(

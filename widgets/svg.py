@@ -60,8 +60,8 @@ def _glyph_width(glyph: str) -> float:
 
 def ink_on(colour: str) -> str:
     """Black or white, whichever reads better on `colour` (#RRGGBB): the higher contrast ratio of WCAG 2."""
-    light = luminance(colour)
-    return INK if (light + 0.05) / (luminance(INK) + 0.05) > 1.05 / (light + 0.05) else "#FFFFFF"
+    light = luminance(colour) + 0.05
+    return "#000000" if light / 0.05 > 1.05 / light else "#FFFFFF"
 
 
 def luminance(colour: str) -> float:

@@ -1,0 +1,175 @@
+"""Drawings: well-formed, spoken, placed where the values say."""
+
+import math
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm.lab.palette import SERIES
+from widgets.svg import (
+    Axes,
+    Box,
+    Drawing,
+    Scale,
+    Segment,
+    cells,
+    ink_on,
+    legend,
+    luminance,
+    short,
+    stacked_bar,
+    text_width,
+    tokens,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+ROOM = Box(10, 10, 100, 20)
+
+
+def rendered(drawing: Drawing) -> ET.Element:
+    return ET.fromstring(drawing.render())
+
+
+def test_a_drawing_says_what_it_shows():
+    root = rendered(Drawing(200, 100, "Memory <of> a GPU", "It is full & empty"))
+    assert root.get("role") == "img"
+    assert root.get("aria-label") == "Memory <of> a GPU. It is full & empty"
+    assert root.get("viewBox") == "0 0 200 100"
+
+
+def test_words_that_look_like_markup_stay_words():
+    drawing = Drawing(200, 100, "t")
+    drawing.text((1, 2), "a < b & c")
+    drawing.rect(ROOM, "#000000", tip="x < y")
+    root = rendered(drawing)
+    assert root.find(f"{SVG}text").text == "a < b & c"
+    assert root.find(f".//{SVG}title").text == "x < y"
+
+
+def test_segments_of_a_bar_touch_and_are_as_wide_as_their_values():
+    drawing = Drawing(200, 100, "t")
+    stacked_bar(drawing, ROOM, [Segment("a", 3, "#111111"), Segment("b", 0, "#222222"), Segment("c", 1, "#333333")], 4)
+    bars = rendered(drawing).findall(f"{SVG}rect")[1:]
+    assert [(float(bar.get("x")), float(bar.get("width"))) for bar in bars] == [(10, 75), (85, 25)]
+
+
+def test_a_label_is_written_only_where_it_fits():
+    for width, expected in ((text_width("KV cache", 11.5) + 13, 1), (20, 0)):
+        drawing = Drawing(500, 100, "t")
+        stacked_bar(drawing, Box(0, 0, width, 20), [Segment("KV cache", 1, "#FFFFFF")], 1)
+        assert len(rendered(drawing).findall(f"{SVG}text")) == expected
+
+
+def test_a_legend_flows_into_rows():
+    drawing = Drawing(300, 100, "t")
+    entries = [Segment(f"entry number {index}", 1, "#111111") for index in range(4)]
+    below = legend(drawing, (10, 20), entries, 250)
+    texts = rendered(drawing).findall(f"{SVG}text")
+    assert len({text.get("y") for text in texts}) == 2
+    assert below > max(float(text.get("y")) for text in texts)
+    assert all(float(text.get("x")) + text_width(text.text, 11.5) <= 261 for text in texts)
+
+
+def test_cells_without_tips_are_one_shape_per_colour():
+    drawing = Drawing(200, 100, "t")
+    cells(drawing, ROOM, ["#111111", "#222222"] * 500, columns=50)
+    paths = rendered(drawing).findall(f"{SVG}path")
+    assert [path.get("d").count("M") for path in paths] == [500, 500]
+
+
+def test_cells_with_tips_are_told_apart():
+    drawing = Drawing(200, 100, "t")
+    cells(drawing, Box(0, 0, 100, 50), ["#111111"] * 3, columns=2, gap=0, tips=["a", "b", "c"])
+    found = rendered(drawing).findall(f"{SVG}rect")[1:]
+    assert [(bar.get("x"), bar.get("y"), bar.find(f"{SVG}title").text) for bar in found] == [
+        ("0", "0", "a"),
+        ("50", "0", "b"),
+        ("0", "25", "c"),
+    ]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_axes_put_values_where_they_belong(log: bool):
+    axes = Axes(Drawing(200, 200, "t"), Box(20, 10, 100, 50), Scale(1, 100, log=log), Scale(1, 100, log=log))
+    assert axes.at(1, 1) == pytest.approx((20, 60))
+    assert axes.at(100, 100) == pytest.approx((120, 10))
+    assert axes.at(10, 10)[0] == pytest.approx(70 if log else 20 + 100 * 9 / 99)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(3, 9))
+def test_linear_ticks_are_round_inside_and_few(low: float, span: float, most: int):
+    scale = Scale(low, low + span)
+    ticks = scale.ticks(most)
+    assert 1 <= len(ticks) <= most + 1
+    assert all(-1e-6 <= scale.share(tick) <= 1 + 1e-6 for tick in ticks)
+    steps = {round(b - a, 12) for a, b in pairwise(ticks)}
+    assert len({float(f"{step:.4g}") for step in steps}) <= 1
+
+
+@given(st.floats(1e-3, 1e6), st.floats(2, 1e6), st.integers(3, 9))
+def test_log_ticks_are_inside_and_few(low: float, factor: float, most: int):
+    scale = Scale(low, low * factor, log=True)
+    assert len(scale.ticks(most)) <= most
+    assert all(-0.01 <= scale.share(tick) <= 1.01 for tick in scale.ticks(most))
+    assert len(scale.doublings(most)) <= most
+    assert all(math.log2(tick) == round(math.log2(tick)) for tick in scale.doublings(most))
+
+
+def test_ticks_of_common_ranges():
+    assert Scale(0, 100).ticks() == [0, 20, 40, 60, 80, 100]
+    assert Scale(1, 1000, log=True).ticks(5) == [1, 10, 100, 1000]
+    assert Scale(256, 4096, log=True).doublings() == [256, 512, 1024, 2048, 4096]
+
+
+def test_curves_are_clipped_to_their_axes():
+    drawing = Drawing(200, 200, "t")
+    axes = Axes(drawing, Box(20, 10, 100, 50), Scale(0, 1), Scale(0, 1))
+    axes.line([0, 1], [0, 9], "#111111")
+    axes.area([0, 1], [0, 0], [9, 9], "#111111")
+    inner = rendered(drawing).findall(f"{SVG}svg")
+    assert [(part.get("x"), part.get("width")) for part in inner] == [("16", "108")] * 2
+
+
+def test_a_step_line_keeps_each_value_until_the_next():
+    drawing = Drawing(200, 200, "t")
+    Axes(drawing, Box(0, 0, 100, 100), Scale(0, 2), Scale(0, 1)).step([0, 1, 2], [0, 1, 0], "#111111")
+    points = rendered(drawing).find(f".//{SVG}polyline").get("points")
+    assert points == "0,100 50,100 50,0 100,0 100,100"
+
+
+def test_bars_and_points_carry_tips():
+    drawing = Drawing(200, 200, "t")
+    axes = Axes(drawing, Box(0, 0, 100, 100), Scale(0, 2), Scale(0, 10))
+    axes.bars([1], [5], "#111111", width=10, tips=["five"])
+    axes.points([2], [10], "#222222", tips=["ten"])
+    root = rendered(drawing)
+    bar, dot = root.findall(f"{SVG}rect")[1], root.find(f"{SVG}circle")
+    assert (bar.get("x"), bar.get("y"), bar.get("height"), bar[0].text) == ("45", "50", "50", "five")
+    assert (dot.get("cx"), dot.get("cy"), dot[0].text) == ("100", "0", "ten")
+
+
+def test_frame_and_marks_write_their_words():
+    drawing = Drawing(400, 300, "t")
+    axes = Axes(drawing, Box(40, 30, 300, 200), Scale(0, 100), Scale(0, 10))
+    axes.frame("time, s", "requests")
+    axes.mark_x(99, "near the edge\nof the plot")
+    axes.mark_y(5, "half")
+    texts = {text.text: text for text in rendered(drawing).iter(f"{SVG}text")}
+    assert {"time, s", "requests", "0", "100", "10", "near the edge", "of the plot", "half"} <= set(texts)
+    assert texts["near the edge"].get("text-anchor") == "end", "on the right there is no room for it"
+
+
+@pytest.mark.parametrize("colour", SERIES)
+def test_labels_on_every_colour_of_the_palette_can_be_read(colour: str):
+    light, dark = sorted((luminance(colour), luminance(ink_on(colour))), reverse=True)
+    assert (light + 0.05) / (dark + 0.05) >= 4.5  # WCAG 2, level AA
+
+
+def test_numbers_as_people_say_them():
+    said = {0: "0", 7: "7", 950: "950", 1500: "1.5k", 32000: "32k", 2_000_000: "2M", 3e9: "3G"}
+    assert {value: short(value) for value in said} == said
+    said = {78: "78", 1024: "1K", 1366: "1,366", 8192: "8K", 131072: "128K", 2**20: "1M"}
+    assert {value: tokens(value) for value in said} == said
