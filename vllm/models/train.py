@@ -35,9 +35,9 @@ from minivllm.lab.allocator import keep_freed_memory
 HERE = Path(__file__).resolve().parent
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 4096
 SHORT_CONTEXT, LONG_CONTEXT = 512, 2048
-LONG_SHARE = 0.2  # the last fifth of the run sees long windows, so that the model is trained up to its 2,048 positions
+LONG_SHARE = 0.15  # the end of the run sees long windows, so that the model is trained up to its 2,048 positions
 HELD_OUT_ONE_IN = 50
 CARD_COLUMNS = (
     "model",
@@ -165,7 +165,7 @@ def build_model(shape: Shape):
 
 
 def build_optimizers(model, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers (it needs about half the tokens here), AdamW for embeddings and norms."""
+    """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -179,13 +179,17 @@ def learning_rate_factor(progress: float) -> float:
     return min(1.0, progress / 0.02 + 0.02, (1.0 - progress) / 0.45)
 
 
-def loss_on(model, batch: np.ndarray, context: int, device: torch.device) -> torch.Tensor:
-    """Mean cross-entropy (nats per token) of one batch cut into windows of `context` tokens."""
-    inputs = torch.from_numpy(batch[:-1]).view(-1, context).to(device)
-    targets = torch.from_numpy(batch[1:]).view(-1, context).to(device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
+def cross_entropy(model, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats per token; inputs and targets are [windows, context]."""
+    with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
         logits = model(input_ids=inputs, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def windows(batch: np.ndarray, context: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of one batch, cut into windows of `context` tokens."""
+    inputs, targets = (torch.from_numpy(ids).view(-1, context).to(device) for ids in (batch[:-1], batch[1:]))
+    return inputs, targets
 
 
 @torch.no_grad()
@@ -193,7 +197,8 @@ def held_out_loss(model, documents: list[np.ndarray], device: torch.device, max_
     """Nats per token on files that were never trained on, in windows of `LONG_CONTEXT`."""
     stream = np.concatenate(documents)
     starts = range(0, min(len(stream) - BATCH_TOKENS - 1, max_batches * BATCH_TOKENS), BATCH_TOKENS)
-    losses = [loss_on(model, stream[s : s + BATCH_TOKENS + 1], LONG_CONTEXT, device).item() for s in starts]
+    batches = (windows(stream[start : start + BATCH_TOKENS + 1], LONG_CONTEXT, device) for start in starts)
+    losses = [cross_entropy(model, *batch).item() for batch in batches]
     return sum(losses) / len(losses)
 
 
@@ -213,6 +218,7 @@ def train(name: str, minutes: float | None, tokens: int, seed: int, device: torc
 
     model = build_model(shape).to(device)
     optimizers = build_optimizers(model, shape.learning_rate)
+    compiled = torch.compile(cross_entropy, dynamic=False)
     console.print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {device}")
     stream = token_stream(documents, seed)
     history, seen, started = [], 0, time.perf_counter()
@@ -224,7 +230,7 @@ def train(name: str, minutes: float | None, tokens: int, seed: int, device: torc
             elapsed = time.perf_counter() - started
             progress = elapsed / 60 / minutes if minutes else seen / tokens
             context = LONG_CONTEXT if progress > 1 - LONG_SHARE else SHORT_CONTEXT
-            loss = loss_on(model, next(stream), context, device)
+            loss = compiled(model, *windows(next(stream), context, device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer, base in zip(optimizers, (shape.learning_rate, shape.learning_rate), strict=True):
@@ -237,7 +243,7 @@ def train(name: str, minutes: float | None, tokens: int, seed: int, device: torc
             recent = sum(history[-50:]) / len(history[-50:])
             summary = f"{name} loss {recent:.3f} {seen / 1e6:.1f}M tokens"
             bar.update(task, completed=min(progress, 1.0), description=summary)
-            if len(history) % 100 == 0:
+            if len(history) % 100 == 0 and not console.is_terminal:
                 console.print(f"step {len(history)} loss {recent:.3f} {seen / elapsed:.0f} tokens/s {elapsed:.0f} s")
 
     seconds = time.perf_counter() - started
@@ -339,8 +345,8 @@ def write_card() -> None:
         f"in windows of {LONG_CONTEXT:,} tokens.",
         f"The corpus: {fact['files']:,} files of Python {fact['python']}, "
         f"{fact['characters_in_corpus'] / 1e6:.1f} M characters, {fact['tokens_in_corpus'] / 1e6:.2f} M tokens.",
-        f"Four fifths of the training used windows of {SHORT_CONTEXT} tokens, the rest {LONG_CONTEXT:,},",
-        "which is the models' `max_position_embeddings`.",
+        f"The last {LONG_SHARE:.0%} of the training used windows of {LONG_CONTEXT:,} tokens, the rest {SHORT_CONTEXT};",,
+        f"{LONG_CONTEXT:,} is the models' `max_position_embeddings`.",
     ]
     if "tiny-python-draft" in models:
         alpha = acceptance_rate(models["tiny-python"], models["tiny-python-draft"], held_out)
