@@ -345,7 +345,7 @@ def write_card() -> None:
         f"in windows of {LONG_CONTEXT:,} tokens.",
         f"The corpus: {fact['files']:,} files of Python {fact['python']}, "
         f"{fact['characters_in_corpus'] / 1e6:.1f} M characters, {fact['tokens_in_corpus'] / 1e6:.2f} M tokens.",
-        f"The last {LONG_SHARE:.0%} of the training used windows of {LONG_CONTEXT:,} tokens, the rest {SHORT_CONTEXT};",,
+        f"The last {LONG_SHARE:.0%} of the training used windows of {LONG_CONTEXT:,} tokens, the rest {SHORT_CONTEXT};",
         f"{LONG_CONTEXT:,} is the models' `max_position_embeddings`.",
     ]
     if "tiny-python-draft" in models:
