@@ -1,0 +1,130 @@
+"""Bytes that causal attention moves between a GPU's memory and its chip: with a stored score matrix, and tile by tile.
+
+Everything is for one head and one sequence, forward. `flash_traffic` walks the loop that the tiled kernel runs and adds
+up what each step loads and stores; no cache behind the chip is assumed, so a real GPU, with its L2, may move less.
+
+Dao et al. 2022 (FlashAttention, arXiv 2205.14135): algorithm 0 and theorem 2 for what is counted and its bounds. The
+loop order, queries outside and keys inside, is that of FlashAttention-2 (arXiv 2307.08691).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minivllm.errors import MinivllmError
+
+ACCUMULATOR_BYTES = 4
+"""Scores, maxima, sums and outputs are kept in float32 while they are on the chip."""
+SMALLEST_TILE = 16
+"""Rows of the smallest tile that matrix units take."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one head's attention moves, computes and stores in passing."""
+
+    read: int
+    """Bytes from device memory."""
+    written: int
+    """Bytes to device memory."""
+    flops: int
+    """Floating-point operations of the two matrix products; the softmax between them is not counted."""
+    extra: int
+    """Bytes of device memory beyond queries, keys, values and output."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes in both directions."""
+        return self.read + self.written
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte moved."""
+        return self.flops / self.moved
+
+
+def naive_traffic(length: int, head_dim: int, itemsize: int = 2) -> Traffic:
+    """The paper's algorithm 0: scores are written, read for the softmax, its weights written, and read again."""
+    _positive(length=length, head_dim=head_dim, itemsize=itemsize)
+    vectors, matrix = length * head_dim * itemsize, length * length * itemsize
+    return Traffic(
+        read=3 * vectors + 2 * matrix,  # Q, K, V; scores, weights
+        written=2 * matrix + vectors,  # scores, weights; output
+        flops=4 * length * length * head_dim,
+        extra=2 * matrix,
+    )
+
+
+def flash_traffic(
+    length: int, head_dim: int, block_q: int, block_k: int, itemsize: int = 2, *, causal: bool = True
+) -> Traffic:
+    """The tiled loop, walked: each tile of `block_q` queries reads those tiles of `block_k` keys that it sees."""
+    _positive(length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, itemsize=itemsize)
+    row = head_dim * itemsize
+    read = written = flops = 0
+    for start in range(0, length, block_q):
+        rows = min(block_q, length - start)
+        seen = min(math.ceil((start + rows) / block_k) * block_k, length) if causal else length
+        read += rows * row + 2 * seen * row  # Q once; K and V for every tile of queries again
+        flops += 4 * rows * seen * head_dim
+        written += rows * (row + ACCUMULATOR_BYTES)  # the output, and the logarithm of each row's sum
+    return Traffic(read, written, flops, extra=length * ACCUMULATOR_BYTES)
+
+
+def least_traffic(length: int, head_dim: int, itemsize: int = 2) -> int:
+    """Bytes that any attention must move: Q, K and V read once, the output written once."""
+    _positive(length=length, head_dim=head_dim, itemsize=itemsize)
+    return 4 * length * head_dim * itemsize
+
+
+def on_chip_bytes(block_q: int, block_k: int, head_dim: int, itemsize: int = 2) -> dict[str, int]:
+    """Bytes on the chip while one tile of queries meets one of keys, by what they hold."""
+    _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, itemsize=itemsize)
+    return {
+        "Q": block_q * head_dim * itemsize,
+        "K, V": 2 * block_k * head_dim * itemsize,
+        "scores": block_q * block_k * ACCUMULATOR_BYTES,
+        "O": block_q * head_dim * ACCUMULATOR_BYTES,
+        "m, l": 2 * block_q * ACCUMULATOR_BYTES,
+    }
+
+
+def largest_block_q(on_chip: int, head_dim: int, block_k: int, itemsize: int = 2) -> int:
+    """Most queries a tile can have, in steps of 16, within `on_chip` bytes.
+
+    Raises:
+        MinivllmError: not even 16 fit beside the tiles of keys and values.
+    """
+    _positive(on_chip=on_chip)
+    fixed = on_chip_bytes(SMALLEST_TILE, block_k, head_dim, itemsize)["K, V"]
+    a_row = (sum(on_chip_bytes(SMALLEST_TILE, block_k, head_dim, itemsize).values()) - fixed) // SMALLEST_TILE
+    rows = (on_chip - fixed) // a_row // SMALLEST_TILE * SMALLEST_TILE
+    if rows < SMALLEST_TILE:
+        needed = fixed + SMALLEST_TILE * a_row
+        raise MinivllmError(
+            f"{SMALLEST_TILE} queries and {block_k} keys of head dim {head_dim} need {needed:,} bytes on the chip, "
+            f"and there are {on_chip:,}: take fewer keys a tile"
+        )
+    return rows
+
+
+def longest_naive(memory: int, heads: int, itemsize: int = 2) -> int:
+    """Most tokens whose scores and weights, of all heads at once, fit into `memory` bytes."""
+    _positive(memory=memory, heads=heads, itemsize=itemsize)
+    return math.isqrt(memory // (2 * heads * itemsize))
+
+
+def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The power p of the best fit y = c x^p (least squares on logarithms): 1 is linear, 2 quadratic."""
+    if len(xs) < 2 or len(xs) != len(ys) or min(*xs, *ys) <= 0:
+        raise MinivllmError("a power is fitted to at least two pairs of positive values")
+    log_x, log_y = [math.log(x) for x in xs], [math.log(y) for y in ys]
+    mean_x, mean_y = sum(log_x) / len(xs), sum(log_y) / len(ys)
+    covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y, strict=True))
+    return covariance / sum((x - mean_x) ** 2 for x in log_x)
+
+
+def _positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise MinivllmError(f"{name} must be at least 1, got {value}")
