@@ -20,6 +20,8 @@ from itertools import count
 from pathlib import Path
 from types import ModuleType
 
+from rich.markup import escape
+
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, run
 from minivllm.lab.tables import console, table
@@ -105,17 +107,14 @@ def check_here(number: str | int) -> None:
 
 def show(results: list[CheckResult], title: str) -> None:
     """Print the results as a table and one closing line."""
-    table(title, ["check", "what must be true", "what is missing"], [_row(result) for result in results], words=True)
+    table(title, ["what must be true", "what is missing"], [_row(result) for result in results], words=True)
     missing = sum(not result.passed for result in results)
-    total = f"{len(results)} checks" if len(results) != 1 else "the one check"
-    console.print(f"all of {total} pass" if not missing else f"{missing} of {total} to go")
+    console.print(f"{missing} of {len(results)} checks to go" if missing else f"all {len(results)} checks pass")
 
 
-def _row(result: CheckResult) -> tuple[str, str, str]:
+def _row(result: CheckResult) -> tuple[str, str]:
     mark = "[green]✓[/green]" if result.passed else "[red]✗[/red]"
-    escaped = (text.replace("[", r"\[") for text in (result.name, result.statement, result.problem or ""))
-    name, statement, problem = escaped
-    return f"{mark} {name}", statement, problem
+    return f"{mark} {escape(result.statement)}", escape(result.problem or "")
 
 
 def _numbered(folder: Path, number: str | int) -> Path:

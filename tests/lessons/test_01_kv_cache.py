@@ -1,0 +1,279 @@
+"""Lesson 01: its numbers are exact, its kernels are right, its exercise catches what people get wrong."""
+
+import itertools
+
+import pytest
+import torch
+from kernels.harness import assert_close, assert_compiles, awkward_lengths, reference_attention
+from lessons.harness import (
+    assert_refuses,
+    checks_that_catch,
+    figures_of_quick_run,
+    script_path,
+    solution_results,
+    stub_results,
+)
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.lab.exercise import load
+from minivllm.models.loader import load_model, random_model
+from minivllm.simulate import memory
+from minivllm.simulate.known_models import CONFIGS, known_model
+
+lesson = load(script_path("01"))
+
+SMALL = ModelConfig(
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64,
+    intermediate_size=96, vocab_size=128, max_position_embeddings=256, model_type="llama",
+)  # fmt: skip
+
+
+# ---- with and without a cache ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 17])
+def test_a_cache_changes_the_work_and_not_the_text(prompt_tokens):
+    model, prompt, new = random_model(SMALL, dtype="float32"), list(range(5, 5 + prompt_tokens)), 12
+    cache = lesson.KVCache(SMALL, prompt_tokens + new, model.embed_tokens.weight)
+    without, cached = lesson.generate(model, prompt, new), lesson.generate(model, prompt, new, cache)
+    assert cached.tokens == without.tokens
+    assert len(without.tokens) == prompt_tokens + new
+    assert without.token_passes == sum(range(prompt_tokens, prompt_tokens + new))
+    assert cached.token_passes == prompt_tokens + new - 1
+    assert cache.length == prompt_tokens + new - 1  # the last token's key was never needed
+
+
+def test_the_embedded_model_writes_the_same_text():
+    model, config = load_model(EMBEDDED_MODEL, dtype="float32")
+    cache = lesson.KVCache(config, 64, model.embed_tokens.weight)
+    prompt = list(range(400, 420))
+    assert lesson.generate(model, prompt, 24, cache).tokens == lesson.generate(model, prompt, 24).tokens
+
+
+def test_the_cached_text_depends_on_what_is_cached():
+    model = random_model(SMALL, dtype="float32")
+    cache = lesson.KVCache(SMALL, 64, model.embed_tokens.weight)
+    right = lesson.generate(model, [1, 2, 3, 4], 12).tokens
+    lesson.generate(model, [9, 8, 7, 6], 1, cache)  # another request's keys and values
+    cache.length = 3
+    assert lesson.generate(model, [1, 2, 3, 4], 12, cache).tokens != right
+
+
+def test_attention_of_new_tokens_equals_the_end_of_the_whole():
+    q, k, v = torch.randn(9, 6, 20), torch.randn(9, 2, 20), torch.randn(9, 2, 20)
+    expected = reference_attention(q, k, v, 20**-0.5)
+    assert_close(lesson.attention(q, k, v), expected)
+    assert_close(lesson.attention(q[6:], k, v, first=6), expected[6:])
+
+
+# ---- bytes per token -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_lessons_formula_is_the_engines(name):
+    config = known_model(name)
+    assert lesson.kv_bytes_per_token(config) == memory.kv_bytes_per_token(config, "bfloat16")
+    assert lesson.kv_bytes_per_token(config, 1) == memory.kv_bytes_per_token(config, "fp8")
+
+
+def test_the_cache_really_takes_that_many_bytes():
+    cache = lesson.KVCache(SMALL, 32, torch.empty(0, dtype=torch.float16))
+    assert cache.keys.nbytes + cache.values.nbytes == 32 * lesson.kv_bytes_per_token(SMALL)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def filled_cache(lengths, slots, kv_heads, head_dim, dtype, device):
+    """Keys and values; slots that hold no token hold NaN, which must never be read."""
+    keys, values = torch.full((2, len(lengths), slots, kv_heads, head_dim), torch.nan)
+    for request, length in enumerate(lengths):
+        keys[request, :length] = torch.randn(length, kv_heads, head_dim)
+        values[request, :length] = torch.randn(length, kv_heads, head_dim)
+    return keys.to(device, dtype), values.to(device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    [
+        (4, 4, 64, torch.float32),
+        (6, 2, 80, torch.float16),
+        (8, 1, 128, torch.float32),
+        (7, 1, 64, torch.float16),
+        (3, 3, 16, torch.float32),
+        (4, 2, 128, torch.bfloat16),
+    ],
+)
+def test_decode_attention(heads, kv_heads, head_dim, dtype, device):
+    torch.manual_seed(0)
+    lengths = awkward_lengths(lesson.BLOCK_T)
+    keys, values = filled_cache(lengths, max(lengths) + 5, kv_heads, head_dim, dtype, device)
+    q = torch.randn(len(lengths), heads, head_dim, device=device, dtype=dtype)
+    out = lesson.decode_attention(q, keys, values, torch.tensor(lengths, dtype=torch.int32, device=device))
+    for request, length in enumerate(lengths):
+        if length == 0:
+            assert torch.equal(out[request], torch.zeros_like(out[request]))
+            continue
+        seen_keys, seen_values = keys[request, :length], values[request, :length]
+        assert_close(out[request], reference_attention(q[request, None], seen_keys, seen_values, head_dim**-0.5)[0])
+
+
+@pytest.mark.parametrize("large", [1e4, -1e4])
+def test_decode_attention_survives_large_scores(large, device):
+    """One key that outweighs all others: exp must not overflow, and the answer is its value."""
+    keys, values = filled_cache([200], 200, 1, 64, torch.float32, device)
+    keys[0, 70], q = large, torch.full((1, 1, 64), 1.0 if large > 0 else -1.0, device=device)
+    out = lesson.decode_attention(q, keys, values, torch.tensor([200], dtype=torch.int32, device=device))
+    assert_close(out[0, 0], values[0, 70, 0])
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(4, 64), (2, 80), (1, 16), (3, 40)])
+def test_append_writes_one_slot_of_each_request_and_nothing_else(kv_heads, head_dim, device):
+    slots, lengths = 9, [0, 1, 4, 8, 9, 12]  # the last two are full: nothing of theirs may be written anywhere
+    keys, values = filled_cache([9] * 6, slots, kv_heads, head_dim, torch.float16, device)
+    k, v = torch.randn(2, 6, kv_heads, head_dim).to(device, torch.float16)
+    expected_keys, expected_values = keys.clone(), values.clone()
+    for request, length in enumerate(lengths):
+        if length < slots:
+            expected_keys[request, length], expected_values[request, length] = k[request], v[request]
+    lesson.append(keys, values, k, v, torch.tensor(lengths, dtype=torch.int32, device=device))
+    assert torch.equal(keys, expected_keys)
+    assert torch.equal(values, expected_values)
+
+
+def test_append_and_attend_are_the_decode_step(device):
+    """The kernels, for a batch, do what `decode_step` does for one request."""
+    torch.manual_seed(1)
+    lengths = [0, 5, 63, 64, 130]
+    keys, values = filled_cache(lengths, 140, 2, 80, torch.float32, device)
+    q, k, v = (torch.randn(5, heads, 80, device=device) for heads in (6, 2, 2))
+    expected = [
+        lesson.decode_step(*one, length)
+        for *one, length in zip(q, k, v, keys.clone(), values.clone(), lengths, strict=True)
+    ]
+    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
+    lesson.append(keys, values, k, v, counts)
+    assert_close(lesson.decode_attention(q, keys, values, counts + 1), torch.stack(expected))
+
+
+@pytest.mark.parametrize(("head_dim", "group"), list(itertools.product((64, 80, 128), (1, 8))))
+def test_decode_kernel_compiles_everywhere(head_dim, group):
+    pointers = dict.fromkeys(("out", "q", "keys", "values"), "*bf16")
+    assert_compiles(
+        lesson.decode_kernel,
+        {
+            **pointers, "lengths": "*i32", "slots": 2048, "scale": 0.1, "GROUP": group, "KV_HEADS": 8,
+            "HEAD_DIM": head_dim, "BLOCK_D": 64 if head_dim == 64 else 128, "BLOCK_T": lesson.BLOCK_T,
+        },
+        load_bytes=16,
+    )  # fmt: skip
+
+
+def test_append_kernel_compiles_everywhere():
+    pointers = dict.fromkeys(("keys", "values", "k", "v"), "*bf16")
+    sizes = {"lengths": "*i32", "slots": 2048, "WIDTH": 1024, "BLOCK": 1024}
+    assert_compiles(lesson.append_kernel, {**pointers, **sizes}, load_bytes=16)
+
+
+# ---- the ledger ------------------------------------------------------------------------------------------------------
+
+
+def test_replay_counts_only_requests_that_fit():
+    found = lesson.replay(2048, seed=0)
+    assert set(found["alpaca"]["unused"]) == {"2048", "4096", "8192"}
+    for name, share in (("sharegpt", 0.756), ("alpaca", 0.962)):  # 1 - mean / 2048, by the paper's means
+        assert found[name]["unused"]["2048"] == pytest.approx(share, abs=0.01)
+    for one in found.values():
+        assert sorted(one["unused"].values()) == list(one["unused"].values()), "longer slots waste more"
+
+
+def test_the_replay_is_near_the_released_trace():
+    """Counted on all requests of the Azure files themselves: 51.8, 73.1, 83.3 % and 58.1, 65.8, 74.7 %."""
+    found = lesson.replay(2048, seed=0)
+    conversation, code = (list(found[name]["unused"].values()) for name in ("azure-conversation", "azure-code"))
+    assert conversation == pytest.approx([0.518, 0.731, 0.833], abs=0.05)
+    assert code == pytest.approx([0.581, 0.658, 0.747], abs=0.05)
+
+
+def test_the_card_is_full_and_nearly_empty():
+    config = known_model("Llama-3.1-8B")
+    ledger = memory.memory_ledger(config, "L4", max_model_len=2048)
+    found = lesson.break_it(ledger, config, lesson.replay(2048, seed=0))
+    assert found["running"] == ledger.longest_request // 2048
+    assert found["alpaca"]["used"] < 0.05
+    assert found["alpaca"]["unreserved"] > 20 * found["running"]
+    assert sum(found["memory"].values()) == ledger.hardware.memory_bytes
+
+
+# ---- the exercise ----------------------------------------------------------------------------------------------------
+
+MUTANTS = {
+    "forgets that K and V are two": ("width = 2 * config.num_key_value_heads", "width = config.num_key_value_heads"),
+    "counts the query heads": ("width = 2 * config.num_key_value_heads", "width = 2 * config.num_attention_heads"),
+    "forgets the element's size": ("* width * bytes_per_element", "* width * 2"),
+    "does not see itself": (
+        "keys[: length + 1], values[: length + 1]",
+        "keys[: max(length, 1)], values[: max(length, 1)]",
+    ),
+    "sees garbage": (
+        "keys[: length + 1], values[: length + 1], first=length",
+        "keys[: length + 2], values[: length + 2], first=length + 1",
+    ),
+    "writes one slot too early": ("keys[length], values[length] = k, v", "keys[length - 1], values[length - 1] = k, v"),
+    "forgets the scale": (" / math.sqrt(q.shape[-1])", ""),
+    "mixes up the groups": (".repeat_interleave(group, dim=1)", ".repeat(1, group, 1)"),
+    "forgets the value": ("keys[length], values[length] = k, v", "keys[length] = k"),
+    "works on a copy": (
+        "keys[length], values[length] = k, v",
+        "keys, values = keys.clone(), values.clone(); keys[length], values[length] = k, v",
+    ),
+}
+
+
+def test_the_script_passes_every_check():
+    assert [result.problem for result in solution_results("01") if not result.passed] == []
+
+
+def test_the_stub_fails_every_check():
+    results = stub_results("01")
+    assert len(results) == 8
+    assert all(result.problem.startswith("not written yet") for result in results)
+
+
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_the_checks_catch(mistake):
+    assert checks_that_catch("01", *MUTANTS[mistake])
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    figures, output = figures_of_quick_run("01", tmp_path)
+    run = figures["generation"]
+    prompt, new = run["prompt_tokens"], run["new_tokens"]
+    assert run["token_passes_without"] == new * prompt + new * (new - 1) // 2
+    assert run["token_passes_with"] == prompt + new - 1
+    assert figures["intensity"]["cache_group_4"]["intensity"] == 4 * figures["intensity"]["cache_group_1"]["intensity"]
+    assert figures["bytes_per_token"]["Llama-3.1-8B"] == 131072
+    assert "What you saw" in output
+    assert output.split("What you saw")[1].count("•") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (["--max-model-len", "0"], "at least 1"),
+        (["--max-model-len", "40000"], "set max_model_len to"),
+        (["--model", "/no/such/model"], "no model directory"),
+        (["--json", "/proc/nowhere/results.json"], "cannot write"),
+        (["--plot", "figure.txt"], "ends in .png or .svg"),
+        *([] if torch.cuda.is_available() else [(["--device", "cuda"], "no CUDA device")]),
+        (["--prompt", ""], "prompt"),
+        (["--tokens", "5000"], "2 to 2048"),
+        (["--gpu", "Z80"], "known: T4"),
+        (["--serve", "nobody"], "no known shape"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)

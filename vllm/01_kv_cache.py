@@ -1,0 +1,446 @@
+"""Lesson 01. The KV cache: why it exists, what it costs, and what it does to the memory of a GPU.
+
+Builds generation without and with a cache, the two Triton kernels that a cache needs, and the ledger of a card.
+You learn what is cached and why it may be, how many bytes a token takes in any model, why decode waits for memory,
+and why reserving the greatest length for every request leaves a full card nearly empty.
+
+    uv run python vllm/01_kv_cache.py                       # under a minute on a laptop, no GPU needed
+    uv run python vllm/01_kv_cache.py --prompt "class Queue" --tokens 512
+    uv run python vllm/01_kv_cache.py --gpu H100 --serve Qwen3-8B --max-model-len 32768
+"""
+
+import argparse
+import math
+import statistics
+import time
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.errors import MinivllmError
+from minivllm.lab import palette
+from minivllm.lab.cli import lesson_parser, positive_int, run
+from minivllm.lab.device import device_name, pick_device
+from minivllm.lab.device_rates import measure_device
+from minivllm.lab.figures import panels
+from minivllm.lab.gpu import INTERPRETED, tl, triton
+from minivllm.lab.progress import track
+from minivllm.lab.results import write_json
+from minivllm.lab.roofline import measure_share, ridge, share_table
+from minivllm.lab.tables import closing, console, heading, table
+from minivllm.lab.timing import median_seconds
+from minivllm.models.loader import load_model
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.simulate.hardware import GIB
+from minivllm.simulate.known_models import CONFIGS, known_model
+from minivllm.simulate.memory import MemoryLedger, memory_ledger
+from minivllm.simulate.workloads import WORKLOADS
+
+# %% 1. The pain: without a cache, every new token pays for all the others again
+
+
+# region: attention
+def attention(q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> Tensor:
+    """Causal attention: query i stands at position `first + i` and sees every position up to its own.
+
+    q [queries, heads, head_dim]; k and v [positions, kv_heads, head_dim] -> [queries, heads, head_dim].
+    """
+    group, exact = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.to(exact).repeat_interleave(group, dim=1) for x in (k, v))  # query heads share KV heads in groups
+    scores = torch.einsum("qhd,khd->hqk", q.to(exact), k) / math.sqrt(q.shape[-1])
+    asking = first + torch.arange(len(q), device=q.device)
+    future = torch.arange(len(k), device=q.device) > asking[:, None]
+    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+
+# endregion
+
+
+class Generation(NamedTuple):
+    """Prompt and output, how many tokens went through the model to make it, and the seconds of each step."""
+
+    tokens: list[int]
+    token_passes: int
+    seconds: list[float]
+
+
+# region: generate
+@torch.inference_mode()
+def generate(model, prompt: list[int], new_tokens: int, cache: "KVCache | None" = None) -> Generation:
+    """The likeliest continuation. Only tokens that are not in the cache yet go through the model; without one, all."""
+    tokens, token_passes, seconds, device = list(prompt), 0, [], model.embed_tokens.weight.device
+    for _ in range(new_tokens):
+        start = time.perf_counter()
+        known = cache.length if cache else 0
+        fed = torch.tensor(tokens[known:], device=device)
+        positions = torch.arange(known, len(tokens), device=device)
+        hidden = model(fed, positions, cache.attend if cache else lambda layer, q, k, v: attention(q, k, v))
+        if cache:
+            cache.length += len(fed)
+        tokens.append(int(model.compute_logits(hidden[-1:]).argmax()))
+        token_passes += len(fed)
+        seconds.append(time.perf_counter() - start)
+    return Generation(tokens, token_passes, seconds)
+
+
+# endregion
+
+
+# %% 2. The idea: the keys and values of earlier tokens never change, so keep them
+
+
+# region: cache
+def decode_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
+    """One new token: put its key and value into slot `length`, then let its query see slots 0 to `length`.
+
+    q [heads, head_dim]; k, v [kv_heads, head_dim]; keys, values [slots, kv_heads, head_dim], changed in place
+    -> [heads, head_dim].
+    """
+    keys[length], values[length] = k, v
+    return attention(q[None], keys[: length + 1], values[: length + 1], first=length)[0]
+
+
+class KVCache:
+    """Keys and values of one request: `max_model_len` slots in each layer, reserved before its length is known."""
+
+    def __init__(self, config: ModelConfig, max_model_len: int, like: Tensor) -> None:
+        shape = (2, config.num_hidden_layers, max_model_len, config.num_key_value_heads, config.head_dim)
+        self.keys, self.values = like.new_zeros(shape)
+        self.length = 0  # slots that hold a token
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention in one layer: for the whole prompt in the first step, for one token in each later one."""
+        keys, values, start, end = self.keys[layer], self.values[layer], self.length, self.length + len(q)
+        if len(q) == 1:
+            return decode_step(q[0], k[0], v[0], keys, values, start)[None]
+        keys[start:end], values[start:end] = k, v
+        return attention(q, keys[:end], values[:end], first=start)
+
+
+# endregion
+
+
+def compare_generation(model, prompt: list[int], new_tokens: int, max_model_len: int) -> tuple[list[int], dict]:
+    """The same text twice, without and with a cache: equal tokens, work counted, time per token against length."""
+    cache = KVCache(model.config, max_model_len, model.embed_tokens.weight)
+    generate(model, prompt, 2)  # warm up
+    without, cached = generate(model, prompt, new_tokens), generate(model, prompt, new_tokens, cache)
+    assert without.tokens == cached.tokens, "the cache changed the text"
+    edges = [round(new_tokens * part / 5) for part in range(6)]
+    windows = [slice(left, right) for left, right in pairwise(edges)]
+    lengths = [len(prompt) + (window.start + window.stop) // 2 for window in windows]
+    slow, fast = ([1e3 * statistics.median(run.seconds[window]) for window in windows] for run in (without, cached))
+    rows = [(n, f"{a:.1f}", f"{b:.1f}", f"{a / b:.1f} ×") for n, a, b in zip(lengths, slow, fast, strict=True)]
+    caption = f"tokens through the model: {without.token_passes:,} without, {cached.token_passes:,} with; same text"
+    table("Milliseconds for one token", ("tokens before it", "without a cache", "with one", "ratio"), rows, caption)
+    return cached.tokens, {
+        "prompt_tokens": len(prompt), "new_tokens": new_tokens,
+        "token_passes_without": without.token_passes, "token_passes_with": cached.token_passes,
+        "speedup": sum(without.seconds) / sum(cached.seconds), "last_ratio": slow[-1] / fast[-1],
+        "lengths": lengths, "ms_without": slow, "ms_with": fast, "slots_used": cache.length / max_model_len,
+    }  # fmt: skip
+
+
+# %% 3. What it costs: bytes per token, by one formula
+
+
+# region: bytes
+def kv_bytes_per_token(config: ModelConfig, bytes_per_element: int = 2) -> int:
+    """Bytes that one token occupies in the cache, over all layers: K and V for each KV head (not each query head)."""
+    if config.kv_lora_rank:  # DeepSeek's latent attention keeps one narrow vector in place of all heads
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        width = 2 * config.num_key_value_heads * config.head_dim
+    return config.num_hidden_layers * width * bytes_per_element
+
+
+# endregion
+
+
+def list_models() -> dict:
+    """Bytes per token of real models, and what one long request takes."""
+    sizes = {name.split("/")[1]: kv_bytes_per_token(known_model(name)) for name in CONFIGS}
+    order = sorted(sizes.items(), key=lambda item: item[1])
+    rows = [(name, f"{size:,}", f"{size / 1024:g}", f"{size * 32768 / GIB:.1f}") for name, size in order]
+    table("A 16-bit KV cache", ("model", "bytes a token", "KiB", "GiB for 32,768 tokens"), rows)
+    return sizes
+
+
+# %% 4. The kernels: append to the cache, and attend over it
+
+BLOCK_T = 64  # tokens that the attention kernel takes at a time
+
+
+@triton.jit
+def append_kernel(keys, values, k, v, lengths, slots, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Write one new token's K and V for each request. Grid: (requests,).
+
+    keys, values [requests, slots, kv_heads, head_dim]; k, v [requests, kv_heads, head_dim]; lengths [requests], int32.
+    Moves 4 * WIDTH elements a request (K and V, read and written), WIDTH = kv_heads * head_dim. No arithmetic.
+    """
+    request = tl.program_id(0).to(tl.int64)  # 64 bits: a cache has more than 2^31 elements
+    slot = tl.load(lengths + request)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    source = request * WIDTH + column
+    target = (request * slots + slot) * WIDTH + column
+    if slot < slots:  # a full request must not write into its neighbour's first slot
+        tl.store(keys + target, tl.load(k + source, mask=inside), mask=inside)
+        tl.store(values + target, tl.load(v + source, mask=inside), mask=inside)
+
+
+# region: decode_kernel
+@triton.jit
+def decode_kernel(
+    out, q, keys, values, lengths, slots, scale,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """One query of each request attends over its first `lengths[request]` slots. Grid: (requests, heads).
+
+    q, out [requests, heads, head_dim]; keys, values as above; any float dtype, float32 inside.
+    Must read 2 * length * kv_heads * head_dim elements a request; does 4 * length * heads * head_dim FLOPs.
+    The heads of a group each read the same keys: lesson 09 mends that. One pass over the tokens, with a running
+    maximum, makes the softmax: lesson 03 derives it.
+    """
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(lengths + request)
+    column = tl.arange(0, BLOCK_D)
+    in_head = column < HEAD_DIM
+    row = (request * GROUP * KV_HEADS + head) * HEAD_DIM + column
+    query = tl.load(q + row, mask=in_head, other=0.0).to(tl.float32) * scale
+    first_key = (request * slots * KV_HEADS + head // GROUP) * HEAD_DIM
+    maximum, total, result = -float("inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, length, BLOCK_T):
+        token = start + tl.arange(0, BLOCK_T)
+        at = first_key + token[:, None].to(tl.int64) * (KV_HEADS * HEAD_DIM) + column[None, :]
+        there = (token < length)[:, None] & in_head[None, :]
+        k = tl.load(keys + at, mask=there, other=0.0).to(tl.float32)
+        v = tl.load(values + at, mask=there, other=0.0).to(tl.float32)
+        scores = tl.where(token < length, tl.sum(k * query[None, :], axis=1), -float("inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=0))
+        weights, keep = tl.exp(scores - new_maximum), tl.exp(maximum - new_maximum)
+        total = total * keep + tl.sum(weights, axis=0)
+        result = result * keep + tl.sum(weights[:, None] * v, axis=0)
+        maximum = new_maximum
+    tl.store(out + row, result / tl.maximum(total, 1e-30), mask=in_head)  # no token, no weight: zero
+
+
+# endregion
+
+
+def append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+    """Put k and v [requests, kv_heads, head_dim] into slot `lengths[request]` of each; a full one is skipped."""
+    requests, slots, kv_heads, head_dim = keys.shape
+    width = kv_heads * head_dim
+    append_kernel[(requests,)](keys, values, k, v, lengths, slots, WIDTH=width, BLOCK=triton.next_power_of_2(width))
+
+
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """Attention of q [requests, heads, head_dim] over the first `lengths[request]` slots of each request -> like q."""
+    requests, slots, kv_heads, head_dim = keys.shape
+    out, heads = torch.empty_like(q), q.shape[1]
+    decode_kernel[(requests, heads)](
+        out, q, keys, values, lengths, slots, 1 / math.sqrt(head_dim), GROUP=heads // kv_heads, KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_T=BLOCK_T,
+    )  # fmt: skip
+    return out
+
+
+def verify_kernels(device: torch.device) -> dict:
+    """Append a token to each of five requests and attend; compare with `decode_step` in float64."""
+    errors = {}
+    for heads, kv_heads, head_dim in track([(4, 4, 64), (6, 2, 80), (8, 1, 128)], "verifying the kernels"):
+        lengths = torch.tensor([0, 1, BLOCK_T - 1, BLOCK_T, 2 * BLOCK_T + 3], dtype=torch.int32)
+        keys, values = torch.randn(2, len(lengths), 3 * BLOCK_T, kv_heads, head_dim).half()
+        k, v = torch.randn(2, len(lengths), kv_heads, head_dim).half()
+        q = torch.randn(len(lengths), heads, head_dim).half()
+        exact = [x.double() for x in (q, k, v, keys, values)]
+        expected = torch.stack([decode_step(*one, n) for *one, n in zip(*exact, lengths.tolist(), strict=True)])
+        q, k, v, keys, values, lengths = (x.to(device) for x in (q, k, v, keys, values, lengths))
+        append(keys, values, k, v, lengths)
+        error = (decode_attention(q, keys, values, lengths + 1).cpu() - expected).abs().max().item()
+        assert error < 2e-3, f"the kernels are wrong by {error}"
+        errors[f"{heads} query heads, {kv_heads} KV heads of {head_dim}"] = error
+    how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
+    table(f"Both kernels, {how}", ("float16", "off float64 by"), [(s, f"{e:.0e}") for s, e in errors.items()])
+    return {"largest_error": max(errors.values())}
+
+
+# %% 5. The measurement: decode waits for memory, so more sequences at once are nearly free
+
+COUNTS = (1, 4, 16, 64)
+
+
+def batch_attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """Our kernel on a GPU; on a CPU PyTorch's, over all slots: the time of an interpreted kernel means nothing."""
+    if q.is_cuda:
+        return decode_attention(q, keys, values, lengths)
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
+
+
+def measure_intensity(device: torch.device) -> dict:
+    """FLOPs per byte of the two things that a decode step reads, and what share of this device's rates they reach."""
+    rates, shares = measure_device(device, ("bfloat16",)), {}
+    weight = torch.randn(8192, 4096, device=device).bfloat16()
+    for count in COUNTS:
+        x = torch.randn(count, 4096, device=device).bfloat16()
+        moved, flops = 2 * (weight.numel() + x.numel() + count * 8192), 2 * count * weight.numel()
+        shares[f"weights_{count}"] = measure_share(partial(F.linear, x, weight), moved, flops, rates, device)
+    count, slots, dtype = (64, 4096, torch.bfloat16) if device.type == "cuda" else (2, 1024, torch.float32)
+    lengths = torch.full((count,), slots, dtype=torch.int32, device=device)
+    for group in (1, 4):
+        cached = torch.randn(2, count, slots, 32 // group, 128, device=device, dtype=dtype)
+        q, flops = torch.randn(count, 32, 128, device=device, dtype=dtype), 4 * count * slots * 32 * 128
+        step = partial(batch_attention, q, *cached, lengths)
+        shares[f"cache_group_{group}"] = measure_share(step, cached.nbytes, flops, rates, device)
+    share_table("What a decode step reads: weights for n sequences, or the cache", rates, shares)
+    longer = shares["weights_64"].seconds / shares["weights_1"].seconds
+    return {"ridge": ridge(rates), "longer_64": longer, **{name: share.figures() for name, share in shares.items()}}
+
+
+@torch.inference_mode()
+def measure_sequences(model, context: int = 128) -> dict:
+    """Tokens per second of the model when so many sequences of `context` tokens decode together."""
+    rates = {}
+    for count in track(COUNTS, "decoding sequences together"):
+        caches = [KVCache(model.config, context, model.embed_tokens.weight) for _ in range(count)]
+        keys, values = torch.stack([one.keys for one in caches], 1), torch.stack([one.values for one in caches], 1)
+        tokens = torch.zeros(count, dtype=torch.int64, device=keys.device)
+        lengths = torch.full_like(tokens, context, dtype=torch.int32)
+
+        def attend(layer, q, k, v, keys=keys, values=values, lengths=lengths):
+            keys[layer][:, -1], values[layer][:, -1] = k, v
+            return batch_attention(q, keys[layer], values[layer], lengths)
+
+        step = partial(model, tokens, tokens + context - 1, attend)
+        rates[str(count)] = count / median_seconds(step, device=keys.device)
+    gains = {count: rate / rates["1"] for count, rate in rates.items()}
+    rows = [(count, f"{rate:,.0f}", f"{gains[count]:.1f} ×") for count, rate in rates.items()]
+    table("Sequences that decode together", ("sequences", "tokens a second", "against one"), rows)
+    return {"tokens_per_second": rates, "gain": gains}
+
+
+# %% 6. The ledger: reserve the greatest length for every request, and look how much of it is ever used
+
+
+def replay(max_model_len: int, seed: int) -> dict:
+    """Reserve for 20,000 requests of each of four kinds, as they are seen in the world, and count what stays empty."""
+    found, slots = {}, sorted({2048, 4096, 8192, max_model_len})
+    for name, workload in WORKLOADS.items():
+        lengths = [request.total for request in workload.sample(20_000, seed)]
+        fitting = {n: [length for length in lengths if length <= n] for n in slots}
+        unused = {str(n): 1 - statistics.mean(fit or [0]) / n for n, fit in fitting.items()}
+        found[name] = {"title": workload.title, "mean": statistics.mean(lengths), "unused": unused}
+    rows = [(x["title"], f"{x['mean']:,.0f}", *(f"{s:.1%}" for s in x["unused"].values())) for x in found.values()]
+    columns = ("requests like", "mean tokens", *(f"of {n:,}" for n in slots))
+    table("Reserved slots that never hold a token", columns, rows, "requests longer than the slots are turned away")
+    return found
+
+
+# %% 7. Break it: the card that is full and nearly empty, and the request that does not fit
+
+
+def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict:
+    """Reserve on a real card until it is full; then ask it for one request as long as its model allows."""
+    slots, card = ledger.max_model_len, ledger.hardware.name
+    running, found = ledger.longest_request // slots, {}
+    for name, one in workloads.items():
+        held = slots * (1 - one["unused"][str(slots)])  # by one request, when it ends
+        found[name] = {"used": running * held / ledger.tokens, "unreserved": int(ledger.tokens / max(held, 1))}
+    rows = [(workloads[n]["title"], running, f"{x['used']:.0%}", x["unreserved"]) for n, x in found.items()]
+    title = f"{card}: {ledger.tokens:,} tokens fit; {slots:,} slots for each request, or only what it needs"
+    table(title, ("requests like", "run reserved", "cache in use", "run unreserved"), rows)
+    try:
+        memory_ledger(config, card)
+    except MinivllmError as error:
+        console.print(f"at the model's own limit it refuses to start: {error}")
+    memory = {row.name: row.bytes for row in ledger.rows}
+    counts = {"name": card, "tokens": ledger.tokens, "running": running, "longest": ledger.longest_request}
+    return {**counts, "memory": memory, **found}
+
+
+# %% The talk, in order
+
+
+def draw(found: dict, path: str) -> None:
+    """Time per token against length; the card's memory; how much of the reserved part is ever used."""
+    run, bottom = found["generation"], 0.0
+    used = {kind["title"]: 1 - kind["unused"]["2048"] for kind in found["reservation"].values()}
+    with panels(path, 3) as (left, middle, right):
+        left.plot(run["lengths"], run["ms_without"], "o-", color=palette.VERMILLION, label="without a cache")
+        left.plot(run["lengths"], run["ms_with"], "s-", color=palette.BLUE, label="with a cache")
+        left.set(title="Time of one token", xlabel="tokens before it", ylabel="ms", ylim=0)
+        left.legend()
+        for name, size in ((name, size / GIB) for name, size in found["card"]["memory"].items()):
+            color = palette.BLUE if name == "KV cache" else palette.GREY
+            middle.bar(0, size, bottom=bottom, color=color, edgecolor="white")
+            middle.text(0.45, bottom + size / 2, f"{size:.1f} {name}" if size > 1 else "", va="center")
+            bottom += size
+        middle.set(title=f"Memory of the {found['card']['name']}", ylabel="GiB", xlim=(-0.4, 1.9), xticks=[])
+        right.barh(list(used), 1, color=palette.PALE)
+        right.bar_label(right.barh(list(used), list(used.values()), color=palette.BLUE), fmt="{:.0%}", padding=4)
+        right.set(title="Used, of 2,048 slots reserved", xticks=[])
+        right.invert_yaxis()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Run the lesson from top to bottom."""
+    device, served = pick_device(arguments.device), known_model(arguments.serve)
+    console.print(f"[bold]Lesson 01. The KV cache[/bold], on {device_name(device)}")
+    torch.manual_seed(arguments.seed)
+    ledger = memory_ledger(served, arguments.gpu, max_model_len=arguments.max_model_len)
+    (model, config), tokenizer = load_model(arguments.model, device, "float32"), load_tokenizer(arguments.model)
+    prompt = tokenizer.encode(arguments.prompt).ids
+    new_tokens = arguments.tokens or (64 if arguments.quick else 1024 if arguments.full else 256)
+    limit = config.max_position_embeddings
+    if not prompt or len(prompt) + new_tokens > limit:
+        raise MinivllmError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones must be 2 to {limit} in all")
+    heading("1 and 2. The same text without a cache and with one")
+    text, generation = compare_generation(model, prompt, new_tokens, limit)
+    console.print(tokenizer.decode(text[:60]), style="dim", markup=False)
+    heading("3. What it costs: bytes per token")
+    found = {"generation": generation, "bytes_per_token": list_models()}
+    heading("4. The kernels, verified")
+    found["kernels"] = verify_kernels(device)
+    heading("5. What limits decode")
+    found |= {"intensity": measure_intensity(device), "sequences": measure_sequences(model)}
+    heading("6. The ledger")
+    found["reservation"] = replay(ledger.max_model_len, arguments.seed)
+    heading("7. Break it")
+    found["card"] = break_it(ledger, served, found["reservation"])
+    longer, gain, card = found["intensity"]["longer_64"], found["sequences"]["gain"]["64"], found["card"]
+    closing(
+        f"The same {new_tokens} tokens took {generation['token_passes_without']:,} token passes without a cache and "
+        f"{generation['token_passes_with']:,} with one; the last came {generation['last_ratio']:.1f} times faster.",
+        f"Weights are read once for all: for 64 sequences in {longer:.1f} times the time of one. Together they gave "
+        f"{gain:.0f} times the tokens a second.",
+        f"{card['running']} requests with reserved slots fill the {card['name']}, where {card['alpaca']['unreserved']} "
+        "short ones would fit. Lesson 02 makes them fit.",
+    )
+    if arguments.plot:
+        draw(found, arguments.plot)
+    if arguments.json:
+        write_json(arguments.json, "01_kv_cache", found)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The lesson's own knobs, beside those that every lesson has."""
+    flags = lesson_parser(__doc__)
+    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="a model directory (default: the embedded model)")
+    flags.add_argument("--prompt", default="def ", help="text to continue")
+    flags.add_argument("--tokens", type=positive_int, help="how many to generate (default: 256, 64 quick, 1024 full)")
+    flags.add_argument("--gpu", default="L4", help="the card of the ledger")
+    flags.add_argument("--serve", default="Llama-3.1-8B", help="the model on that card")
+    flags.add_argument("--max-model-len", type=positive_int, default=2048, help="slots reserved for each request")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())
