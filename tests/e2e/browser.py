@@ -17,7 +17,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-OPEN_SECONDS = 60
+OPEN_SECONDS = 180
 RUN_SECONDS = 240
 SETTLE_SECONDS = 20
 WINDOW = {"width": 1500, "height": 1000}
@@ -100,11 +100,14 @@ class Notebook:
             found.append(f"a widget broke: {error}")
         return found
 
-    def press_arrow(self, slider: int = 0) -> tuple[str | None, str | None]:
+    def press_arrow(self, slider: int = 0, seconds: float = SETTLE_SECONDS) -> tuple[str | None, str | None]:
         """Move a slider by one key and wait until it says another value and its picture is another one.
 
         Returns:
             What the slider said before and after.
+
+        Raises:
+            TimeoutError: one of the two stayed as it was (playwright's error of that name).
         """
         handle = self.page.locator(".jp-OutputArea-output [role=slider].noUi-handle").nth(slider)
         handle.scroll_into_view_if_needed()
@@ -116,7 +119,7 @@ class Notebook:
             f"([element, value, picture]) => element.getAttribute('aria-valuenow') !== value "
             f"&& ({PICTURE})(element) !== picture",
             arg=[handle.element_handle(), before, picture],
-            timeout=SETTLE_SECONDS * 1000,
+            timeout=seconds * 1000,
         )
         return before, handle.get_attribute("aria-valuenow")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-START_SECONDS = 60
+START_SECONDS = 120
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "none"},  # else cells out of sight have no widgets
@@ -93,7 +93,7 @@ def _wait_until_it_answers(server: subprocess.Popen, address: str, log: Path) ->
 
 def _stop(server: subprocess.Popen) -> None:
     """End the server and its kernels: the whole process group."""
-    for sign, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+    for sign, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, 10)):
         try:
             os.killpg(server.pid, sign)
             server.wait(seconds)

@@ -1,41 +1,14 @@
 """Every notebook in a real browser: all cells run, a slider moved by keyboard changes the picture."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.browser import opened, start_browser
-from e2e.chromium import HOW_TO_GET_IT, find_chromium
-from e2e.jupyter import jupyterlab
-from playwright.sync_api import Browser, sync_playwright
+from e2e.browser import opened
+from playwright.sync_api import Browser
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    chromium = find_chromium()
-    assert chromium, f"no Chromium on this machine: {HOW_TO_GET_IT}"
-    with sync_playwright() as playwright:
-        yield start_browser(playwright, chromium)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what notebooks refer to: JupyterLab saves what it runs."""
-    copy = tmp_path_factory.mktemp("repository")
-    for name in ("notebooks", "lessons"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    return copy
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with jupyterlab(folder, tmp_path_factory.mktemp("jupyter")) as address:
-        yield address
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -1,0 +1,37 @@
+"""One Chromium and one JupyterLab for all tests of this folder."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from e2e.browser import start_browser
+from e2e.chromium import HOW_TO_GET_IT, find_chromium
+from e2e.jupyter import jupyterlab
+from playwright.sync_api import Browser, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    chromium = find_chromium()
+    assert chromium, f"no Chromium on this machine: {HOW_TO_GET_IT}"
+    with sync_playwright() as playwright:
+        yield start_browser(playwright, chromium)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the notebooks and of what they show: JupyterLab saves what it runs."""
+    copy = tmp_path_factory.mktemp("repository")
+    for name in ("notebooks", "lessons"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    return copy
+
+
+@pytest.fixture(scope="session")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a JupyterLab that serves `folder`."""
+    with jupyterlab(folder, tmp_path_factory.mktemp("jupyter")) as address:
+        yield address

@@ -1,0 +1,292 @@
+"""Notebooks come from lessons byte for byte, and every way to get a lesson wrong is named."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.exercise import load
+
+ROOT = Path(__file__).resolve().parents[2]
+notebooks = load(ROOT / "tools" / "notebooks.py")
+
+SCRIPT = '''"""A script."""
+# region: imports
+import math
+# endregion
+
+# region: area
+def area(radius):
+    # region: formula
+    return math.pi * radius**2
+    # endregion
+# endregion
+'''
+LESSON = """\
+# 07 Circles
+
+Promise, see [the script](../vllm/07_circles.py#L3) and [break it](#break-it-when-r--0).
+
+```python script=vllm/07_circles.py region=formula
+return math.pi * radius**2
+```
+
+## Run it
+
+```python exec script=vllm/07_circles.py region=imports
+import math
+```
+
+```python exec script=vllm/07_circles.py region=area
+def area(radius):
+    return math.pi * radius**2
+```
+```python exec
+area(1.0)
+```
+
+![figure](figures/circle.svg) `[not](a link)` [next](08_spheres.md) <img src="figures/x.png">
+
+```bash
+uv run python vllm/07_circles.py
+```
+
+<details><summary>Answer</summary>
+
+## Not a cell of its own
+
+```text
+plain
+```
+
+</details>
+
+## Break it when `r` < 0
+
+$$a = \\pi r^2$$
+
+```mermaid
+graph LR; A-->B
+```
+
+```python exercise
+def area(radius):
+    raise NotImplementedError("write it")
+```
+
+"""
+CHECK = """\
+```python check
+from minivllm.lab.exercise import check_here
+
+check_here("07")
+```
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A small repository with one lesson and its script; nothing is built yet."""
+    for name, text in {"vllm/07_circles.py": SCRIPT, "lessons/07_circles.md": LESSON + CHECK}.items():
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.write_text(text)
+    return tmp_path
+
+
+def lesson(root: Path) -> Path:
+    return root / "lessons" / "07_circles.md"
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def cells(root: Path) -> list[nbformat.NotebookNode]:
+    notebooks.write(root, [])
+    return nbformat.read(root / "notebooks" / "07_circles.ipynb", as_version=4).cells
+
+
+def prose(root: Path) -> str:
+    return "\n".join(cell.source for cell in cells(root) if cell.cell_type == "markdown")
+
+
+def test_what_is_written_agrees_and_is_the_same_again(root: Path):
+    assert notebooks.write(root, []) == ["notebooks/07_circles.ipynb"]
+    first = (root / "notebooks" / "07_circles.ipynb").read_bytes()
+    assert lesson(root).read_text() == LESSON + CHECK, "a fresh lesson is left as it is"
+    assert notebooks.drift(root, []) == []
+    assert notebooks.write(root, []) == []
+    (root / "notebooks" / "07_circles.ipynb").unlink()
+    notebooks.write(root, [])
+    assert (root / "notebooks" / "07_circles.ipynb").read_bytes() == first
+
+
+def test_every_kind_of_fence_becomes_what_it_says(root: Path):
+    code = [(cell.metadata.get("tags"), cell.source) for cell in cells(root) if cell.cell_type == "code"]
+    assert code[0][0] == ["setup"]
+    assert code[1:] == [
+        (None, "import math"),
+        (None, "def area(radius):\n    return math.pi * radius**2"),
+        (None, "area(1.0)"),
+        (["exercise"], 'def area(radius):\n    raise NotImplementedError("write it")'),
+        (["check"], 'from minivllm.lab.exercise import check_here\n\ncheck_here("07")'),
+    ]
+    text = prose(root)
+    for kept in ("```bash", "```text", "```mermaid\ngraph LR; A-->B\n```", "$$a = \\pi r^2$$", "<details>"):
+        assert kept in text
+    assert "```python\nreturn math.pi * radius**2\n```" in text, "words of the builder are not for readers"
+
+
+def test_prose_is_cut_at_headings_but_not_inside_details(root: Path):
+    starts = [cell.source.split("\n")[0] for cell in cells(root) if cell.cell_type == "markdown"]
+    assert starts[1:] == [
+        "# 07 Circles",
+        "## Run it",
+        "![figure](../lessons/figures/circle.svg) `[not](a link)` "
+        '[next](08_spheres.ipynb) <img src="../lessons/figures/x.png">',
+        "## Break it when `r` < 0",
+    ]
+
+
+def test_links_are_as_seen_from_the_notebook(root: Path):
+    text = prose(root)
+    assert "(../vllm/07_circles.py#L3)" in text
+    assert "(#Break-it-when-r-<-0)" in text, "JupyterLab's anchors are not GitHub's"
+    assert "`[not](a link)`" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("[a](https://x.org/y.md) <https://x.org>", "[a](https://x.org/y.md) <https://x.org>"),
+        ("[a](mailto:x@y.z) [b](/root)", "[a](mailto:x@y.z) [b](/root)"),
+        ('[a](../README.md "title") [b](exercises/07.py)', '[a](../README.md "title") [b](../lessons/exercises/07.py)'),
+        ("[a]: figures/a.svg", "[a]: ../lessons/figures/a.svg"),
+        ("[^1]: Words of a footnote.", "[^1]: Words of a footnote."),
+        ("[![b](figures/b.svg)](../vllm/07.py)", "[![b](../lessons/figures/b.svg)](../vllm/07.py)"),
+        ("`` [a](b.md) ` `` [c](02_d.md#e)", "`` [a](b.md) ` `` [c](02_d.ipynb#e)"),
+    ],
+)
+def test_each_kind_of_link(root: Path, line: str, expected: str):
+    change(lesson(root), "Promise", f"\n{line}\n\nPromise")
+    assert expected in prose(root).split("\n")
+
+
+def test_the_first_cells_say_how_to_get_here_and_check_it(root: Path):
+    first, setup = cells(root)[:2]
+    assert "Colab" in first.source
+    assert "lessons/07_circles.md" in first.source
+    exec(setup.source, {})
+
+
+def test_no_outputs_no_times_and_valid(root: Path):
+    for cell in cells(root):
+        assert cell.get("outputs", []) == []
+        assert cell.get("execution_count") is None
+    notebook = json.loads((root / "notebooks" / "07_circles.ipynb").read_text())
+    assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
+    nbformat.validate(notebook)
+
+
+def test_ids_differ_and_follow_the_content(root: Path):
+    before = [cell.id for cell in cells(root)]
+    assert len(set(before)) == len(before)
+    change(lesson(root), "area(1.0)", "area(2.0)")
+    after = [cell.id for cell in cells(root)]
+    assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "drifted"),
+    [
+        ("radius**2\n    # end", "radius * radius\n    # end", "lessons/07_circles.md quotes code that its script"),
+        ("import math", "import cmath as math", "lessons/07_circles.md quotes code that its script"),
+    ],
+)
+def test_a_change_in_the_script_is_noticed_and_mended(root: Path, old: str, new: str, drifted: str):
+    notebooks.write(root, [])
+    change(root / "vllm" / "07_circles.py", old, new)
+    found = notebooks.drift(root, [])
+    assert found[0].startswith(drifted)
+    assert found[1] == "notebooks/07_circles.ipynb differs from 07_circles.md"
+    assert notebooks.write(root, []) == ["lessons/07_circles.md", "notebooks/07_circles.ipynb"]
+    assert notebooks.drift(root, []) == []
+    assert new.split("\n")[0] in lesson(root).read_text()
+
+
+def test_a_notebook_edited_missing_or_left_behind_is_noticed(root: Path):
+    notebooks.write(root, [])
+    path = root / "notebooks" / "07_circles.ipynb"
+    change(path, "area(1.0)", "area(3.0)")
+    assert notebooks.drift(root, []) == ["notebooks/07_circles.ipynb differs from 07_circles.md"]
+    path.rename(path.with_name("06_squares.ipynb"))
+    assert notebooks.drift(root, []) == [
+        "notebooks/07_circles.ipynb is missing",
+        "notebooks/06_squares.ipynb has no lesson: delete it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("```python exec\narea", "```python exce\narea", "'exce' is not understood"),
+        ("```python exec\narea", "```python exec check\narea", "'exec check' is not understood"),
+        ("```bash", "```bash exec", "a cell is a `python` fence"),
+        ("```python exec\narea", "  ```python exec\narea", "a cell is a `python` fence"),
+        ("```text\nplain", "```python exec\nplain", "a cell cannot stand inside <details>"),
+        (
+            "```python exec script=vllm/07_circles.py region=area",
+            "```python exec script=vllm/07_circles.py region=volume",
+            ".* 0 regions 'volume' .*there are: imports, area, formula",
+        ),
+        ("script=vllm/07_circles.py region=area", "script=vllm/no.py", "there is no file vllm/no.py"),
+        ("script=vllm/07_circles.py region=area", "region=area", "region=area needs script=FILE"),
+        (CHECK, CHECK.removesuffix("```\n"), "this fence is never closed"),
+    ],
+)
+def test_what_is_wrong_in_a_lesson_is_named_with_its_line(root: Path, old: str, new: str, message: str):
+    change(lesson(root), old, new)
+    line = lesson(root).read_text().partition(new)[0].count("\n") + 1
+    with pytest.raises(MinivllmError, match=f"^lessons/07_circles.md:{line}: {message}"):
+        notebooks.write(root, [])
+
+
+def test_a_region_must_end_and_be_the_only_one(root: Path):
+    script = root / "vllm" / "07_circles.py"
+    change(script, "# endregion\n\n", "\n")
+    with pytest.raises(MinivllmError, match="'imports' has no `# endregion`"):
+        notebooks.write(root, [])
+    script.write_text(SCRIPT + SCRIPT)
+    with pytest.raises(MinivllmError, match="has 2 regions 'formula' and must have one"):
+        notebooks.write(root, [])
+
+
+def test_a_whole_file_can_be_quoted(root: Path):
+    change(lesson(root), "```python exec\narea(1.0)", "```python exec script=vllm/07_circles.py\nold")
+    whole = next(cell.source for cell in cells(root) if "A script" in cell.source)
+    assert "region" not in whole
+    assert whole.startswith('"""A script."""')
+
+
+def test_an_unknown_number_lists_the_lessons(root: Path):
+    with pytest.raises(MinivllmError, match=r"no lesson 09 \(there are: 07\)"):
+        notebooks.write(root, ["9"])
+    assert notebooks.write(root, ["7"]) == ["notebooks/07_circles.ipynb"]
+
+
+def test_executing_gives_seconds_or_the_cell_that_raised(root: Path):
+    change(lesson(root), CHECK, "")
+    notebooks.write(root, [])
+    path = root / "notebooks" / "07_circles.ipynb"
+    before = path.read_bytes()
+    assert notebooks.execute(path) > 0
+    assert path.read_bytes() == before
+    change(lesson(root), "area(1.0)", "area('wide')")
+    notebooks.write(root, [])
+    with pytest.raises(MinivllmError, match=r"(?s)07_circles.ipynb.*area\('wide'\).*TypeError"):
+        notebooks.execute(path)
