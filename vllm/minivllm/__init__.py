@@ -8,8 +8,11 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
+    "LLM": "minivllm.engine.llm",
     "ModelConfig": "minivllm.config",
     "MinivllmError": "minivllm.errors",
+    "RequestOutput": "minivllm.engine.outputs",
+    "SamplingParams": "minivllm.sampling_params",
     "UnsupportedModelError": "minivllm.errors",
 }
 

@@ -1,0 +1,169 @@
+"""Text from tokens: never half a character, never half a stop string, and in the end the text of all tokens."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.engine.detokenizer import BROKEN, IncrementalDetokenizer, find_stop_string
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.sampling_params import SamplingParams
+
+TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
+BYTES_AND_WORDS = st.one_of(st.integers(0, 4095), st.integers(1, 256))  # the first are the 256 bytes
+TEXTS = st.text(alphabet="ab é€😀\n", max_size=12)
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """As in SentencePiece: a space is part of the word, bytes are spelled <0x..>, a text loses its first space."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    for piece in ("▁Hello", "▁world", "!", "lo", "▁"):
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def feed(tokenizer, prompt, chunks, **params):
+    """Text after each update, the text at the end, and the stop string if one was found."""
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, SamplingParams(max_tokens=None, **params))
+    shown = []
+    for chunk in chunks:
+        stop = detokenizer.update(chunk)
+        shown.append(detokenizer.text[: detokenizer.streamable_length()])
+        if stop is not None:
+            return shown, detokenizer.text, stop
+    stop = detokenizer.finish()
+    return shown, detokenizer.text, stop
+
+
+def chunked(ids, sizes):
+    chunks, start = [], 0
+    for size in sizes:
+        chunks.append(ids[start : start + size])
+        start += size
+    return [*chunks, ids[start:]]
+
+
+@given(st.lists(BYTES_AND_WORDS, max_size=60), st.lists(st.integers(0, 5), max_size=20))
+@settings(max_examples=300, deadline=None)
+def test_the_text_is_that_of_all_tokens_and_only_grows(ids, sizes):
+    shown, text, _ = feed(TOKENIZER, [], chunked(ids, sizes))
+    assert text == TOKENIZER.decode(ids, skip_special_tokens=True)
+    for earlier, later in zip(shown, [*shown[1:], text], strict=True):
+        assert later.startswith(earlier)
+
+
+@given(TEXTS)
+@settings(max_examples=100, deadline=None)
+def test_no_broken_character_is_ever_shown(text):
+    ids = [BYTE_IDS[byte] for byte in text.encode()]
+    shown, whole, _ = feed(TOKENIZER, [], [[token] for token in ids])
+    assert whole == text
+    assert not any(BROKEN in part for part in shown)
+
+
+def _byte_ids() -> dict[int, int]:
+    """The token of each single byte."""
+    ids = {}
+    for token in range(TOKENIZER.get_vocab_size()):
+        piece = TOKENIZER.id_to_token(token)
+        if len(piece) == 1:
+            ids[_byte_of(piece)] = token
+    return ids
+
+
+def _byte_of(character: str) -> int:
+    """Byte-level BPE writes bytes that are no printable character as the characters from 256 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return ord(character) if ord(character) in printable else others[ord(character) - 256]
+
+
+BYTE_IDS = _byte_ids()
+
+
+def test_every_byte_has_a_token():
+    assert sorted(BYTE_IDS) == list(range(256))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_character_of_many_tokens_in_sentencepiece(size):
+    tokenizer = metaspace_tokenizer()
+    hello, world, bang = (tokenizer.token_to_id(piece) for piece in ("▁Hello", "▁world", "!"))
+    ids = [hello, *"€😀".encode(), world, bang, *"é".encode(), world]
+    shown, text, _ = feed(tokenizer, [], chunked(ids, [size] * 20))
+    assert text == "Hello€😀 world!é world"
+    assert not any(BROKEN in part for part in shown)
+
+
+def test_the_space_after_a_prompt_is_kept():
+    tokenizer = metaspace_tokenizer()
+    hello, world = tokenizer.token_to_id("▁Hello"), tokenizer.token_to_id("▁world")
+    assert feed(tokenizer, [hello], [[world]])[1] == " world"
+    assert feed(tokenizer, [], [[world]])[1] == "world"
+
+
+def test_a_character_begun_in_the_prompt_is_shown_by_the_output_that_ends_it():
+    first, second = (BYTE_IDS[byte] for byte in "é".encode())
+    assert feed(TOKENIZER, [first], [[second]])[1] == "é"
+
+
+def test_special_tokens_are_left_out_unless_wanted():
+    special = TOKENIZER.token_to_id("<|endoftext|>")
+    ids = [*TOKENIZER.encode("a").ids, special, *TOKENIZER.encode("b").ids]
+    assert feed(TOKENIZER, [], [ids])[1] == "ab"
+    assert feed(TOKENIZER, [], [ids], skip_special_tokens=False)[1] == "a<|endoftext|>b"
+
+
+STOPS = st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(st.text(alphabet="ab€", max_size=30), STOPS, st.lists(st.integers(0, 6), max_size=30), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_do_not_depend_on_how_the_text_comes(text, stops, sizes, include):
+    """As if it came character by character: the first stop string that is complete ends the text."""
+    expected_text, expected_stop = text, None
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            expected_stop = ending[0]
+            expected_text = text[: end if include else end - len(expected_stop)]
+            break
+    ids = [BYTE_IDS[byte] for byte in text.encode()]
+    shown, found, stop = feed(TOKENIZER, [], chunked(ids, sizes), stop=stops, include_stop_str_in_output=include)
+    assert (found, stop) == (expected_text, expected_stop)
+    assert all(found.startswith(part) for part in shown), "something was shown that the stop string took back"
+
+
+def test_what_may_begin_a_stop_string_is_held_back_and_no_more():
+    detokenizer = IncrementalDetokenizer(TOKENIZER, [], SamplingParams(stop=["abc", "\n\n"]))
+    detokenizer.update([BYTE_IDS[ord(character)] for character in "xxab"])
+    assert detokenizer.text[: detokenizer.streamable_length()] == "xx"
+    detokenizer.update([BYTE_IDS[ord("x")]])
+    assert detokenizer.streamable_length() == len("xxabx")
+    detokenizer.update([BYTE_IDS[ord("\n")]])
+    assert detokenizer.streamable_length() == len("xxabx")
+
+
+def test_stop_strings_in_the_first_min_tokens_do_not_count():
+    ids = [BYTE_IDS[ord(character)] for character in "ababab"]
+    for chunks in ([ids], [[token] for token in ids]):
+        assert feed(TOKENIZER, [], chunks, stop="b", min_tokens=3)[1:] == ("aba", "b")
+
+
+def test_a_stop_token_leaves_no_text():
+    ids = TOKENIZER.encode("ab").ids
+    for include, text in ((False, ""), (True, "ab")):
+        detokenizer = IncrementalDetokenizer(TOKENIZER, [], SamplingParams(include_stop_str_in_output=include))
+        detokenizer.update(ids[-1:], stopped_by_token=True)
+        assert detokenizer.text == (text[-len(TOKENIZER.decode(ids[-1:])) :] if text else "")
+
+
+def test_the_first_stop_string_to_be_complete():
+    assert find_stop_string("xaby", ["by", "ab"], 0) == ("ab", 3)
+    assert find_stop_string("xaby", ["ab"], 3) is None, "it ended before what is new"
+    assert find_stop_string("xaby", ["xab", "ab"], 2) == ("xab", 3)

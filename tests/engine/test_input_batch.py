@@ -1,0 +1,103 @@
+"""The persistent batch says, after any sequence of steps, what the scheduler's own books say."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler import Scheduler
+from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.worker.input_batch import InputBatch
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=6
+)  # tokens of the prompt, tokens to generate, step of arrival
+
+
+def check_step(scheduler: Scheduler, batch: InputBatch, scheduled: dict[str, int]) -> None:
+    """Every input of the step against the plain definition, token by token."""
+    inputs = batch.prepare(scheduled)
+    size = batch.block_size
+    at = 0
+    for index, (req_id, count) in enumerate(scheduled.items()):
+        request = scheduler.requests[req_id]
+        table = scheduler.kv_cache_manager.get_block_ids(req_id)
+        start = request.num_computed_tokens - count  # the scheduler has counted them already
+        assert inputs.query_start_loc[index] == at
+        assert inputs.seq_lens[index] == request.num_computed_tokens
+        for position in range(start, start + count):
+            assert inputs.input_ids[at] == request.all_token_ids[position]
+            assert inputs.positions[at] == position
+            assert inputs.slot_mapping[at] == table[position // size] * size + position % size
+            at += 1
+        row = inputs.block_table[index].tolist()
+        assert row[: len(table)] == table[: len(row)]
+        assert not any(row[len(table) :]), "a table is padded with the null block"
+        assert (index in inputs.sampling) == (request.num_computed_tokens == request.num_tokens)
+    assert inputs.query_start_loc[-1] == at == len(inputs.input_ids)
+    assert len(set(inputs.slot_mapping.tolist())) == at, "two tokens of a step never share a slot"
+
+
+@given(
+    REQUESTS,
+    st.sampled_from([1, 4, 16]),
+    st.integers(3, 24),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sets(st.integers(0, 12), max_size=3),
+)
+@settings(max_examples=80, deadline=None)
+def test_inputs_are_what_the_scheduler_decided(requests, block_size, budget, max_num_seqs, caching, abort_steps):
+    max_model_len = 64
+    num_blocks = -(-48 // block_size) + 2  # tight: several requests must preempt one another
+    config = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    cache = CacheConfig(num_gpu_blocks=num_blocks, block_size=block_size, enable_prefix_caching=caching)
+    scheduler = Scheduler(config, cache)
+    batch = InputBatch(max_num_seqs, max_model_len, block_size)
+    step = 0
+    while scheduler.has_unfinished_requests() or step <= 6:
+        for index, (length, max_tokens, arrival) in enumerate(requests):
+            if arrival == step:
+                prompt = [1 + (index // 2 + position) % 7 for position in range(length)]  # some prompts are alike
+                params = SamplingParams(seed=index, max_tokens=max_tokens)
+                scheduler.add_request(Request(str(index), prompt, max_tokens=max_tokens, sampling_params=params))
+        if step in abort_steps and scheduler.running:
+            scheduler.finish_requests([scheduler.running[0].request_id], RequestStatus.FINISHED_ABORTED)
+        output = scheduler.schedule()
+        batch.update(output)
+        sampled = {}
+        if output.num_scheduled_tokens:
+            check_step(scheduler, batch, output.num_scheduled_tokens)
+            inputs = batch.prepare(output.num_scheduled_tokens)
+            tokens = [(step + int(index)) % 7 + 1 for index in inputs.sampling]
+            batch.append_tokens(inputs.rows[inputs.sampling], tokens)
+            sampled = {inputs.req_ids[i]: [token] for i, token in zip(inputs.sampling, tokens, strict=True)}
+        scheduler.update_from_output(output, ModelRunnerOutput(sampled))
+        step += 1
+        assert step < 2000
+    batch.update(scheduler.schedule())
+    assert not batch.row_of
+    assert not batch.block_table.any()
+    assert sorted(batch._free_rows) == list(range(max_num_seqs))
+
+
+def test_sampling_parameters_follow_their_row():
+    batch = InputBatch(4, 32, 4)
+    scheduler = Scheduler(
+        SchedulerConfig(max_model_len=32, max_num_seqs=4), CacheConfig(num_gpu_blocks=30, block_size=4)
+    )
+    wishes = [
+        SamplingParams(temperature=0.5, seed=-1),
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=3, seed=9),
+    ]
+    for index, params in enumerate(wishes):
+        scheduler.add_request(Request(str(index), [1, 2], max_tokens=5, sampling_params=params))
+    batch.update(scheduler.schedule())
+    rows = np.array([batch.row_of["2"], batch.row_of["0"]])
+    metadata = batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens, batch.num_tokens)
+    assert metadata.temperature.tolist() == [1.0, 0.5]
+    assert metadata.top_k.tolist() == [3, 0]
+    assert metadata.seeds.tolist() == [9, 2**64 - 1]

@@ -1,0 +1,231 @@
+"""The sampler: the right distribution, the right tokens, and the same token whatever else is in the batch."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker import sampler
+from minivllm.worker.sampler import Needs, argmax, sample
+from minivllm.worker.sampling_states import SamplingStates
+from minivllm.worker.top_k_top_p import mask_beyond_top_k_top_p
+from minivllm.worker.uniform import uniform
+
+VOCAB = 12
+LOGITS = torch.tensor([2.0, 1.5, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -30.0])
+
+
+def draw(logits, params, prompts=None, outputs=None):
+    """Samples one token a row: rows of parameters, prompts and outputs so far."""
+    rows = len(params)
+    prompts = prompts or [[0]] * rows
+    outputs = outputs or [[]] * rows
+    states = SamplingStates(rows)
+    token_ids = np.zeros((rows, 64), np.int32)
+    for row in range(rows):
+        states.add_request(row, params[row])
+        tokens = [*prompts[row], *outputs[row]]
+        token_ids[row, : len(tokens)] = tokens
+    num_prompt = np.array([len(prompt) for prompt in prompts])
+    num_tokens = num_prompt + [len(output) for output in outputs]
+    return sample(logits.clone(), states.metadata(np.arange(rows), token_ids, num_prompt, num_tokens))
+
+
+def counts_of(params: dict, num: int = 20_000, logits: torch.Tensor = LOGITS) -> np.ndarray:
+    """How often each token comes among `num` requests that differ in nothing but their seed."""
+    states = SamplingStates(1)
+    states.add_request(0, SamplingParams(**params))
+    nothing = np.zeros((1, 0), np.int32)
+    metadata = states.metadata(np.zeros(num, int), nothing, np.zeros(1, int), np.zeros(1, int))
+    metadata.seeds = np.arange(num, dtype=np.uint64)
+    return np.bincount(sample(logits.repeat(num, 1), metadata).token_ids, minlength=VOCAB)
+
+
+def expected_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """By the book, in float64, one token after another."""
+    scaled = logits.double().numpy() / temperature
+    probabilities = np.exp(scaled - scaled.max())
+    probabilities[probabilities < min_p] = 0.0
+    order = np.argsort(-probabilities, kind="stable")
+    kept, mass = [], 0.0
+    for token in order[: top_k or VOCAB]:
+        kept.append(token)
+    total = probabilities[kept].sum()
+    for place, token in enumerate(kept):
+        if mass >= top_p * total and top_p < 1.0:
+            kept = kept[:place]
+            break
+        mass += probabilities[token]
+    least = probabilities[kept[-1]]
+    result = np.where(probabilities >= least, probabilities, 0.0)  # ties at the border stay
+    return result / result.sum()
+
+
+def chi_square_is_plausible(counts: np.ndarray, probabilities: np.ndarray) -> bool:
+    """Pearson's test at a level of 1e-4, by Wilson and Hilferty's approximation; rare tokens are put together."""
+    expected = probabilities * counts.sum()
+    assert not counts[expected == 0].any(), "an impossible token was drawn"
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3 if freedom else 1e-9
+    return bool(statistic <= limit)
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.5},
+    {"top_k": 1},
+    {"top_k": 3},
+    {"top_k": 7},
+    {"top_p": 0.3},
+    {"top_p": 0.8},
+    {"top_p": 0.999},
+    {"min_p": 0.2},
+    {"top_k": 5, "top_p": 0.7},
+    {"temperature": 1.7, "top_k": 8, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("wishes", SETTINGS, ids=str)
+def test_the_draw_has_the_right_distribution(wishes):
+    assert chi_square_is_plausible(counts_of(wishes), expected_probabilities(LOGITS, **wishes))
+
+
+def test_the_test_of_the_distribution_sees_a_wrong_one():
+    assert not chi_square_is_plausible(counts_of({"temperature": 1.15}), expected_probabilities(LOGITS))
+
+
+def test_one_request_over_many_tokens_has_the_right_distribution_too():
+    num = 20_000
+    places = uniform(np.full(num, 5, np.uint64), np.arange(num))
+    assert places.min() >= 0.0
+    assert places.max() < 1.0
+    assert chi_square_is_plausible(np.histogram(places, 16, (0, 1))[0], np.full(16, 1 / 16))
+    pairs = np.histogram2d(places[:-1], places[1:], 4, ((0, 1), (0, 1)))[0].ravel()
+    assert chi_square_is_plausible(pairs, np.full(16, 1 / 16))
+
+
+def test_neighbouring_seeds_are_strangers():
+    places = uniform(np.arange(20_000).astype(np.uint64), np.zeros(20_000, int))
+    assert chi_square_is_plausible(np.histogram(places, 16, (0, 1))[0], np.full(16, 1 / 16))
+
+
+WISHES = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.5, 1.0]),
+        "top_k": st.sampled_from([0, 3]),
+        "top_p": st.sampled_from([1.0, 0.6]),
+        "min_p": st.sampled_from([0.0, 0.1]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "frequency_penalty": st.sampled_from([0.0, 0.4]),
+        "logit_bias": st.sampled_from([None, {2: 3.0}]),
+        "logprobs": st.sampled_from([None, 2]),
+        "seed": st.integers(0, 2**63 - 1),
+    }
+)
+
+
+@given(st.lists(st.tuples(WISHES, st.lists(st.integers(0, VOCAB - 1), max_size=8)), min_size=1, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_a_request_gets_the_same_token_alone_and_in_any_batch(requests):
+    generator = torch.Generator().manual_seed(len(requests))
+    logits = torch.randn(len(requests), VOCAB, generator=generator)
+    params = [SamplingParams(**wishes) for wishes, _ in requests]
+    outputs = [output for _, output in requests]
+    together = draw(logits, params, outputs=outputs)
+    for row, wishes in enumerate(params):
+        alone = draw(logits[row : row + 1], [wishes], outputs=[outputs[row]])
+        assert alone.token_ids == [together.token_ids[row]]
+        if wishes.logprobs is not None:
+            assert alone.logprobs == [together.logprobs[row]]
+
+
+def test_a_greedy_batch_is_one_argmax_and_ties_go_to_the_first():
+    logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
+    assert draw(logits, [SamplingParams(temperature=0.0)] * 2).token_ids == [1, 0]
+    assert argmax(logits) == [1, 0]
+    assert not Needs.of(SamplingParams(temperature=0.0, top_k=5, top_p=0.5)), (
+        "filters cannot change the most likely token"
+    )
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0, 1, 5, 60, 64, 65, 400]), st.sampled_from([1.0, 0.1, 0.9, 0.9999]))
+@settings(max_examples=60, deadline=None)
+def test_top_k_and_top_p_on_a_large_vocabulary(seed, top_k, top_p):
+    """Whether the first look was enough must not show."""
+    generator = torch.Generator().manual_seed(seed)
+    flat, peaked = torch.randn(1000, generator=generator) * 0.1, torch.randn(1000, generator=generator) * 5
+    logits = torch.stack([flat, peaked])
+    masked = logits.clone()
+    mask_beyond_top_k_top_p(masked, torch.tensor([top_k] * 2), torch.tensor([top_p] * 2))
+    for row, original in zip(masked, logits, strict=True):
+        order = original.argsort(descending=True)[: top_k or 1000]
+        probabilities = original[order].double().softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        kept = int((before < top_p).sum()) if top_p < 1.0 else len(order)
+        # In float32 the border may fall one token earlier or later.
+        assert abs(int(row.isfinite().sum()) - kept) <= 1
+        assert row[order[0]].isfinite()
+
+
+def test_penalties_by_the_book(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sampler, "argmax", lambda logits: seen.append(logits.clone()) or argmax(logits))
+    params = SamplingParams(temperature=0.0, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
+    draw(torch.tensor([[4.0, 3.0, -1.0, 1.9]]), [params], prompts=[[0]], outputs=[[1, 2, 2]])
+    # token 0 is in the prompt alone; 1 once, 2 twice in the output; 3 nowhere
+    assert seen[0].tolist() == [[2.0, 1.5 - 0.5 - 0.25, -2.0 - 1.0 - 0.25, pytest.approx(1.9)]]
+
+
+def test_bias_allowed_tokens_bad_words_and_minimum_length():
+    logits = torch.arange(6.0).unsqueeze(0)
+    greedy = {"temperature": 0.0}
+
+    def first(outputs=(), **wishes):
+        return draw(logits, [SamplingParams(**greedy, **wishes)], outputs=[list(outputs)]).token_ids[0]
+
+    assert first() == 5
+    assert first(logit_bias={1: 10.0}) == 1
+    assert first(allowed_token_ids=[0, 3]) == 3
+    assert first(min_tokens=2, all_stop_token_ids=frozenset({5, 4})) == 3
+    assert first([1, 1], min_tokens=2, all_stop_token_ids=frozenset({5, 4})) == 5
+    assert first(bad_words_token_ids=((5,),)) == 4
+    assert first([2], bad_words_token_ids=((2, 5),)) == 4
+    assert first([3], bad_words_token_ids=((2, 5),)) == 5
+    assert first(bad_words_token_ids=((2, 5),)) == 5
+    assert first(allowed_token_ids=[0, 3], logit_bias={0: 50.0}) == 0
+
+
+def test_logprobs_are_the_models_own_and_the_chosen_token_is_first():
+    params = SamplingParams(temperature=0.0, logprobs=2, logit_bias={9: 50.0})
+    output = draw(LOGITS.repeat(2, 1), [params, SamplingParams(temperature=0.0)])
+    assert output.logprobs[1] is None
+    entry = output.logprobs[0]
+    raw = LOGITS.log_softmax(-1)
+    assert entry.token_ids == [9, 0, 1]
+    assert entry.ranks == [10, 1, 2]
+    assert entry.logprobs == [raw[9].item(), raw[0].item(), raw[1].item()]
+
+
+def test_a_greedy_token_has_the_same_logprob_twice():
+    """Clients compare the two floats for equality."""
+    entry = draw(LOGITS.unsqueeze(0), [SamplingParams(temperature=0.0, logprobs=1)]).logprobs[0]
+    assert entry.token_ids == [0, 0]
+    assert entry.logprobs[0] == entry.logprobs[1]
+
+
+@pytest.mark.parametrize(("number", "entries"), [(0, 1), (3, 4), (-1, VOCAB + 1), (100, VOCAB + 1)])
+def test_how_many_logprobs(number, entries):
+    assert (
+        len(draw(LOGITS.unsqueeze(0), [SamplingParams(temperature=0.0, logprobs=number)]).logprobs[0].token_ids)
+        == entries
+    )

@@ -1,0 +1,124 @@
+"""Text from tokens, a few at a time: never half a character, never half a stop string.
+
+A token may end in the middle of a character (byte-level tokens do), and the text of a token may depend on the token
+before it (SentencePiece drops the space at the start of a text). So new tokens are decoded together with a few before
+them, and what ends in a broken character waits for the next token.
+
+In vLLM v0.33.0: `vllm/v1/engine/detokenizer.py` (`IncrementalDetokenizer`, `check_stop_strings`).
+"""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from minivllm.sampling_params import SamplingParams
+
+BROKEN = "\ufffd"
+"""What a decoder puts in the place of bytes that are no character, or no whole one yet."""
+MAX_BROKEN = 3
+"""In a long run of broken characters only so many may still be mended: UTF-8 has at most four bytes a character."""
+NUM_CONTEXT_TOKENS = 12
+"""Decoded again with what is new: enough for what a decoder does at the start of a text."""
+MAX_WINDOW_TOKENS = 48
+
+
+class IncrementalDetokenizer:
+    """The text of one request, which only ever grows, until a stop string cuts it.
+
+    `text` is what may be shown: no broken character at its end that the next token could mend.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._stop_strings = params.stop_strings
+        self._num_tokens = 0
+        self.text = ""
+        # The last tokens, and how many characters of theirs are in `text` already (or in the prompt's).
+        self._window = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
+        self._num_shown = len(self._whole(self._decode()))
+
+    def update(self, new_token_ids: Sequence[int], stopped_by_token: bool = False) -> str | None:
+        """Adds tokens to the text. Returns the stop string that ends it, if one does; the text is cut there.
+
+        `stopped_by_token`: the last of them is a stop token, which leaves no trace in the text (unless the request asks
+        for it).
+        """
+        if stopped_by_token and not self._params.include_stop_str_in_output:
+            new_token_ids = new_token_ids[:-1]
+        num_exempt = max(0, self._params.min_tokens - self._num_tokens)
+        self._append(new_token_ids[:num_exempt])
+        num_before = len(self.text)
+        self._append(new_token_ids[num_exempt:])
+        return self._cut_at_stop_string(num_before)
+
+    def finish(self) -> str | None:
+        """Shows what was held back: no further token comes. Returns a stop string found in it, as `update` does."""
+        num_before = len(self.text)
+        decoded = self._decode()
+        self.text += decoded[self._num_shown :]
+        self._num_shown = len(decoded)
+        return self._cut_at_stop_string(num_before)
+
+    def streamable_length(self) -> int:
+        """How much of `text` may be sent while more is to come: not what could be the beginning of a stop string."""
+        if self._params.include_stop_str_in_output or not self._stop_strings:
+            return len(self.text)
+        return len(self.text) - max(_overlap(self.text, stop) for stop in self._stop_strings)
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._params.skip_special_tokens)
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
+        self._num_tokens += len(token_ids)
+        self._window += token_ids
+        decoded = self._decode()
+        whole = self._whole(decoded)
+        self.text += whole[self._num_shown :]
+        self._num_shown = max(self._num_shown, len(whole))
+        num_held = len(decoded) - self._num_shown
+        if len(self._window) > 2 * NUM_CONTEXT_TOKENS and (num_held == 0 or len(self._window) >= MAX_WINDOW_TOKENS):
+            self._window = self._window[-NUM_CONTEXT_TOKENS:]
+            self._num_shown = len(self._decode()) - num_held
+
+    def _whole(self, decoded: str) -> str:
+        """The text without the broken characters at its end, which further bytes might mend.
+
+        All of them: a SentencePiece decoder breaks a whole run of bytes when the last character of it lacks one.
+        """
+        whole = decoded.rstrip(BROKEN)
+        if len(self._window) >= MAX_WINDOW_TOKENS:
+            return decoded[: max(len(whole), len(decoded) - MAX_BROKEN)]
+        return whole
+
+    def _cut_at_stop_string(self, num_before: int) -> str | None:
+        found = find_stop_string(self.text, self._stop_strings, num_before) if self._stop_strings else None
+        if found is None:
+            return None
+        stop, end = found
+        self.text = self.text[: end if self._params.include_stop_str_in_output else end - len(stop)]
+        return stop
+
+
+def find_stop_string(text: str, stop_strings: Sequence[str], num_before: int) -> tuple[str, int] | None:
+    """The stop string that is complete first among those ending after the first `num_before` characters, and its end.
+
+    That is the one that would have been found had the text come character by character. Of two that end at the same
+    place the first of the list is taken.
+    """
+    ends = [(_first_end(text, stop, num_before), stop) for stop in stop_strings]
+    end, stop = min(ends, key=lambda pair: pair[0], default=(len(text) + 1, ""))
+    return (stop, end) if end <= len(text) else None
+
+
+def _first_end(text: str, stop: str, num_before: int) -> int:
+    start = text.find(stop, max(0, num_before - len(stop) + 1))
+    return len(text) + 1 if start < 0 else start + len(stop)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,152 @@
+"""What a person sets for an engine, and the defaults that depend on the device.
+
+In vLLM v0.33.0: `vllm/engine/arg_utils.py` (`EngineArgs`, `get_batch_defaults`), `vllm/config/`.
+"""
+
+import difflib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.simulate.hardware import GIB
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """One engine. Names and defaults are vLLM's, unless said otherwise.
+
+    - `model`: a local directory or a name on the Hugging Face hub; `tokenizer`: another one's, if not the model's own.
+    - `dtype`: of weights, computation and cache. "auto": the checkpoint's on a GPU; on a CPU float32, in which our CPU
+      kernels compute.
+    - `device`: "auto" is the GPU where there is one.
+    - `load_format`: "dummy" fills the model with random weights instead of reading any.
+    - `max_model_len`: of prompt and output together, in tokens; None: the model's own.
+    - `block_size`: tokens in a block of the cache.
+    - `max_num_seqs`, `max_num_batched_tokens`: requests and tokens in one step; None: by the size of the device.
+    - `gpu_memory_utilization`: the share of the device's memory that the engine may use, 0 to 1; on a CPU, of the
+      memory that is available. `num_gpu_blocks_override`: so many blocks, whatever would fit.
+    - `enforce_eager`: no CUDA graphs. There are none on a CPU.
+    - `seed`: of the requests that bring none.
+    - `skip_tokenizer_init`: prompts are token ids, and outputs have no text.
+    - `show_ledger`: print what the memory goes to, once at start. Not in vLLM, which logs it.
+    """
+
+    model: str | Path
+    tokenizer: str | Path | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    block_size: int = 16
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.92
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    scheduler_reserve_full_isl: bool = True
+    watermark: float = 0.0
+    static_batching: bool = False
+    enforce_eager: bool = False
+    show_ledger: bool = True
+
+    @classmethod
+    def of(cls, model: str | Path, settings: dict[str, Any]) -> "EngineArgs":
+        """From the arguments of a call. Raises `MinivllmError` for one that there is not, and names the nearest."""
+        known = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
+                raise MinivllmError(f"the engine has no argument {name!r}{hint}")
+        return cls(model=model, **settings)
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        _require(
+            self.load_format in LOAD_FORMATS,
+            f"unknown load_format {self.load_format!r}; known are {', '.join(LOAD_FORMATS)}",
+        )
+        _require(
+            _is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
+            f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
+        )
+        _require(_is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
+        for name, least in (
+            ("max_model_len", 2),
+            ("block_size", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("num_gpu_blocks_override", 2),
+        ):
+            value = getattr(self, name)
+            _require(
+                value is None or _is_count(value, least),
+                f"{name} is {value!r}; it must be a whole number of at least {least}",
+            )
+
+    def scheduler_config(self, config: ModelConfig, gpu_memory: int | None) -> SchedulerConfig:
+        """The scheduler's settings for this model; `gpu_memory` is the GPU's in bytes, None on a CPU.
+
+        Raises:
+            MinivllmError: a length that the model does not have, or settings that do not go together.
+        """
+        default_tokens, default_seqs = _batch_defaults(gpu_memory)
+        max_model_len = self.max_model_len or config.max_position_embeddings
+        _require(max_model_len > 0, "the model config does not say how long a text may be; give max_model_len")
+        _require(
+            not config.max_position_embeddings or max_model_len <= config.max_position_embeddings,
+            f"max_model_len is {max_model_len}; the model was made for {config.max_position_embeddings} tokens at most",
+        )
+        max_num_batched_tokens = self.max_num_batched_tokens or default_tokens
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens is None:
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+        return SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs or default_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            policy=self.scheduling_policy,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
+            watermark=self.watermark,
+            static_batching=self.static_batching,
+        )
+
+    def cache_config(self, num_gpu_blocks: int) -> CacheConfig:
+        """The pool's settings, now that its size is known."""
+        return CacheConfig(
+            num_gpu_blocks=num_gpu_blocks,
+            block_size=self.block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
+
+
+def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
+    """Tokens and requests in a step."""
+    if gpu_memory is None:
+        return 2048, 256
+    return (16384, 1024) if gpu_memory >= 70 * GIB else (8192, 256)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise MinivllmError(message)

@@ -1,0 +1,121 @@
+"""From what a person asks to what the core runs: tokens, resolved parameters, and every reason why it could not run.
+
+In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor.process_inputs`).
+"""
+
+import random
+import time
+from dataclasses import replace
+
+from tokenizers import Tokenizer
+
+from minivllm.config import ModelConfig
+from minivllm.core.lora_request import LoRARequest
+from minivllm.engine.core_request import EngineCoreRequest
+from minivllm.engine.prompts import Prompt, parse_prompt
+from minivllm.errors import MinivllmError
+from minivllm.sampling_params import SamplingParams
+
+
+class InputProcessor:
+    """Tokenizes and checks. `eos_token_ids` are the model's end-of-sequence tokens."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+    ) -> None:
+        self.vocab_size = config.vocab_size
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self._seeds = random.Random(seed)
+
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> tuple[str | None, EngineCoreRequest]:
+        """The prompt's text, where it has one, and the request for the core.
+
+        Raises:
+            MinivllmError: the prompt or the parameters cannot be; the message says what would be right.
+        """
+        text, token_ids, cache_salt = parse_prompt(prompt)
+        if token_ids is None:
+            token_ids = self._encode(text or "")
+        self._check_prompt(token_ids)
+        resolved = self._resolve(params, len(token_ids))
+        request = EngineCoreRequest(
+            request_id,
+            token_ids,
+            resolved,
+            self.eos_token_ids,
+            arrival_time=time.monotonic(),
+            priority=priority,
+            lora_request=lora_request,
+            cache_salt=cache_salt,
+        )
+        return text, request
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise MinivllmError("the prompt is a text, and skip_tokenizer_init is on; give token ids")
+        return self.tokenizer.encode(text).ids
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise MinivllmError("the prompt is empty; it needs at least one token")
+        if len(token_ids) >= self.max_model_len:
+            raise MinivllmError(
+                f"the prompt has {len(token_ids)} tokens; with max_model_len {self.max_model_len} it may have "
+                f"{self.max_model_len - 1}, which leaves one token to generate"
+            )
+        outside = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
+        if outside is not None:
+            raise MinivllmError(f"the prompt has the token id {outside}; the vocabulary is 0 to {self.vocab_size - 1}")
+
+    def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """The parameters with a seed, a maximum, and everything in token ids."""
+        if not isinstance(params, SamplingParams):
+            raise MinivllmError(f"sampling_params are {type(params).__name__}; they must be SamplingParams")
+        self._check_params(params)
+        stops = frozenset(params.stop_token_ids or ())
+        max_tokens = self.max_model_len - num_prompt_tokens
+        return replace(
+            params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_tokens=max_tokens if params.max_tokens is None else params.max_tokens,
+            all_stop_token_ids=stops if params.ignore_eos else stops | frozenset(self.eos_token_ids),
+            bad_words_token_ids=self._bad_words_token_ids(params),
+        )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            outside = next((token for token in getattr(params, name) or () if token >= self.vocab_size), None)
+            if outside is not None:
+                raise MinivllmError(f"{name} has the token id {outside}; the vocabulary is 0 to {self.vocab_size - 1}")
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            raise MinivllmError("stop and bad_words are texts, and skip_tokenizer_init is on; use stop_token_ids")
+        allowed = frozenset(params.allowed_token_ids or ())
+        if params.min_tokens and allowed and allowed <= {*self.eos_token_ids, *(params.stop_token_ids or ())}:
+            raise MinivllmError(
+                f"allowed_token_ids are all tokens that stop, and min_tokens is {params.min_tokens}: "
+                "nothing could be generated"
+            )
+
+    def _bad_words_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is spelled at the beginning of a text, and after a space."""
+        spellings = set()
+        for word in params.bad_words or ():
+            assert self.tokenizer is not None
+            for text in (word, " " + word.lstrip()):
+                spellings.add(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids))
+        return tuple(sorted(spellings))

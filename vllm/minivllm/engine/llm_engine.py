@@ -1,0 +1,104 @@
+"""The engine that one calls step by step: prompts in, what they have become so far out.
+
+In vLLM v0.33.0: `vllm/v1/engine/llm_engine.py` (`LLMEngine`).
+"""
+
+from collections.abc import Iterable
+
+from minivllm.core.lora_request import LoRARequest
+from minivllm.core.stats import SchedulerStats
+from minivllm.engine.core import EngineCore
+from minivllm.engine.engine_args import EngineArgs
+from minivllm.engine.generation_config import GenerationConfig
+from minivllm.engine.input_processor import InputProcessor
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.parallel_sampling import ParentRequest, child_requests
+from minivllm.engine.prompts import Prompt
+from minivllm.errors import MinivllmError
+from minivllm.lab.tables import console
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.sampling_params import SamplingParams
+from minivllm.simulate.calculator import print_ledger
+
+
+class LLMEngine:
+    """Input processor, core and output processor, in one process."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
+        self.core = EngineCore(args)
+        self.model_config = self.core.model_config
+        self.max_model_len = self.core.scheduler.config.max_model_len
+        self.generation_config = GenerationConfig.of(args.model, self.model_config)
+        self.input_processor = InputProcessor(
+            self.model_config, self.tokenizer, self.max_model_len, self.generation_config.eos_token_ids, args.seed
+        )
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self._children: dict[str, list[str]] = {}
+        if args.show_ledger:
+            self._print_ledger(str(args.model))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Puts a prompt into the queue; `params.n` completions of it.
+
+        Raises:
+            MinivllmError: it cannot be run; nothing of it is in the queue then.
+        """
+        if request_id in self._children:
+            raise MinivllmError(f"request {request_id!r} exists already; ids must be unique among unfinished requests")
+        text, request = self.input_processor.process_inputs(
+            request_id, prompt, params, lora_request=lora_request, priority=priority
+        )
+        parent = ParentRequest(request_id, params.n)
+        children = child_requests(request)
+        for index, child in enumerate(children):
+            self.core.add_request(child)
+            self.output_processor.add_request(child, text, index, parent)
+        self._children[request_id] = [child.request_id for child in children]
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Ends requests without further output; unknown ids are ignored."""
+        children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
+        self.output_processor.abort_requests(children)
+        self.core.abort_requests(children)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request still wants a step."""
+        return self.core.has_unfinished_requests()
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the core; returns the requests about which there is something to say."""
+        shown, to_abort = self.output_processor.process_outputs(self.core.step())
+        if to_abort:
+            self.core.abort_requests(to_abort)
+        for output in shown:
+            if output.finished:
+                del self._children[output.request_id]
+        return shown
+
+    def make_stats(self) -> SchedulerStats:
+        """The scheduler's state now."""
+        return self.core.make_stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks. Returns False, and does nothing, while any request runs."""
+        return self.core.reset_prefix_cache()
+
+    def _print_ledger(self, name: str) -> None:
+        cache = self.core.scheduler.cache_config
+        if self.core.ledger is not None:
+            print_ledger(name, self.core.ledger)
+        else:
+            tokens = cache.num_gpu_blocks * cache.block_size
+            console.print(
+                f"KV cache as asked: {cache.num_gpu_blocks:,} blocks of {cache.block_size}, {tokens:,} tokens"
+            )

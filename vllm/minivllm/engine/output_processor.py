@@ -1,0 +1,176 @@
+"""From what the core sampled to what a person reads: text, stop strings, log probabilities, completions put together.
+
+In vLLM v0.33.0: `vllm/v1/engine/output_processor.py` (`OutputProcessor`, `RequestState`), `vllm/v1/engine/logprobs.py`.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from minivllm.core.output import EngineCoreOutput
+from minivllm.engine.core_request import EngineCoreRequest
+from minivllm.engine.detokenizer import IncrementalDetokenizer
+from minivllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
+from minivllm.engine.parallel_sampling import ParentRequest
+from minivllm.sampling_params import RequestOutputKind
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What is known of one child request outside the core. `num_sent_…`: what a DELTA stream has had."""
+
+    request: EngineCoreRequest
+    prompt: str | None
+    index: int
+    parent: ParentRequest
+    detokenizer: IncrementalDetokenizer | None
+    metrics: RequestMetrics
+    token_ids: list[int] = field(default_factory=list)
+    num_detokenized: int = 0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    num_sent_tokens: int = 0
+    num_sent_characters: int = 0
+
+
+class OutputProcessor:
+    """The requests that are under way, and how their outputs come out."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self.states: dict[str, RequestState] = {}
+
+    def add_request(self, request: EngineCoreRequest, prompt: str | None, index: int, parent: ParentRequest) -> None:
+        """Expects outputs of a request, the child `index` of `parent`."""
+        params = request.sampling_params
+        detokenizer = None
+        if self.tokenizer is not None and params.detokenize:
+            detokenizer = IncrementalDetokenizer(self.tokenizer, request.prompt_token_ids, params)
+        state = RequestState(request, prompt, index, parent, detokenizer, RequestMetrics(request.arrival_time))
+        if params.logprobs is not None:
+            state.logprobs, state.cumulative_logprob = [], 0.0
+        self.states[request.request_id] = state
+
+    def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
+        """Takes in a step's news. Returns what is to be shown, and the ids of requests that a stop string has ended.
+
+        Those the core must abort: it knows nothing of text, and would go on.
+        """
+        shown: list[RequestOutput] = []
+        to_abort: list[str] = []
+        now = time.monotonic()
+        for output in outputs:
+            state = self.states.get(output.request_id)
+            if state is None:
+                continue  # It was aborted while its step was under way.
+            self._observe(state, output, now)
+            if self._detokenize(state):
+                to_abort.append(output.request_id)
+            if state.finish_reason is not None:
+                del self.states[output.request_id]
+            elif state.request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY:
+                continue
+            request_output = self._make_output(state)
+            if request_output is not None:
+                shown.append(request_output)
+        return shown, to_abort
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Expects nothing more of these requests."""
+        for request_id in request_ids:
+            self.states.pop(request_id, None)
+
+    def _observe(self, state: RequestState, output: EngineCoreOutput, now: float) -> None:
+        state.token_ids += output.new_token_ids
+        state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
+        state.num_cached_tokens = output.num_cached_tokens
+        state.metrics.last_token_time = now
+        if state.metrics.first_token_time is None:
+            state.metrics.first_token_time = now
+        if output.new_prompt_logprobs is not None:
+            state.prompt_logprobs = [None, *(self._as_dict(entry) for entry in output.new_prompt_logprobs)]
+        if state.logprobs is not None and output.new_logprobs is not None:
+            for entry in output.new_logprobs:
+                state.logprobs.append(self._as_dict(entry))
+                state.cumulative_logprob = (state.cumulative_logprob or 0.0) + entry.logprobs[0]
+
+    def _detokenize(self, state: RequestState) -> bool:
+        """Makes text of the new tokens. True where a stop string ended a request that the core thinks goes on.
+
+        Where nobody reads along and no stop string is looked for, the text is made once, at the end.
+        """
+        detokenizer, params = state.detokenizer, state.request.sampling_params
+        finished = state.finish_reason is not None
+        later = params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop and not finished
+        if detokenizer is None or later:
+            return False
+        new_token_ids = state.token_ids[state.num_detokenized :]
+        state.num_detokenized = len(state.token_ids)
+        stop = detokenizer.update(new_token_ids, stopped_by_token=state.finish_reason == "stop")
+        if stop is None and finished:
+            stop = detokenizer.finish()
+        if stop is None:
+            return False
+        state.finish_reason, state.stop_reason = "stop", stop
+        return not finished
+
+    def _make_output(self, state: RequestState) -> RequestOutput | None:
+        """What the request's stream gets, or None: nothing new, or completions of the same prompt are still to come."""
+        kind, parent = state.request.sampling_params.output_kind, state.parent
+        parent.observe(self._completion(state, kind))
+        if kind is RequestOutputKind.FINAL_ONLY and parent.unfinished:
+            return None
+        completions = parent.completions()
+        if kind is RequestOutputKind.DELTA:
+            completions = [completion for completion in completions if completion.index == state.index]
+        return RequestOutput(
+            parent.request_id,
+            state.prompt,
+            state.request.prompt_token_ids,
+            completions,
+            finished=not parent.unfinished,
+            prompt_logprobs=state.prompt_logprobs,
+            metrics=state.metrics,
+            lora_request=state.request.lora_request,
+            num_cached_tokens=state.num_cached_tokens,
+        )
+
+    def _completion(self, state: RequestState, kind: RequestOutputKind) -> CompletionOutput:
+        text, token_ids, logprobs = self._showable_text(state), state.token_ids, state.logprobs
+        if kind is RequestOutputKind.DELTA:
+            text, token_ids = text[state.num_sent_characters :], token_ids[state.num_sent_tokens :]
+            logprobs = logprobs and logprobs[state.num_sent_tokens :]
+            state.num_sent_characters += len(text)
+            state.num_sent_tokens = len(state.token_ids)
+        return CompletionOutput(
+            state.index,
+            text,
+            list(token_ids),
+            state.cumulative_logprob,
+            logprobs,
+            state.finish_reason,
+            state.stop_reason,
+            state.request.lora_request,
+        )
+
+    def _showable_text(self, state: RequestState) -> str:
+        if state.detokenizer is None:
+            return ""
+        text = state.detokenizer.text
+        return text if state.finish_reason is not None else text[: state.detokenizer.streamable_length()]
+
+    def _as_dict(self, entry: Sequence[Sequence]) -> dict[int, Logprob]:
+        """Token id to log probability; the chosen token stands first."""
+        rows: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(*entry, strict=True):
+            rows.setdefault(token_id, Logprob(logprob, rank, self._decoded(token_id)))
+        return rows
+
+    def _decoded(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)

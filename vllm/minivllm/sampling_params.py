@@ -1,0 +1,207 @@
+"""What a person asks of one request's tokens: how to choose them and when to stop. No torch.
+
+In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `RequestOutputKind`). Fields have vLLM's names and
+defaults; left out are structured outputs, repetition detection and the fields for engines' own use.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from minivllm.errors import MinivllmError
+
+MIN_TEMPERATURE = 1e-2
+"""Temperatures between 0 and this are raised to it: smaller ones overflow when the logits are divided by them."""
+MAX_LOGIT_BIAS = 100.0
+
+
+class RequestOutputKind(Enum):
+    """What a stream of `RequestOutput`s carries: all text so far, only what is new, or one output at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample one request. Values that make no sense raise a `MinivllmError` that says which would.
+
+    - `n`: completions of the same prompt.
+    - `temperature`: logits are divided by it; 0 takes the most likely token. `top_k`: only the k most likely (0 or -1:
+      all). `top_p`: only the most likely that together have this probability. `min_p`: only those at least this
+      share as likely as the most likely one.
+    - `presence_penalty`, `frequency_penalty`: subtracted from the logit of a token that was generated before, once or
+      as often as it was. `repetition_penalty`: divides positive logits, multiplies negative ones, of every token
+      in prompt and output.
+    - `logit_bias`: added to the logits of these token ids. `allowed_token_ids`: all others are impossible. `bad_words`:
+      never generated.
+    - `seed`: the same seed gives the same tokens, whatever else is in the batch. Completion i of n uses `seed + i`.
+    - `max_tokens`: at most so many (None: up to the model's length). `min_tokens`: nothing that stops, before so many.
+    - `stop`: strings, looked for in the text; it ends before them (`include_stop_str_in_output`: after them).
+      `stop_token_ids` stop like the end-of-sequence token, which `ignore_eos` turns off.
+    - `logprobs`: log probabilities of so many most likely tokens at each position, and of the chosen one; -1: of all.
+      `prompt_logprobs`: the same of the prompt. They are the model's own, before temperature, penalties and bias.
+    - `detokenize`: off, no text is made of the tokens. `skip_special_tokens`: leave them out of the text.
+    - `output_kind`: for streams; `LLM.generate` returns final outputs.
+
+    `all_stop_token_ids` and `bad_words_token_ids` are filled in by the engine, which knows model and tokenizer.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    all_stop_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        self._check_counts()
+        self._check_distribution()
+        self._check_stops()
+        self._check_token_ids()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, without any randomness."""
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty where there is none."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def child(self, index: int) -> "SamplingParams":
+        """The parameters of completion `index` of `n`: one completion, its own seed."""
+        return replace(self, n=1, seed=None if self.seed is None else self.seed + index)
+
+    def _normalize(self) -> None:
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        if _is_number(self.temperature) and 0.0 < self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", MIN_TEMPERATURE)
+        if isinstance(self.logit_bias, Mapping) and all(map(_is_number, self.logit_bias.values())):
+            clamped = {
+                token: max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, bias)) for token, bias in self.logit_bias.items()
+            }
+            object.__setattr__(self, "logit_bias", clamped)
+
+    def _check_counts(self) -> None:
+        _require(_is_count(self.n, 1), f"n is {self.n!r}; it must be a whole number of at least 1")
+        _require(
+            self.max_tokens is None or _is_count(self.max_tokens, 1),
+            f"max_tokens is {self.max_tokens!r}; it must be at least 1, or None for all that the model allows",
+        )
+        _require(_is_count(self.min_tokens, 0), f"min_tokens is {self.min_tokens!r}; it must be 0 or more")
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(
+                value is None or _is_count(value, -1),
+                f"{name} is {value!r}; it must be 0 or more, -1 for the whole vocabulary, or None",
+            )
+        _require(
+            self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)),
+            f"seed is {self.seed!r}; it must be a whole number, or None",
+        )
+
+    def _check_distribution(self) -> None:
+        _require(
+            _is_number(self.temperature) and self.temperature >= 0.0,
+            f"temperature is {self.temperature!r}; it must be 0 (greedy) or above",
+        )
+        _require(
+            _is_number(self.top_p) and 0.0 < self.top_p <= 1.0,
+            f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1: off)",
+        )
+        _require(_is_count(self.top_k, 0), f"top_k is {self.top_k!r}; it must be at least 1, or 0 or -1 for off")
+        _require(
+            _is_number(self.min_p) and 0.0 <= self.min_p <= 1.0,
+            f"min_p is {self.min_p!r}; it must be between 0 (off) and 1",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(
+                _is_number(value) and -2.0 <= value <= 2.0, f"{name} is {value!r}; it must be between -2 and 2 (0: off)"
+            )
+        _require(
+            _is_number(self.repetition_penalty) and self.repetition_penalty > 0.0,
+            f"repetition_penalty is {self.repetition_penalty!r}; it must be above 0 (1: off)",
+        )
+        _require(
+            not self.is_greedy or self.n == 1,
+            f"n is {self.n} with temperature 0: greedy completions are all the same. Use n=1, or a temperature above 0",
+        )
+
+    def _check_stops(self) -> None:
+        words = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _require(_are_words(words), f"stop is {self.stop!r}; it must be a string or several, none of them empty")
+        _require(_are_words(self.bad_words), f"bad_words is {self.bad_words!r}; it must be strings, none of them empty")
+        _require(
+            self.detokenize or not self.stop_strings,
+            "stop strings are looked for in the text, so they need detokenize=True; use stop_token_ids without it",
+        )
+        _require(
+            isinstance(self.output_kind, RequestOutputKind),
+            f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind",
+        )
+
+    def _check_token_ids(self) -> None:
+        _require(
+            self.logit_bias is None
+            or (isinstance(self.logit_bias, Mapping) and all(map(_is_number, self.logit_bias.values()))),
+            f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers",
+        )
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            ids = getattr(self, name)
+            _require(
+                ids is None or (isinstance(ids, Iterable) and all(_is_count(token, 0) for token in ids)),
+                f"{name} is {ids!r}; it must hold token ids: whole numbers from 0 on",
+            )
+        _require(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids is empty, so that no token could be generated; leave it out, or name some",
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_words(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(w, str) and w for w in value)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise MinivllmError(message)

@@ -1,0 +1,1 @@
+"""What runs on the device: the persistent batch, the forward pass over paged attention, and the sampler."""

@@ -1,0 +1,127 @@
+"""The persistent batch: what the worker knows of each running request, kept from step to step in one row of arrays.
+
+The scheduler sends differences only: new requests whole, for known ones the new block ids and where they stand. A step
+then gathers its inputs from the rows without a loop over requests.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu/states.py` (`RequestState`), `vllm/v1/worker/gpu/block_table.py` (`BlockTables`),
+`vllm/v1/worker/gpu/input_batch.py` (`InputBatch`). There the arrays live on the device and are changed by staged
+writes; here they live on the host, and each step copies what it gathered.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from minivllm.core.output import NewRequestData, SchedulerOutput
+from minivllm.worker.sampling_states import SamplingStates
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """The flattened inputs of one step: the tokens of all its requests, one request after another.
+
+    - `req_ids`: the requests, in order of scheduling; `rows`: their rows in the batch.
+    - `input_ids`, `positions`, `slot_mapping` [tokens]: each token's id, its place in its request, and where its key
+      and value go, `block_table[position // block_size] * block_size + position % block_size`.
+    - `query_start_loc` [requests + 1]: where each request's tokens begin. `seq_lens` [requests]: its tokens including
+      these.
+    - `block_table` [requests, blocks], as many columns as the longest request needs; zero (the null block) behind the
+      others.
+    - `sampling` [n]: which requests have reached their last known token, and so sample the next one.
+    """
+
+    req_ids: list[str]
+    rows: np.ndarray
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: np.ndarray
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+    sampling: np.ndarray
+
+
+class InputBatch:
+    """One row for each request that runs. Rows do not move; a row that becomes free goes to the next request."""
+
+    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        max_num_blocks = -(-max_model_len // block_size)
+        self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)
+        self.block_table = np.zeros((max_num_reqs, max_num_blocks), np.int32)
+        self.num_blocks = np.zeros(max_num_reqs, np.int32)
+        self.num_tokens = np.zeros(max_num_reqs, np.int32)
+        self.num_prompt_tokens = np.zeros(max_num_reqs, np.int32)
+        self.num_computed_tokens = np.zeros(max_num_reqs, np.int32)
+        self.sampling = SamplingStates(max_num_reqs)
+        self.row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_reqs - 1, -1, -1))
+
+    def update(self, output: SchedulerOutput) -> None:
+        """Takes in what changed since the step before: who is gone, who came, who got blocks."""
+        for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
+            self._remove_request(req_id)
+        for request in output.scheduled_new_reqs:
+            self._add_request(request)
+        cached = output.scheduled_cached_reqs
+        if cached.req_ids:
+            rows = [self.row_of[req_id] for req_id in cached.req_ids]
+            self.num_computed_tokens[rows] = cached.num_computed_tokens
+            for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
+                if block_ids:
+                    self._append_block_ids(row, block_ids)
+
+    def prepare(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
+        """The inputs of a step in which each of these requests computes so many tokens."""
+        req_ids = list(num_scheduled_tokens)
+        rows = np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))
+        counts = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))
+        num_computed = self.num_computed_tokens[rows]
+        seq_lens = num_computed + counts
+        query_start_loc = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=query_start_loc[1:])
+
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], counts)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        max_num_blocks = -(-int(seq_lens.max()) // self.block_size)
+        return StepInputs(
+            req_ids=req_ids,
+            rows=rows,
+            input_ids=self.token_ids[token_rows, positions],
+            positions=positions,
+            slot_mapping=self.block_table[token_rows, blocks].astype(np.int64) * self.block_size + offsets,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_table=self.block_table[rows, :max_num_blocks],
+            sampling=np.flatnonzero(seq_lens >= self.num_tokens[rows]),
+        )
+
+    def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:
+        """Adds one sampled token to each of these rows."""
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def _add_request(self, request: NewRequestData) -> None:
+        row = self._free_rows.pop()
+        self.row_of[request.req_id] = row
+        num_tokens = len(request.prefill_token_ids)
+        self.token_ids[row, :num_tokens] = request.prefill_token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = len(request.prompt_token_ids)
+        self.num_computed_tokens[row] = request.num_computed_tokens
+        self.num_blocks[row] = 0
+        self._append_block_ids(row, request.block_ids)
+        self.sampling.add_request(row, request.sampling_params)
+
+    def _append_block_ids(self, row: int, block_ids: list[int]) -> None:
+        start = self.num_blocks[row]
+        self.block_table[row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[row] = start + len(block_ids)
+
+    def _remove_request(self, req_id: str) -> None:
+        row = self.row_of.pop(req_id, None)
+        if row is not None:
+            # Whoever gets the row next has fewer blocks perhaps, and what pads a table must be the null block.
+            self.block_table[row, : self.num_blocks[row]] = 0
+            self._free_rows.append(row)

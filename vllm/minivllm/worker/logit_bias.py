@@ -1,0 +1,49 @@
+"""What a request says of single tokens: only these, more or less of those, none of these yet. All in place.
+
+In vLLM v0.33.0: `vllm/v1/sample/logits_processor/builtin.py` (`LogitBiasLogitsProcessor`, `MinTokensLogitsProcessor`),
+`vllm/v1/sample/ops/bad_words.py`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from minivllm.sampling_params import SamplingParams
+
+
+def apply_logit_bias(
+    logits: torch.Tensor, params: Sequence[SamplingParams], output_token_ids: Sequence[np.ndarray]
+) -> None:
+    """Applies allowed token ids, logit bias, bad words and the minimum number of tokens, each where a row has it.
+
+    logits [rows, vocab]; `output_token_ids` are each row's tokens so far, without the prompt.
+    """
+    for row, (wishes, output) in enumerate(zip(params, output_token_ids, strict=True)):
+        if wishes.allowed_token_ids is not None:
+            _allow_only(logits[row], wishes.allowed_token_ids)
+        if wishes.logit_bias:
+            ids = _ids(list(wishes.logit_bias), logits)
+            logits[row, ids] += torch.tensor(list(wishes.logit_bias.values()), device=logits.device)
+        impossible = _completing_bad_words(wishes.bad_words_token_ids, output)
+        if len(output) < wishes.min_tokens:
+            impossible += wishes.all_stop_token_ids
+        if impossible:
+            logits[row, _ids(impossible, logits)] = -torch.inf
+
+
+def _allow_only(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
+    ids = _ids(token_ids, logits)
+    allowed = logits[ids]
+    logits.fill_(-torch.inf)
+    logits[ids] = allowed
+
+
+def _completing_bad_words(bad_words: Sequence[Sequence[int]], output: np.ndarray) -> list[int]:
+    """The last tokens of those bad words whose other tokens are what the output ends with."""
+    tail = output.tolist()
+    return [word[-1] for word in bad_words if len(word) == 1 or tail[-(len(word) - 1) :] == list(word[:-1])]
+
+
+def _ids(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)

@@ -1,0 +1,40 @@
+"""Log probabilities of chosen and most likely tokens.
+
+In vLLM v0.33.0: `vllm/v1/sample/sampler.py` (`gather_logprobs`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class TokenLogprobs(NamedTuple):
+    """At one position: token ids, the chosen one first and then the most likely, their log probabilities and ranks.
+
+    The chosen token may come a second time, where it is among the most likely.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+def token_logprobs(
+    logprobs: torch.Tensor, chosen: Sequence[int], num_most_likely: Sequence[int]
+) -> list[TokenLogprobs]:
+    """One entry a row of `logprobs` [rows, vocab]; `num_most_likely` of a row is -1 for the whole vocabulary."""
+    vocab = logprobs.shape[-1]
+    numbers = [vocab if number == -1 else min(number, vocab) for number in num_most_likely]
+    ids = torch.tensor(chosen, dtype=torch.int64, device=logprobs.device).unsqueeze(-1)
+    values = logprobs.gather(-1, ids)
+    ranks = (logprobs > values).sum(dim=-1) + 1
+    likely = logprobs.topk(max(numbers, default=0), dim=-1)
+    rows = zip(
+        numbers, chosen, values.squeeze(-1).tolist(), ranks.tolist(), likely.indices.tolist(), likely.values.tolist(),
+        strict=True,
+    )  # fmt: skip
+    return [
+        TokenLogprobs([token_id, *most_likely[:number]], [value, *their_values[:number]], [rank, *range(1, number + 1)])
+        for number, token_id, value, rank, most_likely, their_values in rows
+    ]

@@ -1,0 +1,138 @@
+"""Memory, profiled once: what the weights and the largest step need, and how many cache blocks fit beside them.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_memory`, `initialize_from_config`).
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError
+from minivllm.simulate.hardware import GIB, Hardware
+from minivllm.simulate.memory import LedgerRow, MemoryLedger, memory_ledger
+
+UNKNOWN_MEMORY = 4 * GIB
+"""What a CPU engine takes to be available where the system does not say."""
+
+
+def profile_memory(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    weights: int,
+    activation_peak: int | None,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    gpu_memory_utilization: float,
+) -> MemoryLedger:
+    """Shares out the memory of `device`. `weights` and `activation_peak` are bytes; the latter is estimated where None.
+
+    The pool never gets more blocks than `max_num_seqs` requests of `max_model_len` tokens could fill: on a CPU the
+    memory that is not needed belongs to others.
+
+    Raises:
+        MinivllmError: one request of `max_model_len` tokens does not fit; the message says which length would.
+    """
+    dtype_name = str(dtype).removeprefix("torch.")
+    ledger = memory_ledger(
+        # Our cache keeps every token, whatever window a layer looks through.
+        replace(config, sliding_window=None, layer_types=None),
+        _hardware(device),
+        max_model_len=max_model_len,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_dtype=dtype_name,
+        weight_dtype=dtype_name,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        weights=weights,
+        activation_peak=activation_peak,
+        non_torch=_bytes_outside_torch(device),
+        cuda_graphs=0,
+    )
+    most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1
+    return _with_at_most(ledger, most_blocks * block_size * ledger.bytes_per_token)
+
+
+def check_override(num_gpu_blocks: int, block_size: int, max_model_len: int) -> None:
+    """Refuses a number of blocks, set by a person, in which one request of `max_model_len` tokens does not fit."""
+    num_usable = num_gpu_blocks - 1
+    if num_usable < math.ceil(max_model_len / block_size):
+        longest = num_usable * block_size
+        advice = f"set max_model_len to {longest} or less" if longest >= 2 else "no length does"
+        raise MinivllmError(
+            f"one request of max_model_len = {max_model_len} tokens does not fit into num_gpu_blocks_override = "
+            f"{num_gpu_blocks} blocks of {block_size}, of which block 0 is the null block: {advice}, "
+            "or give more blocks"
+        )
+
+
+def allocate_kv_caches(
+    config: ModelConfig, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Zeroed keys and values of every layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+    shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+    return [(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(config.num_hidden_layers)]
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    # NumPy's zeros are pages that the system hands over when they are first written; torch's are written at once.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def _with_at_most(ledger: MemoryLedger, most_bytes: int) -> MemoryLedger:
+    """The same ledger with a smaller cache, and what that leaves as a row of its own."""
+    if ledger.kv_bytes <= most_bytes:
+        return ledger
+    spared = ledger.kv_bytes - most_bytes
+    rows = [row for row in ledger.rows if row.name not in ("KV cache", "less than a block")]
+    rows[-1:] = [LedgerRow("KV cache", most_bytes), LedgerRow("more than requests can fill", spared), rows[-1]]
+    return replace(ledger, rows=tuple(rows), kv_bytes=most_bytes)
+
+
+def _hardware(device: torch.device) -> Hardware:
+    if device.type == "cuda":
+        name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+    else:
+        name, memory = "this machine, memory that is available", _available_memory()
+    return Hardware(name, memory, 0.0, MappingProxyType({}), 0.0, 0.0, source="asked of the system")
+
+
+def _bytes_outside_torch(device: torch.device) -> int:
+    """What the CUDA context, and other programs, hold of a GPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def _available_memory() -> int:
+    """Main memory that programs can still have, in bytes: what the system says, and what the container may use."""
+    return min(_system_available(), _container_available())
+
+
+def _system_available() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return UNKNOWN_MEMORY
+
+
+def _container_available() -> int:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, current = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
+        return max(0, int(limit) - int(current)) if limit != "max" else 2**62
+    except (OSError, ValueError):
+        return 2**62

@@ -1,0 +1,125 @@
+"""The worker's step: update the batch, gather its inputs, one forward pass for all of it, sample.
+
+Prompts, chunks and decodes stand in one flat row of tokens; which is which, only the attention's tables know. Logits
+are computed for those rows alone that sample.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_model`, `sample_tokens`).
+"""
+
+import numpy as np
+import torch
+
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.models.decoder import Decoder
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.attention import AttentionMetadata, PagedAttention
+from minivllm.worker.input_batch import InputBatch, StepInputs
+from minivllm.worker.memory import allocate_kv_caches
+from minivllm.worker.prompt_logprobs import PromptLogprobs
+from minivllm.worker.sampler import sample
+from minivllm.worker.sampling_states import SamplingStates
+
+
+class ModelRunner:
+    """A model on a device with its batch and its cache. Knows blocks and rows, nothing of queues and policies."""
+
+    def __init__(self, model: Decoder, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.model = model
+        self.config = model.config
+        weight = model.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.block_size = block_size
+        self.batch = InputBatch(max_num_seqs, max_model_len, block_size)
+        self.prompt_logprobs = PromptLogprobs()
+        self.attention: PagedAttention | None = None
+
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters and tables; tied ones once."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    def activation_peak(self, max_num_batched_tokens: int, max_num_seqs: int) -> int | None:
+        """Bytes that the largest step needs beside weights and cache, measured; None where only a GPU could tell."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self._dummy_step(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the cache, once: `num_blocks` blocks in every layer."""
+        caches = allocate_kv_caches(self.config, num_blocks, self.block_size, self.device, self.dtype)
+        self.attention = PagedAttention(caches, self.config.head_dim**-0.5, self.config.sliding_window)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step: what the scheduler decided in, what was sampled out."""
+        self._update_states(scheduler_output)
+        if not scheduler_output.num_scheduled_tokens:
+            return ModelRunnerOutput({})
+        inputs = self.prepare_inputs(scheduler_output)
+        hidden = self.forward(inputs)
+        return self.sample_tokens(inputs, hidden)
+
+    def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
+        """Gathers the step's inputs from the batch, and sets the tables that attention will read."""
+        assert self.attention is not None
+        inputs = self.batch.prepare(scheduler_output.num_scheduled_tokens)
+        self.attention.metadata = AttentionMetadata(
+            self._on_device(inputs.query_start_loc),
+            self._on_device(inputs.seq_lens),
+            self._on_device(inputs.block_table),
+            self._on_device(inputs.slot_mapping),
+            int(inputs.seq_lens.max()),
+        )
+        return inputs
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of the step. This is the part of a step that a CUDA graph would replay."""
+        assert self.attention is not None
+        return self.model(self._on_device(inputs.input_ids), self._on_device(inputs.positions), self.attention)
+
+    def sample_tokens(self, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput:
+        """Samples for the requests that reached their last known token, and remembers the new ones."""
+        prompt_logprobs = self.prompt_logprobs.observe(self.batch, inputs, hidden, self.model.compute_logits)
+        if not len(inputs.sampling):
+            return ModelRunnerOutput({})
+        rows = inputs.rows[inputs.sampling]
+        if len(rows) < len(hidden):
+            hidden = hidden[self._on_device(inputs.query_start_loc[1:][inputs.sampling] - 1)]
+        logits = self.model.compute_logits(hidden).float()
+        batch = self.batch
+        metadata = batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens, batch.num_tokens)
+        sampled = sample(logits, metadata)
+        batch.append_tokens(rows, sampled.token_ids)
+        req_ids = [inputs.req_ids[index] for index in inputs.sampling]
+        logprobs = zip(req_ids, sampled.logprobs, strict=False)
+        return ModelRunnerOutput(
+            {req_id: [token_id] for req_id, token_id in zip(req_ids, sampled.token_ids, strict=True)},
+            {req_id: [entry] for req_id, entry in logprobs if entry is not None},
+            prompt_logprobs,
+        )
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
+        for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+            self.prompt_logprobs.remove_request(req_id)
+        for request in scheduler_output.scheduled_new_reqs:
+            self.prompt_logprobs.add_request(request)
+        self.batch.update(scheduler_output)
+
+    @torch.inference_mode()
+    def _dummy_step(self, num_tokens: int, num_rows: int) -> None:
+        """The largest step there can be, with a sampler that has everything to do, and attention left out."""
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        hidden = self.model(ids, ids, lambda layer, q, k, v: torch.zeros_like(q))
+        logits = self.model.compute_logits(hidden[:num_rows]).float()
+        states = SamplingStates(num_rows)
+        for row in range(num_rows):
+            states.add_request(row, SamplingParams(top_p=0.9, min_p=0.01))
+        none = np.zeros((num_rows, 0), np.int32)
+        sample(logits, states.metadata(np.arange(num_rows), none, np.zeros(num_rows, int), np.zeros(num_rows, int)))
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,47 @@
+"""Penalties on what was said before.
+
+Only the logits of tokens that occur in a request are touched, so nothing of the size of the vocabulary is built.
+
+In vLLM v0.33.0: `vllm/v1/sample/ops/penalties.py`, `vllm/v1/worker/gpu/sample/penalties.py`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from minivllm.sampling_params import SamplingParams
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    prompt_token_ids: Sequence[np.ndarray],
+    output_token_ids: Sequence[np.ndarray],
+) -> None:
+    """Applies repetition, frequency and presence penalties, in this order. In place; logits [rows, vocab].
+
+    Repetition looks at prompt and output, the others at the output alone.
+    """
+    for row, (wishes, prompt, output) in enumerate(zip(params, prompt_token_ids, output_token_ids, strict=True)):
+        if has_penalties(wishes):
+            ids, counts = _occurring(prompt, output)
+            ids, counts = torch.from_numpy(ids).to(logits.device), torch.from_numpy(counts).to(logits.device)
+            logits[row, ids] = _penalized(logits[row, ids], counts, wishes)
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether any of the three is on."""
+    return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+
+
+def _occurring(prompt: np.ndarray, output: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different tokens of a request, and how often each occurs in its output."""
+    ids, places = np.unique(np.concatenate([prompt, output]), return_inverse=True)
+    return ids.astype(np.int64), np.bincount(places[len(prompt) :], minlength=len(ids))
+
+
+def _penalized(logits: torch.Tensor, counts: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    factor = params.repetition_penalty
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)

@@ -1,0 +1,60 @@
+"""What each request wants of its tokens: arrays with one row a request, so that a step gathers instead of asking.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/states.py` (`SamplingStates`).
+"""
+
+import numpy as np
+
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.sampler import Needs, SamplingMetadata
+
+WITH_PARAMS = Needs.BIAS | Needs.PENALTIES | Needs.LOGPROBS
+WITH_TOKENS = Needs.BIAS | Needs.PENALTIES
+
+
+class SamplingStates:
+    """Rows of sampling parameters. All arrays are [max_num_reqs]."""
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self.params: list[SamplingParams | None] = [None] * max_num_reqs
+        self.needs = np.zeros(max_num_reqs, np.int64)
+        self.temperature = np.zeros(max_num_reqs, np.float32)
+        self.top_k = np.zeros(max_num_reqs, np.int64)
+        self.top_p = np.ones(max_num_reqs, np.float32)
+        self.min_p = np.zeros(max_num_reqs, np.float32)
+        self.seeds = np.zeros(max_num_reqs, np.uint64)
+
+    def add_request(self, row: int, params: SamplingParams) -> None:
+        """Fills a row. A seed that is not given counts as 0; the engine gives one to every request."""
+        self.params[row] = params
+        self.needs[row] = Needs.of(params)
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seeds[row] = (params.seed or 0) % 2**64
+
+    def metadata(
+        self, rows: np.ndarray, token_ids: np.ndarray, num_prompt_tokens: np.ndarray, num_tokens: np.ndarray
+    ) -> SamplingMetadata:
+        """What the sampler needs to know of `rows`, in this order.
+
+        token_ids [max_num_reqs, max_model_len]: prompts and outputs; `num_prompt_tokens` and `num_tokens`
+        [max_num_reqs].
+        """
+        needs = Needs(int(np.bitwise_or.reduce(self.needs[rows], initial=0)))
+        metadata = SamplingMetadata(
+            needs,
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.seeds[rows],
+            num_tokens[rows] - num_prompt_tokens[rows],
+        )
+        if needs & WITH_PARAMS:
+            metadata.params = [params for row in rows if (params := self.params[row]) is not None]
+        if needs & WITH_TOKENS:
+            metadata.prompt_token_ids = [token_ids[row, : num_prompt_tokens[row]] for row in rows]
+            metadata.output_token_ids = [token_ids[row, num_prompt_tokens[row] : num_tokens[row]] for row in rows]
+        return metadata
