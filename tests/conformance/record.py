@@ -39,7 +39,7 @@ VERSION = "0.33.0"
 
 
 def make_scheduler(config: dict[str, Any], model: Path) -> Scheduler:
-    """vLLM's scheduler with one KV-cache group of full attention and asynchronous scheduling off; all else is default."""
+    """vLLM's scheduler: one KV-cache group of full attention, no asynchronous scheduling, all else by default."""
     cache_config = CacheConfig(block_size=config["block_size"], enable_prefix_caching=config["enable_prefix_caching"])
     cache_config.num_gpu_blocks = config["num_blocks"]
     vllm_config = VllmConfig(

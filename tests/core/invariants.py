@@ -1,0 +1,61 @@
+"""What must be true of the scheduler's books after every call, whatever happened."""
+
+from collections import Counter
+
+from minivllm.core.block_pool import BlockPool
+from minivllm.core.request import RequestStatus
+from minivllm.core.scheduler import Scheduler
+
+
+def check_pool(pool: BlockPool, holders: Counter[int]) -> None:
+    """`holders` counts, by block id, the requests that hold each block."""
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert len(free) == len(set(free)) == pool.get_num_free_blocks(), "a block is in the free queue twice"
+    assert not set(free) & set(holders), "a held block is in the free queue"
+    assert len(free) + len(holders) == pool.num_usable_blocks, "a block is lost"
+    assert 0 not in free
+    assert 0 not in holders, "the null block was handed out"
+    for block in pool.blocks[1:]:
+        assert block.ref_cnt == holders[block.block_id], f"{block} has {holders[block.block_id]} holders"
+    check_hashes(pool)
+
+
+def check_hashes(pool: BlockPool) -> None:
+    """A block's hash finds a block with that hash, and nothing else is findable."""
+    published = {block.block_id: block.block_hash for block in pool.blocks if block.block_hash is not None}
+    for block_hash in published.values():
+        found = pool.get_cached_block(block_hash)
+        assert found is not None
+        assert found.block_hash == block_hash
+    assert len(pool.cached_block_hash_to_block) == len(set(published.values()))
+
+
+def check_scheduler(scheduler: Scheduler, under_way: bool = False) -> None:
+    """Between two steps, or when one has been scheduled and is `under_way`."""
+    manager, config = scheduler.kv_cache_manager, scheduler.config
+    tables = {request_id: manager.get_block_ids(request_id) for request_id in manager.req_to_blocks}
+    for table in tables.values():
+        assert len(table) == len(set(table)), "a table holds a block twice"
+    check_pool(manager.block_pool, Counter(block_id for table in tables.values() for block_id in table))
+
+    running, waiting = scheduler.running, list(scheduler.waiting)
+    ids = [request.request_id for request in [*running, *waiting]]
+    assert sorted(ids) == sorted(scheduler.requests), "a request is lost, or stands in two queues"
+    assert set(tables) == {request.request_id for request in running}, "only running requests hold blocks"
+    assert len(running) <= config.max_num_seqs
+    loras = {request.lora_request.lora_int_id for request in running if request.lora_request}
+    assert len(loras) <= config.max_loras
+
+    for request in running:
+        assert request.status is RequestStatus.RUNNING
+        most = request.num_tokens + config.num_speculative_tokens if under_way else request.num_tokens - 1
+        assert 0 < request.num_computed_tokens <= min(most, config.max_model_len - 1)
+        assert request.num_computed_tokens <= len(tables[request.request_id]) * manager.block_size
+    for request in waiting:
+        assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        assert (request.status is RequestStatus.PREEMPTED) == (request.num_preemptions > 0)
+        assert request.num_computed_tokens == 0
+        assert not request.spec_token_ids
+    for request in scheduler.requests.values():
+        assert request.num_tokens == len(request.all_token_ids) < config.max_model_len
+        assert request.num_output_tokens < request.max_tokens

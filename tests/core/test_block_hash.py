@@ -1,0 +1,113 @@
+"""A block's name stands for its tokens, everything before them, and the extra keys; nothing else."""
+
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm.core.block_hash import (
+    NONE_HASH,
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
+    hash_new_full_blocks,
+)
+from minivllm.core.lora_request import LoRARequest
+from minivllm.core.request import Request
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=24)
+ADAPTER = LoRARequest("adapter", 1, "/adapters/a")
+
+
+def chain(tokens: list[int], block_size: int, lora: LoRARequest | None = None, salt: str | None = None) -> list[bytes]:
+    request = Request("r", tokens, max_tokens=1, lora_request=lora, cache_salt=salt)
+    request.enable_block_hashes(block_size)
+    return request.block_hashes
+
+
+@given(TOKENS, TOKENS, st.integers(1, 5))
+def test_two_requests_share_names_exactly_as_far_as_they_share_full_blocks(
+    left: list[int], right: list[int], block_size: int
+) -> None:
+    shared = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    names = [chain(tokens, block_size) for tokens in (left, right)]
+    equal = [a == b for a, b in zip(*names, strict=False)]
+    num_shared = shared // block_size
+    assert equal == [index < num_shared for index in range(len(equal))]
+
+
+@given(TOKENS, TOKENS, st.integers(1, 5))
+def test_names_extended_token_by_token_are_those_of_the_whole(
+    prompt: list[int], outputs: list[int], block_size: int
+) -> None:
+    request = Request("r", prompt, max_tokens=99)
+    request.enable_block_hashes(block_size)
+    for token_id in outputs:
+        request.append_output_token_id(token_id)
+        assert len(request.block_hashes) == request.num_tokens // block_size
+    assert request.block_hashes == chain(prompt + outputs, block_size)
+
+
+def test_each_name_is_made_from_the_one_before() -> None:
+    first = hash_block_tokens(NONE_HASH, [1, 2])
+    assert chain([1, 2, 3, 4, 5], 2) == [first, hash_block_tokens(first, [3, 4])]
+    assert len(first) == 32
+
+
+def test_only_full_blocks_are_named() -> None:
+    assert chain([1, 2, 3], 4) == []
+    assert len(chain([1, 2, 3, 4, 5, 6, 7], 4)) == 1
+
+
+def test_large_and_negative_tokens_do_not_meet() -> None:
+    names = {hash_block_tokens(NONE_HASH, [token]) for token in (0, 1, 255, 256, 65536, 2**31, 2**32, -1)}
+    assert len(names) == 8
+
+
+def test_a_salt_separates_whole_prompts_through_the_first_block_alone() -> None:
+    plain, salted, other = chain([1] * 6, 2), chain([1] * 6, 2, salt="a"), chain([1] * 6, 2, salt="b")
+    assert not set(plain) & set(salted)
+    assert not set(salted) & set(other)
+    assert salted[1] == hash_block_tokens(salted[0], [1, 1]), "later blocks inherit the salt, they do not repeat it"
+
+
+def test_an_adapter_separates_by_name_and_by_path() -> None:
+    base = chain([1, 2], 2)
+    adapters = [
+        ADAPTER,
+        LoRARequest("other", 1, "/adapters/a"),
+        LoRARequest("adapter", 1, "/adapters/b"),
+    ]
+    names = [chain([1, 2], 2, lora=lora) for lora in adapters]
+    assert len({name for [name] in [base, *names]}) == 4
+    assert chain([1, 2], 2, lora=LoRARequest("adapter", 7, "/adapters/a")) == names[0], "the number is this process's"
+
+
+def test_an_adapter_is_in_every_block() -> None:
+    names = chain([1, 2, 3, 4], 2, lora=ADAPTER)
+    assert names[1] == hash_block_tokens(names[0], [3, 4], generate_block_hash_extra_keys(ADAPTER, None))
+
+
+def test_extra_keys_are_tagged_and_measured() -> None:
+    keys = [
+        generate_block_hash_extra_keys(None, None),
+        generate_block_hash_extra_keys(None, ""),
+        generate_block_hash_extra_keys(None, "lora"),
+        generate_block_hash_extra_keys(LoRARequest("ab", 1, "c"), None),
+        generate_block_hash_extra_keys(LoRARequest("a", 1, "bc"), None),
+        generate_block_hash_extra_keys(LoRARequest("a", 1, "b"), "c"),
+        generate_block_hash_extra_keys(LoRARequest("a", 1, "bsaltc"), None),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_names_agree_between_processes() -> None:
+    code = "from minivllm.core.block_hash import *; print(hash_block_tokens(NONE_HASH, [1, 2, 3], b'key').hex())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert other == hash_block_tokens(NONE_HASH, [1, 2, 3], b"key").hex()
+
+
+def test_naming_starts_after_the_names_that_are_there() -> None:
+    names = [b"kept"]
+    hash_new_full_blocks(names, [1, 2, 3, 4], 2)
+    assert names == [b"kept", hash_block_tokens(b"kept", [3, 4])]

@@ -1,0 +1,232 @@
+"""The free queue against a plain list, and the pool against a plain account of who holds what."""
+
+from collections import Counter
+
+import pytest
+from core.invariants import check_pool
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from minivllm.core.block_pool import BlockPool, BlockPoolError, FreeKVCacheBlockQueue, KVCacheBlock
+from minivllm.errors import MinivllmError
+
+SMALL = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class QueueAgainstList(RuleBasedStateMachine):
+    @initialize(size=st.integers(0, 6))
+    def make(self, size: int) -> None:
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(8)]
+        self.queue = FreeKVCacheBlockQueue(self.blocks[:size])
+        self.model = self.blocks[:size]
+
+    def outside(self) -> list[KVCacheBlock]:
+        return [block for block in self.blocks if block not in self.model]
+
+    @rule(n=st.integers(0, 9))
+    def popleft_n(self, n: int) -> None:
+        if n > len(self.model):
+            with pytest.raises(BlockPoolError, match=f"cannot take {n} blocks"):
+                self.queue.popleft_n(n)
+            return
+        assert self.queue.popleft_n(n) == self.model[:n]
+        self.model = self.model[n:]
+
+    @rule()
+    def popleft(self) -> None:
+        if not self.model:
+            with pytest.raises(BlockPoolError):
+                self.queue.popleft()
+            return
+        assert self.queue.popleft() is self.model.pop(0)
+
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.blocks))
+        if block not in self.model:
+            with pytest.raises(BlockPoolError, match="not in the free queue"):
+                self.queue.remove(block)
+            return
+        self.queue.remove(block)
+        self.model.remove(block)
+
+    @rule(data=st.data(), front=st.booleans())
+    def insert_n(self, data: st.DataObject, front: bool) -> None:
+        blocks = data.draw(st.permutations(self.outside()))[: data.draw(st.integers(0, 8))]
+        if front:
+            self.queue.prepend_n(blocks)
+            self.model = blocks + self.model
+        else:
+            self.queue.append_n(blocks)
+            self.model = self.model + blocks
+
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.blocks))
+        if block in self.model:
+            with pytest.raises(BlockPoolError, match="already in the free queue"):
+                self.queue.append(block)
+            return
+        self.queue.append(block)
+        self.model.append(block)
+
+    @invariant()
+    def same(self) -> None:
+        assert self.queue.get_all_free_blocks() == self.model
+        assert self.queue.num_free_blocks == len(self.model)
+
+
+class PoolAgainstAccount(RuleBasedStateMachine):
+    """Holders are tables, as requests have them; hashes are small numbers, so that several blocks share one."""
+
+    @initialize(num_gpu_blocks=st.integers(2, 9))
+    def make(self, num_gpu_blocks: int) -> None:
+        self.pool = BlockPool(num_gpu_blocks)
+        self.tables: list[list[KVCacheBlock]] = []
+        self.published: list[tuple[bytes, KVCacheBlock]] = []
+
+    def forget(self, blocks: list[KVCacheBlock]) -> None:
+        self.published = [(block_hash, block) for block_hash, block in self.published if block not in blocks]
+
+    @rule(count=st.integers(0, 9))
+    def get_new_blocks(self, count: int) -> None:
+        free = self.pool.free_block_queue.get_all_free_blocks()
+        if count > len(free):
+            with pytest.raises(BlockPoolError):
+                self.pool.get_new_blocks(count)
+            return
+        blocks = self.pool.get_new_blocks(count)
+        assert blocks == free[:count]
+        assert all(block.block_hash is None and block.ref_cnt == 1 for block in blocks)
+        self.forget(blocks)
+        self.tables.append(blocks)
+
+    @rule(block_hash=st.integers(0, 3).map(lambda number: bytes([number])))
+    def hit(self, block_hash: bytes) -> None:
+        found = self.pool.get_cached_block(block_hash)
+        expected = next((block for known, block in self.published if known == block_hash), None)
+        assert found is expected, "the block published first among those still there"
+        if found is not None:
+            self.pool.touch([found])
+            self.tables.append([found])
+
+    @rule(data=st.data(), block_hash=st.integers(0, 3).map(lambda number: bytes([number])))
+    def publish(self, data: st.DataObject, block_hash: bytes) -> None:
+        if not (held := [block for table in self.tables for block in table]):
+            return
+        block = data.draw(st.sampled_from(held))
+        if block.block_hash is not None:
+            with pytest.raises(BlockPoolError, match="already published"):
+                self.pool.cache_full_blocks([block], [block_hash], 0, 1)
+            return
+        self.pool.cache_full_blocks([block], [block_hash], 0, 1)
+        self.published.append((block_hash, block))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        before = self.pool.free_block_queue.get_all_free_blocks()
+        self.pool.free_blocks(reversed(table))
+        last_held = [block for block in reversed(table) if block.ref_cnt == 0]
+        front = [block for block in last_held if block.block_hash is None]
+        back = [block for block in last_held if block.block_hash is not None]
+        assert self.pool.free_block_queue.get_all_free_blocks() == front + before + back
+
+    @rule(data=st.data())
+    def double_free(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.pool.blocks[1:]))
+        if block.ref_cnt == 0:
+            with pytest.raises(BlockPoolError, match=f"double free of block {block.block_id}"):
+                self.pool.free_blocks([block])
+
+    @rule()
+    def free_null_block(self) -> None:
+        self.pool.free_blocks([self.pool.null_block])
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(self.pool.blocks[1:]), max_size=2))
+        self.pool.evict_blocks(blocks)
+        self.forget(blocks)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        anything_held = any(self.tables)
+        assert self.pool.reset_prefix_cache() is not anything_held
+        if not anything_held:
+            self.published = []
+
+    @invariant()
+    def books_agree(self) -> None:
+        holders = Counter(block.block_id for table in self.tables for block in table)
+        check_pool(self.pool, holders)
+        assert {id(block) for _, block in self.published} == {
+            id(block) for block in self.pool.blocks if block.block_hash is not None
+        }
+        assert self.pool.get_usage() == pytest.approx(len(holders) / self.pool.num_usable_blocks)
+
+
+TestQueueAgainstList = QueueAgainstList.TestCase
+TestQueueAgainstList.settings = SMALL
+TestPoolAgainstAccount = PoolAgainstAccount.TestCase
+TestPoolAgainstAccount.settings = SMALL
+
+
+def test_unhashed_blocks_go_to_the_front_as_one_group_and_hashed_ones_to_the_back() -> None:
+    pool = BlockPool(7)
+    table = pool.get_new_blocks(4)
+    pool.cache_full_blocks(table, [b"a", b"b"], 0, 2)
+    pool.free_blocks(reversed(table))
+    order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert order == [4, 3, 5, 6, 2, 1]
+
+
+def test_a_block_is_reused_only_when_its_last_holder_lets_go() -> None:
+    pool = BlockPool(3)
+    [block] = pool.get_new_blocks(1)
+    pool.touch([block])
+    pool.free_blocks([block])
+    assert pool.get_num_free_blocks() == 1
+    pool.free_blocks([block])
+    assert pool.get_num_free_blocks() == 2
+
+
+def test_a_cached_block_survives_until_it_is_popped() -> None:
+    pool = BlockPool(3)
+    [block] = pool.get_new_blocks(1)
+    pool.cache_full_blocks([block], [b"a"], 0, 1)
+    pool.free_blocks([block])
+    pool.get_new_blocks(1)
+    assert pool.get_cached_block(b"a") is block, "a block without a hash was there to be taken first"
+    pool.get_new_blocks(1)
+    assert pool.get_cached_block(b"a") is None
+
+
+def test_the_null_block_is_not_usable() -> None:
+    pool = BlockPool(2)
+    assert pool.num_usable_blocks == pool.get_num_free_blocks() == 1
+    assert pool.get_new_blocks(1)[0].block_id == 1
+    with pytest.raises(MinivllmError, match="at least 2"):
+        BlockPool(1)
+
+
+def test_removal_from_the_middle_takes_no_longer_in_a_long_queue() -> None:
+    def links_read(size: int) -> int:
+        blocks = [CountingBlock(block_id) for block_id in range(size)]
+        queue = FreeKVCacheBlockQueue(blocks)
+        CountingBlock.reads = 0
+        queue.remove(blocks[size // 2])
+        return CountingBlock.reads
+
+    assert links_read(1000) == links_read(10)
+
+
+class CountingBlock(KVCacheBlock):
+    reads = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name in ("prev_free_block", "next_free_block"):
+            CountingBlock.reads += 1
+        return super().__getattribute__(name)

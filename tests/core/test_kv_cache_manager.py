@@ -1,0 +1,107 @@
+"""Tables, hits and publication, one by one. The scheduler's tests cover what only shows over several steps."""
+
+import pytest
+
+from minivllm.core.kv_cache_manager import KVCacheManager
+from minivllm.core.request import Request
+from minivllm.scheduler_config import CacheConfig
+
+
+def make(num_gpu_blocks: int = 11, **arguments: object) -> KVCacheManager:
+    return KVCacheManager(CacheConfig(num_gpu_blocks=num_gpu_blocks, block_size=4), max_model_len=32, **arguments)  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: list[int]) -> Request:
+    made = Request(name, prompt, max_tokens=9)
+    made.enable_block_hashes(4)
+    return made
+
+
+def allocate(manager: KVCacheManager, made: Request, count: int, **arguments: object) -> list[int] | None:
+    blocks = manager.allocate_slots(made, count, **arguments)  # type: ignore[arg-type]
+    return None if blocks is None else [block.block_id for block in blocks]
+
+
+def test_a_table_grows_at_its_end_when_its_slots_are_used_up() -> None:
+    manager, a = make(), request("a", [*range(10)])
+    assert allocate(manager, a, 6) == [1, 2]
+    a.num_computed_tokens = 6
+    assert allocate(manager, a, 2) == []
+    a.num_computed_tokens = 8
+    assert allocate(manager, a, 1) == [3]
+    assert manager.get_block_ids("a") == [1, 2, 3]
+
+
+def test_what_does_not_fit_changes_nothing() -> None:
+    manager = make(num_gpu_blocks=4)
+    a, b = request("a", [*range(8)]), request("b", [*range(8), *range(50, 58)])
+    allocate(manager, a, 8)
+    hits, num_tokens = manager.get_computed_blocks(b)
+    assert num_tokens == 8
+    assert allocate(manager, b, 8, new_computed_blocks=hits) is None
+    assert manager.get_block_ids("b") == []
+    assert [block.ref_cnt for block in hits] == [1, 1]
+    assert manager.block_pool.get_num_free_blocks() == 1
+    manager.free(b)
+    assert allocate(manager, b, 4, new_computed_blocks=hits) == [3]
+
+
+def test_the_whole_sequence_must_fit_only_where_that_is_asked() -> None:
+    manager, a = make(num_gpu_blocks=4), request("a", [*range(16)])
+    assert allocate(manager, a, 4, full_sequence_must_fit=True) is None
+    assert allocate(manager, a, 4) == [1]
+
+
+def test_lookahead_slots_end_at_max_model_len() -> None:
+    manager, a = make(), request("a", [*range(30)])
+    assert len(allocate(manager, a, 30, num_lookahead_tokens=20) or []) == 8
+
+
+def test_blocks_are_published_when_scheduled_and_only_full_ones() -> None:
+    manager, a = make(), request("a", [*range(10)])
+    allocate(manager, a, 7)
+    assert manager.get_computed_blocks(request("b", [*range(10)]))[1] == 4
+    a.num_computed_tokens = 7
+    allocate(manager, a, 3)
+    assert manager.get_computed_blocks(request("b", [*range(10)]))[1] == 8
+
+
+def test_delayed_blocks_are_published_on_request() -> None:
+    manager, a, b = make(), request("a", [*range(10)]), request("b", [*range(10)])
+    allocate(manager, a, 9, delay_cache_blocks=True)
+    assert manager.get_computed_blocks(b)[1] == 0
+    manager.cache_blocks(a, 9)
+    assert manager.get_computed_blocks(b)[1] == 8
+
+
+def test_a_prefix_ends_at_the_first_block_that_is_gone() -> None:
+    manager, a = make(), request("a", [*range(12)])
+    allocate(manager, a, 12)
+    manager.free(a)
+    pool = manager.block_pool
+    assert pool.get_new_blocks(7) == pool.blocks[4:11], "the blocks that were never used"
+    pool.get_new_blocks(1)
+    assert manager.get_computed_blocks(request("b", [*range(13)]))[1] == 8, "the tail of a prefix is evicted first"
+
+
+@pytest.mark.parametrize(("length", "found"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_a_hit_leaves_at_least_one_token(length: int, found: int) -> None:
+    manager = make()
+    allocate(manager, request("a", [*range(8)]), 8)
+    assert manager.get_computed_blocks(request("b", [*range(length)]))[1] == found
+
+
+def test_the_watermark_is_a_share_of_all_blocks_for_admissions_beside_others() -> None:
+    manager = make(watermark=0.2)
+    a = request("a", [*range(31)])
+    assert manager.watermark_blocks == 2
+    assert allocate(manager, request("full", [*range(100, 112)]), 12, has_scheduled_reqs=False) == [1, 2, 3]
+    assert allocate(manager, a, 24, has_scheduled_reqs=True) is None
+    assert len(allocate(manager, a, 20, has_scheduled_reqs=True) or []) == 5
+
+
+def test_usage_is_the_share_of_usable_blocks() -> None:
+    manager = make()
+    assert manager.usage == 0.0
+    allocate(manager, request("a", [*range(20)]), 20)
+    assert manager.usage == pytest.approx(0.5)

@@ -1,0 +1,182 @@
+"""Whatever the workload: the books agree, somebody always advances, everybody ends, and no token is wrong.
+
+The model here is a function of the tokens before, and its keys and values are the prefixes themselves. So a request must
+be answered as it would be alone, however its prompt was cut, shared, preempted or guessed ahead.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from conformance.replay import make_scheduler
+from conformance.workloads import random_workload
+from core.invariants import check_scheduler
+from core.worker_double import WorkerDouble
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.core.lora_request import LoRARequest
+from minivllm.core.output import EngineCoreOutput, SchedulerOutput
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler import Scheduler
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+
+SEEDS = st.integers(0, 2**32)
+
+
+def toy_model(token_ids: list[int]) -> int:
+    """The next of four tokens, from the last three: few enough for outputs to share blocks."""
+    return hashlib.sha256(bytes(token & 255 for token in token_ids[-3:])).digest()[0] % 4
+
+
+@dataclass
+class Run:
+    """A workload under way, with everything checked at every step."""
+
+    scheduler: Scheduler
+    rng: Random
+
+    def __post_init__(self) -> None:
+        self.worker = WorkerDouble(self.scheduler.cache_config.block_size, toy_model)
+        self.requests: dict[str, Request] = {}
+        self.received: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add_request(request)
+        self.requests[request.request_id] = request
+        self.received[request.request_id] = []
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED):
+            self.reasons[request_id] = "abort"
+
+    def step(self, aborts_under_way: list[str]) -> None:
+        unfinished = self.scheduler.has_unfinished_requests()
+        output = self.scheduler.schedule()
+        check_scheduler(self.scheduler, under_way=True)
+        self.check_output(output, unfinished)
+        sampled = self.worker.execute(output)
+        self.abort(aborts_under_way)
+        for news in self.scheduler.update_from_output(output, sampled):
+            self.receive(news)
+        self.scheduler.update_draft_token_ids(self.drafts(list(sampled.sampled_token_ids)))
+        check_scheduler(self.scheduler)
+
+    def check_output(self, output: SchedulerOutput, unfinished: bool) -> None:
+        counts = output.num_scheduled_tokens
+        assert all(count > 0 for count in counts.values())
+        assert sum(counts.values()) == output.total_num_scheduled_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert bool(counts) == unfinished, "a step in which nobody advances"
+        assert not output.preempted_req_ids & set(counts)
+        assert not (output.preempted_req_ids and output.scheduled_new_reqs), "admission in a step that preempted"
+
+    def receive(self, news: EngineCoreOutput) -> None:
+        assert news.new_token_ids
+        assert news.request_id not in self.reasons, "news of a request that has ended"
+        self.received[news.request_id] += news.new_token_ids
+        if news.finish_reason is not None:
+            self.reasons[news.request_id] = news.finish_reason
+
+    def drafts(self, request_ids: list[str]) -> dict[str, list[int]]:
+        """Guesses, the first ones often right."""
+        drafts = {}
+        for request_id in request_ids:
+            tokens = list(self.requests[request_id].all_token_ids)
+            for _ in range(self.rng.randint(0, self.scheduler.config.num_speculative_tokens)):
+                tokens.append(toy_model(tokens) if self.rng.random() < 0.7 else self.rng.randrange(4))
+            drafts[request_id] = tokens[self.requests[request_id].num_tokens :]
+        return drafts
+
+    def check_end(self) -> None:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_usable_blocks
+        for request_id, request in self.requests.items():
+            expected = alone(request, self.scheduler.config.max_model_len)
+            received = self.received[request_id]
+            assert received == expected[: len(received)]
+            assert len(received) == len(expected) or self.reasons[request_id] == "abort"
+
+
+def alone(request: Request, max_model_len: int) -> list[int]:
+    """What a request would be answered without any scheduling."""
+    tokens = list(request.prompt_token_ids)
+    while len(tokens) < max_model_len and len(tokens) - request.num_prompt_tokens < request.max_tokens:
+        tokens.append(toy_model(tokens))
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[request.num_prompt_tokens :]
+
+
+def run(scheduler: Scheduler, workload: dict[str, Any], rng: Random) -> None:
+    run = Run(scheduler, rng)
+    entries = workload["requests"]
+    last_arrival = max(entry["arrival_step"] for entry in entries)
+    step = 0
+    while step <= last_arrival or scheduler.has_unfinished_requests():
+        for entry in entries:
+            if entry["arrival_step"] == step:
+                run.add(random_request(entry, scheduler.config, rng))
+        aborts = workload["aborts"].get(str(step), [])
+        under_way = rng.random() < 0.5
+        run.abort([] if under_way else aborts)
+        run.step(aborts if under_way else [])
+        step += 1
+        assert step < 20_000, "the workload does not end"
+    run.check_end()
+
+
+def random_request(entry: dict[str, Any], config: SchedulerConfig, rng: Random) -> Request:
+    adapter = rng.randint(0, config.max_loras + 1) if config.max_loras else 0
+    salt = rng.choice([None, None, "salt"])
+    return Request(
+        entry["id"],
+        [token % 4 for token in entry["prompt"]],
+        max_tokens=entry["max_tokens"],
+        arrival_time=entry["arrival_step"],
+        priority=entry["priority"],
+        stop_token_ids=rng.choice([(), (), (), (3,)]),
+        lora_request=LoRARequest(f"adapter-{adapter}", adapter, "/adapters") if adapter else None,
+        cache_salt=salt,
+        skip_reading_prefix_cache=rng.random() < 0.1,
+        sampling_params=(adapter, salt),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS)
+def test_workloads_in_vllms_default_setting(seed: int) -> None:
+    rng = Random(seed)
+    workload = random_workload(rng)
+    run(make_scheduler(workload["config"]), workload, rng)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS)
+def test_workloads_with_drafts_adapters_watermark_and_all_else(seed: int) -> None:
+    rng = Random(seed)
+    workload = random_workload(rng)
+    config = workload["config"]
+    num_drafts, num_lookahead = rng.choice([0, 1, 2, 4]), rng.choice([0, 0, 3])
+    scheduler_config = SchedulerConfig(
+        max_model_len=config["max_model_len"],
+        max_num_seqs=config["max_num_seqs"],
+        max_num_batched_tokens=config["max_num_batched_tokens"] if rng.random() < 0.5 else config["max_model_len"],
+        long_prefill_token_threshold=config["long_prefill_token_threshold"],
+        policy=config["policy"],
+        enable_chunked_prefill=config["enable_chunked_prefill"],
+        scheduler_reserve_full_isl=rng.random() < 0.5,
+        watermark=rng.choice([0.0, 0.0, 0.1, 0.5]),
+        max_loras=rng.choice([0, 1, 2]),
+        num_speculative_tokens=num_drafts,
+        num_lookahead_tokens=num_lookahead,
+        static_batching=rng.random() < 0.2,
+    )
+    most_extra = -(-(num_drafts + num_lookahead) // config["block_size"])
+    cache_config = CacheConfig(
+        num_gpu_blocks=config["num_blocks"] + most_extra,
+        block_size=config["block_size"],
+        enable_prefix_caching=config["enable_prefix_caching"],
+    )
+    run(Scheduler(scheduler_config, cache_config), workload, rng)

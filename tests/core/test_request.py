@@ -1,0 +1,67 @@
+"""The request's own numbers, its end, and what it refuses."""
+
+import pytest
+
+from minivllm.core.lora_request import LoRARequest
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.stop import check_stop
+from minivllm.errors import MinivllmError
+
+
+def test_lengths_follow_the_tokens() -> None:
+    request = Request("r", [1, 2, 3], max_tokens=5)
+    request.append_output_token_id(7)
+    request.spec_token_ids = [8, 9]
+    assert (request.num_prompt_tokens, request.num_output_tokens) == (3, 1)
+    assert (request.num_tokens, request.num_tokens_with_spec) == (4, 6)
+    assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [7])
+    assert list(request.all_token_ids) == [1, 2, 3, 7]
+
+
+def test_the_callers_prompt_is_not_changed() -> None:
+    prompt = [1, 2]
+    Request("r", prompt, max_tokens=5).append_output_token_id(3)
+    assert prompt == [1, 2]
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "words"), [([], 1, "is empty"), ([1], 0, "max_tokens of request")])
+def test_a_request_that_makes_no_sense_is_refused(prompt: list[int], max_tokens: int, words: str) -> None:
+    with pytest.raises(MinivllmError, match=words):
+        Request("r", prompt, max_tokens=max_tokens)
+
+
+def test_adapters_are_numbered_from_one() -> None:
+    with pytest.raises(MinivllmError, match="numbered from 1"):
+        LoRARequest("adapter", 0, "/adapters/a")
+
+
+@pytest.mark.parametrize("status", list(RequestStatus))
+def test_a_finished_status_and_only_that_has_a_reason(status: RequestStatus) -> None:
+    assert status.is_finished == (status.name.startswith("FINISHED"))
+    assert (status.finish_reason is not None) == status.is_finished
+
+
+def stopped(token_id: int, max_model_len: int = 100, **arguments: object) -> tuple[str | None, int | None]:
+    request = Request("r", [1, 2], **{"max_tokens": 10, **arguments})  # type: ignore[arg-type]
+    request.append_output_token_id(token_id)
+    assert check_stop(request, token_id, max_model_len) == request.status.is_finished
+    return request.status.finish_reason, request.stop_reason
+
+
+def test_what_stops_a_request() -> None:
+    assert stopped(5) == (None, None)
+    assert stopped(5, eos_token_ids=[4, 5]) == ("stop", None)
+    assert stopped(5, stop_token_ids=[5]) == ("stop", 5)
+    assert stopped(5, max_tokens=1) == ("length", None)
+    assert stopped(5, max_model_len=3) == ("length", None)
+    assert stopped(5, max_model_len=4) == (None, None)
+
+
+def test_eos_comes_before_stop_tokens_and_both_before_length() -> None:
+    assert stopped(5, eos_token_ids=[5], stop_token_ids=[5], max_tokens=1) == ("stop", None)
+    assert stopped(5, stop_token_ids=[5], max_tokens=1) == ("stop", 5)
+
+
+def test_ignored_eos_may_still_be_a_stop_token() -> None:
+    assert stopped(5, eos_token_ids=[5], ignore_eos=True) == (None, None)
+    assert stopped(5, eos_token_ids=[5], ignore_eos=True, stop_token_ids=[5]) == ("stop", 5)

@@ -1,0 +1,572 @@
+"""The rules of a step, one by one."""
+
+import pytest
+from core.driving import Drive, make_scheduler
+
+from minivllm.core.lora_request import LoRARequest
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import RequestStatus
+from minivllm.errors import MinivllmError
+
+
+def drive(**settings: object) -> Drive:
+    return Drive(make_scheduler(**settings))
+
+
+# No phases: each step, what is computed catches up with what is known
+
+
+def test_a_prompt_in_one_step_then_one_token_a_step() -> None:
+    d = drive()
+    d.add("a", 6, max_tokens=3)
+    assert [d.step() for _ in range(3)] == [{"a": 6}, {"a": 1}, {"a": 1}]
+    assert not d.scheduler.has_unfinished_requests()
+    assert d.news[0].finish_reason == "length"
+
+
+def test_computed_tokens_advance_when_scheduled() -> None:
+    d = drive()
+    request = d.add("a", 6)
+    d.schedule()
+    assert request.num_computed_tokens == 6
+
+
+def test_a_prompt_is_cut_to_the_budget_and_only_its_last_chunk_samples() -> None:
+    d = drive(max_num_batched_tokens=4)
+    d.add("a", 10)
+    assert [d.step() for _ in range(4)] == [{"a": 4}, {"a": 4}, {"a": 2}, {"a": 1}]
+    assert d.worker.requests["a"].token_ids[10:] == [10**6 + 1, 10**6 + 2]
+
+
+def test_decodes_and_a_chunk_share_a_step_running_requests_first() -> None:
+    d = drive(max_num_batched_tokens=4)
+    d.add("a", 4)
+    d.step()
+    d.add("b", 6)
+    assert [d.step() for _ in range(2)] == [{"a": 1, "b": 3}, {"a": 1, "b": 3}]
+
+
+def test_a_chunk_admitted_earlier_goes_before_a_decode_admitted_later() -> None:
+    d = drive(max_num_batched_tokens=6)
+    d.add("long", 20)
+    d.add("b", 2)
+    assert d.step() == {"long": 6}, "order of admission, not decodes first"
+    assert d.step() == {"long": 6}
+
+
+def test_a_running_request_without_budget_waits_for_the_next_step() -> None:
+    d = drive(max_num_batched_tokens=2)
+    for name in "abc":
+        d.add(name, 1, max_tokens=20)
+    seen = [tuple(d.step()) for _ in range(4)]
+    assert seen == [("a", "b")] * 4, "the budget is smaller than the batch: c starves"
+
+
+def test_max_num_seqs_limits_who_runs() -> None:
+    d = drive(max_num_seqs=2)
+    for name in "abc":
+        d.add(name, 2, max_tokens=2)
+    assert d.step() == {"a": 2, "b": 2}
+    d.step()
+    assert d.step() == {"c": 2}
+
+
+def test_the_last_token_of_max_model_len_is_sampled_and_never_computed() -> None:
+    d = drive(max_model_len=8)
+    request = d.add("a", 7, max_tokens=99)
+    assert d.step() == {"a": 7}
+    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert request.num_tokens == 8
+
+
+# Admission
+
+
+def test_a_request_that_does_not_fit_blocks_those_behind_it() -> None:
+    d = drive()
+    d.add("a", 20, max_tokens=20)
+    d.add("big", 24)
+    d.add("small", 1)
+    assert d.step() == {"a": 20}
+    assert d.waiting() == ["big", "small"]
+
+
+def test_admission_needs_room_for_the_whole_prompt_even_if_it_comes_in_chunks() -> None:
+    for reserve, expected in ((True, ["a"]), (False, ["a", "b"])):
+        d = drive(max_num_batched_tokens=12, scheduler_reserve_full_isl=reserve)
+        d.add("a", 8, max_tokens=9)
+        d.add("b", 36, max_tokens=1)
+        d.step()
+        assert d.running() == expected
+
+
+def test_admission_takes_equality_and_does_not_count_max_tokens() -> None:
+    d = drive()
+    d.add("a", 20, max_tokens=20)
+    d.add("b", 20, max_tokens=20)
+    assert d.step() == {"a": 20, "b": 20}
+    assert d.free() == []
+
+
+def test_hit_blocks_that_lie_free_are_not_free_to_be_given_out() -> None:
+    d = drive()
+    d.add("a", [*range(16)], max_tokens=1)
+    d.step()
+    d.add("b", 24, max_tokens=9)
+    d.step()
+    assert len(d.free()) == 4
+    # Four blocks are free, and all four are hits: the fifth block is not there.
+    d.add("c", [*range(16), 99], max_tokens=1)
+    assert d.step() == {"b": 1}
+    assert d.waiting() == ["c"]
+
+
+def test_hit_blocks_that_others_hold_cost_nothing() -> None:
+    d = drive()
+    d.add("a", [*range(16)], max_tokens=20)
+    d.step()
+    d.add("b", 20, max_tokens=9)
+    d.step()
+    assert len(d.free()) == 0
+    d.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    d.add("c", [*range(16), 99], max_tokens=1)
+    assert d.step() == {"a": 1, "c": 1}
+
+
+def test_the_watermark_holds_for_admissions_while_something_runs() -> None:
+    d = drive(watermark=0.5)
+    d.add("a", 36, max_tokens=4)
+    assert d.step() == {"a": 36}, "nothing runs: no watermark"
+    d = drive(watermark=0.5)
+    d.add("a", 4, max_tokens=20)
+    d.add("b", 20)
+    assert d.step() == {"a": 4}, "9 blocks are free, 5 are wanted, 5 must stay"
+    d.add("c", 1)
+    assert d.waiting() == ["b", "c"]
+    d.step()
+    assert len(d.blocks("a")) == 2, "a running request takes what it needs"
+
+
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_with_room() -> None:
+    d = drive(enable_chunked_prefill=False, max_num_batched_tokens=40)
+    d.add("a", 30)
+    d.add("b", 11)
+    d.add("c", 2)
+    assert d.step() == {"a": 30}, "b does not fit into what is left, and blocks c"
+    d.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert d.step() == {"b": 11, "c": 2}
+
+
+def test_static_batching_admits_only_into_an_empty_batch() -> None:
+    d = drive(static_batching=True, max_num_seqs=2)
+    d.add("a", 2, max_tokens=1)
+    d.add("b", 2, max_tokens=3)
+    d.add("c", 2)
+    assert [d.step() for _ in range(4)] == [{"a": 2, "b": 2}, {"b": 1}, {"b": 1}, {"c": 2}]
+
+
+# The threshold for long prompts
+
+
+def test_the_threshold_caps_first_and_later_chunks() -> None:
+    d = drive(long_prefill_token_threshold=4)
+    d.add("a", 10)
+    d.add("b", 6)
+    assert [d.step() for _ in range(3)] == [{"a": 4, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 1}]
+
+
+def test_the_threshold_spares_a_request_that_is_alone() -> None:
+    d = drive(long_prefill_token_threshold=4)
+    d.add("a", 10)
+    assert d.step() == {"a": 10}
+
+
+def test_a_waiting_request_ends_being_alone() -> None:
+    d = drive(long_prefill_token_threshold=4, max_num_seqs=1)
+    d.add("a", 10)
+    d.add("b", 10)
+    assert d.step() == {"a": 4}
+
+
+# The prefix cache
+
+
+def test_a_whole_copy_recomputes_at_least_one_token() -> None:
+    d = drive()
+    d.add("a", [*range(8)], max_tokens=1)
+    d.step()
+    d.add("b", [*range(8)], max_tokens=1)
+    assert d.step() == {"b": 4}, "8 tokens are cached, 7 may be found, 4 of them in full blocks"
+    assert d.news[0].num_cached_tokens == 4
+
+
+def test_two_equal_prompts_share_in_the_step_that_computes_them() -> None:
+    d = drive()
+    d.add("a", [*range(10)])
+    d.add("b", [*range(10)])
+    assert d.step() == {"a": 10, "b": 2}
+    assert d.blocks("a")[:2] == d.blocks("b")[:2]
+
+
+def test_equal_blocks_filled_apart_are_not_merged() -> None:
+    d = drive(max_num_batched_tokens=4)
+    d.add("a", [*range(3)], max_tokens=9)
+    d.add("b", [*range(3)], max_tokens=9)
+    d.worker.next_token = len
+    for _ in range(5):
+        d.step()
+    tables = d.blocks("a"), d.blocks("b")
+    assert not set(tables[0]) & set(tables[1])
+
+
+def test_skip_reading_prefix_cache_still_publishes() -> None:
+    d = drive()
+    d.add("a", [*range(8)], max_tokens=1, skip_reading_prefix_cache=True)
+    d.step()
+    d.add("b", [*range(8)], max_tokens=1, skip_reading_prefix_cache=True)
+    assert d.step() == {"b": 8}
+    d.add("c", [*range(8)], max_tokens=1)
+    assert d.step() == {"c": 4}
+
+
+def test_salts_and_adapters_do_not_share() -> None:
+    d = drive(max_loras=2)
+    prompt = [*range(8)]
+    d.add("plain", prompt, max_tokens=1, sampling_params="plain")
+    d.add("salted", prompt, max_tokens=1, cache_salt="salt", sampling_params="salted")
+    d.add("adapter", prompt, max_tokens=1, lora_request=LoRARequest("x", 1, "/x"), sampling_params="adapter")
+    assert d.step() == {"plain": 8, "salted": 8, "adapter": 8}
+
+
+def test_prefix_caching_can_be_off() -> None:
+    d = drive(enable_prefix_caching=False)
+    d.add("a", [*range(8)], max_tokens=1)
+    d.add("b", [*range(8)], max_tokens=1)
+    assert d.step() == {"a": 8, "b": 8}
+    assert d.free() == [4, 3, 2, 1, 5, 6, 7, 8, 9, 10], "reversed, to the front"
+
+
+def test_freed_blocks_unhashed_to_the_front_hashed_to_the_back() -> None:
+    d = drive()
+    d.add("a", 10, max_tokens=1)
+    d.step()
+    assert d.free() == [3, 4, 5, 6, 7, 8, 9, 10, 2, 1]
+
+
+def test_stats_count_admissions_and_only_those() -> None:
+    d = drive()
+    d.add("a", [*range(8)], max_tokens=20)
+    d.step()
+    d.add("b", [*range(8), *range(100, 130)], max_tokens=1)
+    d.step()
+    stats = d.scheduler.make_stats()
+    assert (stats.num_running_reqs, stats.num_waiting_reqs) == (1, 1), "b was looked up and did not fit"
+    assert stats.prefix_cache_stats.requests == 1
+    d.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    d.step()
+    counts = d.scheduler.make_stats().prefix_cache_stats
+    assert (counts.requests, counts.queries, counts.hits) == (1, 38, 8)
+
+
+def test_reset_prefix_cache() -> None:
+    d = drive()
+    d.add("a", [*range(8)], max_tokens=2)
+    d.step()
+    assert not d.scheduler.reset_prefix_cache(), "a holds blocks"
+    d.step()
+    assert d.scheduler.reset_prefix_cache()
+    d.add("b", [*range(8)], max_tokens=1)
+    assert d.step() == {"b": 8}
+
+
+# Preemption
+
+
+def test_fcfs_preempts_the_last_running_request_and_admits_nobody_in_that_step() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16)
+    a, b = d.add("a", 8, max_tokens=8), d.add("b", 7, max_tokens=5)
+    d.step()
+    d.add("c", 1)
+    assert d.step() == {"a": 1}
+    assert b.status is RequestStatus.PREEMPTED
+    assert (b.num_computed_tokens, b.num_output_tokens, b.num_preemptions) == (0, 1, 1), "it keeps its output"
+    assert d.waiting() == ["b", "c"], "it waits at the head"
+    assert d.scheduler.make_stats().num_preemptions == 1
+    assert a.status is RequestStatus.RUNNING
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16)
+    d.add("a", 8, max_tokens=2)
+    b = d.add("b", 7, max_tokens=5)
+    d.step()
+    assert d.step() == {"a": 1}
+    assert d.step() == {"b": 4}, "prompt and output are 8 tokens, 4 of them found"
+    assert b.num_cached_tokens == 0, "told to the client: the hit of the first admission"
+    counts = d.scheduler.make_stats().prefix_cache_stats
+    assert (counts.preempted_requests, counts.preempted_queries, counts.preempted_hits) == (1, 8, 4)
+
+
+def test_fcfs_a_request_may_preempt_itself() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16)
+    d.add("a", 6, max_tokens=9)
+    d.add("b", 8, max_tokens=8)
+    d.step()
+    assert d.step() == {"a": 1}, "b is last itself"
+    assert d.waiting() == ["b"]
+
+
+def test_several_victims_keep_their_order() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16, enable_prefix_caching=False)
+    d.add("a", 8, max_tokens=8)
+    d.add("b", 4, max_tokens=4)
+    d.add("c", 4, max_tokens=4)
+    d.step()
+    for _ in range(4):
+        d.step()
+    assert d.running() == ["a"]
+    assert d.waiting() == ["b", "c"]
+
+
+def test_priority_preempts_the_worst_wherever_it_stands() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16, policy="priority")
+    d.add("worst", 7, max_tokens=9, priority=9)
+    d.step()
+    d.add("best", 8, max_tokens=8, priority=1)
+    d.step()
+    assert d.running() == ["worst", "best"]
+    # `worst` needs no block in this step, was scheduled first, and loses its place to `best` behind it.
+    assert d.step() == {"best": 1}
+    assert d.waiting() == ["worst"]
+
+
+def test_priority_ties_go_by_arrival() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16, policy="priority")
+    d.add("late", 7, max_tokens=8, arrival_time=2.0)
+    d.step()
+    d.add("early", 8, max_tokens=8, arrival_time=1.0)
+    d.step()
+    assert d.step() == {"early": 1}
+
+
+def test_priority_a_victim_that_is_the_requester_lets_the_next_one_go_on() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16, policy="priority")
+    d.add("worst", 7, max_tokens=9, priority=9)
+    d.step()
+    d.add("best", 6, max_tokens=9, priority=1)
+    d.step()
+    assert d.running() == ["worst", "best"]
+    assert d.step() == {"best": 1}, "`worst` finds no third block and goes itself; `best` still has its turn"
+
+
+def test_a_scheduled_victims_tokens_return_to_the_budget() -> None:
+    d = drive(num_gpu_blocks=6, max_model_len=16, policy="priority", max_num_batched_tokens=8)
+    d.add("worst", 7, max_tokens=9, priority=9)
+    d.step()
+    d.add("first", 4, max_tokens=9, priority=0)
+    d.add("second", 3, max_tokens=9, priority=1)
+    d.step()
+    output = d.schedule()
+    assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
+
+
+def test_the_worst_waiting_request_is_admitted_last_under_priority() -> None:
+    d = drive(policy="priority", max_num_seqs=1)
+    for name, priority in (("c", 3), ("a", 1), ("b", 2)):
+        d.add(name, 2, max_tokens=1, priority=priority)
+    assert [tuple(d.step()) for _ in range(3)] == [("a",), ("b",), ("c",)]
+
+
+# Ends
+
+
+def test_requests_that_end_free_their_blocks_in_the_order_of_scheduling() -> None:
+    d = drive()
+    d.add("a", 3, max_tokens=1)
+    d.add("b", 3, max_tokens=1)
+    d.step()
+    assert d.free()[:2] == [2, 1]
+
+
+def test_the_worker_hears_once_who_finished() -> None:
+    d = drive()
+    d.add("a", 3, max_tokens=1)
+    d.add("b", 3, max_tokens=3)
+    d.step()
+    assert d.scheduler.has_finished_requests()
+    assert d.schedule().finished_req_ids == {"a"}
+    assert not d.scheduler.has_finished_requests()
+
+
+def test_abort_of_a_running_a_waiting_and_a_preempted_request() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16)
+    d.add("running", 8, max_tokens=8)
+    d.add("preempted", 7, max_tokens=8)
+    d.step()
+    d.add("waiting", 8)
+    d.step()
+    assert (d.running(), d.waiting()) == (["running"], ["preempted", "waiting"])
+    ended = d.scheduler.finish_requests(
+        ["waiting", "unknown", "running", "preempted", "running"], RequestStatus.FINISHED_ABORTED
+    )
+    assert ended == ["waiting", "running", "preempted"]
+    assert not d.scheduler.has_unfinished_requests()
+    assert len(d.free()) == 4
+    assert d.step() == {}
+
+
+def test_a_request_aborted_while_its_step_runs_has_no_news() -> None:
+    d = drive()
+    d.add("a", 3)
+    output = d.schedule()
+    d.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert d.scheduler.update_from_output(output, ModelRunnerOutput({"a": [7]})) == []
+    assert d.schedule().finished_req_ids == {"a"}
+
+
+def test_logprobs_are_cut_where_the_tokens_are() -> None:
+    d = drive(num_speculative_tokens=2)
+    d.add("a", 3, max_tokens=3)
+    d.step({"a": [5, 6]})
+    output = d.schedule()
+    sampled = ModelRunnerOutput({"a": [5, 6, 7]}, logprobs={"a": ["five", "six", "seven"]})
+    [news] = d.scheduler.update_from_output(output, sampled)
+    assert (news.new_token_ids, news.new_logprobs) == ([5, 6], ["five", "six"])
+
+
+# Adapters
+
+
+def adapter(number: int) -> LoRARequest:
+    return LoRARequest(f"adapter-{number}", number, f"/adapters/{number}")
+
+
+def test_a_request_over_the_adapter_limit_is_skipped_and_keeps_its_place() -> None:
+    d = drive(max_loras=1, max_num_seqs=3)
+    d.add("one", 2, max_tokens=2, lora_request=adapter(1))
+    d.add("two", 2, lora_request=adapter(2))
+    d.add("again", 2, max_tokens=2, lora_request=adapter(1))
+    d.add("base", 2, max_tokens=2)
+    d.add("base too", 2)
+    assert d.step() == {"one": 2, "again": 2, "base": 2}
+    assert d.waiting() == ["two", "base too"]
+    d.step()
+    assert d.step() == {"two": 2, "base too": 2}
+
+
+# Drafts
+
+
+def test_drafts_are_extra_tokens_and_rejected_ones_are_rolled_back() -> None:
+    d = drive(num_speculative_tokens=3)
+    request = d.add("a", 5, max_tokens=9)
+    d.step({"a": [10**6 + 2, 10**6 + 3, 0]})
+    output = d.schedule()
+    assert output.num_scheduled_tokens == {"a": 4}
+    assert output.scheduled_spec_decode_tokens == {"a": [10**6 + 2, 10**6 + 3, 0]}
+    assert request.num_computed_tokens == 9
+    [news] = d.scheduler.update_from_output(output, d.worker.execute(output))
+    assert news.new_token_ids == [10**6 + 2, 10**6 + 3, 10**6 + 4], "two drafts and one token of its own"
+    assert request.num_computed_tokens == request.num_tokens - 1 == 8
+    assert d.step() == {"a": 1}
+    stats = d.scheduler.make_stats().spec_decoding_stats
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 3, 2)
+    assert stats.num_accepted_tokens_per_pos == [1, 1, 0]
+
+
+def test_drafts_are_never_published() -> None:
+    d = drive(num_speculative_tokens=3)
+    d.add("a", [1, 2], max_tokens=20)
+    d.step({"a": [7, 8, 9]})
+    d.schedule()
+    pool = d.scheduler.kv_cache_manager.block_pool
+    assert len(d.blocks("a")) == 2
+    assert len(pool.cached_block_hash_to_block) == 0, "the first block is full, but with drafts"
+
+
+def test_drafts_without_room_are_dropped() -> None:
+    d = drive(num_speculative_tokens=3, max_num_batched_tokens=3)
+    d.add("a", 1, max_tokens=9)
+    d.add("b", 1, max_tokens=9)
+    d.step({"a": [7], "b": [7, 8, 9]})
+    output = d.schedule()
+    assert output.num_scheduled_tokens == {"a": 2, "b": 1}
+    assert output.scheduled_spec_decode_tokens == {"a": [7]}
+    assert not d.scheduler.requests["b"].spec_token_ids
+
+
+def test_drafts_stop_before_max_model_len() -> None:
+    d = drive(num_speculative_tokens=3, max_model_len=8)
+    d.add("a", 5, max_tokens=9)
+    d.step({"a": [1, 2, 3]})
+    assert d.schedule().num_scheduled_tokens == {"a": 2}, "6 tokens are known, the eighth is the last"
+
+
+def test_drafts_for_an_unfinished_prompt_are_ignored() -> None:
+    d = drive(num_speculative_tokens=3, max_num_batched_tokens=4)
+    request = d.add("a", 5, max_tokens=9)
+    d.step({"a": [1, 2], "gone": [1]})
+    assert request.spec_token_ids == []
+
+
+def test_a_stop_token_among_accepted_drafts_ends_the_request_there() -> None:
+    d = drive(num_speculative_tokens=3)
+    d.add("a", 5, max_tokens=9, stop_token_ids=[8])
+    d.step({"a": [7, 8, 9]})
+    output = d.schedule()
+    [news] = d.scheduler.update_from_output(output, ModelRunnerOutput({"a": [7, 8, 9, 10]}))
+    assert (news.new_token_ids, news.finish_reason, news.stop_reason) == ([7, 8], "stop", 8)
+
+
+def test_too_many_drafts_are_refused() -> None:
+    d = drive(num_speculative_tokens=1)
+    d.add("a", 5)
+    d.step()
+    with pytest.raises(MinivllmError, match="num_speculative_tokens is 1"):
+        d.scheduler.update_draft_token_ids({"a": [1, 2]})
+
+
+def test_lookahead_slots_are_allocated_beyond_the_tokens() -> None:
+    d = drive(num_lookahead_tokens=4)
+    d.add("a", 4)
+    d.step()
+    assert len(d.blocks("a")) == 2
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"request_id": "a", "prompt": 3}, "exists already"),
+        ({"request_id": "b", "prompt": 40}, "a prompt may have 39"),
+        ({"request_id": "b", "prompt": 3, "lora_request": adapter(1)}, "max_loras is 0"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused(arguments: dict, words: str) -> None:
+    d = drive()
+    d.add("a", 3)
+    with pytest.raises(MinivllmError, match=words):
+        d.add(**arguments)
+    assert d.waiting() == ["a"]
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "fits"), [(9, 8, True), (9, 9, False), (16, 1, True), (1, 17, False)])
+def test_a_request_larger_than_the_pool_is_refused_with_the_length_that_would_fit(
+    prompt: int, max_tokens: int, fits: bool
+) -> None:
+    d = drive(num_gpu_blocks=5)
+    if fits:
+        d.add("a", prompt, max_tokens=max_tokens)
+        for _ in range(max_tokens):
+            d.step()
+        assert not d.scheduler.has_unfinished_requests()
+        return
+    with pytest.raises(MinivllmError, match="17 tokens together"):
+        d.add("a", prompt, max_tokens=max_tokens)
+
+
+def test_max_model_len_bounds_what_a_request_may_need() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=17)
+    d.add("a", 9, max_tokens=99)

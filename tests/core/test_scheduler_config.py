@@ -1,0 +1,42 @@
+"""A configuration that cannot work is refused, in words that say what would."""
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+        ({"long_prefill_token_threshold": -1}, "must not be negative"),
+        ({"long_prefill_token_threshold": 65}, "exceeds max_model_len"),
+        ({"max_loras": -1}, "max_loras is -1"),
+        ({"num_speculative_tokens": -1}, "must not be negative"),
+        ({"num_lookahead_tokens": -1}, "must not be negative"),
+        ({"policy": "random"}, "known are fcfs, priority"),
+        ({"watermark": 1.0}, "watermark is 1.0"),
+        ({"watermark": -0.1}, "watermark is -0.1"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 63}, "without chunked prefill"),
+    ],
+)
+def test_scheduler_config_refuses(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(MinivllmError, match=words):
+        SchedulerConfig(**{"max_model_len": 64, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [({"block_size": 0}, "block_size is 0"), ({"num_gpu_blocks": 1}, "block 0 is the null")]
+)
+def test_cache_config_refuses(arguments: dict[str, int], words: str) -> None:
+    with pytest.raises(MinivllmError, match=words):
+        CacheConfig(**{"num_gpu_blocks": 10, **arguments})
+
+
+def test_the_edges_are_allowed() -> None:
+    SchedulerConfig(max_model_len=2, max_num_seqs=8, max_num_batched_tokens=1, long_prefill_token_threshold=2)
+    SchedulerConfig(max_model_len=64, max_num_batched_tokens=64, enable_chunked_prefill=False)
+    CacheConfig(num_gpu_blocks=2, block_size=1)

@@ -1,0 +1,103 @@
+"""A worker without a model, for tests: it knows only what the scheduler tells it, and remembers what each slot holds.
+
+In place of keys and values a slot holds the whole prefix that ends there (as a running hash). A forward pass writes the
+scheduled tokens of all requests, then reads back every position that each of them attends to. So a block that was never
+computed, was given to two requests, or was overwritten too early is a failed assertion, as it would be a wrong token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+
+NextToken = Callable[[list[int]], int]
+
+
+@dataclass
+class WorkerRequest:
+    token_ids: list[int]
+    block_ids: list[int]
+    namespace: object
+
+
+@dataclass
+class WorkerDouble:
+    """`next_token(token_ids)` is what the model would sample after these tokens.
+
+    A request's `sampling_params` stand for what else its keys and values depend on: an adapter, say.
+    """
+
+    block_size: int
+    next_token: NextToken
+    slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    requests: dict[str, WorkerRequest] = field(default_factory=dict)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One forward pass. Raises `AssertionError` if a request would attend to what is not its own prefix."""
+        starts = self._update_states(output)
+        for request_id, count in output.num_scheduled_tokens.items():
+            self._write(request_id, starts[request_id], count, output.scheduled_spec_decode_tokens.get(request_id, []))
+        sampled: dict[str, list[int]] = {}
+        for request_id, count in output.num_scheduled_tokens.items():
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            self._check_reads(request_id, starts[request_id] + count, drafts)
+            tokens = self._sample(request_id, starts[request_id] + count, drafts)
+            if tokens:
+                sampled[request_id] = tokens
+                self.requests[request_id].token_ids += tokens
+        return ModelRunnerOutput(sampled)
+
+    def _update_states(self, output: SchedulerOutput) -> dict[str, int]:
+        for request_id in output.finished_req_ids | output.preempted_req_ids:
+            self.requests.pop(request_id, None)
+        starts: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in self.requests
+            self.requests[new.req_id] = WorkerRequest(
+                list(new.prefill_token_ids), list(new.block_ids), new.sampling_params
+            )
+            starts[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            self.requests[request_id].block_ids += block_ids or []
+            starts[request_id] = start
+        assert list(starts) == list(dict.fromkeys(starts))
+        assert set(starts) == set(output.num_scheduled_tokens)
+        return starts
+
+    def _prefixes(self, request_id: str, stop: int, drafts: list[int]) -> list[int]:
+        request = self.requests[request_id]
+        prefixes, running = [], hash(request.namespace)
+        for token_id in [*request.token_ids, *drafts][:stop]:
+            running = hash((running, token_id))
+            prefixes.append(running)
+        assert len(prefixes) == stop
+        return prefixes
+
+    def _slot(self, request_id: str, position: int) -> tuple[int, int]:
+        block_id = self.requests[request_id].block_ids[position // self.block_size]
+        assert block_id != 0, "the null block was handed out"
+        return block_id, position % self.block_size
+
+    def _write(self, request_id: str, start: int, count: int, drafts: list[int]) -> None:
+        prefixes = self._prefixes(request_id, start + count, drafts)
+        for position in range(start, start + count):
+            self.slots[self._slot(request_id, position)] = prefixes[position]
+
+    def _check_reads(self, request_id: str, stop: int, drafts: list[int]) -> None:
+        for position, prefix in enumerate(self._prefixes(request_id, stop, drafts)):
+            slot = self._slot(request_id, position)
+            assert self.slots.get(slot) == prefix, f"{request_id} reads another prefix at position {position}"
+
+    def _sample(self, request_id: str, stop: int, drafts: list[int]) -> list[int]:
+        known = self.requests[request_id].token_ids
+        if stop < len(known):
+            return []
+        sampled = [self.next_token(known)]
+        for draft in drafts:
+            if draft != sampled[-1]:
+                break
+            sampled.append(self.next_token(known + sampled))
+        return sampled
