@@ -1,7 +1,5 @@
 """Lesson 01: its numbers are exact, its kernels are right, its exercise catches what people get wrong."""
 
-import itertools
-
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, awkward_lengths, reference_attention
@@ -156,7 +154,7 @@ def test_append_and_attend_are_the_decode_step(device):
     assert_close(lesson.decode_attention(q, keys, values, counts + 1), torch.stack(expected))
 
 
-@pytest.mark.parametrize(("head_dim", "group"), list(itertools.product((64, 80, 128), (1, 8))))
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (80, 4), (128, 1)])
 def test_decode_kernel_compiles_everywhere(head_dim, group):
     pointers = dict.fromkeys(("out", "q", "keys", "values"), "*bf16")
     assert_compiles(
@@ -171,7 +169,7 @@ def test_decode_kernel_compiles_everywhere(head_dim, group):
 
 def test_append_kernel_compiles_everywhere():
     pointers = dict.fromkeys(("keys", "values", "k", "v"), "*bf16")
-    sizes = {"lengths": "*i32", "slots": 2048, "WIDTH": 1024, "BLOCK": 1024}
+    sizes = {"lengths": "*i32", "slots": 2048, "WIDTH": 4096, "BLOCK": 4096}
     assert_compiles(lesson.append_kernel, {**pointers, **sizes}, load_bytes=16)
 
 

@@ -1,0 +1,128 @@
+"""Exercises: what passes, what is missing in one line, and mistakes that are not the learner's."""
+
+import textwrap
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.lab import exercise
+from minivllm.lab.exercise import check_here, checks_of, load, mutate, run_checks
+
+
+def module(tmp_path, source):
+    path = tmp_path / "answer.py"
+    path.write_text(textwrap.dedent(source))
+    return load(path)
+
+
+def problem(tmp_path, source, check):
+    (result,) = run_checks(module(tmp_path, source), [check])
+    return result.problem
+
+
+def check_double(answer):
+    """Twice two is four.
+
+    More about it.
+    """
+    found = answer.double(2)
+    assert found == 4, f"double(2) is {found}, not 4"
+
+
+def test_a_right_answer_passes(tmp_path):
+    (result,) = run_checks(module(tmp_path, "def double(x): return 2 * x"), [check_double])
+    assert result.passed
+    assert (result.name, result.statement) == ("double", "Twice two is four.")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def double(x): return 3", "double(2) is 3, not 4"),
+        ("def double(x): raise NotImplementedError('add x to x')", "not written yet: add x to x"),
+        ("def double(x): raise NotImplementedError", "not written yet"),
+        ("def other(x): return x", "there is no 'double' yet"),
+        ("def double(x):\n    return (\n        x + y\n    )", "NameError: name 'y' is not defined (line 3: x + y)"),
+        ("def double(x): return int('two\\nlines', 10)", "(line 1: def double(x)"),
+        ("import sys\ndef double(x): sys.exit(3)", "SystemExit: 3"),
+        ("def double(x): return {}.nothing", "AttributeError: 'dict' object has no attribute 'nothing'"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(tmp_path, source, said):
+    found = problem(tmp_path, source, check_double)
+    assert said in found
+    assert "\n" not in found
+
+
+def test_a_bare_assert_shows_its_own_line(tmp_path):
+    (tmp_path / "checks.py").write_text("def check_double(answer):\n    assert answer.double(2) == 4\n")
+    check = load(tmp_path / "checks.py").check_double
+    assert problem(tmp_path, "def double(x): return 3", check) == "this must hold: assert answer.double(2) == 4"
+
+
+def test_a_file_that_cannot_be_imported_names_the_line(tmp_path):
+    with pytest.raises(MinivllmError, match=r"answer.py cannot be imported: line 2: "):
+        module(tmp_path, "x = 1\ndef f(:")
+    with pytest.raises(MinivllmError, match=r"ZeroDivisionError: .* \(line 2: y = 1 / 0\)"):
+        module(tmp_path, "x = 1\ny = 1 / 0")
+    with pytest.raises(MinivllmError, match="cannot read"):
+        load(tmp_path / "nothing.py")
+
+
+def test_a_learners_edit_is_seen_at_once(tmp_path):
+    assert not run_checks(module(tmp_path, "def double(x): return 3"), [check_double])[0].passed
+    assert run_checks(module(tmp_path, "def double(x): return 4"), [check_double])[0].passed
+
+
+def test_a_mutant_replaces_exactly_one_place(tmp_path):
+    path = tmp_path / "answer.py"
+    path.write_text("def double(x): return 2 * x\n")
+    assert mutate(path, "2 * x", "3 * x").double(2) == 6
+    assert path.read_text() == "def double(x): return 2 * x\n"
+    for old in ("nowhere", "x"):
+        with pytest.raises(MinivllmError, match="occurs"):
+            mutate(path, old, "y")
+
+
+def test_a_mutant_keeps_its_source_for_triton(tmp_path):
+    path = tmp_path / "answer.py"
+    path.write_text("import inspect\n\ndef f():\n    return 1\n")
+    mutant = mutate(path, "return 1", "return 2")
+    assert "return 2" in mutant.inspect.getsource(mutant.f)
+
+
+def test_dataclasses_can_be_defined(tmp_path):
+    source = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
+    assert module(tmp_path, source).A(3).x == 3
+
+
+def test_numbers_are_read_in_any_form():
+    assert [check.__name__ for check in checks_of("01")] == [check.__name__ for check in checks_of(1)]
+    for unknown in ("77", "", "one", "../01"):
+        with pytest.raises(MinivllmError, match="there are: 01"):
+            checks_of(unknown)
+
+
+def test_check_here_prints_and_never_raises(capsys):
+    check_here("77")
+    check_here("01")  # this module defines nothing that is asked for
+    output = capsys.readouterr().out
+    assert "there is no exercise '77'" in output
+    assert "checks to go" in output
+
+
+@pytest.mark.parametrize(("source", "code"), [("def double(x): return 2 * x", None), ("def double(x): return 0", 1)])
+def test_the_command_says_by_its_exit_code_whether_all_is_done(tmp_path, monkeypatch, capsys, source, code):
+    (tmp_path / "checks").mkdir()
+    checks = '"""c"""\ndef check_double(m):\n    """Twice."""\n    assert m.double(2) == 4\n'
+    (tmp_path / "checks" / "05_x.py").write_text(checks)
+    (tmp_path / "05_x.py").write_text(source)
+    monkeypatch.setattr(exercise, "EXERCISES", tmp_path)
+    arguments = exercise.parser().parse_args(["5"])
+    if code is None:
+        exercise.main(arguments)
+    else:
+        with pytest.raises(SystemExit) as end:
+            exercise.main(arguments)
+        assert end.value.code == code
+    assert ("✓" if code is None else "✗") in capsys.readouterr().out

@@ -1,0 +1,71 @@
+"""Length distributions go through what their sources print, and the same seed draws the same requests."""
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm.errors import MinivllmError
+from minivllm.simulate.workloads import WORKLOADS, Lengths, poisson_arrivals, workload
+
+DISTRIBUTIONS = {(name, part): getattr(one, part) for name, one in WORKLOADS.items() for part in ("prompt", "output")}
+
+
+@pytest.mark.parametrize("which", DISTRIBUTIONS, ids="-".join)
+def test_mean_and_quantiles_are_the_sources(which):
+    lengths = DISTRIBUTIONS[which]
+    drawn = [lengths.quantile((index + 0.5) / 20_000) for index in range(20_000)]
+    assert statistics.mean(drawn) == pytest.approx(lengths.mean, rel=0.02)
+    for share, tokens in lengths.knots[1:-1]:
+        assert lengths.quantile(share) == tokens
+
+
+@pytest.mark.parametrize("which", DISTRIBUTIONS, ids="-".join)
+@given(shares=st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=20))
+def test_quantiles_rise_and_are_whole_tokens(which, shares):
+    tokens = [DISTRIBUTIONS[which].quantile(share) for share in sorted(shares)]
+    assert tokens == sorted(tokens)
+    assert all(isinstance(count, int) and count >= 1 for count in tokens)
+
+
+def test_a_seed_draws_the_same_requests_and_another_seed_others():
+    one = workload("sharegpt")
+    assert one.sample(50, seed=3) == one.sample(50, seed=3)
+    assert one.sample(50, seed=3) != one.sample(50, seed=4)
+    assert one.sample(20, seed=3) == one.sample(50, seed=3)[:20]
+
+
+def test_sampled_means_are_the_sources():
+    for one in WORKLOADS.values():
+        drawn = one.sample(20_000)
+        assert statistics.mean(request.prompt_tokens for request in drawn) == pytest.approx(one.prompt.mean, rel=0.03)
+        assert statistics.mean(request.output_tokens for request in drawn) == pytest.approx(one.output.mean, rel=0.03)
+
+
+def test_a_distribution_without_quantiles_is_exponential():
+    lengths = Lengths(100.0)
+    assert lengths.quantile(0.5) == round(100 * 0.6931)
+    assert lengths.quantile(0) == 1
+
+
+def test_arrivals_come_at_their_rate():
+    times = poisson_arrivals(4.0, 20_000, seed=1)
+    gaps = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
+    assert times == sorted(times)
+    assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.03)
+    assert statistics.pstdev(gaps) == pytest.approx(0.25, rel=0.05)  # exponential gaps spread as wide as their mean
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: workload("nobody"),
+        lambda: workload("alpaca").sample(0),
+        lambda: workload("alpaca").prompt.quantile(1.0),
+        lambda: poisson_arrivals(0, 3),
+    ],
+)
+def test_nonsense_is_refused(wrong):
+    with pytest.raises(MinivllmError):
+        wrong()
