@@ -268,7 +268,7 @@ def replayed(names: Iterable[str], steps: int, slots: int, seed: int) -> dict[st
 
 # %% 4. The kernels: attend through a block table, and copy blocks
 
-BLOCK_T = 32  # tokens that a program of the decode kernel takes at once
+BLOCK_T = 64  # tokens that a program of the decode kernel takes at once, as in lesson 01
 
 
 # region: decode_kernel
@@ -359,7 +359,7 @@ def copy_blocks(cache: Tensor, copies: list[tuple[int, int]]) -> None:
     """Copy (source, target) blocks in every plane of cache [planes, blocks, ...], in one launch."""
     if copies:
         pairs = torch.tensor(copies, dtype=torch.int32, device=cache.device)
-        size, chunk = cache[0, 0].numel(), 1024
+        size, chunk = cache[0, 0].numel(), 2048  # 16 bytes a thread, on AMD too
         grid = (len(pairs), len(cache), triton.cdiv(size, chunk))
         copy_blocks_kernel[grid](cache, pairs, cache.shape[1], SIZE=size, CHUNK=chunk)
 
