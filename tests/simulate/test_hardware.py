@@ -1,7 +1,5 @@
 """The hardware table and the measurement of this machine."""
 
-import time
-
 import pytest
 
 from minivllm.errors import MinivllmError
@@ -61,9 +59,7 @@ def test_unknown_gpu_lists_the_known(name):
         get_hardware(name)
 
 
-def test_this_machine_is_measured_quickly():
-    start = time.perf_counter()
+def test_this_machine_is_measured():
     machine = measure_this_machine(seconds=0.1)
-    assert time.perf_counter() - start < 5
     assert 1e8 < machine.bandwidth < 1e13
     assert 1e8 < machine.flops_of("float32") < 1e14

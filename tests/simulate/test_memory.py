@@ -145,7 +145,7 @@ FORGETFUL = {
     "hybrid by its fields alone": {**LLAMA, "model_type": "brand_new", "mamba_d_state": 16},
     "qwen3_next": {**LLAMA, "model_type": "qwen3_next", "full_attention_interval": 4},
     "linear layers": {**LLAMA, "layer_types": ["linear_attention", "full_attention"] * 16},
-    "minimax": {**LLAMA, "model_type": "minimax_m1", "attn_type_list": [0, 1] * 16},
+    "some layers linear": {**LLAMA, "model_type": "minimax_m2", "attn_type_list": [0, 1] * 16},
     "gemma3": {"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text", "sliding_window": 512}},
     "gemma2": {**LLAMA, "model_type": "gemma2", "sliding_window": 4096},
     "gpt_oss": {**LLAMA, "model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"] * 16},
@@ -174,6 +174,19 @@ def test_models_that_do_not_keep_every_token_are_refused(config):
         kv_cache_tokens(GIB, ModelConfig.from_dict(config))
     with pytest.raises(UnsupportedModelError):
         memory_ledger(config, "H100", max_model_len=1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mamba", "state"), ("jamba", "state"), ("linear layers", "linear_attention"), ("gemma2", "inside a window"),
+        ("shared caches", "another layer"), ("second cache", "second cache"), ("mistral v0.1", "last 4096 tokens"),
+        ("unknown type", "not known"),
+    ],
+)  # fmt: skip
+def test_refusal_says_why(name, reason):
+    with pytest.raises(UnsupportedModelError, match=reason):
+        kv_bytes_per_token(FORGETFUL[name])
 
 
 PLAIN = {

@@ -138,7 +138,7 @@ def measure_this_machine(seconds: float = 0.6) -> Hardware:
     """
     import numpy as np
 
-    source = np.ones(32 * 2**20, dtype=np.float32)  # 128 MiB: larger than the caches of most processors
+    source = np.ones(16 * 2**20, dtype=np.float32)  # 64 MiB: larger than the caches of most processors
     target = np.empty_like(source)
     copy_seconds = _best_seconds(lambda: np.copyto(target, source), seconds / 2)
     n = 1024
@@ -150,7 +150,7 @@ def measure_this_machine(seconds: float = 0.6) -> Hardware:
         memory_bytes=_physical_memory(),
         bandwidth=2 * source.nbytes / copy_seconds,
         flops=MappingProxyType({"float32": 2 * n**3 / matmul_seconds}),
-        source="measured with numpy: copy of 128 MiB (read + write), matrix product of 1024 x 1024",
+        source="measured with numpy: copy of 64 MiB (read + write), matrix product of 1024 x 1024",
     )
 
 
