@@ -2,8 +2,11 @@
 
 import os
 import shutil
+from pathlib import Path
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+from minivllm.lab.exercise import load
+
+NAMES = load(Path(__file__).resolve().parents[2] / "tools" / "doctor.py").BROWSERS
 HOW_TO_GET_IT = "apt-get install chromium, or name one in CHROMIUM=PATH"
 
 
