@@ -1,7 +1,7 @@
 """Whatever the workload: the books agree, somebody always advances, everybody ends, and no token is wrong.
 
-The model here is a function of the tokens before, and its keys and values are the prefixes themselves. So a request must
-be answered as it would be alone, however its prompt was cut, shared, preempted or guessed ahead.
+The model here is a function of the tokens before, and its keys and values are the prefixes themselves. So a request is
+answered as it would be alone, however its prompt was cut, shared, preempted or guessed ahead.
 """
 
 import hashlib

@@ -298,6 +298,9 @@ class Scheduler:
             if drafts:
                 self._roll_back_rejected(request, len(drafts), num_accepted=len(sampled) - 1)
             new_token_ids, has_stopped = self._append_until_stop(request, sampled)
+            if drafts:
+                # Accepted drafts are known tokens now, and may have filled blocks. The last token is not computed.
+                self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
             output = EngineCoreOutput(request_id, new_token_ids, request.num_cached_tokens)
             if has_stopped:
                 stopped.append(request)
