@@ -51,6 +51,7 @@ from minivllm.simulate.attention_traffic import (
 MIB = 2**20
 TEXT = "def total(prices, count):\n    result = 0\n    for price in prices:\n        result +="
 SMALL_TILES = {"block_q": 32, "block_k": 32}  # for short texts
+HEAD_DIMS = [32, 64, 128, 256]
 TILES = [(64, 32, 2), (128, 64, 2), (128, 128, 2), (128, 128, 4), (256, 64, 2)]  # queries, keys, loads in flight
 
 # %% 1. The pain: a matrix of T × T
@@ -298,7 +299,7 @@ def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Te
 
 
 def verify(device: torch.device) -> dict:
-    """The kernel on awkward shapes against float64: in one pass, and over two parts of the keys that are then merged."""
+    """The kernel on awkward shapes against float64: in one pass, and over two parts of the keys, then merged."""
     errors = {}
     for dtype in (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16):
         for queries, keys, head_dim in track([(1, 33, 64), (31, 32, 80), (70, 97, 128)], "verifying the kernel"):
@@ -420,29 +421,26 @@ def measure_traffic(head_dim: int, block_q: int, block_k: int, longest: int) -> 
 def fit_powers(traffic: dict, on_chip: int) -> dict:
     """With which power of T, of the head dim and of the memory on the chip do the counted bytes grow?"""
 
-    def in_largest_tiles(head_dim: int, memory: int) -> int:
+    def moved(head_dim: int, memory: int) -> int:
         return flash_traffic(65536, head_dim, largest_block_q(memory, head_dim, 16), 16).moved
 
     lengths, half = traffic["lengths"], len(traffic["lengths"]) // 2  # only in the longer half is T far below T²
-    chips, dims = [on_chip // 4, on_chip // 2, on_chip, on_chip * 2], [32, 64, 128, 256]
     powers = {f"{name}_moved": exponent(lengths[half:], traffic["moved"][name][half:]) for name in ("naive", "tiled")}
     powers |= {f"{name}_kept": exponent(lengths, traffic["kept"][name]) for name in ("naive", "tiled")}
-    powers["head_dim"] = exponent(dims, [in_largest_tiles(head_dim, on_chip) for head_dim in dims])
-    powers["on_chip"] = exponent(chips, [in_largest_tiles(64, memory) for memory in chips])
-    rows = [
-        ("T × T stored", f"T^{powers['naive_moved']:.2f}", f"T^{powers['naive_kept']:.2f}"),
-        (
-            "tiles",
-            "T^{tiled_moved:.2f} d^{head_dim:.2f} M^{on_chip:.2f}".format(**powers),
-            f"T^{powers['tiled_kept']:.2f}",
-        ),
-    ]
-    table("Powers fitted to the counts (T tokens, d head dim, M bytes on the chip)", ("", "moved", "kept"), rows)
+    powers["head_dim"] = exponent(HEAD_DIMS, [moved(head_dim, on_chip) for head_dim in HEAD_DIMS])
+    chips = [on_chip // 4, on_chip // 2, on_chip, on_chip * 2]
+    powers["on_chip"] = exponent(chips, [moved(64, memory) for memory in chips])
+    forms = (
+        ("T × T stored", "T^{naive_moved:.2f}", "T^{naive_kept:.2f}"),
+        ("tiles", "T^{tiled_moved:.2f} d^{head_dim:.2f} M^{on_chip:.2f}", "T^{tiled_kept:.2f}"),
+    )
+    rows = [[form.format(**powers) for form in row] for row in forms]
+    table("Powers fitted (T tokens, d head dim, M bytes on chip)", ("", "moved", "kept"), rows)
     return powers
 
 
 def compare_with_paper() -> dict:
-    """The shape of the paper's figure 2, forward only: 64 sequences of 1,024 tokens, 16 heads of 64, 16 bits, no mask."""
+    """The shape of the paper's figure 2, forward: 64 sequences of 1,024 tokens, 16 heads of 64, 16 bits, no mask."""
     naive, least, heads = naive_traffic(1024, 64).moved, least_traffic(1024, 64), 64 * 16
     tiled = {f"tiles of {n} queries": flash_traffic(1024, 64, n, 64, causal=False).moved for n in (64, 128, 256)}
     ways = {"T × T stored": naive, **tiled, "every byte moved once": least}
@@ -474,7 +472,7 @@ def measure_time(device: torch.device, lengths: list[int]) -> dict:
         rows.append((f"{length:,}", *cells, f"{stored / tiled:.1f} ×", f"{rate / 1e9:,.0f}"))
     title = f"{heads} heads of {head_dim}, causal, {device_name(device)}: ms"
     table(title, ("tokens", *seconds, "first against second", "GFLOP/s of the second"), rows)
-    return {"by_length": found, "gain": rows and found[str(lengths[-1])]["gain"]}
+    return {"by_length": found, "gain": found[str(lengths[-1])]["gain"]}
 
 
 def fused(batch: list[Tensor], backend: SDPBackend) -> Tensor:
@@ -522,17 +520,14 @@ def draw(found: dict, path: str) -> None:
     traffic, times = found["traffic"], found["time"]["by_length"]
     kinds = (("naive", palette.VERMILLION, "o-", "T × T stored"), ("tiled", palette.BLUE, "s-", "tiles"))
     with panels(path, 3) as (left, middle, right):
-        for axes, kind, title in (
-            (left, "moved", "Bytes that one head moves"),
-            (middle, "kept", "Bytes that it keeps"),
-        ):
+        for axes, kind in ((left, "moved"), (middle, "kept")):
             for name, color, mark, label in kinds:
-                axes.loglog(traffic["lengths"], traffic[kind][name], mark, color=color, label=label)
-            axes.set(title=title, xlabel="tokens", ylabel="bytes")
+                axes.loglog(traffic["lengths"], traffic[kind][name], mark, base=2, color=color, label=label)
+            axes.set(title=f"Bytes {kind} by one head", xlabel="tokens", ylabel="bytes")
         ways = next(iter(times.values()))["ms"]
         for way, color, mark in zip(ways, (palette.VERMILLION, *palette.SERIES), "osv^", strict=False):
             milliseconds = [one["ms"][way] for one in times.values()]
-            right.loglog([int(length) for length in times], milliseconds, f"{mark}-", color=color, label=way)
+            right.loglog([int(length) for length in times], milliseconds, f"{mark}-", base=2, color=color, label=way)
         right.set(title="Time of all heads", xlabel="tokens", ylabel="ms")
         for axes in (left, middle, right):
             axes.legend()
@@ -541,6 +536,12 @@ def draw(found: dict, path: str) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, quick, found = pick_device(arguments.device), arguments.quick, {}
+    on_chip = arguments.on_chip_kib * 1024
+    largest_block_q(on_chip // 4, 64, 16), largest_block_q(on_chip, max(HEAD_DIMS), 16)  # or it is too small to fit
+    if not 1 <= len(arguments.text) <= 1000:
+        raise MinivllmError(f"the text must have 1 to 1,000 characters, not {len(arguments.text):,}")
+    if arguments.head_dim > 1024:
+        raise MinivllmError(f"--head-dim must be at most 1,024, got {arguments.head_dim:,}")
     keep_freed_memory()
     console.print(f"[bold]Lesson 03. FlashAttention[/bold], on {device_name(device)}")
     torch.manual_seed(arguments.seed)
@@ -556,7 +557,7 @@ def main(arguments: argparse.Namespace) -> None:
     heading("8. Bytes, then time")
     longest = 2**14 if quick else 2**17
     found["traffic"] = measure_traffic(arguments.head_dim, arguments.block_q, arguments.block_k, longest)
-    found["powers"] = fit_powers(found["traffic"], arguments.on_chip_kib * 1024)
+    found["powers"] = fit_powers(found["traffic"], on_chip)
     found["figure_2"] = compare_with_paper()
     lengths = [512, 1024] if quick else [512, 1024, 2048, 4096]
     found["time"] = measure_time(device, [*lengths, 8192] if arguments.full or device.type == "cuda" else lengths)

@@ -135,7 +135,13 @@ def check_finished_results_merge_too(module):
 
 def check_tiles_give_attention(module):
     """Lengths around a tile, head dims that are no power of two, tiles of unequal size: always causal attention."""
-    for length, head_dim, block_q, block_k in ((1, 4, 16, 16), (16, 64, 16, 8), (33, 80, 16, 32), (50, 5, 7, 3), (40, 8, 64, 1)):
+    for length, head_dim, block_q, block_k in (
+        (1, 4, 16, 16),
+        (16, 64, 16, 8),
+        (33, 80, 16, 32),
+        (50, 5, 7, 3),
+        (40, 8, 64, 1),
+    ):
         q, k, v = _vectors(length, head_dim)
         output, lse = module.tiled_attention(q, k, v, block_q, block_k)
         expected, logarithm = _attention(q, k, v)

@@ -1,0 +1,327 @@
+"""Lesson 03: its softmax is exact whatever the tiles, its counts are the loops' own, its exercise catches mistakes."""
+
+import json
+import math
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kernels.harness import assert_close, assert_compiles, reference_attention
+from lessons.harness import (
+    REPOSITORY,
+    assert_refuses,
+    checks_that_catch,
+    figures_of_quick_run,
+    script_path,
+    solution_results,
+    stub_results,
+)
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.attention import unified_attention
+from minivllm.lab.aot import SHARED_MEMORY, compile_for
+from minivllm.lab.exercise import load
+from minivllm.lab.gpu import triton
+from minivllm.simulate import attention_traffic
+from minivllm.simulate.online_softmax import online_softmax
+
+lesson = load(script_path("03"))
+ROW = REPOSITORY / "widgets" / "attention_row.json"
+
+
+# ---- the loops in NumPy ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("block_q", "block_k"), [(1, 7), (7, 1), (16, 64), (64, 16), (200, 200)])
+def test_tiles_of_any_size_give_the_naive_answer(block_q, block_k):
+    q, k, v = np.random.default_rng(0).standard_normal((3, 97, 20))
+    expected = reference_attention(*(torch.from_numpy(x)[:, None] for x in (q, k, v)), 20**-0.5)[:, 0]
+    assert_close(torch.from_numpy(lesson.naive_attention(q, k, v)), expected)
+    assert_close(torch.from_numpy(lesson.tiled_attention(q, k, v, block_q, block_k)[0]), expected)
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "block_q", "block_k"),
+    [(1, 1, 1, 1), (100, 16, 32, 16), (63, 80, 64, 16), (130, 8, 16, 128), (129, 4, 128, 64), (37, 3, 5, 7)],
+)
+def test_the_model_of_the_traffic_is_the_loops_own_count(length, head_dim, block_q, block_k):
+    lesson.count_bytes(length, head_dim, block_q, block_k)  # asserts it to the byte
+
+
+def test_a_loop_that_moves_more_is_not_taken_for_the_model(monkeypatch):
+    monkeypatch.setattr(lesson, "masked", lambda scores, rows, first=0: scores)  # moves the same: no complaint
+    lesson.count_bytes(40, 8, 16, 16)
+    greedy = lesson.tiled_attention
+    monkeypatch.setattr(lesson, "tiled_attention", lambda q, k, v, **tiles: (k[:], greedy(q, k, v, **tiles)))
+    with pytest.raises(AssertionError, match="tiled"):
+        lesson.count_bytes(40, 8, 16, 16)
+
+
+def test_the_widgets_row_by_row_form_is_the_lessons():
+    draw = np.random.default_rng(3)
+    scores, values = draw.standard_normal(23) * 5, draw.standard_normal((23, 4))
+    scores[:6] = -math.inf  # the first tile, and half of the second
+    state = lesson.nothing_seen(1, 4)
+    for index, plain in enumerate(online_softmax(scores.tolist(), values.tolist(), 4)[1:]):
+        state = lesson.softmax_step(state, scores[None, 4 * index : 4 * index + 4], values[4 * index : 4 * index + 4])
+        assert plain.m == state.m[0]
+        assert plain.l == pytest.approx(state.l[0], abs=1e-12)
+        assert plain.o == pytest.approx(state.o[0], abs=1e-12)
+        assert plain.output == pytest.approx(lesson.finish(state)[0][0], abs=1e-12)
+
+
+def test_the_budget_names_the_longest_sequence_that_fits():
+    budget = 64 * 2**20
+    with pytest.raises(MinivllmError, match=r"4,096 tokens need 1,024 MiB and there are 64: 1,024 tokens fit"):
+        lesson.check_budget(4096, 8, budget)
+    assert lesson.check_budget(1024, 8, budget) == budget
+    with pytest.raises(MinivllmError):
+        lesson.check_budget(1025, 8, budget)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def vectors(queries, keys, heads, head_dim, dtype, device, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((queries, heads, head_dim), (keys, heads, head_dim), (keys, heads, head_dim))
+    return [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "head_dim", "dtype"),
+    [
+        (1, 1, 1, 64, torch.float32),
+        (1, 70, 2, 128, torch.float16),
+        (31, 31, 2, 80, torch.float16),
+        (32, 32, 1, 64, torch.float32),
+        (33, 33, 1, 128, torch.float32),
+        (5, 67, 2, 80, torch.float32),
+        (67, 67, 1, 16, torch.float32),
+    ],
+)
+def test_flash_attention(queries, keys, heads, head_dim, dtype, device):
+    q, k, v = vectors(queries, keys, heads, head_dim, dtype, device)
+    out, lse = lesson.flash_attention(q, k, v, block_q=32, block_k=32)
+    assert_close(out, reference_attention(q, k, v, head_dim**-0.5))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()).cpu() * head_dim**-0.5
+    ahead = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    assert_close(lse, scores.masked_fill(ahead, -math.inf).logsumexp(-1), scale=10 if dtype != torch.float32 else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 1000])
+def test_flash_attention_as_it_is_launched(length, head_dim):
+    q, k, v = vectors(length, length, 4, head_dim, torch.bfloat16, "cuda")
+    assert_close(lesson.flash_attention(q, k, v)[0], reference_attention(q, k, v, head_dim**-0.5))
+
+
+def test_any_strides_will_do(device):
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in vectors(20, 40, 3, 64, torch.float32, device))
+    assert not q.is_contiguous()
+    assert_close(lesson.flash_attention(q, k, v, block_q=16, block_k=16)[0], reference_attention(q, k, v, 0.125))
+
+
+@pytest.mark.parametrize("large", [3e3, -3e3])
+def test_large_scores_do_not_overflow(large, device):
+    q, k, v = vectors(40, 40, 1, 64, torch.float32, device)
+    q[:], k[20] = 1.0, large / 8  # key 20 outweighs all others, or weighs nothing
+    out, _ = lesson.flash_attention(q, k, v, block_q=16, block_k=16)
+    assert_close(out, reference_attention(q, k, v, 0.125))
+
+
+def test_a_row_that_sees_nothing_gives_zero_and_spoils_no_other(device):
+    """With 40 queries and 10 keys, causal, the first 30 queries stand before every key."""
+    q, k, v = vectors(40, 10, 2, 64, torch.float32, device)
+    out, lse = lesson.flash_attention(q, k, v, block_q=16, block_k=16)
+    assert torch.equal(out[:30], torch.zeros_like(out[:30]))
+    assert torch.isneginf(lse[:, :30]).all()
+    assert_close(out[30:], reference_attention(q[30:], k, v, 0.125))
+
+
+def test_no_queries_and_no_keys(device):
+    q, k, v = vectors(3, 0, 2, 64, torch.float32, device)
+    out, lse = lesson.flash_attention(q, k, v)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.isneginf(lse).all()
+    assert lesson.flash_attention(q[:0], q, q)[0].shape == (0, 2, 64)
+
+
+def test_parts_of_the_keys_merge_to_the_whole(device):
+    """Split-KV: one query, 90 keys in splits of 32, 32, 26 and none; and in any order."""
+    q, k, v = vectors(1, 90, 2, 80, torch.float32, device)
+    cuts = [(0, 32), (32, 64), (64, 90), (90, 90)]
+    parts = [lesson.flash_attention(q, k[a:b], v[a:b], causal=False, block_q=16, block_k=16) for a, b in cuts]
+    expected = reference_attention(q, k, v, 80**-0.5)
+    assert_close(lesson.merged(*parts), expected)
+    assert_close(lesson.merged(*reversed(parts)), expected)
+
+
+def test_merging_is_a_step_taken_together():
+    """A step over a tile is a merge with the result over that tile alone; and merging is associative."""
+    draw = np.random.default_rng(5)
+    tiles = [(draw.standard_normal((6, n)) * 4, draw.standard_normal((n, 3))) for n in (4, 1, 7)]
+    alone = [lesson.softmax_step(lesson.nothing_seen(6, 3), *tile) for tile in tiles]
+    stepped = reduce(lambda state, tile: lesson.softmax_step(state, *tile), tiles, lesson.nothing_seen(6, 3))
+    a, b, c = alone
+    for merged in (lesson.merge(lesson.merge(a, b), c), lesson.merge(a, lesson.merge(b, c))):
+        for one, other in zip(stepped, merged, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+def test_the_lessons_kernel_is_the_engines(device):
+    """One sequence in contiguous blocks, and the same keys scattered over the pool: the engine's attention agrees."""
+    block_size, keys, queries = 16, 75, 20
+    q, k, v = vectors(queries, keys, 4, 64, torch.float32, device)
+    ours, _ = lesson.flash_attention(q, k, v, block_q=32, block_k=32)
+    blocks = -(-keys // block_size)
+    for order in (list(range(1, blocks + 1)), [5, 2, 8, 1, 7]):
+        caches = torch.full((2, 9, block_size, 4, 64), math.nan, device=device)
+        for cache, source in zip(caches, (k, v), strict=True):
+            for index, block in enumerate(order):
+                rows = source[index * block_size : (index + 1) * block_size]
+                cache[block, : len(rows)] = rows
+        table, lengths, starts = (
+            torch.tensor(x, dtype=torch.int32, device=device) for x in ([order], [keys], [0, queries])
+        )
+        for backend in ("triton", "cpu") if device.type == "cpu" else ("triton",):
+            engine = unified_attention(q, *caches, starts, lengths, table, 0.125, backend=backend)
+            assert_close(engine, ours)
+
+
+@pytest.mark.parametrize(("name", "value"), [("block_q", 8), ("block_k", 48)])
+def test_tiles_must_be_powers_of_two(name, value):
+    q, k, v = vectors(4, 4, 1, 64, torch.float32, "cpu")
+    with pytest.raises(MinivllmError, match=f"{name} must be a power of two"):
+        lesson.flash_attention(q, k, v, **{name: value})
+
+
+def test_heads_must_agree():
+    q, k, v = vectors(4, 4, 2, 64, torch.float32, "cpu")
+    with pytest.raises(MinivllmError, match="heads and head dims must agree"):
+        lesson.flash_attention(q, k[:, :1], v[:, :1])
+
+
+def kernel_arguments(head_dim, block_q=128, block_k=64, causal=True):
+    return {
+        **dict.fromkeys(("out", "q", "k", "v"), "*bf16"), "lse": "*fp32", "queries": 4096, "keys": 4096, "scale": 0.1,
+        "CAUSAL": causal, "HEADS": 32, "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_Q": block_q, "BLOCK_K": block_k,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_the_kernel_compiles_everywhere(head_dim):
+    launched = {"num_warps": 8, "num_stages": 2}
+    assert_compiles(lesson.flash_kernel, kernel_arguments(head_dim), launched, tensor_core=True, load_bytes=16)
+
+
+def test_the_tile_that_breaks_is_too_large_for_every_nvidia_gpu():
+    for target in ("sm_80", "sm_90"):
+        code = compile_for(
+            target, lesson.flash_kernel, kernel_arguments(128, 128, 128), {"num_warps": 8, "num_stages": 4}
+        )
+        assert code.shared > SHARED_MEMORY[target]
+
+
+# ---- the row that the widget shows -----------------------------------------------------------------------------------
+
+
+def test_the_widgets_row_is_the_embedded_models():
+    _, row = lesson.attend_in_model(lesson.TEXT, torch.device("cpu"))
+    stored = json.loads(ROW.read_text())["figures"]
+    how = f"run vllm/03_flash_attention.py --quick --row {Path('widgets') / ROW.name}"
+    assert {name: stored[name] for name in ("layer", "head", "tokens")} == {
+        n: row[n] for n in ("layer", "head", "tokens")
+    }, how
+    np.testing.assert_allclose(stored["scores"], row["scores"], atol=5e-3, err_msg=how)
+    np.testing.assert_allclose(stored["values"], row["values"], atol=5e-3, err_msg=how)
+
+
+# ---- the exercise ----------------------------------------------------------------------------------------------------
+
+STEP_MAXIMUM, STEP_GUARD = "np.maximum(state.m, scores.max(axis=1))", "    safe = np.where(np.isneginf(m), 0.0, m)"
+MERGE_WEIGHTS = "np.exp(a.m - safe), np.exp(b.m - safe)"
+KEY_LOOP = "for first in range(0, rows[-1] + 1, block_k):"
+
+MUTANTS = {
+    "forgets to rescale O": ("o = keep[:, None] * state.o", "o = state.o"),
+    "forgets to rescale l": ("l = keep * state.l", "l = state.l"),
+    "takes the maximum of the tile only": (STEP_MAXIMUM, "scores.max(axis=1)"),
+    "keeps the first maximum": (STEP_MAXIMUM, "np.where(np.isneginf(state.m), scores.max(axis=1), state.m)"),
+    "takes no maximum off": ("weights = np.exp(scores - safe[:, None])", "weights = np.exp(scores)"),
+    "does not guard a row without keys": (f"{STEP_MAXIMUM}\n{STEP_GUARD}", f"{STEP_MAXIMUM}\n    safe = m"),
+    "changes the state it was given": ("l = keep * state.l +", "l = state.l; l *= keep; l +="),
+    "merges with the weights swapped": (MERGE_WEIGHTS, "np.exp(b.m - safe), np.exp(a.m - safe)"),
+    "averages what it merges": (MERGE_WEIGHTS, "0.5 / a.l, 0.5 / b.l"),
+    "merges l without its weight": ("Partial(m, of_a * a.l + of_b * b.l,", "Partial(m, a.l + b.l,"),
+    "merges under the left maximum": ("m = np.maximum(a.m, b.m)", "m = a.m"),
+    "reads the future": ("range(0, rows[-1] + 1, block_k)", "range(0, len(k), block_k)"),
+    "forgets the scale": ("block_q] / math.sqrt(q.shape[1])", "block_q]"),
+    "masks by the place in the tile": ("masked(scores, rows, first)", "masked(scores, rows)"),
+    "makes one tile of all keys": (KEY_LOOP, "block_k = len(k)\n        for first in (0,):"),
+}
+
+
+def test_the_script_passes_every_check():
+    assert [result.problem for result in solution_results("03") if not result.passed] == []
+
+
+def test_the_stub_fails_every_check():
+    results = stub_results("03")
+    assert len(results) == 12
+    assert all(result.problem.startswith("not written yet") for result in results)
+
+
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_the_checks_catch(mistake):
+    assert checks_that_catch("03", *MUTANTS[mistake])
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    figures, output = figures_of_quick_run("03", tmp_path)
+    assert figures["powers"]["tiled_moved"] == pytest.approx(2, abs=0.1), "traffic stays quadratic"
+    assert figures["powers"]["tiled_kept"] == pytest.approx(1), "what is kept becomes linear"
+    assert figures["powers"]["naive_kept"] == pytest.approx(2)
+    assert figures["powers"]["on_chip"] == pytest.approx(-1, abs=0.1)
+    assert figures["powers"]["head_dim"] == pytest.approx(2, abs=0.15)
+    assert figures["figure_2"]["ceiling"] == 17
+    assert all(ratio < 17 for ratio in figures["figure_2"]["tiles"].values())
+    assert figures["memory"] == {"refused_at": 8192, "longest": 4096}
+    assert figures["errors"]["float32"] < 1e-5
+    assert figures["model"]["logits_off_by"] < 1e-3
+    assert figures["no_keys"]["unguarded_is_nan"]
+    assert figures["traffic"]["peak_mib"]["tiled"] < 2 < 32 < figures["traffic"]["peak_mib"]["naive"], "2 × 16 MiB"
+    assert [tile["fits"] for tile in figures["tiles"].values()] == [True, False]
+    assert "What you saw" in output
+    assert output.split("What you saw")[1].count("•") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (["--block-q", "0"], "at least 1"),
+        (["--on-chip-kib", "16"], "on the chip"),
+        (["--head-dim", "5000"], "at most 1,024"),
+        (["--text", ""], "1 to 1,000 characters"),
+        (["--target", "sm_70"], "sm_80"),
+        (["--json", "/proc/nowhere/results.json"], "cannot write"),
+        *([] if torch.cuda.is_available() else [(["--device", "cuda"], "no CUDA device")]),
+    ],
+)
+def test_bad_input_is_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)
+
+
+def test_numbers_of_the_text():
+    """What the lesson says outside its tables: operations a byte, and the tile that is too small to pay."""
+    traffic = attention_traffic.flash_traffic(65536, 128, 128, 64)
+    assert traffic.intensity == pytest.approx(128, rel=0.03), "two bytes an element: operations a byte = queries a tile"
+    small = attention_traffic.flash_traffic(65536, 128, 16, 64)
+    assert small.moved > attention_traffic.naive_traffic(65536, 128).moved, "tiles of 16 queries move more than T × T"
