@@ -484,6 +484,17 @@ def test_drafts_are_never_published() -> None:
     assert len(pool.cached_block_hash_to_block) == 0, "the first block is full, but with drafts"
 
 
+def test_blocks_that_accepted_drafts_filled_are_published_with_the_output() -> None:
+    d = drive(num_speculative_tokens=3)
+    request = d.add("a", 5, max_tokens=4)
+    d.step({"a": [10**6 + 2, 10**6 + 3, 10**6 + 4]})
+    d.step()
+    assert not d.scheduler.has_unfinished_requests(), "the next step never comes"
+    # Nine tokens, the last of them not computed: two full blocks.
+    pool = d.scheduler.kv_cache_manager.block_pool
+    assert [pool.get_cached_block(block_hash) is not None for block_hash in request.block_hashes] == [True, True]
+
+
 def test_drafts_without_room_are_dropped() -> None:
     d = drive(num_speculative_tokens=3, max_num_batched_tokens=3)
     d.add("a", 1, max_tokens=9)

@@ -1,7 +1,7 @@
 """What passes between the scheduler and the worker, and from the scheduler outwards.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/output.py` (`SchedulerOutput`, `NewRequestData`, `CachedRequestData`),
-`vllm/v1/outputs.py` (`ModelRunnerOutput`, `DraftTokenIds`), `vllm/v1/engine/__init__.py` (`EngineCoreOutput`).
+`vllm/v1/outputs.py` (`ModelRunnerOutput`), `vllm/v1/engine/__init__.py` (`EngineCoreOutput`).
 """
 
 from collections.abc import Sequence

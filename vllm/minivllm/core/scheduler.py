@@ -297,7 +297,7 @@ class Scheduler:
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)
             if drafts:
                 self._roll_back_rejected(request, len(drafts), num_accepted=len(sampled) - 1)
-            new_token_ids, has_stopped = self._append_until_stop(request, sampled)
+            new_token_ids, has_stopped = self._update_request_with_output(request, sampled)
             if drafts:
                 # Accepted drafts are known tokens now, and may have filled blocks. The last token is not computed.
                 self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
@@ -329,7 +329,7 @@ class Scheduler:
         request.num_computed_tokens -= num_drafts - num_accepted
         self.spec_decoding_stats.observe_draft(num_drafts, num_accepted)
 
-    def _append_until_stop(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
+    def _update_request_with_output(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
         """Appends one token after another; returns those kept, and whether the last of them ended the request."""
         for num_kept, token_id in enumerate(sampled, start=1):
             request.append_output_token_id(token_id)
