@@ -215,7 +215,7 @@ def _specialize(kernel: Any, arguments: dict) -> tuple[dict, dict, dict]:
         example = arguments[parameter.name]
         value = example.get("value")
         if "dtype" in example:
-            signature[parameter.name], constants[parameter.name] = "constexpr", getattr(tl, example["dtype"])
+            signature[parameter.name], constants[parameter.name] = "constexpr", tl.dtype(example["dtype"])
         elif "type" in example:
             signature[parameter.name] = example["type"]
             if example["type"].startswith("*"):

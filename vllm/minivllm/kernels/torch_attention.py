@@ -1,0 +1,67 @@
+"""Attention over paged caches in plain PyTorch: each sequence's keys and values gathered, then torch's own attention.
+
+What the CPU runs where numba is missing or does not know the type or the head; and what numba is measured against.
+Moves K and V three times (read, written contiguous, read again) where the kernels move them once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def gather_attention(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> None:
+    """Write the attention of every sequence to its rows of `out`; arguments as `unified_attention`'s."""
+    starts, block_size = query_start_loc.tolist(), k_cache.shape[1]
+    for sequence, length in enumerate(seq_lens.tolist()):
+        begin, end = starts[sequence], starts[sequence + 1]
+        if begin == end:
+            continue
+        blocks = block_table[sequence, : -(-length // block_size)]
+        keys, values = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache))
+        queries = q[begin:end].transpose(0, 1)
+        seen = _seen(end - begin, length, sliding_window, q.device)
+        if soft_cap is None:
+            attended = F.scaled_dot_product_attention(
+                queries[None], keys[None], values[None], attn_mask=seen, scale=scale, enable_gqa=True
+            )[0]
+        else:
+            attended = _capped_attention(queries, keys, values, seen, scale, soft_cap)
+        out[begin:end] = attended.transpose(0, 1)
+
+
+def _seen(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Which key each query sees, bool `[queries, keys]`; None if all."""
+    if queries == 1 and (sliding_window is None or sliding_window >= keys):
+        return None
+    asking = torch.arange(keys - queries, keys, device=device)[:, None]
+    asked = torch.arange(keys, device=device)
+    seen = asked <= asking
+    return seen if sliding_window is None else seen & (asked > asking - sliding_window)
+
+
+def _capped_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    group = len(queries) // len(keys)
+    keys, values = keys.float().repeat_interleave(group, 0), values.float().repeat_interleave(group, 0)
+    scores = soft_cap * torch.tanh(queries.float() @ keys.transpose(1, 2) * (scale / soft_cap))
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return (torch.softmax(scores, dim=-1) @ values).to(queries.dtype)
