@@ -62,6 +62,15 @@ def test_a_running_request_without_budget_waits_for_the_next_step() -> None:
     assert seen == [("a", "b")] * 4, "the budget is smaller than the batch: c starves"
 
 
+def test_a_request_that_can_get_nothing_is_passed_over() -> None:
+    d = drive(max_num_batched_tokens=5)
+    d.add("a", 4)
+    d.add("b", 8)
+    assert d.schedule().num_scheduled_tokens == {"a": 4, "b": 1}
+    # Scheduled again before its token came back, as a scheduler that runs ahead of the model would do.
+    assert d.schedule().num_scheduled_tokens == {"b": 5}
+
+
 def test_max_num_seqs_limits_who_runs() -> None:
     d = drive(max_num_seqs=2)
     for name in "abc":
@@ -347,6 +356,21 @@ def test_priority_ties_go_by_arrival() -> None:
     d.add("early", 8, max_tokens=8, arrival_time=1.0)
     d.step()
     assert d.step() == {"early": 1}
+
+
+def test_equals_do_not_preempt_each_other_for_ever() -> None:
+    d = drive(
+        num_gpu_blocks=5,
+        policy="priority",
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=4,
+        scheduler_reserve_full_isl=False,
+    )
+    d.add("a", 8, max_tokens=9)
+    d.add("b", 8, max_tokens=9)
+    for _ in range(60):
+        d.step()
+    assert not d.scheduler.has_unfinished_requests()
 
 
 def test_priority_a_victim_that_is_the_requester_lets_the_next_one_go_on() -> None:

@@ -184,7 +184,8 @@ class Scheduler:
         if self.config.policy == "fcfs":
             victim = self.running.pop()
         else:
-            victim = max(self.running, key=lambda request: (request.priority, request.arrival_time))
+            # Ids decide ties, as in the waiting queue. Without them two equals could preempt each other for ever.
+            victim = max(self.running, key=Request.sort_key)
             position = self.running.index(victim)
             del self.running[position]
             if position < step.position:
