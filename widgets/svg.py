@@ -164,7 +164,7 @@ class Drawing:
         if turn:
             shape += f' transform="rotate({number(turn)} {number(place[0])} {number(place[1])})"'
         if halo:
-            shape += ' stroke="#FFFFFF" stroke-width="3" paint-order="stroke" stroke-linejoin="round"'
+            shape += ' stroke="#FFFFFF" stroke-width="4" paint-order="stroke" stroke-linejoin="round"'
         self.add(f"<text{shape}>{escape(content, quote=False)}</text>")
 
     def heading(self, place: Point, content: str, note: str = "") -> None:

@@ -17,8 +17,8 @@ from minivllm.simulate.memory import kv_bytes_per_token, max_concurrency, memory
 from minivllm.simulate.workloads import WORKLOADS
 from widgets import kv_cache
 
-EMPTY_BUT_FULL = {"requests": "alpaca"}
-ONE_TOO_LONG = {"max_model_len": 2**18}
+EMPTY_BUT_FULL = {"gpu": "H100", "requests": "alpaca", "max_model_len": 8192}
+ONE_TOO_LONG = {"max_model_len": 2**17}
 TOO_BIG = {"model": "deepseek-ai/DeepSeek-V3", "gpu": "T4", "tp": 8}
 
 
@@ -76,10 +76,14 @@ def test_requests_longer_than_a_slot_are_refused_not_cut():
 @pytest.mark.parametrize(
     ("knobs", "words", "tone"),
     [
-        ({}, ["78 slots of 2,048", "KV cache 19.6", "weights 15.0", "ever holds a token", "max_model_len"], "tight"),
-        (ONE_TOO_LONG, ["The KV cache is too small", "One request of 262,144 tokens", "not one fits"], "broken"),
+        ({}, ["14 slots of 2,048", "KV cache 3.6", "weights 15.0", "ever holds a token", "max_model_len"], "tight"),
+        (ONE_TOO_LONG, ["The KV cache is too small", "One request of 131,072 tokens", "not one fits"], "broken"),
         (TOO_BIG, ["No KV cache at all", "GiB too little"], "broken"),
-        ({"max_model_len": 512}, ["if each held only its own tokens", "(the first 240 are drawn)"], "tight"),
+        (
+            {"gpu": "H200", "max_model_len": 512},
+            ["if each held only its own tokens", "(the first 240 are drawn)"],
+            "tight",
+        ),
     ],
 )
 def test_the_picture_says_what_happens(knobs: dict, words: list[str], tone: str):
@@ -121,7 +125,7 @@ def test_the_widget_shows_a_refusal_and_goes_on():
     assert "/no/such/folder" in shown.verdict.value
     assert "lesson-widget-error" not in shown.verdict.value
     shown.knobs["other_model"].value = ""
-    assert "78 slots" in shown.picture.value
+    assert "14 slots" in shown.picture.value
 
 
 def test_the_challenge_is_open_at_first_and_can_be_met():
@@ -131,26 +135,27 @@ def test_the_challenge_is_open_at_first_and_can_be_met():
     assert "Met." in shown.progress.value
 
 
-@pytest.mark.parametrize("knobs", [ONE_TOO_LONG, TOO_BIG, {"max_model_len": 2**17}])
+@pytest.mark.parametrize("knobs", [ONE_TOO_LONG, TOO_BIG, {"max_model_len": 2**14}])
 def test_the_challenge_is_not_met_by_an_empty_card(knobs: dict):
     """Nothing reserved, or a lone slot with room left over, is not what was asked for."""
     assert not kv_cache.CHALLENGE.check(kv_cache.sweep(**knobs)).met
 
 
+# Both times are of the processor: they hold on a machine that is busy with something else.
 def test_a_redraw_takes_less_than_100_ms():
     shown = kv_cache.show()
     seconds = []
     for length in kv_cache.CONTEXTS * 2:
-        start = time.perf_counter()
+        start = time.process_time()
         shown.knobs["max_model_len"].value = length
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert statistics.median(seconds) < 0.1
 
 
 def test_importing_needs_no_torch_and_little_time():
     code = (
-        "import sys, time; start = time.perf_counter(); from widgets import kv_cache; "
-        "seconds = time.perf_counter() - start; kv_cache.show(); "
+        "import sys, time; start = time.process_time(); from widgets import kv_cache; "
+        "seconds = time.process_time() - start; kv_cache.show(); "
         "print(seconds, {'torch', 'triton', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))"
     )
     runs = [subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True) for _ in range(2)]
