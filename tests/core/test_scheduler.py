@@ -338,14 +338,16 @@ def test_several_victims_keep_their_order() -> None:
 
 
 def test_priority_preempts_the_worst_wherever_it_stands() -> None:
-    d = drive(num_gpu_blocks=5, max_model_len=16, policy="priority")
-    d.add("worst", 7, max_tokens=9, priority=9)
+    d = drive(num_gpu_blocks=6, max_model_len=16, policy="priority")
+    d.add("worst", 6, max_tokens=9, priority=9)
     d.step()
     d.add("best", 8, max_tokens=8, priority=1)
+    d.add("third", 2, max_tokens=8, priority=2)
     d.step()
-    assert d.running() == ["worst", "best"]
-    # `worst` needs no block in this step, was scheduled first, and loses its place to `best` behind it.
-    assert d.step() == {"best": 1}
+    assert d.running() == ["worst", "best", "third"]
+    # `worst` needs no block and is scheduled first. `best` takes its blocks, and with them its place in the step;
+    # `third` has moved up in the list, and must not be passed over.
+    assert d.step() == {"best": 1, "third": 1}
     assert d.waiting() == ["worst"]
 
 
@@ -384,14 +386,17 @@ def test_priority_a_victim_that_is_the_requester_lets_the_next_one_go_on() -> No
 
 
 def test_a_scheduled_victims_tokens_return_to_the_budget() -> None:
-    d = drive(num_gpu_blocks=6, max_model_len=16, policy="priority", max_num_batched_tokens=8)
-    d.add("worst", 7, max_tokens=9, priority=9)
+    d = drive(num_gpu_blocks=5, max_model_len=16, policy="priority", max_num_batched_tokens=8)
+    d.add("worst", 6, max_tokens=9, priority=9)
     d.step()
     d.add("first", 4, max_tokens=9, priority=0)
     d.add("second", 3, max_tokens=9, priority=1)
     d.step()
     output = d.schedule()
-    assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
+    assert output.preempted_req_ids == {"worst"}
+    assert output.num_scheduled_tokens == {"first": 1, "second": 1}
+    assert output.total_num_scheduled_tokens == 2
+    assert output.scheduled_cached_reqs.req_ids == ["first", "second"]
 
 
 def test_the_worst_waiting_request_is_admitted_last_under_priority() -> None:
