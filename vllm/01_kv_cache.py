@@ -14,7 +14,6 @@ import math
 import statistics
 import time
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from minivllm.lab.cli import lesson_parser, positive_int, run
 from minivllm.lab.device import device_name, pick_device
 from minivllm.lab.device_rates import measure_device
 from minivllm.lab.figures import panels
-from minivllm.lab.gpu import INTERPRETED, tl, triton
+from minivllm.lab.gpu import HAS_TRITON, INTERPRETED, tl, triton
 from minivllm.lab.progress import track
 from minivllm.lab.results import write_json
 from minivllm.lab.roofline import measure_share, ridge, share_table
@@ -62,6 +61,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> Tensor:
 # endregion
 
 
+# region: generate
 class Generation(NamedTuple):
     """Prompt and output, how many tokens went through the model to make it, and the seconds of each step."""
 
@@ -70,7 +70,6 @@ class Generation(NamedTuple):
     seconds: list[float]
 
 
-# region: generate
 @torch.inference_mode()
 def generate(model, prompt: list[int], new_tokens: int, cache: "KVCache | None" = None) -> Generation:
     """The likeliest continuation. Only tokens that are not in the cache yet go through the model; without one, all."""
@@ -132,19 +131,17 @@ def compare_generation(model, prompt: list[int], new_tokens: int, max_model_len:
     generate(model, prompt, 2)  # warm up
     without, cached = generate(model, prompt, new_tokens), generate(model, prompt, new_tokens, cache)
     assert without.tokens == cached.tokens, "the cache changed the text"
-    edges = [round(new_tokens * part / 5) for part in range(6)]
-    windows = [slice(left, right) for left, right in pairwise(edges)]
+    parts = min(5, new_tokens)
+    windows = [slice(new_tokens * part // parts, new_tokens * (part + 1) // parts) for part in range(parts)]
     lengths = [len(prompt) + (window.start + window.stop) // 2 for window in windows]
     slow, fast = ([1e3 * statistics.median(run.seconds[window]) for window in windows] for run in (without, cached))
     rows = [(n, f"{a:.1f}", f"{b:.1f}", f"{a / b:.1f} ×") for n, a, b in zip(lengths, slow, fast, strict=True)]
-    caption = f"tokens through the model: {without.token_passes:,} without, {cached.token_passes:,} with; same text"
+    caption = f"token passes: {without.token_passes:,} without, {cached.token_passes:,} with a cache"
     table("Milliseconds for one token", ("tokens before it", "without a cache", "with one", "ratio"), rows, caption)
-    return cached.tokens, {
-        "prompt_tokens": len(prompt), "new_tokens": new_tokens,
-        "token_passes_without": without.token_passes, "token_passes_with": cached.token_passes,
-        "speedup": sum(without.seconds) / sum(cached.seconds), "last_ratio": slow[-1] / fast[-1],
-        "lengths": lengths, "ms_without": slow, "ms_with": fast, "slots_used": cache.length / max_model_len,
-    }  # fmt: skip
+    counts = {"prompt_tokens": len(prompt), "new_tokens": new_tokens, "token_passes_with": cached.token_passes}
+    ratios = {"speedup": sum(without.seconds) / sum(cached.seconds), "last_ratio": slow[-1] / fast[-1]}
+    times = {"lengths": lengths, "ms_without": slow, "ms_with": fast}
+    return cached.tokens, {**counts, "token_passes_without": without.token_passes, **ratios, **times}
 
 
 # %% 3. What it costs: bytes per token, by one formula
@@ -195,7 +192,6 @@ def append_kernel(keys, values, k, v, lengths, slots, WIDTH: tl.constexpr, BLOCK
         tl.store(values + target, tl.load(v + source, mask=inside), mask=inside)
 
 
-# region: decode_kernel
 @triton.jit
 def decode_kernel(
     out, q, keys, values, lengths, slots, scale,
@@ -231,40 +227,34 @@ def decode_kernel(
     tl.store(out + row, result / tl.maximum(total, 1e-30), mask=in_head)  # no token, no weight: zero
 
 
-# endregion
+def decode_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """`decode_step` for many requests: both kernels. A request whose slots are full attends to those it has.
 
-
-def append(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-    """Put k and v [requests, kv_heads, head_dim] into slot `lengths[request]` of each; a full one is skipped."""
-    requests, slots, kv_heads, head_dim = keys.shape
-    width = kv_heads * head_dim
+    q [requests, heads, head_dim]; k, v [requests, kv_heads, head_dim]; keys, values [requests, slots, kv_heads,
+    head_dim], contiguous, changed in place; lengths [requests], int32 -> like q.
+    """
+    (requests, slots, kv_heads, head_dim), heads, width = keys.shape, q.shape[1], k[0].numel()
     append_kernel[(requests,)](keys, values, k, v, lengths, slots, WIDTH=width, BLOCK=triton.next_power_of_2(width))
-
-
-def decode_attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """Attention of q [requests, heads, head_dim] over the first `lengths[request]` slots of each request -> like q."""
-    requests, slots, kv_heads, head_dim = keys.shape
-    out, heads = torch.empty_like(q), q.shape[1]
+    out, seen = torch.empty_like(q), (lengths + 1).clamp(max=slots)
     decode_kernel[(requests, heads)](
-        out, q, keys, values, lengths, slots, 1 / math.sqrt(head_dim), GROUP=heads // kv_heads, KV_HEADS=kv_heads,
+        out, q, keys, values, seen, slots, 1 / math.sqrt(head_dim), GROUP=heads // kv_heads, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_T=BLOCK_T,
     )  # fmt: skip
     return out
 
 
 def verify_kernels(device: torch.device) -> dict:
-    """Append a token to each of five requests and attend; compare with `decode_step` in float64."""
+    """Decode one token in each of five requests, and compare with `decode_step` in float64."""
     errors = {}
     for heads, kv_heads, head_dim in track([(4, 4, 64), (6, 2, 80), (8, 1, 128)], "verifying the kernels"):
-        lengths = torch.tensor([0, 1, BLOCK_T - 1, BLOCK_T, 2 * BLOCK_T + 3], dtype=torch.int32)
-        keys, values = torch.randn(2, len(lengths), 3 * BLOCK_T, kv_heads, head_dim).half()
-        k, v = torch.randn(2, len(lengths), kv_heads, head_dim).half()
-        q = torch.randn(len(lengths), heads, head_dim).half()
+        lengths = [0, 1, BLOCK_T - 1, BLOCK_T, 2 * BLOCK_T + 3]
+        q = torch.randn(5, heads, head_dim).half()
+        k, v = torch.randn(2, 5, kv_heads, head_dim).half()
+        keys, values = torch.randn(2, 5, 3 * BLOCK_T, kv_heads, head_dim).half()
         exact = [x.double() for x in (q, k, v, keys, values)]
-        expected = torch.stack([decode_step(*one, n) for *one, n in zip(*exact, lengths.tolist(), strict=True)])
-        q, k, v, keys, values, lengths = (x.to(device) for x in (q, k, v, keys, values, lengths))
-        append(keys, values, k, v, lengths)
-        error = (decode_attention(q, keys, values, lengths + 1).cpu() - expected).abs().max().item()
+        expected = torch.stack([decode_step(*one, length) for *one, length in zip(*exact, lengths, strict=True)])
+        given = (q, k, v, keys, values, torch.tensor(lengths, dtype=torch.int32))
+        error = (decode_batch(*(x.to(device) for x in given)).cpu() - expected).abs().max().item()
         assert error < 2e-3, f"the kernels are wrong by {error}"
         errors[f"{heads} query heads, {kv_heads} KV heads of {head_dim}"] = error
     how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
@@ -277,10 +267,11 @@ def verify_kernels(device: torch.device) -> dict:
 COUNTS = (1, 4, 16, 64)
 
 
-def batch_attention(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """Our kernel on a GPU; on a CPU PyTorch's, over all slots: the time of an interpreted kernel means nothing."""
+def timed_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """Our kernels on a GPU. On a CPU PyTorch's, into the last slot and over all: interpreted kernels tell no time."""
     if q.is_cuda:
-        return decode_attention(q, keys, values, lengths)
+        return decode_batch(q, k, v, keys, values, lengths)
+    keys[:, -1], values[:, -1] = k, v
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
 
@@ -294,11 +285,11 @@ def measure_intensity(device: torch.device) -> dict:
         moved, flops = 2 * (weight.numel() + x.numel() + count * 8192), 2 * count * weight.numel()
         shares[f"weights_{count}"] = measure_share(partial(F.linear, x, weight), moved, flops, rates, device)
     count, slots, dtype = (64, 4096, torch.bfloat16) if device.type == "cuda" else (2, 1024, torch.float32)
-    lengths = torch.full((count,), slots, dtype=torch.int32, device=device)
+    lengths = torch.full((count,), slots - 1, dtype=torch.int32, device=device)
     for group in (1, 4):
         cached = torch.randn(2, count, slots, 32 // group, 128, device=device, dtype=dtype)
-        q, flops = torch.randn(count, 32, 128, device=device, dtype=dtype), 4 * count * slots * 32 * 128
-        step = partial(batch_attention, q, *cached, lengths)
+        q, k = (torch.randn(count, heads, 128, device=device, dtype=dtype) for heads in (32, 32 // group))
+        step, flops = partial(timed_batch, q, k, k, *cached, lengths), 4 * count * slots * q[0].numel()
         shares[f"cache_group_{group}"] = measure_share(step, cached.nbytes, flops, rates, device)
     share_table("What a decode step reads: weights for n sequences, or the cache", rates, shares)
     longer = shares["weights_64"].seconds / shares["weights_1"].seconds
@@ -308,19 +299,17 @@ def measure_intensity(device: torch.device) -> dict:
 @torch.inference_mode()
 def measure_sequences(model, context: int = 128) -> dict:
     """Tokens per second of the model when so many sequences of `context` tokens decode together."""
-    rates = {}
+    rates, weight = {}, model.embed_tokens.weight
     for count in track(COUNTS, "decoding sequences together"):
-        caches = [KVCache(model.config, context, model.embed_tokens.weight) for _ in range(count)]
+        caches = [KVCache(model.config, context, weight) for _ in range(count)]
         keys, values = torch.stack([one.keys for one in caches], 1), torch.stack([one.values for one in caches], 1)
-        tokens = torch.zeros(count, dtype=torch.int64, device=keys.device)
-        lengths = torch.full_like(tokens, context, dtype=torch.int32)
+        lengths = torch.full((count,), context - 1, dtype=torch.int32, device=weight.device)
 
         def attend(layer, q, k, v, keys=keys, values=values, lengths=lengths):
-            keys[layer][:, -1], values[layer][:, -1] = k, v
-            return batch_attention(q, keys[layer], values[layer], lengths)
+            return timed_batch(q.contiguous(), k.contiguous(), v.contiguous(), keys[layer], values[layer], lengths)
 
-        step = partial(model, tokens, tokens + context - 1, attend)
-        rates[str(count)] = count / median_seconds(step, device=keys.device)
+        step = partial(model, torch.zeros_like(lengths), lengths, attend)
+        rates[str(count)] = count / median_seconds(step, device=weight.device)
     gains = {count: rate / rates["1"] for count, rate in rates.items()}
     rows = [(count, f"{rate:,.0f}", f"{gains[count]:.1f} ×") for count, rate in rates.items()]
     table("Sequences that decode together", ("sequences", "tokens a second", "against one"), rows)
@@ -355,7 +344,7 @@ def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict
         held = slots * (1 - one["unused"][str(slots)])  # by one request, when it ends
         found[name] = {"used": running * held / ledger.tokens, "unreserved": int(ledger.tokens / max(held, 1))}
     rows = [(workloads[n]["title"], running, f"{x['used']:.0%}", x["unreserved"]) for n, x in found.items()]
-    title = f"{card}: {ledger.tokens:,} tokens fit; {slots:,} slots for each request, or only what it needs"
+    title = f"{card}, room for {ledger.tokens:,} tokens, {slots:,} slots reserved for each request"
     table(title, ("requests like", "run reserved", "cache in use", "run unreserved"), rows)
     try:
         memory_ledger(config, card)
@@ -363,7 +352,7 @@ def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict
         console.print(f"at the model's own limit it refuses to start: {error}")
     memory = {row.name: row.bytes for row in ledger.rows}
     counts = {"name": card, "tokens": ledger.tokens, "running": running, "longest": ledger.longest_request}
-    return {**counts, "memory": memory, **found}
+    return {**counts, "cache_share": ledger.kv_bytes / ledger.hardware.memory_bytes, "memory": memory, **found}
 
 
 # %% The talk, in order
@@ -400,15 +389,17 @@ def main(arguments: argparse.Namespace) -> None:
     prompt = tokenizer.encode(arguments.prompt).ids
     new_tokens = arguments.tokens or (64 if arguments.quick else 1024 if arguments.full else 256)
     limit = config.max_position_embeddings
-    if not prompt or len(prompt) + new_tokens > limit:
-        raise MinivllmError(f"the prompt's {len(prompt)} tokens and {new_tokens} new ones must be 2 to {limit} in all")
+    if not prompt:
+        raise MinivllmError("the prompt is empty: the model needs a token to start from")
+    if len(prompt) + new_tokens > limit:
+        raise MinivllmError(f"{len(prompt)} tokens of prompt and {new_tokens} new ones are more than {limit} positions")
     heading("1 and 2. The same text without a cache and with one")
     text, generation = compare_generation(model, prompt, new_tokens, limit)
     console.print(tokenizer.decode(text[:60]), style="dim", markup=False)
     heading("3. What it costs: bytes per token")
     found = {"generation": generation, "bytes_per_token": list_models()}
     heading("4. The kernels, verified")
-    found["kernels"] = verify_kernels(device)
+    found["kernels"] = verify_kernels(device) if HAS_TRITON else console.print("Triton has no build for this platform")
     heading("5. What limits decode")
     found |= {"intensity": measure_intensity(device), "sequences": measure_sequences(model)}
     heading("6. The ledger")

@@ -4,6 +4,8 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, awkward_lengths, reference_attention
 from lessons.harness import (
+    REPOSITORY,
+    assert_claims_can_be_filled,
     assert_refuses,
     checks_that_catch,
     figures_of_quick_run,
@@ -13,7 +15,11 @@ from lessons.harness import (
 )
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.errors import MinivllmError
+from minivllm.kernels.attention import unified_attention
+from minivllm.kernels.cache import reshape_and_cache
 from minivllm.lab.exercise import load
+from minivllm.lab.gpu import triton
 from minivllm.models.loader import load_model, random_model
 from minivllm.simulate import memory
 from minivllm.simulate.known_models import CONFIGS, known_model
@@ -91,6 +97,17 @@ def filled_cache(lengths, slots, kv_heads, head_dim, dtype, device):
     return keys.to(device, dtype), values.to(device, dtype)
 
 
+def launch_decode(q, keys, values, lengths):
+    """`decode_kernel` alone, over `lengths` slots."""
+    (requests, slots, kv_heads, head_dim), heads, out = keys.shape, q.shape[1], torch.empty_like(q)
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=q.device)
+    sizes = {"KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
+    lesson.decode_kernel[(requests, heads)](
+        out, q, keys, values, lengths, slots, head_dim**-0.5, GROUP=heads // kv_heads, BLOCK_T=lesson.BLOCK_T, **sizes
+    )
+    return out
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "dtype"),
     [
@@ -107,7 +124,7 @@ def test_decode_attention(heads, kv_heads, head_dim, dtype, device):
     lengths = awkward_lengths(lesson.BLOCK_T)
     keys, values = filled_cache(lengths, max(lengths) + 5, kv_heads, head_dim, dtype, device)
     q = torch.randn(len(lengths), heads, head_dim, device=device, dtype=dtype)
-    out = lesson.decode_attention(q, keys, values, torch.tensor(lengths, dtype=torch.int32, device=device))
+    out = launch_decode(q, keys, values, lengths)
     for request, length in enumerate(lengths):
         if length == 0:
             assert torch.equal(out[request], torch.zeros_like(out[request]))
@@ -121,8 +138,7 @@ def test_decode_attention_survives_large_scores(large, device):
     """One key that outweighs all others: exp must not overflow, and the answer is its value."""
     keys, values = filled_cache([200], 200, 1, 64, torch.float32, device)
     keys[0, 70], q = large, torch.full((1, 1, 64), 1.0 if large > 0 else -1.0, device=device)
-    out = lesson.decode_attention(q, keys, values, torch.tensor([200], dtype=torch.int32, device=device))
-    assert_close(out[0, 0], values[0, 70, 0])
+    assert_close(launch_decode(q, keys, values, [200])[0, 0], values[0, 70, 0])
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(4, 64), (2, 80), (1, 16), (3, 40)])
@@ -134,24 +150,38 @@ def test_append_writes_one_slot_of_each_request_and_nothing_else(kv_heads, head_
     for request, length in enumerate(lengths):
         if length < slots:
             expected_keys[request, length], expected_values[request, length] = k[request], v[request]
-    lesson.append(keys, values, k, v, torch.tensor(lengths, dtype=torch.int32, device=device))
+    lesson.decode_batch(k, k, v, keys, values, torch.tensor(lengths, dtype=torch.int32, device=device))
     assert torch.equal(keys, expected_keys)
     assert torch.equal(values, expected_values)
 
 
-def test_append_and_attend_are_the_decode_step(device):
-    """The kernels, for a batch, do what `decode_step` does for one request."""
+def test_the_kernels_do_for_a_batch_what_decode_step_does_for_one(device):
     torch.manual_seed(1)
     lengths = [0, 5, 63, 64, 130]
     keys, values = filled_cache(lengths, 140, 2, 80, torch.float32, device)
     q, k, v = (torch.randn(5, heads, 80, device=device) for heads in (6, 2, 2))
-    expected = [
-        lesson.decode_step(*one, length)
-        for *one, length in zip(q, k, v, keys.clone(), values.clone(), lengths, strict=True)
-    ]
+    each = zip(q, k, v, keys.clone(), values.clone(), lengths, strict=True)
+    expected = torch.stack([lesson.decode_step(*one) for one in each])
     counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-    lesson.append(keys, values, k, v, counts)
-    assert_close(lesson.decode_attention(q, keys, values, counts + 1), torch.stack(expected))
+    assert_close(lesson.decode_batch(q, k, v, keys, values, counts), expected)
+
+
+def test_the_lessons_kernels_are_the_engines(device):
+    """A contiguous cache is a paged one whose block tables count upwards: the engine's kernels give the same."""
+    torch.manual_seed(2)
+    lengths, slots, block = [3, 16, 47], 64, 16
+    keys, values = filled_cache(lengths, slots, 2, 64, torch.float32, device)
+    q, k, v = (torch.randn(3, heads, 64, device=device) for heads in (8, 2, 2))
+    paged = [cache.clone().view(-1, block, 2, 64) for cache in (keys, values)]
+    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
+    ours = lesson.decode_batch(q, k, v, keys, values, counts)
+    first_slots = torch.arange(3, device=device) * slots
+    reshape_and_cache(k, v, *paged, first_slots + counts, backend="triton")
+    table = torch.arange(3 * slots // block, dtype=torch.int32, device=device).view(3, -1)
+    starts = torch.arange(4, dtype=torch.int32, device=device)
+    assert_close(ours, unified_attention(q, *paged, starts, counts + 1, table, 64**-0.5, backend="triton"))
+    for cache, blocks in zip((keys, values), paged, strict=True):
+        assert torch.equal(cache.nan_to_num(), blocks.view_as(cache).nan_to_num())
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (80, 4), (128, 1)])
@@ -246,8 +276,22 @@ def test_the_checks_catch(mistake):
 # ---- the script from outside -----------------------------------------------------------------------------------------
 
 
+def test_numbers_of_the_text():
+    """What the lesson says in words: 14 requests, 4 %, over three hundred; and 3 requests of 8,192 slots."""
+    config = known_model("Llama-3.1-8B")
+    found = lesson.break_it(memory.memory_ledger(config, "L4", max_model_len=2048), config, lesson.replay(2048, 0))
+    assert found["running"] == 14
+    assert f"{found['alpaca']['used']:.0%}" == "4%"
+    assert 300 < found["alpaca"]["unreserved"] < 400
+    assert memory.memory_ledger(config, "L4", max_model_len=8192).longest_request // 8192 == 3
+    with pytest.raises(MinivllmError) as refusal:
+        memory.memory_ledger(config, "L4")
+    assert str(refusal.value) in " ".join((REPOSITORY / "lessons" / "01_kv_cache.md").read_text().split())
+
+
 def test_quick_run(tmp_path):
     figures, output = figures_of_quick_run("01", tmp_path)
+    assert_claims_can_be_filled("01", figures)
     run = figures["generation"]
     prompt, new = run["prompt_tokens"], run["new_tokens"]
     assert run["token_passes_without"] == new * prompt + new * (new - 1) // 2
@@ -267,8 +311,8 @@ def test_quick_run(tmp_path):
         (["--json", "/proc/nowhere/results.json"], "cannot write"),
         (["--plot", "figure.txt"], "ends in .png or .svg"),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], "no CUDA device")]),
-        (["--prompt", ""], "prompt"),
-        (["--tokens", "5000"], "2 to 2048"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--tokens", "5000"], "more than 2048 positions"),
         (["--gpu", "Z80"], "known: T4"),
         (["--serve", "nobody"], "no known shape"),
     ],

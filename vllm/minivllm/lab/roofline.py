@@ -60,9 +60,15 @@ def measure_share(
 def share_table(title: str, rates: DeviceRates, shares: Mapping[str, Share], dtype: str = "bfloat16") -> None:
     """Print steps against the rates of the device that they ran on."""
     rows = [
-        (name, f"{s.intensity:.1f}", f"{s.seconds * 1e3:.2f}", f"{s.of_bandwidth:.0%}", f"{s.of_arithmetic:.0%}")
+        (
+            name.replace("_", " "),
+            f"{s.intensity:.1f}",
+            f"{s.seconds * 1e3:.2f}",
+            f"{s.of_bandwidth:.0%}",
+            f"{s.of_arithmetic:.0%}",
+        )
         for name, s in shares.items()
     ]
-    speed = f"{rates.bandwidth / 1e9:,.0f} GB/s copied, {rates.flops[dtype] / 1e9:,.0f} GFLOP/s multiplied"
+    speed = f"{rates.bandwidth / 1e9:,.0f} GB/s, {rates.flops[dtype] / 1e9:,.0f} GFLOP/s"
     caption = f"{rates.name}: {speed}, ridge at {ridge(rates, dtype):.0f} FLOPs a byte"
     table(title, ("", "FLOPs a byte", "ms", "of bandwidth", "of arithmetic"), rows, caption)
