@@ -117,6 +117,7 @@ TITLES = {
 # %% 2. The mechanism: a pool of equal blocks, and a table for each sequence
 
 
+# region: pool
 class KVCacheBlock:
     """`block_size` token slots in every layer. `ref_cnt` sequences hold the block; where none does, it is free."""
 
@@ -124,7 +125,6 @@ class KVCacheBlock:
         self.block_id, self.ref_cnt = block_id, 0
 
 
-# region: pool
 class BlockPool:
     """All blocks. Block 0 is the null block: it fills the unused places of tables, and nobody gets it."""
 

@@ -190,7 +190,9 @@ def _play(module, block_size: int, draw: random.Random) -> None:
             assert [cache[slot] for slot in slots] == text, f"step {step}: a sequence reads what another one wrote"
         held = sum(len(set(_ids(table))) for table in tables)
         assert sum(_counts(pool)) == held, f"step {step}: {sum(_counts(pool))} references counted, {held} there are"
-        assert pool.get_num_free_blocks() == sum(count == 0 for count in _counts(pool)[1:]), f"step {step}: books are off"
+        assert pool.get_num_free_blocks() == sum(count == 0 for count in _counts(pool)[1:]), (
+            f"step {step}: books are off"
+        )
 
 
 def _write(table, text: list, new: list, cache: dict, block_size: int) -> None:
