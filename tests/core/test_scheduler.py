@@ -558,6 +558,18 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request_there() -> None:
     assert (news.new_token_ids, news.finish_reason, news.stop_reason) == ([7, 8], "stop", 8)
 
 
+def test_a_scheduled_victims_drafts_leave_the_step() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=12, policy="priority", num_speculative_tokens=1)
+    d.add("worst", 5, max_tokens=6, priority=9)
+    d.step()
+    d.add("best", 8, max_tokens=3, priority=1)
+    d.step({"worst": [0]})
+    output = d.schedule()
+    assert output.num_scheduled_tokens == {"best": 1}
+    assert output.preempted_req_ids == {"worst"}
+    assert output.scheduled_spec_decode_tokens == {}
+
+
 def test_too_many_drafts_are_refused() -> None:
     d = drive(num_speculative_tokens=1)
     d.add("a", 5)

@@ -64,7 +64,7 @@ class WorkerDouble:
             self.requests[request_id].block_ids += block_ids or []
             starts[request_id] = start
         assert list(starts) == list(dict.fromkeys(starts))
-        assert set(starts) == set(output.num_scheduled_tokens)
+        assert set(starts) == set(output.num_scheduled_tokens) >= set(output.scheduled_spec_decode_tokens)
         return starts
 
     def _prefixes(self, request_id: str, stop: int, drafts: list[int]) -> list[int]:

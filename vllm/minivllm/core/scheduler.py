@@ -49,7 +49,6 @@ class _Step:
             return False
         self.token_budget += self.num_scheduled_tokens.pop(request_id)
         self.continued.remove(request)
-        self.new_block_ids.pop(request_id, None)
         self.spec_token_ids.pop(request_id, None)
         return True
 
