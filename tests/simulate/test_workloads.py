@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.workloads import WORKLOADS, Lengths, poisson_arrivals, workload
+from minivllm.simulate.workloads import WORKLOADS, Lengths, gamma_arrivals, poisson_arrivals, workload
 
 DISTRIBUTIONS = {(name, part): getattr(one, part) for name, one in WORKLOADS.items() for part in ("prompt", "output")}
 
@@ -57,6 +57,15 @@ def test_arrivals_come_at_their_rate():
     assert statistics.pstdev(gaps) == pytest.approx(0.25, rel=0.05)  # exponential gaps spread as wide as their mean
 
 
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_bursts_keep_the_rate_and_spread_the_gaps(burstiness):
+    times = gamma_arrivals(4.0, 20_000, burstiness, seed=2)
+    gaps = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
+    assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.05)
+    assert statistics.pstdev(gaps) == pytest.approx(0.25 / burstiness**0.5, rel=0.06)
+    assert gamma_arrivals(4.0, 50, 1.0, seed=2) == poisson_arrivals(4.0, 50, seed=2)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -64,6 +73,8 @@ def test_arrivals_come_at_their_rate():
         lambda: workload("alpaca").sample(0),
         lambda: workload("alpaca").prompt.quantile(1.0),
         lambda: poisson_arrivals(0, 3),
+        lambda: gamma_arrivals(-1, 3),
+        lambda: gamma_arrivals(1, 3, burstiness=0),
     ],
 )
 def test_nonsense_is_refused(wrong):

@@ -192,7 +192,13 @@ class ModelError:
 
 
 def model_error(cost: Cost, steps: Sequence[MeasuredStep]) -> ModelError:
-    """The error of `cost` on steps that it was not fitted to."""
+    """The error of `cost` on steps that it was not fitted to.
+
+    Raises:
+        MinivllmError: there are no steps.
+    """
+    if not steps:
+        raise MinivllmError("an error needs at least one measured step")
     predicted = [cost.seconds(step.shape) for step in steps]
     measured = [step.seconds for step in steps]
     off = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]

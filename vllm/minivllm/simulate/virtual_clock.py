@@ -98,7 +98,11 @@ class Simulation:
     @property
     def throughput(self) -> float:
         """Output tokens per second, from the first arrival to the last token."""
-        return self.output_tokens / (self.seconds - min(request.arrival for request in self.requests))
+        return self.output_tokens / self._span
+
+    @property
+    def _span(self) -> float:
+        return self.seconds - min(request.arrival for request in self.requests)
 
     @property
     def ttfts(self) -> list[float]:
@@ -116,9 +120,9 @@ class Simulation:
         return sum(request.num_preemptions for request in self.requests)
 
     def goodput(self, ttft_slo: float, tpot_slo: float) -> float:
-        """Requests per second that met both objectives (seconds)."""
+        """Requests per second that met both objectives (seconds), from the first arrival to the last token."""
         met = sum(r.ttft <= ttft_slo and r.tpot <= tpot_slo for r in self.requests if r.token_times)
-        return met / self.seconds
+        return met / self._span
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -189,8 +193,11 @@ def _step(
     """Schedule, let time pass, sample one token for every request that has caught up."""
     output = scheduler.schedule()
     scheduled = output.num_scheduled_tokens
-    before = {key: live[key].num_computed_tokens - new for key, new in scheduled.items()}
-    shape = StepShape.of((new, before[key]) for key, new in scheduled.items())
+    shape = StepShape.of((new, live[key].num_computed_tokens - new) for key, new in scheduled.items())
+    for key in output.preempted_req_ids:
+        timelines[int(key)].num_preemptions += 1
+    for new_request in output.scheduled_new_reqs:
+        timelines[int(new_request.req_id)].num_cached_tokens = live[new_request.req_id].num_cached_tokens
     seconds = cost.seconds(shape)
     num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
     usage = scheduler.kv_cache_manager.usage
@@ -199,8 +206,7 @@ def _step(
         timeline = timelines[int(news.request_id)]
         timeline.token_times.append(clock + seconds)
         if news.finish_reason:
-            request = live.pop(news.request_id)
-            timeline.num_preemptions, timeline.num_cached_tokens = request.num_preemptions, request.num_cached_tokens
+            live.pop(news.request_id)
     return StepRecord(
         clock,
         seconds,

@@ -81,12 +81,26 @@ class Workload:
 
 def poisson_arrivals(rate: float, count: int, seed: int = 0) -> list[float]:
     """Seconds at which `count` requests arrive, independently of one another, at `rate` requests per second."""
+    return gamma_arrivals(rate, count, seed=seed)
+
+
+def gamma_arrivals(rate: float, count: int, burstiness: float = 1.0, seed: int = 0) -> list[float]:
+    """Seconds at which `count` requests arrive, at `rate` requests per second, in bursts or evenly.
+
+    The gaps are drawn from a gamma distribution of shape `burstiness`, as `vllm bench serve --burstiness` does: 1 is a
+    Poisson process, less comes in bursts (the gaps' standard deviation is mean / sqrt(burstiness)), more is more even.
+
+    Raises:
+        MinivllmError: a rate or burstiness that is not above 0.
+    """
     if rate <= 0:
         raise MinivllmError(f"an arrival rate is more than 0 requests per second, not {rate}")
+    if burstiness <= 0:
+        raise MinivllmError(f"burstiness is more than 0 (1 is a Poisson process), not {burstiness}")
     draw = random.Random(f"arrivals-{seed}")
     now, times = 0.0, []
     for _ in range(count):
-        now += draw.expovariate(rate)
+        now += draw.gammavariate(burstiness, 1 / (rate * burstiness))
         times.append(now)
     return times
 

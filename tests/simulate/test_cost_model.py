@@ -1,0 +1,120 @@
+"""Costs of a step: counts are exact, a real card's published line is met, a fit finds the line behind the data."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.errors import MinivllmError
+from minivllm.simulate.cost_model import FittedCost, MeasuredStep, RooflineCost, StepShape, model_error
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+
+SCHEDULED = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 100)), max_size=8)
+
+
+def llama_on_h100(**more: float) -> RooflineCost:
+    return RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100"), **more)
+
+
+@given(SCHEDULED)
+def test_a_shape_counts_what_attention_visits(scheduled):
+    shape = StepShape.of(scheduled)
+    pairs = [(q, k) for new, before in scheduled for q in range(before, before + new) for k in range(q + 1)]
+    assert shape.num_pairs == len(pairs)
+    assert shape.num_reqs == len(scheduled)
+    assert shape.num_tokens == sum(new for new, _ in scheduled)
+    assert shape.num_keys == sum(new + before for new, before in scheduled)
+
+
+@given(SCHEDULED, SCHEDULED)
+def test_shapes_add_up(one, other):
+    a, b, both = StepShape.of(one), StepShape.of(other), StepShape.of([*one, *other])
+    for name in ("num_reqs", "num_tokens", "num_keys", "num_pairs"):
+        assert getattr(both, name) == getattr(a, name) + getattr(b, name)
+
+
+def test_llama_on_an_h100_has_the_published_line():
+    """vLLM's blog of 2026-04-22: inter-token latency = 6.44 ms + 4.37e-5 ms for each token of context."""
+    cost = llama_on_h100()
+    near, far = (cost.seconds(StepShape.of([(1, before)])) * 1e3 for before in (0, 100_000))
+    assert near == pytest.approx(6.44, rel=0.02)
+    assert (far - near) / 100_000 == pytest.approx(4.37e-5, rel=0.02)
+
+
+def test_bytes_and_operations_by_hand():
+    cost = llama_on_h100()
+    shape = StepShape.of([(1, 999), (100, 0)])
+    assert cost.bytes_moved(shape) == 8_030_261_248 * 2 + 131_072 * (1000 + 100 + 101)
+    pairs = 1000 + 100 * 101 // 2
+    without_embedding = 8_030_261_248 - 128_256 * 4096
+    assert cost.operations(shape) == 2 * without_embedding * 101 + 4 * 32 * 4096 * pairs
+
+
+@given(SCHEDULED.filter(bool), st.integers(0, 7))
+def test_a_step_is_never_faster_than_the_floor_and_more_work_takes_no_less_time(scheduled, which):
+    cost = llama_on_h100(request_overhead=1e-5)
+    shape, index = StepShape.of(scheduled), which % len(scheduled)
+    more = list(scheduled)
+    more[index] = (more[index][0] + 1, more[index][1])
+    assert cost.seconds(shape) > cost.floor_seconds(shape) > 0
+    assert cost.seconds(StepShape.of(more)) >= cost.seconds(shape)
+    assert cost.seconds(StepShape.of([*scheduled, (1, 0)])) > cost.seconds(shape)
+
+
+def test_prefill_is_limited_by_arithmetic_and_decode_by_memory():
+    cost = llama_on_h100()
+    decode, prefill = StepShape.of([(1, 500)]), StepShape.of([(4096, 0)])
+    assert cost.floor_seconds(decode) == cost.bytes_moved(decode) / cost.bandwidth
+    assert cost.floor_seconds(prefill) == cost.operations(prefill) / cost.flops
+
+
+def test_two_gpus_halve_what_is_shared():
+    one = llama_on_h100()
+    two = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100"), tp=2)
+    assert two.kv_bytes_per_token * 2 == one.kv_bytes_per_token
+    assert two.flops_per_token * 2 == one.flops_per_token
+    assert two.weight_bytes == pytest.approx(one.weight_bytes / 2, rel=0.01)
+
+
+COEFFICIENT = st.sampled_from([0.0, 0.2, 1.0, 5.0])
+
+
+@given(st.lists(SCHEDULED.filter(bool), min_size=12, max_size=30), st.tuples(*[COEFFICIENT] * 4), st.floats(1e-4, 1e-2))
+@settings(max_examples=60, deadline=None)
+def test_a_fit_finds_a_line_that_is_there(steps, coefficients, step_seconds):
+    """Whatever coefficients made the data, the fit predicts them, and none of its own is negative."""
+    steady, *rest = (c * s for c, s in zip(coefficients, (1.0, 1e-1, 1e-2, 1e-4), strict=True))
+    truth = FittedCost(*(step_seconds * c for c in (1 + steady, *rest)))
+    measured = [MeasuredStep(shape, truth.seconds(shape)) for shape in map(StepShape.of, steps)]
+    found = FittedCost.fit(measured)
+    assert min(found.per_step, found.per_request, found.per_token, found.per_pair) >= 0
+    assert model_error(found, measured).median_step < 1e-3
+    assert model_error(found, measured).total == pytest.approx(0, abs=1e-3)
+
+
+def test_a_fit_survives_steps_that_are_all_alike():
+    step = MeasuredStep(StepShape.of([(1, 10)] * 4), 0.02)
+    assert FittedCost.fit([step] * 10).seconds(step.shape) == pytest.approx(0.02, rel=1e-4)
+
+
+def test_a_fit_with_a_falling_cost_leaves_that_out():
+    """More tokens in less time is noise, not a law: no coefficient may be negative."""
+    measured = [MeasuredStep(StepShape.of([(n, 0)]), 0.1 - 0.001 * n) for n in range(1, 40)]
+    found = FittedCost.fit(measured)
+    assert min(found.per_step, found.per_request, found.per_token, found.per_pair) >= 0
+    assert found.per_step + found.per_request == pytest.approx(0.08, rel=0.1)
+
+
+def test_the_error_is_the_one_that_was_made():
+    steps = [MeasuredStep(StepShape.of([(1, n)]), 1.0) for n in range(9)]
+    error = model_error(FittedCost(1.1, 0, 0, 0), steps)
+    assert error.median_step == pytest.approx(0.1)
+    assert error.total == pytest.approx(0.1)
+    assert str(error) == "±10% a step (median), +10% in total"
+
+
+def test_too_few_steps_make_no_fit():
+    with pytest.raises(MinivllmError, match="at least 8"):
+        FittedCost.fit([MeasuredStep(StepShape.of([(1, 1)]), 1.0)] * 7)
+    with pytest.raises(MinivllmError, match="measured step"):
+        model_error(FittedCost(1, 0, 0, 0), [])

@@ -1,0 +1,188 @@
+"""The simulation decides what the scheduler decides, loses no token, and its clock only goes forward."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.errors import MinivllmError
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.simulate.cost_model import FittedCost
+from minivllm.simulate.slots import seat
+from minivllm.simulate.virtual_clock import SimulatedRequest, percentile, simulate
+
+COST = FittedCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=0.0)
+
+
+@st.composite
+def workloads(draw):
+    """A few requests, and a pool that holds any one of them but hardly all."""
+    lengths = draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=10))
+    arrivals = draw(st.lists(st.floats(0, 30), min_size=len(lengths), max_size=len(lengths)))
+    priorities = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
+    work = [SimulatedRequest(*one, at, p) for one, at, p in zip(lengths, arrivals, priorities, strict=True)]
+    config = SchedulerConfig(
+        max_model_len=48,
+        max_num_seqs=draw(st.integers(1, 6)),
+        max_num_batched_tokens=draw(st.integers(1, 40)),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        static_batching=draw(st.booleans()),
+    )
+    blocks = CacheConfig(
+        num_gpu_blocks=draw(st.integers(12, 30)), block_size=4, enable_prefix_caching=draw(st.booleans())
+    )
+    return work, config, blocks
+
+
+def replayed(work, config, blocks, simulation):
+    """The real scheduler, given each request before the step at whose start it had come: tokens of every step."""
+    scheduler, steps, added = Scheduler(config, blocks), [], set()
+    for step in simulation.steps:
+        for index in sorted(range(len(work)), key=lambda i: work[i].arrival):
+            if index not in added and work[index].arrival <= step.start:
+                one, name = work[index], str(index)
+                prompt = [10_000 * (index + 1) + position for position in range(one.prompt_tokens)]
+                scheduler.add_request(
+                    Request(name, prompt, max_tokens=one.output_tokens, arrival_time=one.arrival, priority=one.priority)
+                )
+                added.add(index)
+        output = scheduler.schedule()
+        new, live = output.num_scheduled_tokens, scheduler.requests
+        steps.append((dict(new), tuple(sorted(output.preempted_req_ids))))
+        done = [name for name in new if live[name].num_computed_tokens == live[name].num_tokens]
+        scheduler.update_from_output(output, ModelRunnerOutput({name: [7] for name in done}))
+    assert not scheduler.has_unfinished_requests()
+    return steps
+
+
+@given(workloads())
+@settings(max_examples=80, deadline=None)
+def test_the_simulated_scheduler_decides_the_same_as_the_real_one(case):
+    work, config, blocks = case
+    simulation = simulate(work, config, blocks, COST)
+    expected = replayed(work, config, blocks, simulation)
+    assert [(list(step.scheduled.items()), step.preempted) for step in simulation.steps] == [
+        (list(new.items()), preempted) for new, preempted in expected
+    ]
+
+
+@given(workloads())
+@settings(max_examples=80, deadline=None)
+def test_every_token_comes_once_and_time_only_goes_forward(case):
+    work, config, blocks = case
+    simulation = simulate(work, config, blocks, COST)
+    assert [len(one.token_times) for one in simulation.requests] == [one.output_tokens for one in work]
+    for request, spec in zip(simulation.requests, work, strict=True):
+        assert request.token_times == sorted(set(request.token_times)), "one token a step"
+        assert request.ttft > 0
+        assert min(request.itls, default=1) >= 1.0, "a step takes at least a second"
+        assert request.latency == pytest.approx(request.ttft + sum(request.itls))
+        assert request.tpot * max(spec.output_tokens - 1, 0) == pytest.approx(sum(request.itls))
+    ends = [step.start + step.seconds for step in simulation.steps]
+    assert all(start >= end for start, end in zip([s.start for s in simulation.steps[1:]], ends, strict=False))
+    assert {time for one in simulation.requests for time in one.token_times} <= set(ends)
+    assert simulation.output_tokens == sum(one.output_tokens for one in work)
+    assert simulation.num_preemptions == sum(len(step.preempted) for step in simulation.steps)
+    assert all(step.seconds == pytest.approx(COST.seconds(step.shape)) for step in simulation.steps)
+
+
+@given(workloads())
+@settings(max_examples=40, deadline=None)
+def test_what_is_computed_is_scheduled_and_nothing_beyond_the_limits(case):
+    work, config, blocks = case
+    simulation = simulate(work, config, blocks, COST)
+    for step in simulation.steps:
+        assert step.shape.num_tokens == sum(step.scheduled.values()) <= config.max_num_batched_tokens
+        assert step.num_running <= config.max_num_seqs
+        assert 0 <= step.kv_cache_usage <= 1
+    if not simulation.num_preemptions and not blocks.enable_prefix_caching:
+        computed = sum(step.shape.num_tokens for step in simulation.steps)
+        assert computed == sum(one.prompt_tokens + one.output_tokens - 1 for one in work)
+
+
+def test_the_clock_jumps_over_idle_time_and_throughput_counts_from_the_first_arrival():
+    work = [SimulatedRequest(1, 1, arrival=100.0), SimulatedRequest(1, 1, arrival=500.0)]
+    simulation = simulate(work, SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=4), COST)
+    assert [step.start for step in simulation.steps] == [100.0, 500.0]
+    assert simulation.ttfts == pytest.approx([1.11, 1.11])
+    assert simulation.throughput == pytest.approx(2 / 401.11)
+    assert simulation.goodput(2.0, 1.0) == pytest.approx(2 / 401.11)
+    assert simulation.goodput(1.0, 1.0) == 0
+
+
+def test_equal_prompts_hit_the_prefix_cache_and_made_up_ones_do_not():
+    config, blocks = SchedulerConfig(max_model_len=64), CacheConfig(num_gpu_blocks=40, block_size=4)
+    shared = [SimulatedRequest(17, 2, arrival, prompt_token_ids=list(range(17))) for arrival in (0.0, 50.0)]
+    own = [SimulatedRequest(17, 2, arrival) for arrival in (0.0, 50.0)]
+    assert [one.num_cached_tokens for one in simulate(shared, config, blocks, COST).requests] == [0, 16]
+    assert [one.num_cached_tokens for one in simulate(own, config, blocks, COST).requests] == [0, 0]
+
+
+def test_a_run_that_is_cut_short_keeps_what_it_has_seen():
+    config = SchedulerConfig(max_model_len=40, max_num_seqs=4)
+    blocks = CacheConfig(num_gpu_blocks=11, block_size=4, enable_prefix_caching=False)
+    work = [SimulatedRequest(12, 12)] * 3
+    whole = simulate(work, config, blocks, COST)
+    cut = simulate(work, config, blocks, COST, max_steps=12)
+    assert cut.steps == whole.steps[:12]
+    assert cut.num_preemptions == sum(len(step.preempted) for step in cut.steps) > 0
+
+
+def test_a_static_batch_starts_together_and_admits_nobody_before_it_is_empty():
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=2, static_batching=True)
+    work = [SimulatedRequest(1, length) for length in (2, 6, 3)]
+    simulation = simulate(work, config, CacheConfig(num_gpu_blocks=20), COST)
+    assert [sorted(step.scheduled) for step in simulation.steps] == [["0", "1"]] * 2 + [["1"]] * 4 + [["2"]] * 3
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.floats(0, 1))
+def test_a_percentile_is_a_value_that_enough_do_not_exceed(values, share):
+    found = percentile(values, share)
+    assert found in values
+    assert sum(value <= found for value in values) >= share * len(values)
+    assert all(sum(v <= value for v in values) < share * len(values) for value in values if value < found)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "about"),
+    [
+        (lambda: simulate([], SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=4), COST), "at least one"),
+        (
+            lambda: simulate(
+                [SimulatedRequest(8, 1)], SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=4), COST
+            ),
+            "max_model_len",
+        ),
+        (
+            lambda: simulate(
+                [SimulatedRequest(3, 1, prompt_token_ids=[1])],
+                SchedulerConfig(max_model_len=8),
+                CacheConfig(num_gpu_blocks=4),
+                COST,
+            ),
+            "says 3",
+        ),
+        (lambda: percentile([], 0.5), "values"),
+        (lambda: percentile([1.0], 1.5), "share"),
+    ],
+)
+def test_nonsense_is_refused(wrong, about):
+    with pytest.raises(MinivllmError, match=about):
+        wrong()
+
+
+@given(workloads())
+@settings(max_examples=40, deadline=None)
+def test_everybody_keeps_a_seat_until_he_leaves(case):
+    work, config, blocks = case
+    steps = [list(step.scheduled) for step in simulate(work, config, blocks, COST).steps]
+    rows = seat(steps, config.max_num_seqs)
+    assert len(rows) == config.max_num_seqs
+    for index, step in enumerate(steps):
+        assert sorted(filter(None, (row[index] for row in rows))) == sorted(step)
+    for row in rows:
+        for before, after, index in zip(row, row[1:], range(1, len(row)), strict=False):
+            if before != after and before:
+                assert before not in steps[index], "who stays in the batch does not change seats"
