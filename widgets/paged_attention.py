@@ -2,12 +2,15 @@
 
 Requests are served on the engine's own `BlockPool`: blocks are taken, shared by the samples of a request, counted and
 freed as the real ones are. The time of attention comes from the results that lesson 02's script left.
+
+The picture in the lesson's text: `uv run python -P -m widgets.paged_attention lessons/figures/02_pool.svg`
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +30,7 @@ SAMPLES = (1, 2, 4, 8)
 LONGEST = 2048  # tokens of the longest request that is let in, and what each would reserve without blocks
 TICKS, TICKS_OF_A_LIFE = 60, 15
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+IN_THE_LESSON = {"requests": "azure-conversation", "samples": 4}
 START = {"block_size": 16, "requests": "sharegpt", "samples": 1, "share": True, "slots": 8192}
 
 
@@ -283,11 +287,11 @@ def _draw_pool(drawing: Drawing, state: State) -> None:
     number = len(state.cells) - 1
     drawing.heading((MARGIN, 24), "The pool", f"{number:,} blocks of {state.block_size} slots, in order of their ids")
     keys = [
-        Segment("a colour is a request (of seven colours)", 0, BLUE),
+        Segment("a colour is a request", 0, BLUE),
         Segment("held, empty", 0, _pale(BLUE)),
         Segment("free", 0, "#FFFFFF", outlined=True),
         Segment("null block", 0, MID),
-        *([Segment("dot: shared by several samples", 0, INK)] if any(c.ref_cnt > 1 for c in state.cells[1:]) else []),
+        *([Segment("dot: samples share it", 0, INK)] if any(c.ref_cnt > 1 for c in state.cells[1:]) else []),
     ]
     legend(drawing, (MARGIN, 50), keys, POOL.width)
     columns = max(1, round((len(state.cells) * POOL.width / POOL.height) ** 0.5))
@@ -426,3 +430,7 @@ def show() -> LessonWidget:
         verdict=verdict,
         challenge=CHALLENGE,
     )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(figure(sweep(**IN_THE_LESSON)))

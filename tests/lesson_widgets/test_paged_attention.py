@@ -85,7 +85,7 @@ def test_what_is_expected_is_near_what_is_seen():
         ({}, ["512 blocks of 16 slots", "run at once; 4 if", "hold a token", "block size"], "fine"),
         (TOO_LARGE, ["16 blocks of 512 slots"], "broken"),
         (NOTHING_FITS, ["4 blocks of 512 slots"], "broken"),
-        (SHARED, ["dot: shared by several samples", "by sharing"], "fine"),
+        (SHARED, ["dot: samples share it", "by sharing"], "fine"),
         ({"block_size": 1}, ["8,192 blocks of 1 slots"], None),
     ],
 )
