@@ -1,0 +1,114 @@
+"""How well the simulator foretells the engine: fitted on some runs, asked about others.
+
+    uv run python benchmarks/simulator.py
+
+The embedded model on this machine, requests that all wait at once. A straight line through the steps of the fitted runs
+is the cost of a step; the scheduler under the virtual clock then predicts runs that the line has not seen, with other
+lengths, batch sizes and budgets. The table is followed by one line of JSON.
+"""
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.engine.core import EngineCore
+from minivllm.engine.engine_args import EngineArgs
+from minivllm.engine.recording import Recording, record_run
+from minivllm.lab.cli import Parser, run
+from minivllm.lab.progress import track
+from minivllm.lab.results import record, write_json
+from minivllm.lab.tables import table
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.simulate.cost_model import Cost, FittedCost, model_error
+from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+
+MAX_LEN, BLOCKS = 512, 1025
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: how many requests, up to how long, and the two limits of a step."""
+
+    requests: int
+    longest_prompt: int
+    longest_output: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def lengths(self, seed: int) -> list[tuple[int, int]]:
+        """(prompt, output) of each request, uniform from 1."""
+        draw = random.Random(seed)
+        return [
+            (draw.randint(1, self.longest_prompt), draw.randint(1, self.longest_output)) for _ in range(self.requests)
+        ]
+
+    def limits(self) -> dict[str, int]:
+        """What engine and simulator are both told."""
+        return {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
+
+
+FITTED = {
+    "alone": Case(4, 64, 48, 1, 2048),
+    "a few": Case(16, 128, 48, 4, 2048),
+    "many": Case(48, 128, 48, 32, 2048),
+    "long prompts": Case(12, 400, 24, 8, 512),
+}
+FORETOLD = {
+    "a dozen at once": Case(36, 96, 64, 12, 2048),
+    "small budget": Case(32, 128, 48, 16, 64),
+    "short answers": Case(48, 256, 8, 24, 1024),
+    "long answers": Case(16, 16, 128, 16, 2048),
+}
+
+
+def measured(case: Case, seed: int) -> Recording:
+    """The engine's run of a case."""
+    args = EngineArgs(
+        model=EMBEDDED_MODEL, max_model_len=MAX_LEN, num_gpu_blocks_override=BLOCKS, enable_prefix_caching=False,
+        skip_tokenizer_init=True, device="cpu", **case.limits(),
+    )  # fmt: skip
+    return record_run(EngineCore(args), case.lengths(seed))
+
+
+def foretold(case: Case, cost: Cost, seed: int) -> tuple[float, list[dict[str, int]]]:
+    """(seconds, tokens by request of every step) by the simulator."""
+    work = [SimulatedRequest(*one) for one in case.lengths(seed)]
+    blocks = CacheConfig(num_gpu_blocks=BLOCKS, enable_prefix_caching=False)
+    result = simulate(work, SchedulerConfig(max_model_len=MAX_LEN, **case.limits()), blocks, cost)
+    return result.seconds, [step.scheduled for step in result.steps]
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Fit, foretell, compare."""
+    runs = {name: measured(case, arguments.seed) for name, case in track((FITTED | FORETOLD).items(), "running")}
+    cost = FittedCost.fit([step for name in FITTED for step in runs[name].steps])
+    rows, figures = [], {}
+    for name, case in (FITTED | FORETOLD).items():
+        seconds, steps = foretold(case, cost, arguments.seed)
+        assert steps == runs[name].scheduled, "the simulator decides differently"
+        error = model_error(cost, runs[name].steps)
+        figures[name] = {"step": error.median_step, "run": seconds / runs[name].seconds - 1, "steps": len(steps)}
+        kind = "fitted" if name in FITTED else "foretold"
+        one = figures[name]
+        rows.append(
+            (name, kind, one["steps"], f"{runs[name].throughput:,.0f}", f"±{one['step']:.0%}", f"{one['run']:+.0%}")
+        )
+    table("The simulator against the engine", ("run", "", "steps", "tokens/s", "a step (median)", "the run"), rows)
+    outcome = {"cost": vars(cost), "runs": figures}
+    print(json.dumps(record("simulator", outcome)))
+    if arguments.json:
+        write_json(arguments.json, "simulator", outcome)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    flags.add_argument("--seed", type=int, default=0, help="seed of the lengths (default: 0)")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

@@ -1,0 +1,336 @@
+"""Lesson 04: its scheduler is the engine's, its formula is right, its kernel too, its exercise catches mistakes."""
+
+import random
+import statistics
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.harness import assert_close, assert_compiles, reference_attention
+from lessons.harness import (
+    assert_refuses,
+    checks_that_catch,
+    figures_of_quick_run,
+    script_path,
+    solution_results,
+    stub_results,
+)
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.engine.core import EngineCore
+from minivllm.engine.engine_args import EngineArgs
+from minivllm.engine.recording import record_run
+from minivllm.kernels.attention import unified_attention
+from minivllm.lab.exercise import checks_of, load
+from minivllm.models.loader import random_model
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+
+lesson = load(script_path("04"))
+checks = {check.__name__: check for check in checks_of("04")}
+engine_steps = checks["check_the_engine_decides_the_same"].__globals__["engine_steps"]
+
+
+# ---- the scheduler ---------------------------------------------------------------------------------------------------
+
+LENGTHS = st.tuples(st.integers(1, 60), st.integers(1, 8))
+
+
+@given(
+    st.lists(st.lists(LENGTHS, max_size=3), min_size=1, max_size=8),
+    st.integers(1, 80),
+    st.integers(1, 6),
+    st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_lessons_scheduler_is_the_engines(arrivals, budget, places, all_at_once):
+    """Tokens of every request in every step, in order, where memory is ample."""
+    if all_at_once:
+        arrivals = [[one for step in arrivals for one in step]]
+    coming = deque([(f"{s}.{i}", *one) for i, one in enumerate(step)] for s, step in enumerate(arrivals))
+    expected = engine_steps(list(coming), budget, places)
+    scheduler, steps = lesson.Scheduler([], budget, places), []
+    while coming or scheduler.running or scheduler.waiting:
+        scheduler.waiting.extend(lesson.Request(*one) for one in (coming.popleft() if coming else ()))
+        steps.append(list(scheduler.schedule().items()))
+        scheduler.update(dict(steps[-1]))
+    assert steps == [list(step.items()) for step in expected]
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_a_static_batch_is_the_engines_static_batch(lengths, budget, places):
+    config = SchedulerConfig(
+        max_model_len=4096, max_num_batched_tokens=budget, max_num_seqs=places, static_batching=True
+    )
+    blocks = CacheConfig(num_gpu_blocks=4096, enable_prefix_caching=False)
+    run = simulate([SimulatedRequest(*one) for one in lengths], config, blocks, Constant())
+    requests = [lesson.Request(str(i), *one) for i, one in enumerate(lengths)]
+    assert [step.scheduled for step in run.steps] == list(lesson.Scheduler(requests, budget, places, True).steps())
+
+
+class Constant:
+    """Every step takes a second."""
+
+    def seconds(self, shape):
+        return 1.0
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_every_token_is_scheduled_once_and_within_the_budget(lengths, budget, places):
+    requests, got = lesson.named(lengths), {}
+    for step in lesson.Scheduler(requests, budget, places).steps():
+        assert 0 < sum(step.values()) <= budget
+        assert len(step) <= places
+        for name, tokens in step.items():
+            got[name] = got.get(name, 0) + tokens
+    assert got == {chr(65 + i): prompt + output - 1 for i, (prompt, output) in enumerate(lengths)}
+
+
+# ---- the slots -------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_the_formula_is_the_mean_over_all_batches(lengths, batch):
+    """E[max] over every ordered batch that can be drawn from the sample, with repetition."""
+    batches = [[]]
+    for _ in range(batch):
+        batches = [[*one, length] for one in batches for length in lengths]
+    expected = statistics.mean(lengths) / statistics.mean(max(one) for one in batches)
+    assert lesson.static_utilization(lengths, batch) == pytest.approx(expected)
+
+
+def test_the_formula_at_its_ends():
+    assert lesson.static_utilization([7] * 10, 64) == pytest.approx(1)
+    assert lesson.static_utilization([3, 5, 9], 1) == pytest.approx(1)
+    uniform = list(range(1, 513))
+    for batch in (2, 4, 8, 16, 64):
+        assert lesson.static_utilization(uniform, batch) == pytest.approx((batch + 1) / (2 * batch), abs=0.003)
+
+
+def test_counts_agree_with_the_formula():
+    found = lesson.measure_slots(requests=256, slots=8, seed=0)
+    for one in found.values():
+        assert one["static"] == pytest.approx(one["formula"], abs=0.05)
+        assert one["continuous"] == 1.0, "while somebody waits, no slot is empty"
+    released = {"Azure conversation": 0.462, "Azure code": 0.266}  # counted on every request of the files
+    for title, share in released.items():
+        assert found[title]["theory"]["8"] == pytest.approx(share, abs=0.03)
+
+
+def test_the_timelines():
+    outputs = (3, 14, 5, 8, 12, 4, 6, 2, 9, 5)
+    found = lesson.show_timelines(outputs, 4)
+    assert found["static"]["steps"] == 14 + 12 + 9
+    assert found["continuous"]["steps"] == 20
+    for one in found.values():
+        rows = one["slots"]
+        assert [sum(row.count(chr(65 + i)) for row in rows) for i in range(10)] == list(outputs)
+        assert one["used"] == pytest.approx(sum(outputs) / (4 * one["steps"]))
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+RAGGED = {
+    "prefills": ([17, 1, 33, 16], [17, 1, 33, 16]),
+    "decodes": ([1, 1, 1, 1], [1, 31, 32, 33]),
+    "mixed": ([1, 20, 0, 5, 1], [64, 50, 7, 5, 0 + 1]),
+    "one request": ([3], [70]),
+    "an empty one at each end": ([0, 4, 0], [0, 9, 12]),
+}
+
+
+def ragged_case(queries, lengths, heads, kv_heads, head_dim, dtype):
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(sum(queries), heads, head_dim, generator=draw).to(dtype)
+    k, v = torch.randn(2, sum(lengths), kv_heads, head_dim, generator=draw).to(dtype)
+    return q, k, v, lesson.starts(queries), lesson.starts(lengths)
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 64), (6, 2, 80), (8, 1, 128)], ids=str)
+@pytest.mark.parametrize("case", RAGGED)
+def test_one_launch_is_the_loop(case, shape, device):
+    queries, lengths = RAGGED[case]
+    dtype = torch.float16 if shape[2] == 80 else torch.float32
+    q, k, v, query_start, key_start = ragged_case(queries, lengths, *shape, dtype)
+    found = lesson.ragged_launch(*(x.to(device) for x in (q, k, v, query_start, key_start))).cpu()
+    looped = lesson.ragged_attention(q.float(), k.float(), v.float(), query_start, key_start)
+    a = c = 0
+    for n, length in zip(queries, lengths, strict=True):
+        expected = reference_attention(q[a : a + n], k[c : c + length], v[c : c + length], shape[2] ** -0.5)
+        assert_close(found[a : a + n], expected)
+        assert_close(looped[a : a + n], expected)
+        a, c = a + n, c + length
+
+
+def test_the_lessons_kernel_is_the_engines(device):
+    """Contiguous keys are paged ones whose tables count upwards: the engine's kernel gives the same."""
+    queries, lengths, block = [5, 1, 16], [21, 40, 16], 16
+    q, k, v, query_start, key_start = ragged_case(queries, lengths, 8, 2, 64, torch.float32)
+    needed = [-(-length // block) for length in lengths]
+    k_cache, v_cache = torch.zeros(2, sum(needed), block, 2, 64)
+    table, first = torch.zeros(3, max(needed), dtype=torch.int32), 0
+    for row, (count, length) in enumerate(zip(needed, lengths, strict=True)):
+        table[row, :count] = torch.arange(first, first + count)
+        mine = slice(int(key_start[row]), int(key_start[row]) + length)
+        k_cache[first : first + count].view(-1, 2, 64)[:length] = k[mine]
+        v_cache[first : first + count].view(-1, 2, 64)[:length] = v[mine]
+        first += count
+    on = [x.to(device) for x in (q, k_cache, v_cache, query_start, torch.tensor(lengths, dtype=torch.int32), table)]
+    engine = unified_attention(*on, 64**-0.5, backend="triton")
+    assert_close(lesson.ragged_launch(*(x.to(device) for x in (q, k, v, query_start, key_start))), engine)
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (80, 4), (128, 1)])
+def test_the_kernel_compiles_everywhere(head_dim, group):
+    assert_compiles(
+        lesson.ragged_kernel,
+        {
+            **dict.fromkeys(("out", "q", "keys", "values"), "*bf16"), "query_start": "*i32", "key_start": "*i32",
+            "scale": 0.1, "GROUP": group, "KV_HEADS": 8, "HEAD_DIM": head_dim,
+            "BLOCK_D": 64 if head_dim == 64 else 128, "BLOCK_Q": 16, "BLOCK_T": 32,
+        },
+        tensor_core=True,
+        load_bytes=16,
+    )  # fmt: skip
+
+
+SMALL = ModelConfig(
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64,
+    intermediate_size=96, vocab_size=256, max_position_embeddings=256, model_type="llama",
+)  # fmt: skip
+
+
+def test_requests_in_one_forward_pass_do_not_see_one_another():
+    found = lesson.measure_selective(random_model(SMALL, dtype="float32"), [2, 9, 5], torch.device("cpu"))
+    assert {name: found[name]["tokens"] for name in ("one by one", "padded", "end to end")} == {
+        "one by one": 16, "padded": 27, "end to end": 16,
+    }  # fmt: skip
+
+
+# ---- asynchronous scheduling -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule_ms", "forward_ms"), [(2, 5), (5, 2), (0, 3), (4, 4)])
+def test_two_deep_hides_the_shorter_half_if_there_are_placeholders(schedule_ms, forward_ms):
+    found = lesson.show_pipelines(schedule_ms, forward_ms, tokens=200)
+    alone, blind, overlapped = found.values()
+    assert alone["ms_per_token"] == pytest.approx(schedule_ms + forward_ms)
+    assert overlapped["ms_per_token"] == pytest.approx(max(schedule_ms, forward_ms), rel=0.02)
+    assert (alone["steps"], blind["steps"], overlapped["steps"]) == (200, 200, 200), "no step too many"
+    assert (alone["empty"], blind["empty"], overlapped["empty"]) == (0, 200, 0)
+
+
+# ---- break it, and the engine ----------------------------------------------------------------------------------------
+
+
+def test_a_budget_below_the_batch_starves_the_last():
+    assert list(lesson.starved(5, 20).values()) == [20] * 5 + [0] * 3
+
+
+def test_the_engine_refuses_a_pool_that_is_too_small():
+    message = lesson.refused(str(EMBEDDED_MODEL), torch.device("cpu"))
+    assert "max_model_len" in message
+
+
+def test_the_engine_takes_the_steps_that_the_simulator_takes():
+    """Under a tight pool, with preemptions: the same tokens to the same requests in every step."""
+    draw = random.Random(1)
+    lengths = [(draw.randint(1, 30), draw.randint(1, 20)) for _ in range(10)]
+    args = EngineArgs(
+        model=EMBEDDED_MODEL, max_model_len=64, block_size=4, num_gpu_blocks_override=24, max_num_seqs=6,
+        max_num_batched_tokens=24, enable_prefix_caching=False, skip_tokenizer_init=True, device="cpu",
+    )  # fmt: skip
+    run = record_run(EngineCore(args), lengths)
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=6, max_num_batched_tokens=24)
+    blocks = CacheConfig(num_gpu_blocks=24, block_size=4, enable_prefix_caching=False)
+    simulated = simulate([SimulatedRequest(*one) for one in lengths], config, blocks, Constant())
+    assert [step.scheduled for step in simulated.steps] == run.scheduled
+    assert [step.shape for step in simulated.steps] == [step.shape for step in run.steps]
+    assert simulated.num_preemptions == run.num_preemptions > 0
+    assert run.output_tokens == simulated.output_tokens == sum(output for _, output in lengths)
+
+
+# ---- the exercise ----------------------------------------------------------------------------------------------------
+
+MUTANTS = {
+    "forgets who runs": ("    for request in running:\n        token_budget = give(request, token_budget)\n", ""),
+    "forgets to spend the budget": ("return budget - num_new_tokens", "return budget"),
+    "postpones a prompt that does not fit": (
+        "        if num_new_tokens > 0:",
+        "        if 0 < known - request.num_computed_tokens <= budget:",
+    ),
+    "admits for nothing": ("while waiting and token_budget > 0 and", "while waiting and"),
+    "forgets the places": ("while waiting and token_budget > 0 and len(running) < max_num_seqs:",
+                           "while waiting and token_budget > 0:"),
+    "one place too many": ("len(running) < max_num_seqs:", "len(running) <= max_num_seqs:"),
+    "takes the last to come": ("running.append(waiting.popleft())", "running.append(waiting.pop())"),
+    "puts the new ones first": (
+        "running.append(waiting.popleft())\n        token_budget = give(running[-1], token_budget)",
+        "running.insert(0, waiting.popleft())\n        token_budget = give(running[0], token_budget)",
+    ),
+    "does not count at once": ("            request.num_computed_tokens += num_new_tokens\n", ""),
+    "has a prefill phase": (
+        "    for request in running:\n        token",
+        "    for request in running if not waiting else []:\n        token",
+    ),
+    "lists those who get nothing": ("        if num_new_tokens > 0:", "        if num_new_tokens >= 0:"),
+}  # fmt: skip
+
+
+def test_the_script_passes_every_check():
+    assert [result.problem for result in solution_results("04") if not result.passed] == []
+
+
+def test_the_stub_fails_every_check():
+    results = stub_results("04")
+    assert len(results) == 9
+    assert all(result.problem.startswith("not written yet") for result in results)
+
+
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_the_checks_catch(mistake):
+    assert checks_that_catch("04", *MUTANTS[mistake])
+
+
+def test_a_wrong_prediction_is_caught():
+    right = lesson.first_steps()
+    for step, name in ((0, "B"), (1, "C"), (3, "D")):
+        wrong = [dict(one) for one in right]
+        wrong[step][name] += 1
+        with pytest.raises(AssertionError, match=f"step {step + 1}"):
+            checks["check_prediction"](type("Learner", (), {"first_steps": staticmethod(lambda wrong=wrong: wrong)}))
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    figures, output = figures_of_quick_run("04", tmp_path)
+    engine = figures["engine"]
+    assert engine["one_at_a_time"]["most"] == 1
+    assert engine["static_reserved"]["most"] == engine["continuous_reserved"]["most"] == lesson.RESERVED
+    assert engine["continuous_paged"]["most"] > lesson.RESERVED
+    assert engine["static_reserved"]["steps"] > engine["continuous_reserved"]["steps"]
+    overload = figures["overload"]
+    assert overload["1.3 × capacity, 200"]["queue"] > overload["0.7 × capacity, 200"]["queue"]
+    gaps = [one["longest"] for one in figures["long_prompt"].values()]
+    assert gaps == sorted(gaps, reverse=True), "a smaller budget, a shorter gap"
+    assert output.split("What you saw")[1].count("•") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (["--slots", "0"], "at least 1"),
+        (["--requests", "3"], "fewer than 12"),
+        (["--model", "/no/such/model"], "no model directory"),
+        (["--plot", "figure.txt"], "ends in .png or .svg"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)

@@ -1,0 +1,513 @@
+"""Lesson 04. Continuous batching: decide anew, before every step, who gets how many tokens.
+
+Builds static batching and the token-budget scheduler that replaced it, the kernel that makes one launch of requests of
+any length, and a pipeline that schedules a step before the one before it is done. You learn to say in advance what
+vLLM's scheduler will do, what share of its slots a static batch wastes, and why batching and paging need each other.
+
+    uv run python vllm/04_continuous_batching.py                      # under a minute on a laptop, no GPU needed
+    uv run python vllm/04_continuous_batching.py --slots 4 --requests 32
+"""
+
+import argparse
+import math
+import random
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.engine.core import EngineCore
+from minivllm.engine.engine_args import EngineArgs
+from minivllm.engine.recording import Recording, record_run
+from minivllm.errors import MinivllmError
+from minivllm.lab import palette
+from minivllm.lab.cli import lesson_parser, positive_int, run
+from minivllm.lab.device import device_name, pick_device
+from minivllm.lab.figures import panels
+from minivllm.lab.gpu import HAS_TRITON, INTERPRETED, tl, triton
+from minivllm.lab.progress import track
+from minivllm.lab.results import write_json
+from minivllm.lab.tables import closing, console, heading, table
+from minivllm.lab.timing import median_seconds
+from minivllm.models.loader import load_model
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.simulate.cost_model import FittedCost, RooflineCost, model_error
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+from minivllm.simulate.memory import memory_ledger
+from minivllm.simulate.slots import seat
+from minivllm.simulate.virtual_clock import SimulatedRequest, percentile, simulate
+from minivllm.simulate.workloads import WORKLOADS, Lengths, poisson_arrivals, workload
+
+# %% 1. The pain: a batch that ends together waits for its longest request
+
+
+# region: static
+def static_utilization(lengths: Sequence[int], batch: int) -> float:
+    """Share of slot-steps that make a token when `batch` requests start and end together: mean / E[longest of batch].
+
+    `lengths` is a sample of output lengths. The longest of `batch` draws is the i-th smallest with probability
+    (i/n)^batch - ((i-1)/n)^batch.
+    """
+    n, ordered = len(lengths), sorted(lengths)
+    longest = sum(x * ((i / n) ** batch - ((i - 1) / n) ** batch) for i, x in enumerate(ordered, start=1))
+    return statistics.mean(lengths) / longest
+
+
+# endregion
+
+# %% 2. The idea: no phases, one budget. In each step every request catches up with what it knows
+
+
+# region: schedule
+@dataclass
+class Request:
+    """`num_tokens` are known (the prompt, then what was sampled); `num_computed_tokens` are in the KV cache."""
+
+    request_id: str
+    num_tokens: int
+    max_tokens: int
+    num_computed_tokens: int = 0
+    num_output_placeholders: int = 0  # sampled by steps under way, values not known yet: only section 7 needs it
+
+
+def schedule(running: list[Request], waiting: deque[Request], token_budget: int, max_num_seqs: int) -> dict[str, int]:
+    """Who gets how many tokens in this step. Moves whom it admits from `waiting` to the end of `running`.
+
+    Counts the tokens as computed at once. Returns tokens by request id, in the order in which they were given.
+    """
+    scheduled: dict[str, int] = {}
+
+    def give(request: Request, budget: int) -> int:
+        known = request.num_tokens + request.num_output_placeholders
+        num_new_tokens = min(known - request.num_computed_tokens, budget)
+        if num_new_tokens > 0:
+            scheduled[request.request_id] = num_new_tokens
+            request.num_computed_tokens += num_new_tokens
+        return budget - num_new_tokens
+
+    # In the order of their admission. A decode wants 1 token, an unfinished prompt the rest of it.
+    for request in running:
+        token_budget = give(request, token_budget)
+    while waiting and token_budget > 0 and len(running) < max_num_seqs:
+        running.append(waiting.popleft())
+        token_budget = give(running[-1], token_budget)
+    return scheduled
+
+
+# endregion
+
+
+# region: scheduler
+class Scheduler:
+    """The loop around `schedule`: requests wait, get tokens, sample when they have caught up, and go."""
+
+    def __init__(self, requests: Sequence[Request], token_budget: int, max_num_seqs: int, static: bool = False) -> None:
+        self.token_budget, self.max_num_seqs, self.static = token_budget, max_num_seqs, static
+        self.running: list[Request] = []
+        self.waiting = deque(requests)
+
+    def schedule(self) -> dict[str, int]:
+        """The next step. A static batch lets nobody in before everybody is out."""
+        doors_shut = self.static and self.running
+        return schedule(self.running, deque() if doors_shut else self.waiting, self.token_budget, self.max_num_seqs)
+
+    def update(self, scheduled: dict[str, int]) -> None:
+        """After the forward pass: who has caught up has sampled one more token; who has all it wants leaves."""
+        for request in self.running:
+            if request.request_id in scheduled and request.num_computed_tokens == request.num_tokens:
+                request.num_tokens, request.max_tokens = request.num_tokens + 1, request.max_tokens - 1
+        self.running = [request for request in self.running if request.max_tokens > 0]
+
+    def steps(self) -> Iterator[dict[str, int]]:
+        """Step after step until all are served."""
+        while self.running or self.waiting:
+            scheduled = self.schedule()
+            yield scheduled
+            self.update(scheduled)
+
+
+# endregion
+
+
+def named(lengths: Sequence[tuple[int, int]]) -> list[Request]:
+    """Requests A, B, C … with these (prompt, output) lengths."""
+    return [Request(chr(65 + index), prompt, output) for index, (prompt, output) in enumerate(lengths)]
+
+
+PUZZLE = [(10, 3), (4, 2), (12, 4), (3, 2)]
+
+
+def first_steps(count: int = 4) -> list[dict[str, int]]:
+    """The exercise: what A, B, C and D of the puzzle get in the first steps, with 12 tokens a step and 3 places."""
+    steps = Scheduler(named(PUZZLE), token_budget=12, max_num_seqs=3).steps()
+    return [scheduled for _, scheduled in zip(range(count), steps, strict=False)]
+
+
+def show_timelines(outputs: Sequence[int], slots: int) -> dict:
+    """The same requests in the same slots under both policies, drawn; steps and slots in use counted."""
+    found = {}
+    for name in ("static", "continuous"):
+        rows = seat(Scheduler(named([(1, n) for n in outputs]), slots, slots, name == "static").steps(), slots)
+        found[name] = {"steps": len(rows[0]), "used": sum(outputs) / (slots * len(rows[0])), "slots": rows}
+        console.print(f"{name}: {len(rows[0])} steps, {found[name]['used']:.0%} of the slot-steps make a token")
+        console.print("\n".join("  " + "".join(who or "·" for who in row) for row in rows), markup=False)
+    return found
+
+
+def measure_slots(requests: int, slots: int, seed: int) -> dict:
+    """Slots in use while requests wait, by kind of request: the formula, then both policies counted."""
+    samples = {one.title: [r.output_tokens for r in one.sample(4096, seed)] for one in WORKLOADS.values()}
+    samples["uniform 1–512"], found = [1 + i * 37 % 512 for i in range(4096)], {}
+    for title, lengths in track(samples.items(), "counting slots"):
+        used, scheduler = {}, Scheduler([], slots, slots)
+        for static in (True, False):
+            scheduler = Scheduler(named([(1, n) for n in lengths[:requests]]), slots, slots, static)
+            full = [len(step) for step in scheduler.steps() if scheduler.waiting]
+            used["static" if static else "continuous"] = sum(full) / (slots * len(full))
+        theory = {str(batch): static_utilization(lengths, batch) for batch in (1, 2, 4, 8, 16, 32, 64)}
+        found[title] = {"formula": static_utilization(lengths[:requests], slots), **used, "theory": theory}
+    rows = [(t, *(f"{f[k]:.1%}" for k in ("formula", "static", "continuous"))) for t, f in found.items()]
+    table(f"{slots} slots in use while somebody waits", ("outputs like", "formula", "static", "continuous"), rows)
+    return found
+
+
+# %% 3. Selective batching: everything but attention takes tokens one by one, so lay all requests end to end
+
+
+# region: ragged
+def ragged_attention(q: Tensor, keys: Tensor, values: Tensor, query_start: Tensor, key_start: Tensor) -> Tensor:
+    """Each request's new tokens see its own keys, up to themselves. A loop: one attention a request.
+
+    q [tokens, heads, d]; keys, values [all keys, kv_heads, d]; request i owns the rows from start[i] to start[i + 1]
+    of each, and its queries are the last of its keys -> like q.
+    """
+    out = torch.empty_like(q)
+    for (a, b), (c, d) in zip(pairwise(query_start.tolist()), pairwise(key_start.tolist()), strict=True):
+        late = torch.ones(b - a, d - c, dtype=torch.bool, device=q.device).tril(d - c - (b - a))
+        rows = (x.transpose(0, 1)[None] for x in (q[a:b], keys[c:d], values[c:d]))
+        out[a:b] = F.scaled_dot_product_attention(*rows, attn_mask=late, enable_gqa=True)[0].transpose(0, 1)
+    return out
+
+
+# endregion
+
+
+@triton.jit
+def ragged_kernel(
+    out, q, keys, values, query_start, key_start, scale,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """`ragged_attention` in one launch. Grid: (requests, heads, tiles of BLOCK_Q queries in the longest request).
+
+    Layouts as there; starts int32 [requests + 1]. float32 inside. Reads a request's keys and values once for each head
+    and tile of its queries; 4 * HEAD_DIM FLOPs for each (query, key) pair and head. A decode is a tile with one real
+    row, and tiles beyond a request's queries end at once: the engine's kernel finds its request by bisection instead.
+    """
+    request, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_query, first_key = tl.load(query_start + request), tl.load(key_start + request)
+    queries, length = tl.load(query_start + request + 1) - first_query, tl.load(key_start + request + 1) - first_key
+    row, column = tile * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    position = length - queries + row  # of each query in its text: all that causality needs to know
+    at = ((first_query + row).to(tl.int64) * GROUP * KV_HEADS + head)[:, None] * HEAD_DIM + column[None, :]
+    real = (row < queries)[:, None] & (column < HEAD_DIM)[None, :]
+    if tile * BLOCK_Q < queries:
+        query = tl.load(q + at, mask=real, other=0.0)
+        peak, total = tl.full([BLOCK_Q], -1e30, tl.float32), tl.zeros([BLOCK_Q], tl.float32)
+        result = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        for start in range(0, tl.minimum(length, length - queries + (tile + 1) * BLOCK_Q), BLOCK_T):
+            token = start + tl.arange(0, BLOCK_T)
+            key = ((first_key + token).to(tl.int64) * KV_HEADS + head // GROUP)[:, None] * HEAD_DIM + column[None, :]
+            there = (token < length)[:, None] & (column < HEAD_DIM)[None, :]
+            k, v = tl.load(keys + key, mask=there, other=0.0), tl.load(values + key, mask=there, other=0.0)
+            scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.where(token[None, :] <= position[:, None], scores, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+            weights, keep = tl.exp(scores - new_peak[:, None]), tl.exp(peak - new_peak)
+            total = total * keep + tl.sum(weights, axis=1)
+            result = result * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            peak = new_peak
+        tl.store(out + at, (result / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+def ragged_launch(q: Tensor, keys: Tensor, values: Tensor, query_start: Tensor, key_start: Tensor) -> Tensor:
+    """`ragged_attention`, by the kernel."""
+    (_, heads, head_dim), kv_heads, out = q.shape, keys.shape[1], torch.empty_like(q)
+    tiles = triton.cdiv(int(query_start.diff().max()), 16)
+    ragged_kernel[(len(query_start) - 1, heads, max(tiles, 1))](
+        out, q, keys, values, query_start, key_start, 1 / math.sqrt(head_dim), GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_Q=16, BLOCK_T=32,
+    )  # fmt: skip
+    return out
+
+
+def starts(lengths: Sequence[int]) -> Tensor:
+    """Where each request begins, and where the last one ends: int32 [requests + 1]."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def verify_kernel(device: torch.device) -> dict:
+    """One launch over a prefill, decodes, a chunk and an empty request, against the loop in float64."""
+    queries, lengths, errors = [17, 1, 16, 0, 1, 5], [17, 1, 40, 3, 65, 33], {}
+    layout = starts(queries), starts(lengths)
+    for heads, kv_heads, head_dim in track([(4, 4, 64), (6, 2, 80)], "verifying the kernel"):
+        q, k, v = (torch.randn(n, h, head_dim).half() for n, h in ((40, heads), (159, kv_heads), (159, kv_heads)))
+        expected = ragged_attention(q.double(), k.double(), v.double(), *layout)
+        error = (ragged_launch(*(x.to(device) for x in (q, k, v, *layout))).cpu() - expected).abs().max().item()
+        errors[f"{heads} heads on {kv_heads}, of {head_dim}"] = error
+        assert error < 4e-3, f"the kernel is wrong by {error}"
+    how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
+    table(f"The ragged kernel, {how}", ("float16", "off float64 by"), [(s, f"{e:.0e}") for s, e in errors.items()])
+    return {"largest_error": max(errors.values())}
+
+
+@torch.inference_mode()
+def measure_selective(model, lengths: Sequence[int], device: torch.device) -> dict:
+    """The same prompts through the model three ways: one after another, as a padded rectangle, end to end."""
+    attend = ragged_launch if device.type == "cuda" else ragged_attention
+
+    def forward(sizes: Sequence[int]) -> Tensor:
+        layout, positions = starts(sizes).to(device), torch.cat([torch.arange(n) for n in sizes]).to(device)
+        return model(positions, positions, lambda layer, q, k, v: attend(q, k, v, layout, layout))
+
+    padded, found = [max(lengths)] * len(lengths), {}
+    assert torch.allclose(torch.cat([forward([n]) for n in lengths]), forward(lengths), atol=1e-3)
+    for name, sizes in (("one by one", [[n] for n in lengths]), ("padded", [padded]), ("end to end", [lengths])):
+        seconds = median_seconds(lambda sizes=sizes: [forward(one) for one in sizes], repeats=3, device=device)
+        found[name] = {"tokens": sum(map(sum, sizes)), "ms": 1e3 * seconds}
+    rows = [(name, f"{one['tokens']}", f"{one['ms']:.1f}") for name, one in found.items()]
+    table(f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens", ("", "tokens", "ms"), rows)
+    return {**found, "gain": found["one by one"]["ms"] / found["end to end"]["ms"]}
+
+
+# %% 4 and 5. On the engine: batching, then paging, on the same memory; and how well a simulator foretells it
+
+MAX_LEN, RESERVED = 512, 8  # the memory: so many requests if each reserves the greatest length
+WAYS = {  # a reserved region is a block as long as the greatest length
+    "one at a time": (MAX_LEN, {"max_num_seqs": 1}),
+    "static, reserved": (MAX_LEN, {"max_num_seqs": RESERVED, "static_batching": True}),
+    "continuous, reserved": (MAX_LEN, {"max_num_seqs": RESERVED}),
+    "continuous, paged": (16, {"max_num_seqs": 64}),
+}
+
+
+def record(model: str, device: torch.device, block_size: int, lengths: Sequence[tuple[int, int]], **more) -> Recording:
+    """Serve requests of (prompt, output) lengths on an engine with the memory above."""
+    settings = {"num_gpu_blocks_override": 1 + RESERVED * MAX_LEN // block_size, "enable_prefix_caching": False, **more}
+    settings |= {"device": device.type, "skip_tokenizer_init": True}
+    return record_run(
+        EngineCore(EngineArgs(model=model, max_model_len=MAX_LEN, block_size=block_size, **settings)), lengths
+    )
+
+
+def measure_engine(model: str, requests: int, device: torch.device, seed: int) -> dict:
+    """Throughput of each way, and how far a simulation is off that knows half of the steps."""
+    draw, outputs, found, work = random.Random(seed), Lengths(48.0), {}, {}
+    lengths = [(draw.randint(8, 64), min(outputs.quantile(draw.random()), MAX_LEN - 64)) for _ in range(requests)]
+    for name, (size, settings) in track(WAYS.items(), "running the engine"):
+        work[name] = lengths[: requests // 6] if name == "one at a time" else lengths
+        found[name] = record(model, device, size, work[name], **settings)
+    steps = [step for one in found.values() for step in one.steps]
+    cost = FittedCost.fit(steps[::2])
+    rows, error, base, figures = [], model_error(cost, steps[1::2]), found["static, reserved"].throughput, {}
+    for name, (size, settings) in WAYS.items():
+        blocks = CacheConfig(
+            num_gpu_blocks=1 + RESERVED * MAX_LEN // size, block_size=size, enable_prefix_caching=False
+        )
+        config, one = SchedulerConfig(max_model_len=MAX_LEN, **settings), found[name]
+        model_run = simulate([SimulatedRequest(*lengths) for lengths in work[name]], config, blocks, cost)
+        assert [step.scheduled for step in model_run.steps] == one.scheduled, "the simulator decides differently"
+        figures[name.replace(", ", "_").replace(" ", "_")] = {
+            "gain": one.throughput / base, "steps": len(one.steps), "most": one.most_running, "rate": one.throughput,
+            "modelled_off": model_run.seconds / one.seconds - 1,
+        }  # fmt: skip
+        gain, off = f"{one.throughput / base:.2f} ×", f"{model_run.seconds / one.seconds - 1:+.0%}"
+        rows.append((name, one.most_running, len(one.steps), f"{one.throughput:,.0f}", gain, off))
+    columns = ("way", "most at once", "steps", "tokens a second", "against static", "modelled time")
+    caption = f"modelled: a line through half of the steps; on the other half it is off by {error}"
+    table(f"{requests} requests, memory for {RESERVED * MAX_LEN:,} tokens", columns, rows, caption)
+    paging = figures["continuous_paged"]["gain"] / figures["continuous_reserved"]["gain"]
+    return {
+        **figures,
+        "paging": paging,
+        "over_one": figures["continuous_paged"]["gain"] / figures["one_at_a_time"]["gain"],
+        "model_error": str(error),
+    }
+
+
+# %% 6. Break it
+
+
+def overload(cost: RooflineCost, blocks: CacheConfig, requests: int, seed: int) -> dict:
+    """Requests like ShareGPT's at 0.7 and 1.3 times what 16 slots can serve: who waits, and for how long."""
+    config, found = SchedulerConfig(max_model_len=8192, max_num_seqs=16), {}
+    lengths = [(one.prompt_tokens, one.output_tokens) for one in workload("sharegpt").sample(2 * requests, seed)]
+    whole = simulate([SimulatedRequest(*one) for one in lengths], config, blocks, cost)
+    capacity = 16 / statistics.mean(one.token_times[-1] - one.token_times[0] for one in whole.requests)  # Little's law
+    for load, count in ((0.7, requests), (0.7, 2 * requests), (1.3, requests), (1.3, 2 * requests)):
+        arrivals = poisson_arrivals(load * capacity, count, seed)
+        work = [SimulatedRequest(*one, arrival=at) for one, at in zip(lengths, arrivals, strict=False)]
+        result = simulate(work, config, blocks, cost)
+        queue = max(step.num_waiting for step in result.steps)
+        found[f"{load} × capacity, {count}"] = {"queue": queue, "ttft": percentile(result.ttfts[-count // 4 :], 0.5)}
+    rows = [(name, one["queue"], f"{one['ttft']:.2f}") for name, one in found.items()]
+    columns = ("load and requests", "longest queue", "s to first token, last quarter")
+    table(f"Capacity {capacity:.1f} requests a second, modelled", columns, rows)
+    return found
+
+
+def long_prompt(cost: RooflineCost, blocks: CacheConfig) -> dict:
+    """Sixteen chats decode, then a prompt of 4,096 tokens arrives: the longest gap between a chat's tokens."""
+    work = [SimulatedRequest(128, 200)] * 16 + [SimulatedRequest(4096, 16, arrival=0.5)]
+    found = {}
+    for budget in (8192, 2048, 512, 256):
+        result = simulate(work, SchedulerConfig(max_model_len=8192, max_num_batched_tokens=budget), blocks, cost)
+        gaps = [gap for chat in result.requests[:16] for gap in chat.itls]
+        ttft = result.requests[16].ttft
+        found[str(budget)] = {"usual": statistics.median(gaps), "longest": max(gaps), "ttft": ttft}
+    rows = [(budget, *(f"{1e3 * value:.1f}" for value in one.values())) for budget, one in found.items()]
+    columns = ("budget", "usual gap, ms", "longest gap, ms", "its first token, ms")
+    table("A prompt of 4,096 tokens among 16 chats, modelled", columns, rows)
+    return found
+
+
+def starved(token_budget: int = 5, steps: int = 20) -> dict[str, int]:
+    """Eight requests decode under a budget of five tokens: what each of them has got after some steps."""
+    scheduler = Scheduler(named([(1, 100)] * 8), 8, 8)
+    scheduler.update(scheduler.schedule())
+    scheduler.token_budget, got = token_budget, dict.fromkeys("ABCDEFGH", 0)
+    for _, scheduled in zip(range(steps), scheduler.steps(), strict=False):
+        got = {name: count + scheduled.get(name, 0) for name, count in got.items()}
+    table(f"Tokens after {steps} steps with a budget of {token_budget}", list(got), [list(got.values())])
+    return got
+
+
+def refused(model: str, device: torch.device) -> str:
+    """What the engine says to a pool in which one request of the greatest length does not fit."""
+    try:
+        record(model, device, 16, [(400, 100)], num_gpu_blocks_override=20)
+    except MinivllmError as error:
+        return str(error)
+    raise AssertionError("the engine would take a request that can never finish")
+
+
+# %% 7. Asynchronous scheduling: decide on the next step while this one is computed
+
+
+# region: pipeline
+def pipeline(depth: int, placeholders: bool, tokens: int, schedule_ms: float, forward_ms: float) -> dict:
+    """One request generates `tokens`, with up to `depth` steps under way. CPU and GPU each do one thing at a time."""
+    request, cpu, gpu, under_way, steps, empty = Request("A", 1, tokens), 0.0, 0.0, deque(), 0, 0
+    while request.max_tokens > 0:
+        cpu += schedule_ms
+        enough = request.num_output_placeholders >= request.max_tokens  # the rest is being sampled already
+        scheduled = {} if enough else schedule([request], deque(), 1, 1)
+        if scheduled:
+            gpu, steps = max(cpu, gpu) + forward_ms, steps + 1
+            request.num_output_placeholders += placeholders
+            under_way.append(gpu)
+        elif not enough:
+            empty += 1  # it waits for a token whose value the scheduler does not need
+        if len(under_way) == depth or not scheduled:
+            cpu = max(cpu, under_way.popleft())  # wait for the oldest step, and take its token in
+            request.num_output_placeholders -= placeholders
+            request.num_tokens, request.max_tokens = request.num_tokens + 1, request.max_tokens - 1
+    return {"ms_per_token": cpu / tokens, "steps": steps, "empty": empty}
+
+
+# endregion
+
+
+def show_pipelines(schedule_ms: float = 2.0, forward_ms: float = 5.0, tokens: int = 100) -> dict:
+    """One step after the other; two deep without placeholders; two deep with them."""
+    kinds = {"one after the other": (1, False), "two deep, no placeholders": (2, False), "two deep": (2, True)}
+    found = {name: pipeline(*kind, tokens, schedule_ms, forward_ms) for name, kind in kinds.items()}
+    rows = [(n, f"{x['ms_per_token']:.2f}", x["steps"], x["empty"]) for n, x in found.items()]
+    title = f"Scheduling takes {schedule_ms:g} ms, the forward pass {forward_ms:g} ms"
+    table(title, ("steps", "ms a token", "steps", "schedules in vain"), rows)
+    return found
+
+
+# %% The talk, in order
+
+
+def draw(found: dict, path: str) -> None:
+    """Both timelines, and the slots that a static batch uses against its size."""
+    with panels(path, 3) as (left, middle, right):
+        for axes, (name, one) in zip((left, middle), found["timelines"].items(), strict=True):
+            for slot, row in enumerate(one["slots"]):
+                for who in sorted(set(row) - {""}):
+                    start, width, colour = row.index(who), row.count(who), palette.SERIES[(ord(who) - 65) % 7]
+                    axes.barh(slot, width, left=start, color=colour, edgecolor="white")
+                    axes.text(start + width / 2, slot, who, ha="center", va="center", fontsize=8)
+            title = f"{name}: {one['steps']} steps, {one['used']:.0%} used"
+            axes.set(
+                title=title, xlabel="step", ylabel="slots", xlim=(0, found["timelines"]["static"]["steps"]), yticks=[]
+            )
+            axes.invert_yaxis()
+        for (title, one), colour in zip(found["slots"].items(), palette.SERIES, strict=False):
+            shares = [100 * share for share in one["theory"].values()]
+            right.plot([int(batch) for batch in one["theory"]], shares, "o-", color=colour, label=title)
+        right.set(title="Static: slots used", xlabel="requests in the batch", ylabel="%", ylim=(0, 102), xscale="log")
+        right.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+        right.legend(fontsize=8)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Run the lesson from top to bottom."""
+    device, quick, seed = pick_device(arguments.device), arguments.quick, arguments.seed
+    console.print(f"[bold]Lesson 04. Continuous batching[/bold], on {device_name(device)}")
+    torch.manual_seed(seed)
+    requests = arguments.requests or (24 if quick else 256 if arguments.full else 72)
+    if requests < 12:
+        raise MinivllmError(f"--requests is {requests}: fewer than 12 have nothing to compare")
+    model, llama = load_model(arguments.model, device, "float32")[0], known_model("Llama-3.1-8B")
+    heading("1 and 2. The slots of a batch")
+    found: dict = {"timelines": show_timelines((3, 14, 5, 8, 12, 4, 6, 2, 9, 5), 4)}
+    found["slots"] = measure_slots(128 if quick else 512, arguments.slots, seed)
+    heading("3. One forward pass for requests of any length")
+    found["kernel"] = verify_kernel(device) if HAS_TRITON else console.print("Triton has no build for this platform")
+    found["selective"] = measure_selective(model, [8, 13, 21, 34, 55, 89, 144], device)
+    heading("4 and 5. Batching, then paging, on the engine")
+    found["engine"] = measure_engine(arguments.model, requests, device, seed)
+    heading("6. Break it (Llama-3.1-8B on an H100, modelled)")
+    cost, ledger = RooflineCost.of(llama, get_hardware("H100")), memory_ledger(llama, "H100", max_model_len=8192)
+    blocks = CacheConfig(num_gpu_blocks=ledger.num_blocks, enable_prefix_caching=False)
+    found |= {"overload": overload(cost, blocks, 100 if quick else 200, seed), "long_prompt": long_prompt(cost, blocks)}
+    found |= {"starved": starved(), "refused": refused(arguments.model, device)}
+    console.print(f"larger than the pool: {found['refused']}")
+    heading("7. Asynchronous scheduling")
+    found["pipeline"] = show_pipelines()
+    chat, engine, gaps = found["slots"]["Azure conversation"], found["engine"], found["long_prompt"]
+    closing(
+        f"A static batch of {arguments.slots} chats uses {chat['static']:.0%} of its slots while others wait, "
+        f"continuous batching {chat['continuous']:.0%}.",
+        f"On the same memory the engine made {engine['continuous_reserved']['gain']:.1f} times the tokens a second of "
+        f"static batching, and with pages {engine['continuous_paged']['gain']:.1f} times.",
+        f"A prompt of 4,096 tokens holds 16 chats up for {1e3 * gaps['8192']['longest']:.0f} ms, with a budget of "
+        f"512 for {1e3 * gaps['512']['longest']:.0f} ms at a time (modelled).",
+    )
+    if arguments.plot:
+        draw(found, arguments.plot)
+    if arguments.json:
+        write_json(arguments.json, "04_continuous_batching", found)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The lesson's own knobs, beside those that every lesson has."""
+    flags = lesson_parser(__doc__)
+    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="a model directory (default: the embedded model)")
+    flags.add_argument("--slots", type=positive_int, default=8, help="requests in a batch whose slots are counted")
+    flags.add_argument("--requests", type=positive_int, help="for the engine (default: 72, 24 quick, 256 full)")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())
