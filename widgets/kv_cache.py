@@ -294,7 +294,8 @@ def _draw_nothing_left(drawing: Drawing, state: State) -> None:
 def _draw_concurrency(drawing: Drawing, state: State) -> None:
     drawing.heading((MARGIN, PLOT.y - 22), "Requests at once", "by the length that is reserved for each")
     most = max(10.0, *state.concurrency, state.at_own_length)
-    axes = Axes(drawing, PLOT, Scale(CONTEXTS[0], CONTEXTS[-1], log=True), Scale(0.6, most * 2, log=True))
+    y = Scale(0.6, 0.6 * (most / 0.6) ** 1.35, log=True)  # the upper quarter is for the marks' words
+    axes = Axes(drawing, PLOT, Scale(CONTEXTS[0], CONTEXTS[-1], log=True), y)
     axes.frame("max_model_len, in tokens", "", x_format=tokens, x_ticks=axes.x.doublings(13))
     if state.longest < CONTEXTS[-1]:
         start = max(state.longest, CONTEXTS[0])
@@ -303,12 +304,14 @@ def _draw_concurrency(drawing: Drawing, state: State) -> None:
         axes.line(state.contexts, state.concurrency, BLUE)
     if state.at_own_length:
         words = f"{state.at_own_length:,.0f} if each held only its own tokens"
-        axes.mark_y(state.at_own_length, words, GREEN, along=0.6)
+        room = axes.x.share(state.longest) - 0.01  # left of the shaded lengths, unless that is too narrow
+        axes.mark_y(state.at_own_length, words, GREEN, along=min(room, 0.6) if room > 0.45 else 1)
     if state.longest < CONTEXTS[-1]:
         words = f"beyond {tokens(state.longest)}" if state.longest else "at no length"
-        axes.mark_x(start, f"{words}\nnot one fits", VERMILLION)
+        axes.mark_x(start, f"{words}\nnot one fits", VERMILLION, before=state.model_limit > state.longest)
     if CONTEXTS[0] <= state.model_limit <= CONTEXTS[-1]:
-        axes.mark_x(state.model_limit, "\n\nthe model's own limit", QUIET, dash="2 3", before=True)
+        own_limit_is_first = state.model_limit <= state.longest
+        axes.mark_x(state.model_limit, "the model's own limit", QUIET, dash="2 3", before=own_limit_is_first)
     if state.ledger and CONTEXTS[0] <= state.max_model_len <= CONTEXTS[-1]:
         _draw_here(axes, state)
 

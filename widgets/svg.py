@@ -422,7 +422,7 @@ class Axes:
     def mark_x(self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", before: bool = False) -> None:
         """A dashed upright line at `value`; its text stands on top, right of it, or left if `before` or out of room.
 
-        Each line break in the text starts a new line; empty lines at its start move it down, past another mark.
+        Each line break in the text starts a new line.
         """
         across = self.at(value, self.y.low)[0]
         self.drawing.line((across, self.box.y), (across, self.box.bottom), colour=colour, dash=dash, width=1.5)

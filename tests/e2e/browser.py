@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request
+from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, ViewportSize
 
 FLAGS = [
     "--no-sandbox",
@@ -20,7 +20,7 @@ FLAGS = [
 OPEN_SECONDS = 180
 RUN_SECONDS = 240
 SETTLE_SECONDS = 20
-WINDOW = {"width": 1500, "height": 1000}
+WINDOW = ViewportSize(width=1500, height=1000)
 
 LIMITED = """async ([work, argument, seconds]) => {
   const late = new Promise((_, fail) =>
