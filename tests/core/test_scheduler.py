@@ -157,13 +157,14 @@ def test_the_watermark_holds_for_admissions_while_something_runs() -> None:
 
 
 def test_without_chunked_prefill_a_prompt_waits_for_a_step_with_room() -> None:
-    d = drive(enable_chunked_prefill=False, max_num_batched_tokens=40)
+    d = drive(enable_chunked_prefill=False, max_num_batched_tokens=40, num_gpu_blocks=40)
     d.add("a", 30)
     d.add("b", 11)
     d.add("c", 2)
     assert d.step() == {"a": 30}, "b does not fit into what is left, and blocks c"
-    d.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
-    assert d.step() == {"b": 11, "c": 2}
+    assert d.step() == {"a": 1, "b": 11, "c": 2}
+    d.add("d", 37)
+    assert d.step() == {"a": 1, "b": 1, "c": 1, "d": 37}, "exactly what is left"
 
 
 def test_static_batching_admits_only_into_an_empty_batch() -> None:
@@ -252,6 +253,8 @@ def test_prefix_caching_can_be_off() -> None:
     d.add("a", [*range(8)], max_tokens=1)
     d.add("b", [*range(8)], max_tokens=1)
     assert d.step() == {"a": 8, "b": 8}
+    assert d.add("c", 8).block_hashes == [], "names cost time, and nobody asks for them"
+    d.scheduler.finish_requests(["c"], RequestStatus.FINISHED_ABORTED)
     assert d.free() == [4, 3, 2, 1, 5, 6, 7, 8, 9, 10], "reversed, to the front"
 
 
@@ -549,6 +552,16 @@ def test_drafts_for_an_unfinished_prompt_are_ignored() -> None:
     assert request.spec_token_ids == []
 
 
+def test_drafts_for_a_preempted_request_are_ignored() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16, num_speculative_tokens=1)
+    d.add("a", 8, max_tokens=7)
+    b = d.add("b", 7, max_tokens=5)
+    d.step()
+    d.step({"b": [1]})
+    assert b.status is RequestStatus.PREEMPTED
+    assert b.spec_token_ids == []
+
+
 def test_a_stop_token_among_accepted_drafts_ends_the_request_there() -> None:
     d = drive(num_speculative_tokens=3)
     d.add("a", 5, max_tokens=9, stop_token_ids=[8])
@@ -617,6 +630,13 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_length_that_would_fi
         return
     with pytest.raises(MinivllmError, match="17 tokens together"):
         d.add("a", prompt, max_tokens=max_tokens)
+
+
+def test_drafts_count_in_what_a_request_may_need() -> None:
+    d = drive(num_gpu_blocks=5, num_speculative_tokens=2, num_lookahead_tokens=1)
+    d.add("a", 7, max_tokens=7)
+    with pytest.raises(MinivllmError, match="14 tokens together"):
+        d.add("b", 7, max_tokens=8)
 
 
 def test_max_model_len_bounds_what_a_request_may_need() -> None:
