@@ -360,19 +360,19 @@ def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict
 
 def draw(found: dict, path: str) -> None:
     """Time per token against length; the card's memory; how much of the reserved part is ever used."""
-    run, bottom = found["generation"], 0.0
+    run, card, bottom = found["generation"], found["card"], 0.0
     used = {kind["title"]: 1 - kind["unused"]["2048"] for kind in found["reservation"].values()}
     with panels(path, 3) as (left, middle, right):
         left.plot(run["lengths"], run["ms_without"], "o-", color=palette.VERMILLION, label="without a cache")
         left.plot(run["lengths"], run["ms_with"], "s-", color=palette.BLUE, label="with a cache")
         left.set(title="Time of one token", xlabel="tokens before it", ylabel="ms", ylim=0)
         left.legend()
-        for name, size in ((name, size / GIB) for name, size in found["card"]["memory"].items()):
+        for name, size in ((name, size / GIB) for name, size in card["memory"].items()):
             color = palette.BLUE if name == "KV cache" else palette.GREY
             middle.bar(0, size, bottom=bottom, color=color, edgecolor="white")
             middle.text(0.45, bottom + size / 2, f"{size:.1f} {name}" if size > 1 else "", va="center")
             bottom += size
-        middle.set(title=f"Memory of the {found['card']['name']}", ylabel="GiB", xlim=(-0.4, 1.9), xticks=[])
+        middle.set(title=f"{card['model']} on the {card['name']}", ylabel="GiB", xlim=(-0.4, 1.9), xticks=[])
         right.barh(list(used), 1, color=palette.PALE)
         right.bar_label(right.barh(list(used), list(used.values()), color=palette.BLUE), fmt="{:.0%}", padding=4)
         right.set(title="Used, of 2,048 slots reserved", xticks=[])
@@ -405,7 +405,7 @@ def main(arguments: argparse.Namespace) -> None:
     heading("6. The ledger")
     found["reservation"] = replay(ledger.max_model_len, arguments.seed)
     heading("7. Break it")
-    found["card"] = break_it(ledger, served, found["reservation"])
+    found["card"] = {"model": arguments.serve, **break_it(ledger, served, found["reservation"])}
     longer, gain, card = found["intensity"]["longer_64"], found["sequences"]["gain"]["64"], found["card"]
     closing(
         f"The same {new_tokens} tokens took {generation['token_passes_without']:,} token passes without a cache and "

@@ -27,7 +27,7 @@ def script_path(number: str) -> Path:
     return path
 
 
-def run_script(number: str, *arguments: str, seconds: int = 120) -> subprocess.CompletedProcess[str]:
+def run_script(number: str, *arguments: str, seconds: int = 300) -> subprocess.CompletedProcess[str]:
     """Run a lesson's script in a process of its own, without a GPU, on one thread: others use this machine too."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
     environment.pop("TRITON_INTERPRET", None)

@@ -32,12 +32,21 @@ SMALL = ModelConfig(
 )  # fmt: skip
 
 
+def attentive_model():
+    """Random weights large enough that the text depends on what attention sees, and from where."""
+    model = random_model(SMALL, dtype="float32")
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.mul_(10)
+    return model
+
+
 # ---- with and without a cache ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 17])
 def test_a_cache_changes_the_work_and_not_the_text(prompt_tokens):
-    model, prompt, new = random_model(SMALL, dtype="float32"), list(range(5, 5 + prompt_tokens)), 12
+    model, prompt, new = attentive_model(), list(range(5, 5 + prompt_tokens)), 12
     cache = lesson.KVCache(SMALL, prompt_tokens + new, model.embed_tokens.weight)
     without, cached = lesson.generate(model, prompt, new), lesson.generate(model, prompt, new, cache)
     assert cached.tokens == without.tokens
@@ -55,12 +64,24 @@ def test_the_embedded_model_writes_the_same_text():
 
 
 def test_the_cached_text_depends_on_what_is_cached():
-    model = random_model(SMALL, dtype="float32")
+    model = attentive_model()
     cache = lesson.KVCache(SMALL, 64, model.embed_tokens.weight)
     right = lesson.generate(model, [1, 2, 3, 4], 12).tokens
     lesson.generate(model, [9, 8, 7, 6], 1, cache)  # another request's keys and values
     cache.length = 3
     assert lesson.generate(model, [1, 2, 3, 4], 12, cache).tokens != right
+
+
+def test_a_prompt_may_come_in_parts():
+    """Several tokens at once on a cache that is not empty: each sees the cached ones, and none that comes after it."""
+    model, tokens = attentive_model(), torch.arange(40, 52)
+    cache = lesson.KVCache(SMALL, 16, model.embed_tokens.weight)
+    parts = []
+    for part in (slice(0, 5), slice(5, 11), slice(11, 12)):
+        parts.append(model(tokens[part], torch.arange(12)[part], cache.attend))
+        cache.length = part.stop
+    whole = model(tokens, torch.arange(12), lambda layer, q, k, v: lesson.attention(q, k, v))
+    assert_close(torch.cat(parts), whole)
 
 
 def test_attention_of_new_tokens_equals_the_end_of_the_whole():
