@@ -23,10 +23,11 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the notebooks and of what they show: JupyterLab saves what it runs."""
+    """The repository as a notebook sees it, with a copy of the notebooks: JupyterLab saves what it runs."""
     copy = tmp_path_factory.mktemp("repository")
-    for name in ("notebooks", "lessons"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    shutil.copytree(ROOT / "notebooks", copy / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    for name in ("lessons", "vllm", "widgets", "benchmarks"):
+        (copy / name).symlink_to(ROOT / name)
     return copy
 
 
