@@ -11,7 +11,7 @@ from minivllm.errors import MinivllmError
 from minivllm.lab import palette
 from minivllm.lab.results import ensure_writable
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # matplotlib types the names of its settings as literals
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
