@@ -12,19 +12,18 @@ import json
 import random
 from dataclasses import dataclass
 
+import torch
+
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.engine.core import EngineCore
-from minivllm.engine.engine_args import EngineArgs
-from minivllm.engine.recording import Recording, record_run
+from minivllm.engine.recording import Recording, bare_engine, foretell, record_run
 from minivllm.lab.cli import Parser, run
 from minivllm.lab.progress import track
 from minivllm.lab.results import record, write_json
 from minivllm.lab.tables import table
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
-from minivllm.simulate.cost_model import Cost, FittedCost, model_error
-from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+from minivllm.simulate.cost_model import FittedCost, model_error
 
-MAX_LEN, BLOCKS = 512, 1025
+MAX_LEN, CACHE = 512, CacheConfig(num_gpu_blocks=1025, enable_prefix_caching=False)
 
 
 @dataclass(frozen=True)
@@ -65,36 +64,23 @@ FORETOLD = {
 
 def measured(case: Case, seed: int) -> Recording:
     """The engine's run of a case."""
-    args = EngineArgs(
-        model=EMBEDDED_MODEL, max_model_len=MAX_LEN, num_gpu_blocks_override=BLOCKS, enable_prefix_caching=False,
-        skip_tokenizer_init=True, device="cpu", **case.limits(),
-    )  # fmt: skip
-    return record_run(EngineCore(args), case.lengths(seed))
-
-
-def foretold(case: Case, cost: Cost, seed: int) -> tuple[float, list[dict[str, int]]]:
-    """(seconds, tokens by request of every step) by the simulator."""
-    work = [SimulatedRequest(*one) for one in case.lengths(seed)]
-    blocks = CacheConfig(num_gpu_blocks=BLOCKS, enable_prefix_caching=False)
-    result = simulate(work, SchedulerConfig(max_model_len=MAX_LEN, **case.limits()), blocks, cost)
-    return result.seconds, [step.scheduled for step in result.steps]
+    core = bare_engine(EMBEDDED_MODEL, torch.device("cpu"), CACHE, max_model_len=MAX_LEN, **case.limits())
+    return record_run(core, case.lengths(seed))
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Fit, foretell, compare."""
-    runs = {name: measured(case, arguments.seed) for name, case in track((FITTED | FORETOLD).items(), "running")}
+    cases = FITTED | FORETOLD
+    runs = {name: measured(case, arguments.seed) for name, case in track(cases.items(), "running")}
     cost = FittedCost.fit([step for name in FITTED for step in runs[name].steps])
     rows, figures = [], {}
-    for name, case in (FITTED | FORETOLD).items():
-        seconds, steps = foretold(case, cost, arguments.seed)
-        assert steps == runs[name].scheduled, "the simulator decides differently"
-        error = model_error(cost, runs[name].steps)
-        figures[name] = {"step": error.median_step, "run": seconds / runs[name].seconds - 1, "steps": len(steps)}
+    for name, case in cases.items():
+        config = SchedulerConfig(max_model_len=MAX_LEN, **case.limits())
+        off = foretell(case.lengths(arguments.seed), runs[name], config, CACHE, cost)
+        step, count = model_error(cost, runs[name].steps).median_step, len(runs[name].steps)
+        figures[name] = {"step": step, "run": off, "steps": count}
         kind = "fitted" if name in FITTED else "foretold"
-        one = figures[name]
-        rows.append(
-            (name, kind, one["steps"], f"{runs[name].throughput:,.0f}", f"±{one['step']:.0%}", f"{one['run']:+.0%}")
-        )
+        rows.append((name, kind, count, f"{runs[name].throughput:,.0f}", f"±{step:.0%}", f"{off:+.0%}"))
     table("The simulator against the engine", ("run", "", "steps", "tokens/s", "a step (median)", "the run"), rows)
     outcome = {"cost": vars(cost), "runs": figures}
     print(json.dumps(record("simulator", outcome)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm.lab.palette import BLUE, GREEN, PURPLE, SKY, VERMILLION
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import RooflineCost, StepShape
 from minivllm.simulate.hardware import get_hardware
@@ -137,8 +137,8 @@ def _lengths(spread: float) -> tuple[int, ...]:
 WIDTH, HEIGHT, MARGIN = 720, 470, 20
 GANTT = Box(MARGIN + 44, 92, WIDTH - 2 * MARGIN - 56, 180)
 PLOT = Box(MARGIN + 44, 332, WIDTH - 2 * MARGIN - 56, 88)
-COLOURS = (BLUE, SKY, GREEN, PURPLE, ORANGE)
-IDLE = "#F1E3DA"
+COLOURS = (BLUE, SKY, GREEN, PURPLE)
+IDLE, MISSED = "#EFEFEF", "#F3C29B"
 
 
 def figure(state: State) -> str:
@@ -149,7 +149,7 @@ def figure(state: State) -> str:
     keys = [
         Segment("a request, from its first step to its last", 0, BLUE),
         Segment("an empty slot", 0, IDLE),
-        Segment("empty while somebody waits", 0, VERMILLION),
+        Segment("empty while somebody waits", 0, MISSED),
     ]
     legend(drawing, (MARGIN, 56), keys, WIDTH - 2 * MARGIN)
     _draw_slots(drawing, state)
@@ -167,7 +167,7 @@ def _draw_slots(drawing: Drawing, state: State) -> None:
         for who, first, last in _stretches(row, state.queue):
             left, right = GANTT.x + starts[first] * scale, GANTT.x + state.times[last] * scale
             if who == "!":
-                drawing.rect(Box(left, y, right - left, high - 2), VERMILLION, opacity=0.45)
+                drawing.rect(Box(left, y, right - left, high - 2), MISSED)
             else:
                 tip = f"request {int(who) + 1}: {last - first + 1} steps"
                 drawing.rect(Box(left, y, right - left - 0.5, high - 2), COLOURS[int(who) % len(COLOURS)], tip=tip)
@@ -189,7 +189,7 @@ def _stretches(row: Sequence[str], queue: Sequence[int]) -> list[tuple[str, int,
 
 def _draw_queue(drawing: Drawing, state: State) -> None:
     drawing.heading((MARGIN, PLOT.y - 22), "Requests that wait", f"{state.queue_at_end} when the last one has arrived")
-    axes = Axes(drawing, PLOT, Scale(0, state.seconds), Scale(0, max(5, *state.queue) * 1.1))
+    axes = Axes(drawing, PLOT, Scale(0, state.seconds), Scale(0, max(5, *state.queue) * 1.4))
     axes.frame("seconds (modelled)", "", x_format=lambda value: f"{value:.3g}")
     axes.step([0.0, *state.times], [0, *state.queue], VERMILLION)
     axes.mark_x(state.arrivals[-1], "the last one arrives", QUIET, before=True)

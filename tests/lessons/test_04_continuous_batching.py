@@ -19,9 +19,8 @@ from lessons.harness import (
 )
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.engine.core import EngineCore
-from minivllm.engine.engine_args import EngineArgs
-from minivllm.engine.recording import record_run
+from minivllm.engine.recording import bare_engine, foretell, record_run
+from minivllm.errors import MinivllmError
 from minivllm.kernels.attention import unified_attention
 from minivllm.lab.exercise import checks_of, load
 from minivllm.models.loader import random_model
@@ -205,11 +204,15 @@ SMALL = ModelConfig(
 )  # fmt: skip
 
 
+@torch.inference_mode()
 def test_requests_in_one_forward_pass_do_not_see_one_another():
-    found = lesson.measure_selective(random_model(SMALL, dtype="float32"), [2, 9, 5], torch.device("cpu"))
-    assert {name: found[name]["tokens"] for name in ("one by one", "padded", "end to end")} == {
-        "one by one": 16, "padded": 27, "end to end": 16,
-    }  # fmt: skip
+    model, sizes = random_model(SMALL, dtype="float32"), [2, 9, 5]
+
+    def forward(lengths):
+        layout, positions = lesson.starts(lengths), torch.cat([torch.arange(n) for n in lengths])
+        return model(positions, positions, lambda _, q, k, v: lesson.ragged_attention(q, k, v, layout, layout))
+
+    assert_close(forward(sizes), torch.cat([forward([size]) for size in sizes]))
 
 
 # ---- asynchronous scheduling -----------------------------------------------------------------------------------------
@@ -241,17 +244,17 @@ def test_the_engine_takes_the_steps_that_the_simulator_takes():
     """Under a tight pool, with preemptions: the same tokens to the same requests in every step."""
     draw = random.Random(1)
     lengths = [(draw.randint(1, 30), draw.randint(1, 20)) for _ in range(10)]
-    args = EngineArgs(
-        model=EMBEDDED_MODEL, max_model_len=64, block_size=4, num_gpu_blocks_override=24, max_num_seqs=6,
-        max_num_batched_tokens=24, enable_prefix_caching=False, skip_tokenizer_init=True, device="cpu",
-    )  # fmt: skip
-    run = record_run(EngineCore(args), lengths)
-    config = SchedulerConfig(max_model_len=64, max_num_seqs=6, max_num_batched_tokens=24)
     blocks = CacheConfig(num_gpu_blocks=24, block_size=4, enable_prefix_caching=False)
+    limits = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 24}
+    run = record_run(bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **limits), lengths)
+    config = SchedulerConfig(**limits)
     simulated = simulate([SimulatedRequest(*one) for one in lengths], config, blocks, Constant())
     assert [step.scheduled for step in simulated.steps] == run.scheduled
     assert [step.shape for step in simulated.steps] == [step.shape for step in run.steps]
     assert simulated.num_preemptions == run.num_preemptions > 0
+    assert foretell(lengths, run, config, blocks, Constant()) == pytest.approx(len(run.steps) / run.seconds - 1)
+    with pytest.raises(MinivllmError, match="other steps"):
+        foretell(lengths[1:], run, config, blocks, Constant())
     assert run.output_tokens == simulated.output_tokens == sum(output for _, output in lengths)
 
 
@@ -311,14 +314,12 @@ def test_a_wrong_prediction_is_caught():
 
 def test_quick_run(tmp_path):
     figures, output = figures_of_quick_run("04", tmp_path)
-    engine = figures["engine"]
-    assert engine["one_at_a_time"]["most"] == 1
-    assert engine["static_reserved"]["most"] == engine["continuous_reserved"]["most"] == lesson.RESERVED
-    assert engine["continuous_paged"]["most"] > lesson.RESERVED
-    assert engine["static_reserved"]["steps"] > engine["continuous_reserved"]["steps"]
-    overload = figures["overload"]
-    assert overload["1.3 × capacity, 200"]["queue"] > overload["0.7 × capacity, 200"]["queue"]
-    gaps = [one["longest"] for one in figures["long_prompt"].values()]
+    alone, static, batched, paged = figures["engine"]["ways"].values()
+    assert alone["most"] == 1
+    assert static["most"] == batched["most"] == lesson.RESERVED < paged["most"]
+    assert static["steps"] > batched["steps"] > paged["steps"]
+    assert figures["engine"]["both"] == pytest.approx(figures["engine"]["batching"] * figures["engine"]["paging"])
+    gaps = [one["longest_gap"] for one in figures["long_prompt"].values()]
     assert gaps == sorted(gaps, reverse=True), "a smaller budget, a shorter gap"
     assert output.split("What you saw")[1].count("•") == 3
 

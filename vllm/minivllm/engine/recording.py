@@ -1,16 +1,24 @@
-"""Steps of a real engine, timed, with what each of them asked of the device: what a cost model is fitted to."""
+"""Steps of a real engine, timed, with what each asked of the device; and the same run foretold by the simulator.
+
+What is recorded is what a cost model is fitted to, and what it is judged by.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_request import EngineCoreRequest
+from minivllm.engine.engine_args import EngineArgs
 from minivllm.errors import MinivllmError
 from minivllm.sampling_params import SamplingParams
-from minivllm.simulate.cost_model import MeasuredStep, StepShape
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.simulate.cost_model import Cost, MeasuredStep, StepShape
+from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,17 @@ class Recording:
     def most_running(self) -> int:
         """Requests in the largest step."""
         return max(step.shape.num_reqs for step in self.steps)
+
+
+def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **settings: Any) -> EngineCore:
+    """An engine without a tokenizer that has exactly this pool; `settings` are further engine arguments.
+
+    Raises:
+        MinivllmError: settings that cannot be, or a pool in which not one request of `max_model_len` fits.
+    """
+    settings |= {"num_gpu_blocks_override": cache.num_gpu_blocks, "block_size": cache.block_size}
+    settings |= {"enable_prefix_caching": cache.enable_prefix_caching, "skip_tokenizer_init": True}
+    return EngineCore(EngineArgs(model=model, device=device.type, **settings))
 
 
 def own_clock(core: EngineCore) -> Callable[[], float]:
@@ -73,3 +92,17 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
         scheduled.append(dict(new))
         num_tokens += sum(len(one.new_token_ids) for one in news)
     return Recording(steps, scheduled, num_tokens, core.scheduler.num_preemptions - preempted)
+
+
+def foretell(
+    lengths: Sequence[tuple[int, int]], recording: Recording, config: SchedulerConfig, cache: CacheConfig, cost: Cost
+) -> float:
+    """(modelled − measured) / measured seconds of a recorded run of these (prompt, output) lengths.
+
+    Raises:
+        MinivllmError: the simulation does not take the steps that the engine took: other settings, or a fault.
+    """
+    result = simulate([SimulatedRequest(*one) for one in lengths], config, cache, cost)
+    if [step.scheduled for step in result.steps] != recording.scheduled:
+        raise MinivllmError("the simulation takes other steps than the engine took: are the settings the same?")
+    return result.seconds / recording.seconds - 1
