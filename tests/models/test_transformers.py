@@ -130,9 +130,9 @@ def test_rotary_table_at_far_positions(transformers, rope, head_dim):
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**shape))
     positions = torch.tensor([0, 1, 31, 32, 1000, 4095])
     cos, sin = theirs(torch.zeros(1), positions[None])
-    our_cos, our_sin = RotaryTable(ModelConfig.from_dict({"model_type": "llama", **shape}))(positions)
-    torch.testing.assert_close(our_cos[:, 0], cos[0], atol=2e-4, rtol=0)
-    torch.testing.assert_close(our_sin[:, 0, head_dim // 2 :], sin[0, :, head_dim // 2 :], atol=2e-4, rtol=0)
+    ours = RotaryTable(ModelConfig.from_dict({"model_type": "llama", **shape})).table[positions]
+    theirs_once = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1)
+    torch.testing.assert_close(ours, theirs_once, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_yarn_options(transformers, changes):
 
     shape = {**SMALL, "rope_parameters": {**YARN, **changes}}
     cos, _ = LlamaRotaryEmbedding(transformers.LlamaConfig(**shape))(torch.zeros(1), torch.arange(64)[None])
-    our_cos, _ = RotaryTable(ModelConfig.from_dict({"model_type": "llama", **shape}))(torch.arange(64))
-    torch.testing.assert_close(our_cos[:, 0], cos[0], atol=1e-5, rtol=0)
+    our_cos = RotaryTable(ModelConfig.from_dict({"model_type": "llama", **shape})).table[:64].chunk(2, dim=-1)[0]
+    torch.testing.assert_close(our_cos, cos[0].chunk(2, dim=-1)[0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
 from minivllm.errors import UnsupportedModelError
+from minivllm.kernels.elementwise import add_rms_norm, rotate_heads, silu_and_mul
 from minivllm.models.attention import AttentionFunction
-from minivllm.models.rotary import RotaryTable, rotate
+from minivllm.models.rotary import RotaryTable
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -43,22 +44,27 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryTable(config)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionFunction, rows: Tensor | None = None
+    ) -> Tensor:
         """One step over the flattened tokens of all sequences.
 
         Args:
             input_ids: `[tokens]`.
             positions: `[tokens]`, each token's place in its own sequence.
             attention: attends, and keeps the cache if there is one.
+            rows: the tokens whose outcome is wanted, all where None. The others only leave their keys and values, so
+                the last layer need not go on with them.
 
         Returns:
-            `[tokens, hidden_size]`, normalised; `compute_logits` takes those rows that are needed.
+            `[rows, hidden_size]`, normalised: what `compute_logits` takes.
         """
-        hidden = self.embed_tokens(input_ids)
-        cos, sin = self.rotary(positions)
+        hidden, residual = self.embed_tokens(input_ids), None
+        table = self.rotary.table
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attention)
-        return self.norm(hidden)
+            wanted = rows if layer is self.layers[-1] else None
+            hidden, residual = layer(hidden, residual, positions, table, attention, wanted)
+        return self.norm(hidden, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Scores of every token of the vocabulary: `[n, hidden_size]` to `[n, vocab_size]`."""
@@ -75,10 +81,27 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
-        """`[tokens, hidden_size]` in and out; the input is not changed."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        table: Tensor,
+        attention: AttentionFunction,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What the layer before added, and the sum before that (None: there is none); the same of this layer.
+
+        `[tokens, hidden_size]` in, `[rows, hidden_size]` out. Each sum is made where it is normalised, in one pass.
+        """
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, positions, table, attention, rows)
+        residual = residual if rows is None else residual[rows]
+        hidden = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
 
 
 class SelfAttention(nn.Module):
@@ -95,15 +118,19 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
-        """`[tokens, hidden_size]` in and out."""
+    def forward(
+        self, hidden: Tensor, positions: Tensor, table: Tensor, attention: AttentionFunction, rows: Tensor | None
+    ) -> Tensor:
+        """`[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
         heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         q_and_k, v = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = q_and_k.split((self.heads, self.kv_heads), dim=1)
             q_and_k = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = rotate(q_and_k, cos, sin).split((self.heads, self.kv_heads), dim=1)
-        return self.o_proj(attention(self.index, q, k, v).reshape(len(hidden), -1))
+        rotate_heads(q_and_k, positions, table)
+        q, k = q_and_k.split((self.heads, self.kv_heads), dim=1)
+        attended = attention(self.index, q, k, v).flatten(1)
+        return self.o_proj(attended if rows is None else attended[rows])
 
 
 class GatedMLP(nn.Module):
@@ -116,8 +143,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[tokens, hidden_size]` in and out."""
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
 
 
 class RMSNorm(nn.Module):
@@ -128,9 +154,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., width]` in and out."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`[..., width]` in and out. With a residual, it is the sum that is normalised, and left in `residual`."""
+        if residual is None:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Linear(nn.Module):

@@ -18,7 +18,12 @@ from minivllm.errors import MinivllmError, UnsupportedModelError
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of every position, `[positions, head_dim]`: the first half of a row cosines, then sines."""
+    """Holds `table` `[positions, head_dim]`: the first half of a row the position's cosines, then its sines.
+
+    `minivllm.kernels.elementwise.rotate_heads` turns heads by it.
+    """
+
+    table: Tensor
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -28,28 +33,6 @@ class RotaryTable(nn.Module):
         )
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of these positions, once for all layers of a step.
-
-        Args:
-            positions: `[tokens]`, integers below the table's length.
-
-        Returns:
-            Two tensors `[tokens, 1, head_dim]`, ready for `rotate`.
-        """
-        assert isinstance(self.table, Tensor)
-        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Turn every pair of elements: `[tokens, heads, head_dim]` in and out.
-
-    `(a, b) -> (a cos - b sin, b cos + a sin)`, where a and b are the halves of a head. Rolling by half a head puts b in
-    a's place and a in b's, so the whole is one product and one fused multiply-add.
-    """
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)
 
 
 def table_length(config: ModelConfig) -> int:

@@ -40,6 +40,10 @@ class StepInputs:
     block_table: np.ndarray
     sampling: np.ndarray
 
+    def sampling_tokens(self) -> np.ndarray:
+        """The last token of each request that samples: its place in the flattened row."""
+        return self.query_start_loc[1:][self.sampling].astype(np.int64) - 1
+
 
 class InputBatch:
     """One row for each request that runs. Rows do not move; a row that becomes free goes to the next request."""

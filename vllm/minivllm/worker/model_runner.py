@@ -13,6 +13,7 @@ from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.attention import AttentionMetadata, PagedAttention
+from minivllm.worker.cpu import pack_linears
 from minivllm.worker.input_batch import InputBatch, StepInputs
 from minivllm.worker.memory import allocate_kv_caches
 from minivllm.worker.prompt_logprobs import PromptLogprobs
@@ -28,15 +29,16 @@ class ModelRunner:
         self.config = model.config
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
+        self._packed_bytes = pack_linears(model)
         self.block_size = block_size
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size)
         self.prompt_logprobs = PromptLogprobs()
         self.attention: PagedAttention | None = None
 
     def weight_bytes(self) -> int:
-        """Bytes of all parameters and tables; tied ones once."""
+        """Bytes of all parameters and tables, tied ones once, and of their packed forms."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()) + self._packed_bytes
 
     def activation_peak(self, max_num_batched_tokens: int, max_num_seqs: int) -> int | None:
         """Bytes that the largest step needs beside weights and cache, measured; None where only a GPU could tell."""
@@ -77,18 +79,25 @@ class ModelRunner:
         return inputs
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of the step. This is the part of a step that a CUDA graph would replay."""
+        """Hidden states [rows that sample, hidden]; of all tokens where some prompt's log probabilities are wanted.
+
+        This is the part of a step that a CUDA graph would replay.
+        """
         assert self.attention is not None
-        return self.model(self._on_device(inputs.input_ids), self._on_device(inputs.positions), self.attention)
+        rows = None
+        if len(inputs.sampling) < len(inputs.input_ids) and not self.prompt_logprobs:
+            rows = self._on_device(inputs.sampling_tokens())
+        return self.model(self._on_device(inputs.input_ids), self._on_device(inputs.positions), self.attention, rows)
 
     def sample_tokens(self, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput:
         """Samples for the requests that reached their last known token, and remembers the new ones."""
-        prompt_logprobs = self.prompt_logprobs.observe(self.batch, inputs, hidden, self.model.compute_logits)
+        prompt_logprobs = {}
+        if self.prompt_logprobs:
+            prompt_logprobs = self.prompt_logprobs.observe(self.batch, inputs, hidden, self.model.compute_logits)
+            hidden = hidden[self._on_device(inputs.sampling_tokens())]
         if not len(inputs.sampling):
             return ModelRunnerOutput({})
         rows = inputs.rows[inputs.sampling]
-        if len(rows) < len(hidden):
-            hidden = hidden[self._on_device(inputs.query_start_loc[1:][inputs.sampling] - 1)]
         logits = self.model.compute_logits(hidden).float()
         batch = self.batch
         metadata = batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens, batch.num_tokens)

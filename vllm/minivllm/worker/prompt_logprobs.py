@@ -18,6 +18,10 @@ class PromptLogprobs:
     def __init__(self) -> None:
         self._so_far: dict[str, list[TokenLogprobs]] = {}
 
+    def __bool__(self) -> bool:
+        """Whether any prompt is under way."""
+        return bool(self._so_far)
+
     def add_request(self, request: NewRequestData) -> None:
         """Notes a request that asked. One that comes back with outputs has been answered before its preemption."""
         asked = request.sampling_params.prompt_logprobs is not None
@@ -37,8 +41,6 @@ class PromptLogprobs:
     ) -> dict[str, list[TokenLogprobs]]:
         """Takes in a step's hidden states [tokens, hidden]; returns the prompts that are complete with it."""
         complete: dict[str, list[TokenLogprobs]] = {}
-        if not self._so_far:
-            return complete
         for index, req_id in enumerate(inputs.req_ids):
             if req_id not in self._so_far:
                 continue

@@ -1,0 +1,107 @@
+"""Norm with residual, gated product and rotation: against float64, kernel against twin, compiled for every target."""
+
+import pytest
+import torch
+from kernels.harness import DTYPES, HEAD_DIMS, assert_close, assert_compiles, assert_twin
+
+from minivllm.kernels import elementwise
+from minivllm.kernels.elementwise import (
+    CHUNK,
+    add_rms_norm,
+    add_rms_norm_kernel,
+    rotate_heads,
+    rotate_heads_kernel,
+    silu_and_mul,
+    silu_and_mul_kernel,
+)
+
+TOKENS = (0, 1, 7, 300)  # 300: the twin's parallel form
+WIDTHS = (48, 256, 688)
+EPS = 1e-5
+
+
+@pytest.fixture(params=["triton", "numba", "torch"])
+def form(request, monkeypatch):
+    """Each of the three forms, as `backend` and what the CPU chooses."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(elementwise, "_has_numba", lambda: request.param == "numba")
+    return "triton" if request.param == "triton" else "cpu"
+
+
+def random(*shape, dtype=torch.float32, scale=1.0):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def norm_in_float64(x, residual, weight):
+    total = (x.double() + residual.double()).to(x.dtype).double()
+    return total, total * (total.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norm_of_the_sum(form, width):
+    for tokens in TOKENS[: 3 if form == "triton" else None]:
+        x, residual, weight = random(tokens, width), random(width, tokens).T.contiguous(), random(width)
+        total, expected = norm_in_float64(x, residual, weight)
+        out = add_rms_norm(x, residual, weight, EPS, backend=form)
+        assert_close(out, expected)
+        assert_close(residual, total)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gated_product(form, width):
+    for tokens in TOKENS[: 3 if form == "triton" else None]:
+        gate_up = random(tokens, 2 * width, scale=4.0)
+        gate, up = gate_up.double().chunk(2, -1)
+        assert_close(silu_and_mul(gate_up, backend=form), gate * torch.sigmoid(gate) * up, scale=2)
+
+
+def test_gated_product_of_extreme_gates():
+    gate = torch.tensor([[-1e4, -200.0, -90.0, -0.0, 0.0, 90.0, 200.0, 1e4]])
+    result = silu_and_mul(torch.cat((gate, torch.ones_like(gate)), -1), backend="cpu")
+    assert_close(result, gate.double() * torch.sigmoid(gate.double()))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("head_dim", [8, *HEAD_DIMS])
+def test_rotation(form, head_dim):
+    angles = torch.rand(50, head_dim // 2, dtype=torch.float64) * 6
+    table = torch.cat((angles.cos(), angles.sin()), -1).float()
+    for tokens in TOKENS[: 3 if form == "triton" else None]:
+        fused = random(tokens, 5, head_dim)  # three heads to turn, two that stay
+        before, heads = fused.clone(), fused[:, :3]
+        positions = torch.arange(tokens) * 7 % 50
+        turns = torch.polar(torch.ones(()).double(), angles[positions])[:, None]
+        first, second = heads.double().chunk(2, -1)
+        turned = torch.complex(first, second) * turns
+        rotate_heads(heads, positions, table, backend=form)
+        assert_close(heads, torch.cat((turned.real, turned.imag), -1))
+        assert torch.equal(fused[:, 3:], before[:, 3:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_and_twin_are_alike(device, dtype):
+    x, residual, weight = random(5, 80, dtype=dtype), random(80, 5, dtype=dtype).T.contiguous(), random(80, dtype=dtype)
+    on_device, twin = residual.to(device).clone(), residual.clone()
+    kernel = add_rms_norm(x.to(device), on_device, weight.to(device), EPS, backend="triton")
+    assert_twin(kernel, add_rms_norm(x, twin, weight, EPS, backend="cpu"))
+    assert_twin(on_device, twin)
+    assert_twin(silu_and_mul(x.to(device), backend="triton"), silu_and_mul(x, backend="cpu"), scale=2)
+    angles = torch.rand(9, 20)
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    heads, twin = x.view(5, 2, 40).to(device).clone(), x.view(5, 2, 40).clone()
+    rotate_heads(heads, torch.arange(5).to(device), table.to(device), backend="triton")
+    rotate_heads(twin, torch.arange(5), table, backend="cpu")
+    assert_twin(heads, twin)
+
+
+def test_compiled_for_every_target():
+    norm = {"out": "*bf16", "residual": "*bf16", "x": "*bf16", "weight": "*bf16", "eps": 1e-5}
+    assert_compiles(add_rms_norm_kernel, {**norm, "WIDTH": 4096, "PADDED_WIDTH": 4096}, {"num_warps": 8}, load_bytes=16)
+    product = {"out": "*bf16", "gate_up": "*bf16", "WIDTH": 14336, "CHUNK": CHUNK}
+    assert_compiles(silu_and_mul_kernel, product, load_bytes=16)
+    rotation = {"heads": "*bf16", "positions": "*i64", "table": "*bf16", "token_stride": 6144}
+    assert_compiles(rotate_heads_kernel, {**rotation, "HEAD_DIM": 128, "PADDED_HALF": 64}, {"num_warps": 1})
