@@ -89,8 +89,9 @@ class PoolAgainstAccount(RuleBasedStateMachine):
     def forget(self, blocks: list[KVCacheBlock]) -> None:
         self.published = [(block_hash, block) for block_hash, block in self.published if block not in blocks]
 
-    @rule(count=st.integers(0, 9))
-    def get_new_blocks(self, count: int) -> None:
+    @rule(hashes=st.lists(st.none() | st.integers(0, 2).map(lambda number: bytes([number])), max_size=9))
+    def get_new_blocks(self, hashes: list[bytes | None]) -> None:
+        count = len(hashes)
         free = self.pool.free_block_queue.get_all_free_blocks()
         if count > len(free):
             with pytest.raises(BlockPoolError):
@@ -101,8 +102,12 @@ class PoolAgainstAccount(RuleBasedStateMachine):
         assert all(block.block_hash is None and block.ref_cnt == 1 for block in blocks)
         self.forget(blocks)
         self.tables.append(blocks)
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block_hash is not None:
+                self.pool.cache_full_blocks([block], [block_hash], 0, 1)
+                self.published.append((block_hash, block))
 
-    @rule(block_hash=st.integers(0, 3).map(lambda number: bytes([number])))
+    @rule(block_hash=st.integers(0, 2).map(lambda number: bytes([number])))
     def hit(self, block_hash: bytes) -> None:
         found = self.pool.get_cached_block(block_hash)
         expected = next((block for known, block in self.published if known == block_hash), None)
@@ -111,7 +116,7 @@ class PoolAgainstAccount(RuleBasedStateMachine):
             self.pool.touch([found])
             self.tables.append([found])
 
-    @rule(data=st.data(), block_hash=st.integers(0, 3).map(lambda number: bytes([number])))
+    @rule(data=st.data(), block_hash=st.integers(0, 2).map(lambda number: bytes([number])))
     def publish(self, data: st.DataObject, block_hash: bytes) -> None:
         if not (held := [block for table in self.tables for block in table]):
             return
@@ -202,6 +207,26 @@ def test_a_cached_block_survives_until_it_is_popped() -> None:
     assert pool.get_cached_block(b"a") is block, "a block without a hash was there to be taken first"
     pool.get_new_blocks(1)
     assert pool.get_cached_block(b"a") is None
+
+
+def test_of_two_blocks_with_one_hash_the_one_published_first_is_found_and_then_the_other() -> None:
+    pool = BlockPool(4)
+    first, second, third = pool.get_new_blocks(3)
+    pool.cache_full_blocks([second, first, third], [b"a"] * 3, 0, 3)
+    assert pool.get_cached_block(b"a") is second
+    pool.free_blocks([second])
+    assert pool.get_cached_block(b"a") is second, "free, and still there"
+    assert pool.get_new_blocks(1) == [second]
+    assert pool.get_cached_block(b"a") is first
+    pool.evict_blocks([first])
+    assert pool.get_cached_block(b"a") is third
+
+
+def test_the_null_block_may_be_touched_and_freed_and_stays_where_it_is() -> None:
+    pool = BlockPool(3)
+    pool.touch([pool.null_block])
+    pool.free_blocks([pool.null_block])
+    assert pool.get_num_free_blocks() == 2
 
 
 def test_the_null_block_is_not_usable() -> None:

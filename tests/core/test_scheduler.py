@@ -2,6 +2,7 @@
 
 import pytest
 from core.driving import Drive, make_scheduler
+from core.invariants import check_scheduler
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import ModelRunnerOutput
@@ -287,6 +288,7 @@ def test_reset_prefix_cache() -> None:
     assert not d.scheduler.reset_prefix_cache(), "a holds blocks"
     d.step()
     assert d.scheduler.reset_prefix_cache()
+    check_scheduler(d.scheduler)
     d.add("b", [*range(8)], max_tokens=1)
     assert d.step() == {"b": 8}
 
