@@ -12,7 +12,7 @@ endif
 UV_RUN := uv run
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check lab notebooks claims bench gpu doctor lint format card
+.PHONY: help setup setup-cpu run test lesson check lab notebooks claims measure bench gpu doctor lint format card
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -48,6 +48,9 @@ notebooks: setup ## build the notebooks from the lessons
 
 claims: setup ## fill the lessons' tables of claims from benchmarks/results
 	@$(UV_RUN) python tools/claims.py --write
+
+measure: setup ## run one lesson and refresh every figure quoted from it: make measure N=01
+	@$(UV_RUN) python tools/measure.py $(N)
 
 bench: setup ## the benchmarks of this machine, results into benchmarks/results
 	@for script in benchmarks/*.py; do echo "== $$script"; $(UV_RUN) python $$script; done

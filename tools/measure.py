@@ -1,0 +1,105 @@
+"""Run a lesson once and put what it measured everywhere it is quoted: results, figure, text, claims, notebook.
+
+    uv run python tools/measure.py 01                  # make measure N=01
+    uv run python tools/measure.py 01 --machine h100   # on another machine: only its results file
+
+A lesson quotes a script's output in a fence under a comment that names the command and, after bars, the parts to show:
+
+    <!-- output: vllm/01_kv_cache.py | 1 and 2. | What you saw -->
+
+A part is a heading's section, or the lines from one that starts so to the next blank line; no part means everything.
+The command with no flags is the run that also writes results and figure: all of a lesson's figures are from one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from minivllm.errors import MinivllmError
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH = "100"
+QUOTE = re.compile(
+    r"(<!-- output: (?P<command>[^|\n]+?)(?P<parts>(?: \|[^|\n]+)*) -->\n\n```text\n).*?(\n```)", re.DOTALL
+)
+HEADING = re.compile(r"(\d.*?\. .*|What you saw)")
+
+
+def stem_of(number: str) -> str:
+    """The stem of a lesson's six parts."""
+    found = sorted((ROOT / "vllm").glob(f"{number}_*.py"))
+    if not found:
+        raise MinivllmError(f"no lesson {number!r}: say for example 01")
+    return found[0].stem
+
+
+def output_of(command: str, more: list[str]) -> str:
+    """What a command prints, errors included, as on a terminal of `WIDTH` columns."""
+    arguments = [sys.executable, *shlex.split(command), *more]
+    environment = {**os.environ, "COLUMNS": WIDTH}
+    done = subprocess.run(
+        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode not in (0, 2):
+        raise MinivllmError(f"{command} ended with {done.returncode}:\n{done.stdout}")
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines())
+
+
+def part_of(output: str, start: str) -> str:
+    """The section under a heading, or the lines from the one that starts with `start` to the next blank one."""
+    lines = output.splitlines()
+    begin = next((index for index, line in enumerate(lines) if line.startswith(start)), None)
+    if begin is None:
+        raise MinivllmError(f"the output has no line that starts with {start!r}")
+    is_section = HEADING.fullmatch(lines[begin])
+    for end in range(begin + 1, len(lines)):
+        if (HEADING.fullmatch(lines[end]) and not lines[end - 1]) if is_section else not lines[end]:
+            return "\n".join(lines[begin:end]).rstrip()
+    return "\n".join(lines[begin:]).rstrip()
+
+
+def filled(text: str, outputs: dict[str, str]) -> str:
+    """The lesson's text with every quoted output made anew; commands that `outputs` lacks are run."""
+
+    def quote(match: re.Match) -> str:
+        command = match["command"].strip()
+        if command not in outputs:
+            outputs[command] = output_of(command, [])
+        parts = [part.strip() for part in match["parts"].split("|") if part.strip()]
+        shown = "\n\n…\n\n".join(part_of(outputs[command], part) for part in parts) if parts else outputs[command]
+        return f"{match[1]}{shown}{match[4]}"
+
+    return QUOTE.sub(quote, text)
+
+
+def main() -> int:
+    """Measure one lesson."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("number", help="the lesson's number, as in 01")
+    parser.add_argument("--machine", default="cpu", help="whose results these are (default: cpu)")
+    arguments = parser.parse_args()
+    stem = stem_of(arguments.number)
+    results = ["--json", f"benchmarks/results/{stem}.{arguments.machine}.json"]
+    if arguments.machine != "cpu":
+        print(output_of(f"vllm/{stem}.py", results))
+        return 0
+    script, lesson = f"vllm/{stem}.py", ROOT / "lessons" / f"{stem}.md"
+    output = output_of(script, [*results, "--plot", f"lessons/figures/{stem}.svg"])
+    lesson.write_text(filled(lesson.read_text(), {script: output}))
+    for tool in (["tools/claims.py", "--write"], ["tools/notebooks.py", "--write"]):
+        subprocess.run([sys.executable, *tool], cwd=ROOT, check=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MinivllmError as error:
+        print(f"measure: error: {error}", file=sys.stderr)
+        sys.exit(2)
