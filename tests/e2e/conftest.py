@@ -23,12 +23,14 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as a notebook sees it, with a copy of the notebooks: JupyterLab saves what it runs."""
-    copy = tmp_path_factory.mktemp("repository")
-    shutil.copytree(ROOT / "notebooks", copy / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    for name in ("lessons", "vllm", "widgets", "benchmarks"):
-        (copy / name).symlink_to(ROOT / name)
-    return copy
+    """The repository as a notebook sees it. Notebooks are copied, since JupyterLab saves what it runs; so are lessons,
+    since it serves no figure that lies behind a link."""
+    folder = tmp_path_factory.mktemp("repository")
+    for name in ("notebooks", "lessons"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    for name in ("vllm", "widgets", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
 
 
 @pytest.fixture(scope="session")
