@@ -68,6 +68,16 @@ def test_the_simulated_scheduler_decides_the_same_as_the_real_one(case):
     ]
 
 
+def test_a_preempted_request_samples_nothing_until_it_has_caught_up_with_its_outputs():
+    config = SchedulerConfig(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=5)
+    blocks = CacheConfig(num_gpu_blocks=11, block_size=4, enable_prefix_caching=False)
+    work = [SimulatedRequest(12, 12)] * 3
+    simulation = simulate(work, config, blocks, COST)
+    assert simulation.num_preemptions > 0
+    expected = replayed(work, config, blocks, simulation)
+    assert [step.scheduled for step in simulation.steps] == [new for new, _ in expected]
+
+
 @given(workloads())
 @settings(max_examples=80, deadline=None)
 def test_every_token_comes_once_and_time_only_goes_forward(case):
