@@ -99,6 +99,7 @@ def test_extra_keys_are_tagged_and_measured() -> None:
         generate_block_hash_extra_keys(LoRARequest("a", 1, "bsaltc"), None),
     ]
     assert len(set(keys)) == len(keys)
+    assert b"salt" in generate_block_hash_extra_keys(None, "x")
 
 
 def test_names_agree_between_processes() -> None:

@@ -41,3 +41,14 @@ def check(queue: RequestQueue, model: list[Request]) -> None:
     assert list(queue) == model
     assert len(queue) == len(model)
     assert bool(queue) == bool(model)
+
+
+def test_removing_the_best_leaves_the_next_best_at_the_head() -> None:
+    queue = create_request_queue("priority")
+    requests = [
+        Request(name, [1], max_tokens=1, priority=priority) for name, priority in (("a", 0), ("b", 5), ("c", 1))
+    ]
+    for request in requests:
+        queue.add_request(request)
+    queue.remove_requests(requests[:1])
+    assert queue.pop_request() is requests[2]
