@@ -26,8 +26,8 @@ class LLMEngine:
     """Input processor, core and output processor, in one process."""
 
     def __init__(self, args: EngineArgs) -> None:
-        self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
         self.core = EngineCore(args)
+        self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
         self.model_config = self.core.model_config
         self.max_model_len = self.core.scheduler.config.max_model_len
         self.generation_config = GenerationConfig.of(args.model, self.model_config)

@@ -1,0 +1,190 @@
+"""The engine's tokens are those of transformers, and the same whatever the engine is set to.
+
+Sums in another order give logits that differ in the last digits, which matters only where two tokens are as good as
+equally likely. So the comparison with transformers asks that each token's logit be the greatest but for 1e-3, and the
+engine's comparison with itself is made on prompts whose greedy tokens win by more than that.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+
+FAMILIES = {
+    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
+                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+    "mistral": {"sliding_window": 12},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+}  # fmt: skip
+SHAPE = {
+    "vocab_size": 151,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "eos_token_id": 3,
+    "dtype": "float32",
+}
+SHARED = [(7 * position + 5) % 150 for position in range(33)]
+PROMPTS = [
+    SHARED,
+    [*SHARED, 11, 12],
+    SHARED[:17],
+    [9],
+    [*SHARED[:16], 1, 2, 3, 4],
+    [(3 * position) % 149 for position in range(40)],
+    [*SHARED, 11, 12, 13, 14, 15, 16],
+    [5, 6],
+]
+SETTINGS = {"show_ledger": False, "dtype": "float32", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A random model of each family, as transformers makes and stores it, and the folder that it lies in."""
+    transformers = pytest.importorskip("transformers")
+    stored = {}
+    for seed, (family, changes) in enumerate(FAMILIES.items()):
+        torch.manual_seed(seed)
+        config = transformers.AutoConfig.for_model(family, **{**SHAPE, **changes})
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        folder = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folder)
+        stored[family] = model, folder
+    embedded = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+    stored["embedded"] = embedded, EMBEDDED_MODEL
+    return stored
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "embedded"])
+def test_the_tokens_of_transformers(checkpoints, family):
+    model, folder = checkpoints[family]
+    llm = LLM(folder, **SETTINGS, skip_tokenizer_init=True, max_num_seqs=5, max_num_batched_tokens=24, block_size=8)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert len(tokens) == 24
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+        assert (chosen >= logits.amax(-1) - 1e-3).all()
+
+
+def test_the_log_probabilities_of_transformers(checkpoints):
+    model, folder = checkpoints["qwen2"]
+    llm = LLM(folder, **SETTINGS, skip_tokenizer_init=True, max_num_batched_tokens=9, block_size=4)
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=0, prompt_logprobs=2, ignore_eos=True)
+    for output in llm.generate(PROMPTS[:3], params):
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        with torch.inference_mode():
+            theirs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        entries = [*output.prompt_logprobs, *output.outputs[0].logprobs]
+        assert len(entries) == len(tokens)
+        assert entries[0] is None
+        for position, entry in enumerate(entries[1:], start=1):
+            chosen = entry[tokens[position]]
+            assert chosen.logprob == pytest.approx(theirs[position - 1, tokens[position]].item(), abs=1e-4)
+            assert chosen.rank == 1 + (theirs[position - 1] > theirs[position - 1, tokens[position]] + 1e-5).sum()
+        assert all(len(entry) >= 2 for entry in output.prompt_logprobs[1:])
+
+
+def mixed_wishes() -> list[SamplingParams]:
+    """One request of each kind; all that is random has a seed."""
+    return [
+        SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=1, max_tokens=20),
+        SamplingParams(temperature=0.7, top_p=0.8, seed=2, max_tokens=9, n=2),
+        SamplingParams(temperature=1.2, top_k=20, seed=3, max_tokens=25, presence_penalty=0.6, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.4, ignore_eos=True),
+        SamplingParams(temperature=1.0, min_p=0.05, seed=4, max_tokens=18, min_tokens=10, frequency_penalty=0.3),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=11, logit_bias={4: 3.0}, prompt_logprobs=1),
+        SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[8, 9], min_tokens=3),
+    ]
+
+
+def tokens_of(folder, order=None, **changes) -> list[list[list[int]]]:
+    """Tokens of every completion of every request, in the order of PROMPTS, however they were sent."""
+    order = order or range(len(PROMPTS))
+    llm = LLM(folder, **SETTINGS, skip_tokenizer_init=True, **{"max_num_seqs": 6, **changes})
+    wishes = mixed_wishes()
+    outputs = llm.generate([PROMPTS[index] for index in order], [wishes[index] for index in order])
+    if changes.get("num_gpu_blocks_override"):
+        assert llm.llm_engine.make_stats().num_preemptions > 0, "this pool was to be too small"
+    found = dict(zip(order, outputs, strict=True))
+    return [[completion.token_ids for completion in found[index].outputs] for index in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints):
+    """Each request alone, prefilled in one step, without a prefix cache."""
+    folder = checkpoints["qwen3"][1]
+    llm = LLM(folder, **SETTINGS, skip_tokenizer_init=True, max_num_seqs=1, enable_prefix_caching=False)
+    outputs = [llm.generate([prompt], wishes)[0] for prompt, wishes in zip(PROMPTS, mixed_wishes(), strict=True)]
+    greedy = [
+        (prompt, wishes)
+        for prompt, wishes in zip(PROMPTS, mixed_wishes(), strict=True)
+        if wishes.is_greedy and wishes.repetition_penalty == 1.0
+    ]
+    for prompt, wishes in greedy:
+        params = SamplingParams(temperature=0.0, max_tokens=wishes.max_tokens, ignore_eos=True, logprobs=2)
+        for entry in llm.generate([prompt], params)[0].outputs[0].logprobs:
+            best, second = sorted((logprob.logprob for logprob in entry.values()), reverse=True)[:2]
+            assert best - second > 1e-3, "two tokens are as good as equally likely: choose other prompts"
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+BLOCKS, CACHING, BUDGETS = (1, 8, 16), (True, False), (7, 33, 2048)
+MATRIX = list(itertools.product(BLOCKS, CACHING, BUDGETS))
+
+
+@pytest.mark.parametrize(("block_size", "caching", "budget"), MATRIX)
+def test_the_same_tokens_with_any_block_size_prefix_cache_and_chunk(checkpoints, expected, block_size, caching, budget):
+    changes = {"block_size": block_size, "enable_prefix_caching": caching, "max_num_batched_tokens": budget}
+    assert tokens_of(checkpoints["qwen3"][1], **changes) == expected
+
+
+@pytest.mark.parametrize(("block_size", "caching"), list(itertools.product(BLOCKS, CACHING)))
+def test_the_same_tokens_when_a_tight_pool_preempts(checkpoints, expected, block_size, caching):
+    changes = {
+        "block_size": block_size,
+        "enable_prefix_caching": caching,
+        "max_model_len": 80,
+        "num_gpu_blocks_override": 80 // block_size + 1,
+        "max_num_batched_tokens": 24,
+    }
+    assert tokens_of(checkpoints["qwen3"][1], **changes) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"order": [7, 6, 5, 4, 3, 2, 1, 0]},
+        {"order": [3, 0, 6, 1, 7, 2, 5, 4], "max_num_seqs": 3},
+        {"long_prefill_token_threshold": 5},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
+        {"scheduling_policy": "priority"},
+        {"static_batching": True, "max_num_seqs": 4},
+        {"max_num_seqs": 2, "max_num_batched_tokens": 3},
+    ],
+    ids=str,
+)
+def test_the_same_tokens_in_any_order_and_under_any_policy(checkpoints, expected, changes):
+    assert tokens_of(checkpoints["qwen3"][1], **changes) == expected
+
+
+def test_a_second_call_finds_the_first_ones_prefix_and_gives_the_same(checkpoints, expected):
+    llm = LLM(checkpoints["qwen3"][1], **SETTINGS, skip_tokenizer_init=True, block_size=8)
+    first, second = (llm.generate(PROMPTS, mixed_wishes()) for _ in range(2))
+    for outputs in (first, second):
+        assert [[completion.token_ids for completion in output.outputs] for output in outputs] == expected
+    assert first[0].num_cached_tokens == 0
+    assert second[0].num_cached_tokens == 32, "all but the last token, in whole blocks"
+    assert second[6].num_cached_tokens == 0, "a request for prompt log probabilities reads no cache"

@@ -1,0 +1,317 @@
+"""`LLM` as vLLM's offline users know it: forms of prompts, results, stops, and what happens when input is bad."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.core.lora_request import LoRARequest
+from minivllm.engine.outputs import RequestOutput
+from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.sampling_params import RequestOutputKind
+
+SETTINGS = {"show_ledger": False, "device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(EMBEDDED_MODEL, **SETTINGS)
+
+
+@pytest.fixture
+def idle(llm):
+    """The engine, which must have nothing left over afterwards."""
+    yield llm
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert not llm.llm_engine.output_processor.states
+    assert not llm.llm_engine._children
+    assert llm.reset_prefix_cache(), "some request still holds a block"
+
+
+def tokens(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def test_all_forms_of_a_prompt(idle):
+    text = "def add(a, b):"
+    ids = idle.get_tokenizer().encode(text).ids
+    forms = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}]
+    outputs = idle.generate(forms, GREEDY)
+    assert len({tuple(tokens(output)) for output in outputs}) == 1
+    assert [output.prompt for output in outputs] == [text, None, text, None]
+    assert all(output.prompt_token_ids == ids for output in outputs)
+    for form in forms:
+        [alone] = idle.generate(form, GREEDY)
+        assert tokens(alone) == tokens(outputs[0])
+
+
+def test_what_a_result_holds(idle):
+    [output] = idle.generate("import os", SamplingParams(temperature=0.0, max_tokens=5, logprobs=1, ignore_eos=True))
+    [completion] = output.outputs
+    assert output.finished
+    assert completion.finished()
+    assert (completion.index, completion.finish_reason, completion.stop_reason) == (0, "length", None)
+    assert len(completion.token_ids) == 5
+    assert completion.text == idle.get_tokenizer().decode(completion.token_ids)
+    logprobs = [entry[token] for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(logprob.logprob for logprob in logprobs))
+    assert all(logprob.rank == 1 for logprob in logprobs), "greedy takes the most likely"
+    assert "".join(logprob.decoded_token for logprob in logprobs) == completion.text
+    assert output.metrics.arrival_time <= output.metrics.first_token_time <= output.metrics.last_token_time
+
+
+def test_results_come_in_the_order_of_the_prompts(idle):
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5, 1)]
+    outputs = idle.generate([[1], [2], [3], [4]], params)
+    assert [len(tokens(output)) for output in outputs] == [9, 2, 5, 1]
+    assert [output.prompt_token_ids for output in outputs] == [[1], [2], [3], [4]]
+
+
+def test_several_completions_have_seeds_of_their_own_and_share_the_prompt(idle):
+    prompt = list(range(1, 40))
+    params = SamplingParams(n=4, temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+    [output] = idle.generate([prompt], params)
+    assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+    found = [completion.token_ids for completion in output.outputs]
+    assert len({tuple(ids) for ids in found}) > 1
+    alone = [idle.generate([prompt], params.child(index))[0] for index in range(4)]
+    assert [tokens(each) for each in alone] == found
+
+
+def test_requests_without_a_seed_differ_but_the_engines_seed_repeats_them():
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    runs = [
+        [tokens(output) for output in LLM(EMBEDDED_MODEL, **SETTINGS, seed=3).generate([[5]] * 3, params)] for _ in "ab"
+    ]
+    assert runs[0] == runs[1]
+    assert len({tuple(ids) for ids in runs[0]}) == 3
+
+
+def test_a_stop_token_ends_and_leaves_no_text(idle):
+    [free] = idle.generate([[5, 6]], GREEDY)
+    stop = tokens(free)[3]
+    first = tokens(free).index(stop)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop])
+    [output] = idle.generate([[5, 6]], params)
+    completion = output.outputs[0]
+    assert completion.token_ids == tokens(free)[: first + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.text == idle.get_tokenizer().decode(completion.token_ids[:-1])
+
+
+def test_end_of_sequence_stops_unless_ignored_or_too_early(idle):
+    [eos] = idle.llm_engine.generation_config.eos_token_ids
+    params = {"temperature": 0.0, "max_tokens": 6, "logit_bias": {eos: 100.0}}
+    [stopped, ignoring, waiting] = idle.generate(
+        [[5]] * 3,
+        [SamplingParams(**params), SamplingParams(**params, ignore_eos=True), SamplingParams(**params, min_tokens=3)],
+    )
+    assert tokens(stopped) == [eos]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason, stopped.outputs[0].text) == (
+        "stop",
+        None,
+        "",
+    )
+    assert tokens(ignoring) == [eos] * 6
+    assert eos not in tokens(waiting)[:3]
+    assert tokens(waiting)[3:] == [eos]
+
+
+def test_a_stop_string_ends_the_request_in_the_core_too(idle):
+    word = idle.get_tokenizer().encode("return").ids
+    assert idle.get_tokenizer().decode(word) == "return"
+    params = SamplingParams(
+        temperature=0.0, max_tokens=200, logit_bias={word[0]: 100.0}, stop=["nret"], ignore_eos=True
+    )
+    before = idle.llm_engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    [output] = idle.generate([[7]], params)
+    assert output.outputs[0].text == "retur"
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "nret")
+    assert idle.llm_engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == before
+    including = SamplingParams(
+        temperature=0.0, max_tokens=200, logit_bias={word[0]: 100.0}, stop="nret", include_stop_str_in_output=True
+    )
+    assert idle.generate([[7]], including)[0].outputs[0].text == "returnret"
+
+
+def test_a_request_may_fill_the_models_length_and_no_more(idle):
+    [output] = idle.generate([[1] * 250], SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
+    assert len(tokens(output)) == 6
+    assert output.outputs[0].finish_reason == "length"
+
+
+def stream(llm, prompt, params):
+    llm.llm_engine.add_request("a stream", prompt, params)
+    while llm.llm_engine.has_unfinished_requests():
+        yield from llm.llm_engine.step()
+
+
+def test_streams_say_all_so_far_or_what_is_new(idle):
+    wishes = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, "stop": ["never to be seen"], "logprobs": 0}
+    cumulative = list(stream(idle, "class A", SamplingParams(**wishes)))
+    deltas = list(stream(idle, "class A", SamplingParams(**wishes, output_kind=RequestOutputKind.DELTA)))
+    final = list(stream(idle, "class A", SamplingParams(**wishes, output_kind=RequestOutputKind.FINAL_ONLY)))
+    assert len(cumulative) == len(deltas) == 20
+    assert len(final) == 1
+    assert [output.finished for output in cumulative] == [False] * 19 + [True]
+    whole = final[0].outputs[0]
+    assert cumulative[-1].outputs[0].text == whole.text == "".join(output.outputs[0].text for output in deltas)
+    assert whole.token_ids == [token for output in deltas for token in output.outputs[0].token_ids]
+    assert whole.logprobs == [entry for output in deltas for entry in output.outputs[0].logprobs]
+    texts = [output.outputs[0].text for output in cumulative]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+
+
+def test_an_aborted_request_is_gone(idle):
+    idle.llm_engine.add_request("one", [1, 2], GREEDY)
+    idle.llm_engine.add_request("two", [3, 4], SamplingParams(n=2, max_tokens=8, seed=0, ignore_eos=True))
+    idle.llm_engine.step()
+    idle.llm_engine.abort_requests(["two", "unknown"])
+    seen = set()
+    while idle.llm_engine.has_unfinished_requests():
+        seen |= {output.request_id for output in idle.llm_engine.step()}
+    assert seen == {"one"}
+
+
+BAD = [
+    ("", GREEDY, "the prompt is empty"),
+    ([[]], GREEDY, "the prompt is empty"),
+    ([[4096]], GREEDY, "the vocabulary is 0 to 4095"),
+    ([[-1]], GREEDY, "token id -1"),
+    ([[1] * 256], GREEDY, "it may have 255"),
+    ([["a", "b"]], GREEDY, "a prompt is a text"),
+    ([3.5], GREEDY, "a prompt is a text"),
+    (17, GREEDY, "prompts are int"),
+    ({"text": "a"}, GREEDY, "prompt_token_ids"),
+    ({"prompt": "a", "prompt_token_ids": [1]}, GREEDY, "has the keys"),
+    ({"prompt": 5}, GREEDY, "it must be a text"),
+    ({"prompt": "a", "cache_salt": ""}, GREEDY, "cache_salt"),
+    ("a", [GREEDY, GREEDY], "there are 1 prompts, but 2"),
+    ("a", {"temperature": 0}, "must be SamplingParams"),
+    ("a", SamplingParams(stop_token_ids=[5000]), "stop_token_ids has the token id 5000"),
+    ("a", SamplingParams(allowed_token_ids=[0], min_tokens=2), "nothing could be generated"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "params", "said"), BAD, ids=lambda value: str(value)[:30])
+def test_bad_input_is_one_clear_error(idle, prompts, params, said):
+    with pytest.raises(MinivllmError, match=said):
+        idle.generate(prompts, params)
+
+
+def test_one_bad_prompt_names_itself_and_leaves_the_others_unharmed(idle):
+    good = [[1, 2, 3], [4, 5]]
+    with pytest.raises(MinivllmError, match="prompt 1: the prompt is empty"):
+        idle.generate([good[0], [], good[1]], GREEDY)
+    assert not idle.llm_engine.has_unfinished_requests()
+    idle.llm_engine.add_request("waiting since before", [6], GREEDY)
+    with pytest.raises(MinivllmError, match="prompt 2"):
+        idle.generate([*good, [9999]], GREEDY)
+    seen = []
+    while idle.llm_engine.has_unfinished_requests():
+        seen += [output.request_id for output in idle.llm_engine.step() if output.finished]
+    assert seen == ["waiting since before"], "the error of one call took another request with it"
+    assert [len(tokens(output)) for output in idle.generate(good, GREEDY)] == [8, 8]
+
+
+def test_a_request_that_could_never_fit_the_pool(idle):
+    params = SamplingParams(max_tokens=200)
+    small = LLM(EMBEDDED_MODEL, show_ledger=False, max_model_len=64, num_gpu_blocks_override=5)
+    assert small.generate([[1] * 60], params)[0].outputs[0].finish_reason == "length"
+    with pytest.raises(MinivllmError, match=r"max_model_len = 65 .* set max_model_len to 64 or less"):
+        LLM(EMBEDDED_MODEL, show_ledger=False, max_model_len=65, num_gpu_blocks_override=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "int3"}, "unknown dtype 'int3'"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_model_len": 4096}, "made for 2048 tokens"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"gpu_memory_utilization": 1.5}, "a share above 0"),
+        ({"gpu_memory_utilization": 1e-9}, "nothing is left for the KV cache"),
+        ({"num_gpu_blocks_override": 1}, "at least 2"),
+        ({"scheduling_policy": "random"}, "unknown policy"),
+        ({"max_num_sequences": 3}, "did you mean 'max_num_seqs'"),
+        ({"load_format": "gguf"}, "unknown load_format"),
+        ({"device": "tpu"}, "unknown device"),
+        ({"seed": -1}, "seed is -1"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, "without chunked prefill"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_cannot_be(changes, said):
+    with pytest.raises(MinivllmError, match=said):
+        LLM(EMBEDDED_MODEL, show_ledger=False, **changes)
+
+
+def test_models_that_cannot_be(tmp_path):
+    with pytest.raises(MinivllmError, match="there is no model directory"):
+        LLM("./nothing-here")
+    shutil.copytree(EMBEDDED_MODEL, tmp_path / "other")
+    config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    with pytest.raises(UnsupportedModelError):
+        LLM(tmp_path / "other")
+
+
+def test_without_a_tokenizer_tokens_in_and_tokens_out():
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, skip_tokenizer_init=True)
+    [output] = llm.generate([[1, 2]], SamplingParams(temperature=0.0, max_tokens=3, logprobs=1, ignore_eos=True))
+    assert output.outputs[0].text == ""
+    assert len(tokens(output)) == 3
+    with pytest.raises(MinivllmError, match="give token ids"):
+        llm.generate("a text", GREEDY)
+    with pytest.raises(MinivllmError, match="use stop_token_ids"):
+        llm.generate([[1]], SamplingParams(stop="a"))
+
+
+def test_random_weights_need_no_checkpoint(tmp_path):
+    shutil.copy(EMBEDDED_MODEL / "config.json", tmp_path)
+    llm = LLM(tmp_path, **SETTINGS, load_format="dummy", skip_tokenizer_init=True)
+    assert len(tokens(llm.generate([[1, 2]], GREEDY)[0])) == 8
+
+
+def test_the_ledger_is_printed_once_and_adds_up(capsys):
+    llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=512, max_num_seqs=4)
+    printed = capsys.readouterr().out
+    assert "KV cache" in printed
+    assert "512 tokens per request" in printed
+    ledger = llm.llm_engine.core.ledger
+    assert sum(row.bytes for row in ledger.rows) == ledger.hardware.memory_bytes
+    assert ledger.usable_blocks == 4 * 512 // 16, "as many as requests can fill"
+    caches = llm.llm_engine.core.runner.attention.kv_caches
+    assert sum(k.nbytes + v.nbytes for k, v in caches) == ledger.num_blocks * 16 * ledger.bytes_per_token
+    llm.generate([[1]], GREEDY)
+    assert "KV cache" not in capsys.readouterr().out
+
+
+def test_default_parameters_are_the_models_own(tmp_path):
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        shutil.copy(EMBEDDED_MODEL / name, tmp_path)
+    contents = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7, "eos_token_id": [0, 5, 9]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(contents))
+    llm = LLM(tmp_path, **SETTINGS)
+    params = llm.get_default_sampling_params()
+    assert (params.temperature, params.top_p, params.max_tokens) == (0.6, 0.9, 7)
+    assert llm.llm_engine.input_processor.eos_token_ids == (0, 5, 9)
+    stopping = SamplingParams(temperature=0.0, logit_bias={9: 100.0})
+    assert tokens(llm.generate([[1]], stopping)[0]) == [9]
+
+
+def test_an_adapter_needs_room_for_adapters(idle):
+    with pytest.raises(MinivllmError, match="max_loras is 0"):
+        idle.generate([[1]], GREEDY, lora_request=LoRARequest("name", 1, "folder"))
+
+
+def test_bad_words_are_never_said(idle):
+    [free] = idle.generate("import", GREEDY)
+    word = idle.get_tokenizer().decode(tokens(free)[:1]).strip() or idle.get_tokenizer().decode(tokens(free)[:1])
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, bad_words=[word])
+    assert word not in idle.generate("import", params)[0].outputs[0].text.split()
+    assert tokens(idle.generate("import", params)[0])[0] != tokens(free)[0]
