@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.engine.recording import bare_engine, foretell, record_run
 from minivllm.errors import MinivllmError
 from minivllm.lab import palette
@@ -418,6 +418,7 @@ def main(arguments: argparse.Namespace) -> None:
     device, quick, seed = pick_device(arguments.device), arguments.quick, arguments.seed
     console.print(f"[bold]Lesson 04. Continuous batching[/bold], on {device_name(device)}")
     torch.manual_seed(seed)
+    ModelConfig.from_pretrained(arguments.model)  # says at once that there is none
     requests = arguments.requests or (16 if quick else 256 if arguments.full else 72)
     if requests < 12:
         raise MinivllmError(f"--requests is {requests}: fewer than 12 have nothing to compare")
