@@ -41,11 +41,13 @@ from minivllm.simulate.workloads import WORKLOADS, RequestLengths
 
 PROMPT = (
     'class Stack:\n    """Keeps things in the order in which they came; the last one leaves first."""\n\n'
-    "    def __init__(self, items=None):\n        self.items = list(items or [])\n\n    def push(self, item):\n"
+    "    def __init__(self, items=None):\n        self.items = list(items or [])\n\n"
+    "    def push(self, item):\n        self."
 )
 STRANGER = (
-    'class Account:\n    """The account of one customer; nobody else may see it."""\n\n    def __init__(self, owner, '
-    "password):\n        self.owner = owner\n        self.password = password\n\n    def check(self, password):\n"
+    'class Account:\n    """The account of one customer; nobody else may see it."""\n\n'
+    "    def __init__(self, owner, password):\n        self.owner = owner\n        self.password = password\n\n"
+    "    def check(self, password):\n        if self.password"
 )
 
 # %% 1. The pain: one unbroken region for each request
@@ -538,7 +540,7 @@ def measure_sharing(cache_of, prompt: list[int], widths: list[int], steps: int, 
         found["beams"][str(width)] = {"saved": saved, "most_alone": max(alone), "most_shared": max(shared)}
         found["best"] = together[0].tokens
         rows.append((width, max(alone), max(shared), f"{saved:.1%}"))
-    title = f"Beam search, {len(prompt)} prompt tokens and {steps} more: the same beams both ways"
+    title = f"Beam search, {len(prompt)} + {steps} tokens: the same beams both ways"
     table(title, ("beams", "most blocks, each its own", "shared", "saved on average"), rows)
     return found
 
@@ -574,7 +576,8 @@ def measure_price(device: torch.device, sizes: tuple[int, ...], rounds: int) -> 
             return lambda: paged_decode(q, *caches, block_table, lengths, paged)
         return lambda: unified_attention(q, *caches, starts, lengths, block_table, head_dim**-0.5)
 
-    runs = {"contiguous": attending(data, starts[:-1, None].contiguous(), paged=False)}
+    one_each = starts[:-1, None].contiguous()
+    runs = {name: attending(data.clone(), one_each, paged=False) for name in ("contiguous", "contiguous again")}
     runs |= {str(size): attending(*in_blocks(data, size)) for size in sizes}
     expected, seconds = runs["contiguous"](), {size: [] for size in runs}
     for size, attend in runs.items():
@@ -582,24 +585,34 @@ def measure_price(device: torch.device, sizes: tuple[int, ...], rounds: int) -> 
     for _ in track(range(rounds), "timing"):  # in turns, and the best counts: other work can only slow a round down
         for size, attend in runs.items():
             seconds[size].append(median_seconds(attend, repeats=1, warmup=0, device=device))
-    ratio = {str(size): min(seconds[str(size)]) / min(seconds["contiguous"]) for size in sizes}
+    best = {name: min(times) for name, times in seconds.items()}
+    ratio = {name: best[name] / best["contiguous"] for name in map(str, sizes)}
+    again = best["contiguous again"] / best["contiguous"]
     shape = f"{sequences} sequences of {length:,} tokens, {heads} heads on {kv_heads}"
-    return {"shape": shape, "contiguous_ms": min(seconds["contiguous"]) * 1e3, "ratio": ratio}
+    return {"shape": shape, "contiguous_ms": best["contiguous"] * 1e3, "again": again, "ratio": ratio}
 
 
 def measure_block_sizes(device: torch.device, slots: int, sizes: tuple[int, ...], steps: int, seed: int) -> dict:
     """Both costs of a block size: slots that stay empty in held blocks, and the time of attention."""
-    price, empty = measure_price(device, sizes, 20), {}
-    for name, requests in replayed(("alpaca", "sharegpt", "azure-conversation"), steps, slots, seed).items():
-        found = [replay(paged(slots, size), requests, steps) for size in track(sizes, "replaying block sizes")]
-        empty[name] = {str(size): one.empty for size, one in zip(sizes, found, strict=True)}
+    price, empty = measure_price(device, sizes, 40), {}
+    kinds = replayed(("alpaca", "sharegpt", "azure-conversation"), steps, slots, seed)
+    for name, requests in track(kinds.items(), "replaying block sizes", total=len(kinds)):
+        empty[name] = {str(size): replay(paged(slots, size), requests, steps).empty for size in sizes}
     rows = [
         (size, *(f"{shares[size]:.1%}" for shares in empty.values()), f"{LONGEST // int(size):,}", f"{ratio:.2f} ×")
         for size, ratio in price["ratio"].items()
     ]
     titles = [WORKLOADS[name].title for name in empty]
-    caption = f"time: {price['shape']}, blocks scattered; contiguous took {price['contiguous_ms']:.2f} ms"
-    table("Empty slots in held blocks, and what else", ("block", *titles, "table entries", "time"), rows, caption)
+    caption = (
+        f"time: {price['shape']}, blocks scattered, against a contiguous cache ({price['contiguous_ms']:.2f} ms); "
+    )
+    caption += f"against a second contiguous cache, which says how far to trust it: {price['again']:.2f} ×"
+    table(
+        "Held slots that are empty, the table, and the time of attention",
+        ("block", *titles, "table entries", "time"),
+        rows,
+        caption,
+    )
     return {"price": price, "empty": empty}
 
 
@@ -729,7 +742,7 @@ def main(arguments: argparse.Namespace) -> None:
     found["kernels"] = verify_kernels(device)
     heading("5. Sharing")
     found["sharing"] = measure_sharing(cache_of, prompt, widths, beam_steps, arguments.block_size, seed)
-    console.print(tokenizer.decode(found["sharing"]["best"]), style="dim", markup=False)
+    console.print(f"the likeliest begins: {tokenizer.decode(found['sharing']['best'])[:64]!r}", markup=False)
     heading("6. What a block size costs")
     found["blocks"] = measure_block_sizes(device, slots, sizes, steps // 3, seed)
     heading("7. Break it")

@@ -28,7 +28,7 @@ NOTHING_FITS = {"block_size": 512, "samples": 8, "slots": 2048, "share": False}
     st.booleans(),
     st.sampled_from(paged_attention.POOLS),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_position_of_the_knobs_adds_up_and_is_drawn(block_size, requests, samples, share, slots):
     state = paged_attention.sweep(block_size, requests, samples, share, slots)
     assert len(state.cells) == slots // block_size + 1

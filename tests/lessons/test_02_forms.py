@@ -44,7 +44,7 @@ def act_on(tables, pool, block_size, kind, which, tokens):
     return None
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(acts, st.integers(2, 24), st.sampled_from((1, 3, 16)), st.booleans())
 def test_the_two_pools_cannot_be_told_apart(operations, blocks, block_size, caching):
     pools = lesson.BlockPool(blocks), BlockPool(blocks, enable_caching=caching)
@@ -56,7 +56,7 @@ def test_the_two_pools_cannot_be_told_apart(operations, blocks, block_size, cach
         assert [one.block_ids() for one in tables[0]] == [one.block_ids() for one in tables[1]]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.lists(st.lists(st.integers(0, 7), min_size=4, max_size=4), max_size=24), st.integers(1, 5))
 def test_no_block_of_a_step_is_source_and_target(steps, block_size):
     """Beams fork, parents end, children append: one launch may copy all pairs at once."""

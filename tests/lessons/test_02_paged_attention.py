@@ -235,7 +235,8 @@ def test_where_the_slots_are_is_all_that_differs_from_lesson_01(device):
     lengths = torch.tensor([1, 40, 64], dtype=torch.int32, device=device)
     keys, values = torch.randn(2, 3, 64, 2, 64, device=device)
     q, table = torch.randn(3, 6, 64, device=device), torch.arange(3, dtype=torch.int32, device=device)[:, None]
-    expected = lesson_01.decode_attention(q, keys, values, lengths)
+    last = torch.arange(3, device=device), lengths.long() - 1  # lesson 01 writes the last token, then attends
+    expected = lesson_01.decode_batch(q, keys[last], values[last], keys.clone(), values.clone(), lengths - 1)
     assert torch.equal(lesson.paged_decode(q, keys, values, table, lengths, paged=False), expected)
     assert torch.equal(lesson.paged_decode(q, keys, values, table, lengths), expected)
     blocks, scattered = lesson.in_blocks(torch.stack([keys, values]), 4)
