@@ -707,7 +707,9 @@ def draw(found: dict, path: str) -> None:
         middle.set(title="Empty slots in held blocks", xlabel="block size", ylabel="%", ylim=0)
         right.plot(sizes, list(price["ratio"].values()), "s-", color=palette.VERMILLION, label="with a table")
         right.axhline(1, color=palette.GREY, linestyle="--", label="contiguous")
-        right.set(title="Time of decode attention", xlabel="block size", ylabel="against contiguous", ylim=0)
+        right.axhline(price["again"], color=palette.GREY, linestyle=":", label="contiguous, once more")
+        top = 1.3 * max(price["ratio"].values())
+        right.set(title="Time of decode attention", xlabel="block size", ylabel="against contiguous", ylim=(0, top))
         for axes in (middle, right):
             axes.set_xscale("log", base=2)
             axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
