@@ -19,11 +19,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import Encoding
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
+from minivllm.kernels.attention import unified_attention
 from minivllm.lab import palette
 from minivllm.lab.allocator import keep_freed_memory
 from minivllm.lab.aot import SHARED_MEMORY, compile_for
@@ -37,6 +39,7 @@ from minivllm.lab.slow_memory import in_slow_memory
 from minivllm.lab.tables import closing, console, heading, table
 from minivllm.lab.timing import median_seconds
 from minivllm.models.attention import CausalAttention
+from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.simulate.attention_traffic import (
@@ -51,6 +54,7 @@ from minivllm.simulate.attention_traffic import (
 MIB = 2**20
 TEXT = "def total(prices, count):\n    result = 0\n    for price in prices:\n        result +="
 SMALL_TILES = {"block_q": 32, "block_k": 32}  # for short texts
+PAPERS_GB = 40.3  # figure 2, what standard attention moved, forward and backward
 HEAD_DIMS = [32, 64, 128, 256]
 TILES = [(64, 32, 2), (128, 64, 2), (128, 128, 2), (128, 128, 4), (256, 64, 2)]  # queries, keys, loads in flight
 
@@ -58,8 +62,20 @@ TILES = [(64, 32, 2), (128, 64, 2), (128, 128, 2), (128, 128, 4), (256, 64, 2)] 
 
 
 # region: naive
+def stable_softmax(scores: np.ndarray) -> np.ndarray:
+    """The softmax of each row, its maximum taken off first, so that no exponential exceeds 1."""
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def masked(scores: np.ndarray, rows: np.ndarray, first_key: int = 0) -> np.ndarray:
+    """The scores of query positions `rows` against the keys from `first_key` on; -inf where the key lies ahead."""
+    ahead = first_key + np.arange(scores.shape[1]) > rows[:, None]
+    return np.where(ahead, scores.dtype.type(-np.inf), scores)
+
+
 def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal attention of one head through stored scores. Every `[...]` is a trip to memory and back.
+    """Causal attention of one head with stored scores. Every `[:]` is a trip to memory or back.
 
     q, k, v [T, head_dim] -> [T, head_dim].
     """
@@ -72,12 +88,6 @@ def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 # endregion
-
-
-def masked(scores: np.ndarray, rows: np.ndarray, first_key: int = 0) -> np.ndarray:
-    """The scores of query positions `rows` against the keys from `first_key` on; -inf where the key lies ahead."""
-    ahead = first_key + np.arange(scores.shape[1]) > rows[:, None]
-    return np.where(ahead, scores.dtype.type(-np.inf), scores)
 
 
 def check_budget(length: int, heads: int, budget: int) -> int:
@@ -101,18 +111,12 @@ def run_out_of_memory(heads: int, budget: int) -> dict:
             rows.append((f"{length:,}", f"{check_budget(length, heads, budget) / MIB:,.0f}"))
             length *= 2
     except MinivllmError as error:
-        table(f"Scores and weights of {heads} heads: MiB", ("tokens", "stored"), [*rows, (f"{length:,}", "refused")])
+        table(f"{heads} heads, float32", ("tokens", "scores and weights, MiB"), [*rows, (f"{length:,}", "refused")])
         console.print(f"It refuses: {error}")
     return {"refused_at": length, "longest": longest_naive(budget, heads, 4)}
 
 
 # %% 2. The softmax wants its maximum, and the maximum is known only at the end of the row
-
-
-def stable_softmax(scores: np.ndarray) -> np.ndarray:
-    """The softmax of each row, shifted by its maximum, so that no exponential exceeds 1."""
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True)
 
 
 def overflow() -> dict:
@@ -132,6 +136,7 @@ def overflow() -> dict:
 # %% 3. The idea: keep a running maximum, and rescale what was summed under the old one
 
 
+# region: partial
 class Partial(NamedTuple):
     """Attention of some queries over some of their keys, not yet divided."""
 
@@ -146,6 +151,9 @@ class Partial(NamedTuple):
 def nothing_seen(rows: int, head_dim: int) -> Partial:
     """Attention over no key at all."""
     return Partial(np.full(rows, -np.inf), np.zeros(rows), np.zeros((rows, head_dim)))
+
+
+# endregion
 
 
 # region: softmax_step
@@ -280,7 +288,7 @@ def flash_attention(
     if queries:
         flash_kernel[grid](
             out, lse, q, k, v, queries, len(k), 1 / math.sqrt(head_dim),
-            CAUSAL=causal, HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+            CAUSAL=causal, HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             BLOCK_Q=block_q, BLOCK_K=block_k, num_warps=8, num_stages=2,
         )  # fmt: skip
     return out, lse
@@ -291,7 +299,7 @@ def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Te
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
     if causal:
         ahead = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
-        scores = scores.masked_fill(ahead, -math.inf)
+        scores.masked_fill_(ahead, -math.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
 
 
@@ -310,13 +318,31 @@ def verify(device: torch.device) -> dict:
             prefix = flash_attention(q, k[:before], v[:before], causal=False, **SMALL_TILES)
             suffix = flash_attention(q, k[before:], v[before:], **SMALL_TILES)
             whole, _ = flash_attention(q, k, v, **SMALL_TILES)
-            for name, out in (("in one pass", whole), ("two parts, merged", merged(prefix, suffix))):
+            ways = {"in one pass": whole, "two parts, merged": merged(prefix, suffix)}
+            ways["T × T stored, by torch"] = stored_attention(q, k, v)
+            for name, out in ways.items():
                 key = f"{name}, {str(dtype).removeprefix('torch.')}"
                 errors[key] = max(errors.get(key, 0.0), (out.cpu() - expected).abs().max().item())
+    errors["in the engine's pool, float32"], share = compare_with_paged(device)
     assert max(errors.values()) < 2e-2, f"the kernel is wrong: {errors}"
     how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
     table(f"The kernel, {how}", ("", "off float64 by"), [(name, f"{error:.0e}") for name, error in errors.items()])
-    return {"float32": max(error for name, error in errors.items() if "float32" in name), "all": errors}
+    names = {"ours": "in one pass", "stored": "T × T stored, by torch", "paged": "in the engine's pool"}
+    return {key: errors[f"{name}, float32"] for key, name in names.items()} | {"table_share": share}
+
+
+def compare_with_paged(device: torch.device) -> tuple[float, float]:
+    """The same keys in blocks scattered over a pool: (the engine's error, table bytes a byte of K and V).
+
+    Tiles say what moves during one attention; blocks say where K and V lie between two. That kernel does both.
+    """
+    q, k, v = torch.randn(3, 80, 2, 64, device=device)
+    expected, order = stored_attention(q.double(), k.double(), v.double()), torch.randperm(8)[:5].tolist()
+    caches = torch.zeros(2, 8, 16, 2, 64, device=device)
+    caches[:, order] = torch.stack([k, v]).view(2, 5, 16, 2, 64)
+    starts, lengths, blocks = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 80], [80], [order]))
+    paged = unified_attention(q, *caches, starts, lengths, blocks, 64**-0.5, backend="triton")
+    return (paged - expected).abs().max().item(), blocks.nbytes / (k.nbytes + v.nbytes)
 
 
 def merged(*parts: tuple[Tensor, Tensor]) -> Tensor:
@@ -327,11 +353,9 @@ def merged(*parts: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @torch.inference_mode()
-def attend_in_model(text: str, device: torch.device) -> tuple[dict, dict]:
-    """The embedded model with our kernel as its attention: (how close its logits come, one row of its scores)."""
-    model, config = load_model(EMBEDDED_MODEL, device, "float32")
-    encoded = load_tokenizer(EMBEDDED_MODEL).encode(text)
-    rows, values = [], []
+def attend_in_model(model: Decoder, encoded: Encoding, text: str) -> tuple[dict, dict]:
+    """A model with our kernel as its attention: (how close its logits come, one row of its scores)."""
+    tokens, rows, values = torch.tensor(encoded.ids, device=model.embed_tokens.weight.device), [], []
 
     def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -339,20 +363,25 @@ def attend_in_model(text: str, device: torch.device) -> tuple[dict, dict]:
         values.extend(v[:, :, :3].transpose(0, 1))
         return flash_attention(q, k, v, **SMALL_TILES)[0]
 
-    tokens = torch.tensor(encoded.ids, device=device)
-    positions = torch.arange(len(tokens), device=device)
-    ours, usual = (model.compute_logits(model(tokens, positions, how)) for how in (attend, CausalAttention(config)))
+    positions, plain = torch.arange(len(tokens), device=tokens.device), CausalAttention(model.config)
+    ours, usual = (model.compute_logits(model(tokens, positions, how)) for how in (attend, plain))
     off, largest = (ours - usual).abs().max().item(), max(row.max().item() for row in rows)
     assert off < 1e-3, f"the model's logits are off by {off}"
-    console.print(f"The embedded model on our kernel: logits within {off:.0e}. Its largest score here: {largest:.1f}.")
-    liveliest = max(range(len(rows)), key=lambda index: len(rows[index].cummax(0).values.unique()))
-    layer, head = divmod(liveliest, config.num_attention_heads)
+    liveliest = max(range(len(rows)), key=lambda index: visible_steps(rows[index]))
+    layer, head = divmod(liveliest, model.config.num_attention_heads)
     row = {
         "tokens": [text[start:end] for start, end in encoded.offsets],
         "scores": [round(score, 4) for score in rows[liveliest].tolist()],
         "values": [[round(x, 4) for x in value] for value in values[liveliest].tolist()],
     }
     return {"logits_off_by": off, "largest_score": largest}, {"layer": layer, "head": head, **row}
+
+
+def visible_steps(scores: Tensor, keys_a_tile: int = 4) -> int:
+    """Tiles of this row that raise the maximum so much that it shows, and so little that something is kept."""
+    running = scores.cummax(0).values[keys_a_tile - 1 :: keys_a_tile]
+    kept = (running[:-1] - running[1:]).exp()
+    return int(((kept > 0.05) & (kept < 0.9)).sum())
 
 
 def step_through(row: dict, keys_a_tile: int = 4) -> None:
@@ -368,7 +397,7 @@ def step_through(row: dict, keys_a_tile: int = 4) -> None:
     expected = stable_softmax(scores)[0] @ values
     assert np.allclose(finish(state)[0][0], expected), "the tiles do not add up to the softmax"
     caption = "the softmax of the whole row gives " + " ".join(f"{x:+.3f}" for x in expected)
-    title = f"One row of scores (layer {row['layer']}, head {row['head']}), {keys_a_tile} keys a tile"
+    title = f"\nOne row of scores (layer {row['layer']}, head {row['head']}), {keys_a_tile} keys a tile"
     table(title, ("keys", "m", "old kept", "l", "O / l, three numbers"), rows, caption)
 
 
@@ -400,22 +429,21 @@ def measure_traffic(head_dim: int, block_q: int, block_k: int, longest: int) -> 
     lengths = [2**power for power in range(10, longest.bit_length())]
     naive = [naive_traffic(length, head_dim) for length in lengths]
     tiled = [flash_traffic(length, head_dim, block_q, block_k) for length in lengths]
-    series = {"naive": naive, "tiled": tiled}
-    moved = {name: [one.moved for one in traffic] for name, traffic in series.items()}
-    kept = {name: [one.extra for one in traffic] for name, traffic in series.items()}
-    less = [a / b for a, b in zip(moved["naive"], moved["tiled"], strict=True)]
-    cells = zip(moved["naive"], moved["tiled"], less, kept["naive"], kept["tiled"], strict=True)
-    rows = [
-        (f"{length:,}", f"{a / MIB:,.1f}", f"{b / MIB:,.1f}", f"{ratio:.1f} ×", f"{c / MIB:,.0f}", f"{d / MIB:.3f}")
-        for length, (a, b, ratio, c, d) in zip(lengths, cells, strict=True)
-    ]
+    rows = []
+    for length, a, b in zip(lengths, naive, tiled, strict=True):
+        moved = f"{a.moved / MIB:,.1f}", f"{b.moved / MIB:,.1f}", f"{a.moved / b.moved:.1f} ×"
+        rows.append((f"{length:,}", *moved, f"{a.extra / MIB:,.0f}", f"{b.extra / MIB:.3f}"))
     columns = ("tokens", "T × T moves", "tiles move", "less by", "T × T keeps", "tiles keep")
     caption = (
-        f"tiles of {block_q} queries and {block_k} keys; at 500 and 2,048 tokens the loops counted the same\n"
-        f"at 2,048 NumPy allocated {peaks['naive']:.1f} MiB for T × T, {peaks['tiled']:.1f} for tiles (float32)"
+        f"tiles of {block_q} × {block_k}; up to 2,048 tokens the loops themselves counted the same\n"
+        f"at 2,048, in float32, NumPy allocated {peaks['naive']:.1f} MiB for T × T, {peaks['tiled']:.1f} for tiles"
     )
     table(f"One head of {head_dim}, causal, 16 bits: MiB", columns, rows, caption)
-    return {"lengths": lengths, "moved": moved, "kept": kept, "less": less[-1], "peak_mib": peaks}
+    both = {"naive": naive, "tiled": tiled}
+    moved = {name: [one.moved for one in traffic] for name, traffic in both.items()}
+    kept = {name: [one.extra for one in traffic] for name, traffic in both.items()}
+    less = naive[-1].moved / tiled[-1].moved
+    return {"lengths": lengths, "moved": moved, "kept": kept, "less": less, "peak_mib": peaks}
 
 
 def fit_powers(traffic: dict, on_chip: int) -> dict:
@@ -435,7 +463,7 @@ def fit_powers(traffic: dict, on_chip: int) -> dict:
         ("tiles", "T^{tiled_moved:.2f} d^{head_dim:.2f} M^{on_chip:.2f}", "T^{tiled_kept:.2f}"),
     )
     rows = [[form.format(**powers) for form in row] for row in forms]
-    table("Powers fitted (T tokens, d head dim, M bytes on chip)", ("", "moved", "kept"), rows)
+    table("\nFitted: T tokens, d head dim, M bytes on the chip", ("", "bytes moved", "bytes kept"), rows)
     return powers
 
 
@@ -445,8 +473,10 @@ def compare_with_paper() -> dict:
     tiled = {f"tiles of {n} queries": flash_traffic(1024, 64, n, 64, causal=False).moved for n in (64, 128, 256)}
     ways = {"T × T stored": naive, **tiled, "every byte moved once": least}
     rows = [(way, f"{moved * heads / 1e9:.2f}", f"{naive / moved:.1f} ×") for way, moved in ways.items()]
-    table("The shape of the paper's figure 2, forward", ("", "GB", "less by"), rows)
-    return {"ceiling": naive / least, "tiles": {name.split()[2]: naive / moved for name, moved in tiled.items()}}
+    table("\nThe shape of the paper's figure 2, forward", ("", "GB", "less by"), rows)
+    both_ways = PAPERS_GB * 1e9 / (3 * least * heads)  # on the way back 5 arrays in, 3 out
+    less = {name.split()[2]: naive / moved for name, moved in tiled.items()}
+    return {"ceiling": naive / least, "ceiling_both_ways": both_ways, "tiles": less}
 
 
 def measure_time(device: torch.device, lengths: list[int]) -> dict:
@@ -462,7 +492,7 @@ def measure_time(device: torch.device, lengths: list[int]) -> dict:
         if on_gpu:
             ways["our kernel"] = partial(flash_attention, q, k, v)
         ways |= {f"torch's {one.name.split('_')[0].lower()}": partial(fused, batch, one) for one in backends}
-        seconds = {way: median_seconds(attend, repeats=5, warmup=1, device=device) for way, attend in ways.items()}
+        seconds = {way: median_seconds(attend, repeats=7, warmup=2, device=device) for way, attend in ways.items()}
         stored, tiled, *_ = seconds.values()
         found[str(length)] = {"gain": stored / tiled, "ms": {way: 1e3 * time for way, time in seconds.items()}}
         if on_gpu:
@@ -515,22 +545,23 @@ def compile_tiles(target: str, tiles: list[tuple[int, int, int]]) -> dict:
 # %% The talk, in order
 
 
-def draw(found: dict, path: str) -> None:
-    """Bytes moved, bytes kept, and time, against the length."""
-    traffic, times = found["traffic"], found["time"]["by_length"]
-    kinds = (("naive", palette.VERMILLION, "o-", "T × T stored"), ("tiled", palette.BLUE, "s-", "tiles"))
+def draw(found: dict, row: dict, path: str) -> None:
+    """A row of scores with its running maximum; bytes moved and bytes kept, against the length."""
+    traffic, scores, tile = found["traffic"], np.array(row["scores"]), np.arange(len(row["scores"])) // 4
     with panels(path, 3) as (left, middle, right):
-        for axes, kind in ((left, "moved"), (middle, "kept")):
-            for name, color, mark, label in kinds:
-                axes.loglog(traffic["lengths"], traffic[kind][name], mark, base=2, color=color, label=label)
+        left.bar(np.arange(len(scores)), scores, color=[(palette.SKY, palette.BLUE)[index % 2] for index in tile])
+        left.step(
+            np.arange(len(scores)),
+            [scores[tile <= index].max() for index in tile],
+            where="mid",
+            color=palette.VERMILLION,
+        )
+        left.set(title="One row of scores, and the running m", xlabel="keys, four to a tile", xticks=[])
+        for axes, kind in ((middle, "moved"), (right, "kept")):
+            axes.loglog(traffic["lengths"], traffic[kind]["naive"], "o-", base=2, color=palette.VERMILLION)
+            axes.loglog(traffic["lengths"], traffic[kind]["tiled"], "s-", base=2, color=palette.BLUE)
             axes.set(title=f"Bytes {kind} by one head", xlabel="tokens", ylabel="bytes")
-        ways = next(iter(times.values()))["ms"]
-        for way, color, mark in zip(ways, (palette.VERMILLION, *palette.SERIES), "osv^", strict=False):
-            milliseconds = [one["ms"][way] for one in times.values()]
-            right.loglog([int(length) for length in times], milliseconds, f"{mark}-", base=2, color=color, label=way)
-        right.set(title="Time of all heads", xlabel="tokens", ylabel="ms")
-        for axes in (left, middle, right):
-            axes.legend()
+            axes.legend(["T × T stored", "tiles"])
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -545,12 +576,17 @@ def main(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     console.print(f"[bold]Lesson 03. FlashAttention[/bold], on {device_name(device)}")
     torch.manual_seed(arguments.seed)
+    model, tokenizer = load_model(arguments.model, device, "float32")[0], load_tokenizer(arguments.model)
     heading("1. The T × T matrix")
     found["memory"] = run_out_of_memory(arguments.heads, arguments.budget_mib * MIB)
     heading("2. The softmax wants its maximum")
     found["overflow"] = overflow()
     heading("3–5. Tile by tile")
-    found["model"], row = attend_in_model(arguments.text, device)
+    found["model"], row = attend_in_model(model, tokenizer.encode(arguments.text), arguments.text)
+    off, largest = found["model"].values()
+    beyond = " and ".join(dtype for dtype, limit in found["overflow"].items() if largest > limit) or "no dtype here"
+    words = f"The model on our kernel: logits within {off:.0e}. Its scores reach {largest:.1f}: exp overflows {beyond}."
+    console.print(words, soft_wrap=True)
     step_through(row)
     heading("6–7. The kernel, verified")
     found["errors"] = verify(device)
@@ -576,7 +612,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.row:
         write_json(arguments.row, "attention_row", row)
     if arguments.plot:
-        draw(found, arguments.plot)
+        draw(found, row, arguments.plot)
     if arguments.json:
         write_json(arguments.json, "03_flash_attention", found)
 
@@ -591,7 +627,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--block-k", type=positive_int, default=64, help="keys a tile in the counted loops")
     flags.add_argument("--on-chip-kib", type=positive_int, default=228, help="memory on the chip, for the powers")
     flags.add_argument("--target", choices=tuple(SHARED_MEMORY), default="sm_90", help="whose compiler judges tiles")
-    flags.add_argument("--text", default=TEXT, help="what the embedded model reads")
+    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="a model directory (default: the embedded model)")
+    flags.add_argument("--text", default=TEXT, help="what the model reads")
     flags.add_argument("--row", metavar="FILE", help="also write one row of the model's scores, which the widget shows")
     return flags
 

@@ -33,7 +33,8 @@ from widgets.svg import QUIET, SMALL, Axes, Box, Drawing, Scale, Segment, legend
 ROW = Path(__file__).with_name("attention_row.json")
 LENGTHS = tuple(2**power for power in range(8, 18))  # 256 to 128K tokens
 KIB = 1024
-FLOAT16_LIMIT = 65504
+LIMITS = {"float16": math.log(65504), "float32": math.log(3.4028e38)}
+"""Scores whose exponential is the largest number of each dtype."""
 PART_COLOURS = {"Q": BLUE, "K, V": SKY, "scores": ORANGE, "O": GREEN, "m, l": PURPLE}
 START = {
     "length": 8192,
@@ -311,7 +312,6 @@ def _draw_numbers(drawing: Drawing, state: State) -> None:
     """m, l, O and what became of the old sums, in one table; below it the answer of the whole row."""
     before, now, whole = state.states[max(state.tiles_seen - 1, 0)], state.now, state.states[-1]
     keep = math.exp(before.m - now.m) if now.m > -math.inf else 1.0
-    overflows = now.m > math.log(FLOAT16_LIMIT)
     columns = (
         ("m, the largest score", "−∞" if now.m == -math.inf else f"{now.m:.2f}", VERMILLION),
         ("old l and O times", f"{keep:.3f}", QUIET),
@@ -323,11 +323,12 @@ def _draw_numbers(drawing: Drawing, state: State) -> None:
         drawing.text((x, NUMBERS + 22), number, size=15, colour=colour, bold=True)
     answer = "  ".join(f"{x:+.3f}" for x in whole.output)
     drawing.text((MARGIN + 480, NUMBERS + 44), f"{answer}  in the end", size=SMALL, colour=QUIET)
-    words = f"Without m, exp({now.m:.1f}) = {_power(now.m)} would be stored, and float16 ends at 65,504"
-    if overflows:
-        drawing.text((MARGIN, NUMBERS + 70), f"{words}: the row would be lost.", colour=VERMILLION)
+    lost = " and for ".join(dtype for dtype, limit in LIMITS.items() if now.m > limit)
+    words = f"Without m, exp({now.m:.1f}) = {_power(now.m)} would be summed"
+    if lost:
+        drawing.text((MARGIN, NUMBERS + 70), f"{words}: too much for {lost}.", colour=VERMILLION)
     elif now.m > -math.inf:
-        drawing.text((MARGIN, NUMBERS + 70), f"{words}.", size=SMALL, colour=QUIET)
+        drawing.text((MARGIN, NUMBERS + 70), f"{words}: still in the range of float16.", size=SMALL, colour=QUIET)
 
 
 def _power(score: float) -> str:
@@ -394,7 +395,7 @@ def show() -> LessonWidget:
         "One row, step by step": {
             "tiles_seen": steps("Tiles seen", list(range(25)), START["tiles_seen"], "how many were taken in"),
             "keys_a_tile": steps("Keys a tile", [1, 2, 3, 4, 6, 8, 12], START["keys_a_tile"], "of this row"),
-            "times": steps("Scores times", [1, 4, 16, 64, 256], START["times"], "larger scores, sharper weights"),
+            "times": steps("Scores times", [1 / 16, 1 / 4, 1, 4], START["times"], "larger scores, sharper weights"),
         },
     }
     return LessonWidget(
@@ -405,7 +406,7 @@ def show() -> LessonWidget:
             "Start again": START,
             "A tile too large": {**START, "block_q": 256, "block_k": 256},
             "Tiles too small": {**START, "block_q": 16},
-            "exp overflows": {**START, "times": 256, "tiles_seen": 6},
+            "exp overflows": {**START, "times": 4, "tiles_seen": 24},
         },
         sweep=sweep,
         figure=figure,
