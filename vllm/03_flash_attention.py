@@ -573,6 +573,8 @@ def main(arguments: argparse.Namespace) -> None:
         raise MinivllmError(f"the text must have 1 to 1,000 characters, not {len(arguments.text):,}")
     if arguments.head_dim > 1024:
         raise MinivllmError(f"--head-dim must be at most 1,024, got {arguments.head_dim:,}")
+    if arguments.block_q * arguments.block_k < 64:
+        raise MinivllmError("a tile needs 64 scores or more, or NumPy counts for hours: raise --block-q or --block-k")
     keep_freed_memory()
     console.print(f"[bold]Lesson 03. FlashAttention[/bold], on {device_name(device)}")
     torch.manual_seed(arguments.seed)
