@@ -404,9 +404,8 @@ def show() -> LessonWidget:
         knobs=knobs,
         presets={
             "Start again": START,
-            "A tile too large": {**START, "block_q": 256, "block_k": 256},
-            "Tiles too small": {**START, "block_q": 16},
-            "exp overflows": {**START, "times": 4, "tiles_seen": 24},
+            "Too large": {**START, "block_q": 256, "block_k": 256},
+            "Too small": {**START, "block_q": 16},
         },
         sweep=sweep,
         figure=figure,

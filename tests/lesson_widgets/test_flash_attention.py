@@ -7,6 +7,7 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 
+import ipywidgets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,9 +159,21 @@ def test_the_challenge_needs_the_insight():
 
 def test_every_preset_is_what_its_button_says():
     shown = flash_attention.show()
-    for values, word in ((TOO_LARGE, "no such kernel"), (TOO_SMALL, "more bytes than storing")):
-        shown.set(**{**flash_attention.START, **values})
-        assert word in shown.verdict.value
+    buttons = {one.description: one for one in walk(shown) if isinstance(one, ipywidgets.Button)}
+    for label, words in (
+        ("Too large", "no such kernel"),
+        ("Too small", "more bytes than storing"),
+        ("Start again", "2.0 times"),
+    ):
+        buttons[label].click()
+        assert words in shown.verdict.value
+    assert sum(len(label) for label in buttons) < 34, "more does not fit beside each other"
+
+
+def walk(widget):
+    yield widget
+    for child in getattr(widget, "children", ()):
+        yield from walk(child)
 
 
 def test_a_redraw_takes_less_than_100_ms():
