@@ -184,14 +184,14 @@ def test_the_lessons_kernel_is_the_engines(device):
     assert_close(lesson.ragged_launch(*(x.to(device) for x in (q, k, v, query_start, key_start))), engine)
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (80, 4), (128, 1)])
+@pytest.mark.parametrize(("head_dim", "group"), [(80, 4), (128, 1)])
 def test_the_kernel_compiles_everywhere(head_dim, group):
     assert_compiles(
         lesson.ragged_kernel,
         {
             **dict.fromkeys(("out", "q", "keys", "values"), "*bf16"), "query_start": "*i32", "key_start": "*i32",
             "scale": 0.1, "GROUP": group, "KV_HEADS": 8, "HEAD_DIM": head_dim,
-            "BLOCK_D": 64 if head_dim == 64 else 128, "BLOCK_Q": 16, "BLOCK_T": 32,
+            "BLOCK_D": 128, "BLOCK_Q": 16, "BLOCK_T": 32,
         },
         tensor_core=True,
         load_bytes=16,

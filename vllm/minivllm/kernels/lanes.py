@@ -1,0 +1,271 @@
+"""Sixteen floats at once, for numba: what the CPU's attention computes with.
+
+numba finds no vectors in attention's short loops (a head has 32 to 128 numbers, and it cannot know that the sums it
+writes are not the keys that it reads), so these functions say them: `Lanes` is LLVM's <16 x float>, which LLVM cuts to
+the widths that the processor has. Arrays are one-dimensional and not checked against their bounds. Keys and values may
+be float32, bfloat16 (as uint16: the upper half of a float32) or float16.
+"""
+
+from __future__ import annotations
+
+import math
+
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+WIDTH = 16
+_FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
+_INTS = ir.VectorType(ir.IntType(32), WIDTH)
+
+
+class _LanesType(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="Lanes")
+
+
+Lanes = _LanesType()
+
+
+@register_model(_LanesType)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager, kind) -> None:
+        super().__init__(manager, kind, _FLOATS)
+
+
+def _address(context, builder, array_type, array, index, kind):
+    """Pointer to `kind` at `index` of an array."""
+    data = context.make_array(array_type)(context, builder, array).data
+    element = context.get_data_type(array_type.dtype)
+    start = builder.gep(builder.bitcast(data, element.as_pointer()), [index], source_etype=element)
+    return builder.bitcast(start, kind.as_pointer())
+
+
+def _load(context, builder, array_type, array, index, count):
+    """`count` numbers from `index` on, as floats."""
+    if array_type.dtype == types.float32:
+        kind = ir.VectorType(ir.FloatType(), count)
+        return builder.load(_address(context, builder, array_type, array, index, kind), align=4, typ=kind)
+    if array_type.dtype == types.uint16:
+        kind, wide = ir.VectorType(ir.IntType(16), count), ir.VectorType(ir.IntType(32), count)
+        halves = builder.load(_address(context, builder, array_type, array, index, kind), align=2, typ=kind)
+        bits = builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * count))
+        return builder.bitcast(bits, ir.VectorType(ir.FloatType(), count))
+    kind = ir.VectorType(ir.HalfType(), count)
+    halves = builder.load(_address(context, builder, array_type, array, index, kind), align=2, typ=kind)
+    return builder.fpext(halves, ir.VectorType(ir.FloatType(), count))
+
+
+def _shuffle(builder, first, second, order):
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), order))
+
+
+def _call(builder, name, *lanes):
+    """LLVM's own function `name` on Lanes."""
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * len(lanes))
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{WIDTH}f32")
+    return builder.call(function, lanes)
+
+
+def _constant(number: float):
+    return ir.Constant(_FLOATS, [number] * WIDTH)
+
+
+@intrinsic
+def load(typing_context, array, index):
+    """Sixteen numbers of `array` from `index` on."""
+
+    def generate(context, builder, signature, arguments):
+        return _load(context, builder, array, *arguments, WIDTH)
+
+    return Lanes(array, types.intp), generate
+
+
+@intrinsic
+def load_four(typing_context, array, index):
+    """Four numbers of `array` from `index` on, four times over: abcd abcd abcd abcd."""
+
+    def generate(context, builder, signature, arguments):
+        four = _load(context, builder, array, *arguments, 4)
+        return _shuffle(builder, four, four, [lane % 4 for lane in range(WIDTH)])
+
+    return Lanes(array, types.intp), generate
+
+
+@intrinsic
+def load_one(typing_context, array, index):
+    """One number of `array`, in all lanes."""
+
+    def generate(context, builder, signature, arguments):
+        one = _load(context, builder, array, *arguments, 1)
+        return _shuffle(builder, one, one, [0] * WIDTH)
+
+    return Lanes(array, types.intp), generate
+
+
+@intrinsic
+def store(typing_context, array, index, lanes):
+    """Write sixteen floats to `array` from `index` on."""
+
+    def generate(context, builder, signature, arguments):
+        values, start, floats = arguments
+        builder.store(floats, _address(context, builder, array, values, start, _FLOATS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, Lanes), generate
+
+
+@intrinsic
+def prefetch(typing_context, array, index):
+    """Have the line of the cache that `index` lies in fetched, without waiting for it."""
+
+    def generate(context, builder, signature, arguments):
+        place = _address(context, builder, array, *arguments, ir.IntType(8))
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [place, word(0), word(2), word(1)])  # to read, keep in all levels, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@intrinsic
+def zero(typing_context):
+    """Zero in all lanes."""
+    return Lanes(), lambda context, builder, signature, arguments: _constant(0.0)
+
+
+@intrinsic
+def add(typing_context, first, second):
+    """first + second."""
+    return Lanes(Lanes, Lanes), lambda context, builder, signature, arguments: builder.fadd(*arguments)
+
+
+@intrinsic
+def multiply(typing_context, first, second):
+    """first × second."""
+    return Lanes(Lanes, Lanes), lambda context, builder, signature, arguments: builder.fmul(*arguments)
+
+
+@intrinsic
+def multiply_add(typing_context, first, second, third):
+    """first × second + third, rounded once."""
+    return Lanes(Lanes, Lanes, Lanes), lambda context, builder, signature, arguments: _call(builder, "fma", *arguments)
+
+
+@intrinsic
+def maximum(typing_context, first, second):
+    """The larger of each pair."""
+
+    def generate(context, builder, signature, arguments):
+        return _call(builder, "maxnum", *arguments)
+
+    return Lanes(Lanes, Lanes), generate
+
+
+@intrinsic
+def exp2_of_difference(typing_context, first, second):
+    """2 ** (first − second), within 2e-7 of it, for differences up to 0; below −126 it stays at 2 ** −126."""
+
+    def generate(context, builder, signature, arguments):
+        power = _call(builder, "maxnum", builder.fsub(*arguments), _constant(-126.0))
+        whole = _call(builder, "floor", builder.fadd(power, _constant(0.5)))
+        rest = builder.fsub(power, whole)  # −0.5 to 0.5, where six terms of the series do
+        result = _constant(_LN2_SERIES[-1])
+        for coefficient in reversed(_LN2_SERIES[:-1]):
+            result = _call(builder, "fma", result, rest, _constant(coefficient))
+        exponent = builder.shl(builder.fptosi(whole, _INTS), ir.Constant(_INTS, [23] * WIDTH))
+        return builder.bitcast(builder.add(builder.bitcast(result, _INTS), exponent), _FLOATS)
+
+    return Lanes(Lanes, Lanes), generate
+
+
+_LN2_SERIES = [math.log(2) ** n / math.factorial(n) for n in range(7)]
+
+
+@intrinsic
+def sum_fours(typing_context, a, b, c, d):
+    """Lane 4 r + n of the result is the sum of lanes 4 r to 4 r + 3 of the n-th argument."""
+
+    def generate(context, builder, signature, arguments):
+        def sum_pairs(first, second):  # per four lanes: (first's two sums of two, second's two)
+            even, odd = _by_fours([0, 2], [0, 2]), _by_fours([1, 3], [1, 3])
+            return builder.fadd(_shuffle(builder, first, second, even), _shuffle(builder, first, second, odd))
+
+        a, b, c, d = arguments
+        return sum_pairs(sum_pairs(a, b), sum_pairs(c, d))
+
+    return Lanes(Lanes, Lanes, Lanes, Lanes), generate
+
+
+def _by_fours(of_first: list[int], of_second: list[int]) -> list[int]:
+    """The order that takes, in each four lanes, these of the first vector and these of the second."""
+    return [four + lane for four in range(0, WIDTH, 4) for lane in [*of_first, *(WIDTH + n for n in of_second)]]
+
+
+@intrinsic
+def max_fours(typing_context, lanes):
+    """In each four lanes, the largest of the four."""
+
+    def generate(context, builder, signature, arguments):
+        (largest,) = arguments
+        for distance in (1, 2):
+            order = [lane ^ distance for lane in range(WIDTH)]
+            largest = _call(builder, "maxnum", largest, _shuffle(builder, largest, largest, order))
+        return largest
+
+    return Lanes(Lanes), generate
+
+
+@intrinsic
+def four_numbers(typing_context, first):
+    """first, first + 1, first + 2, first + 3, four times over."""
+
+    def generate(context, builder, signature, arguments):
+        single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), arguments[0], ir.IntType(32)(0))
+        steps = ir.Constant(_FLOATS, [float(lane % 4) for lane in range(WIDTH)])
+        return builder.fadd(_shuffle(builder, single, single, [0] * WIDTH), steps)
+
+    return Lanes(types.float32), generate
+
+
+@intrinsic
+def keep_between(typing_context, lanes, low, number, high, other):
+    """`lanes` where low < number <= high, elsewhere the float `other`."""
+
+    def generate(context, builder, signature, arguments):
+        lanes, low, number, high, other = arguments
+        inside = builder.and_(builder.fcmp_ordered("<", low, number), builder.fcmp_ordered("<=", number, high))
+        single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), other, ir.IntType(32)(0))
+        return builder.select(inside, lanes, _shuffle(builder, single, single, [0] * WIDTH))
+
+    return Lanes(Lanes, Lanes, Lanes, Lanes, types.float32), generate
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    """An address as a pointer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.intp), generate
+
+
+@njit
+def array_at(address, size, dtype):
+    """The one-dimensional array that lies at an address."""
+    return carray(_pointer(address), size, dtype)
+
+
+@intrinsic
+def take_number(typing_context, numbers):
+    """numbers[0], which is one more for whoever asks next, on whatever thread."""
+
+    def generate(context, builder, signature, arguments):
+        counter = _address(context, builder, numbers, arguments[0], context.get_constant(types.intp, 0), ir.IntType(64))
+        return builder.atomic_rmw("add", counter, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(numbers), generate
