@@ -302,9 +302,12 @@ class Scale:
         """Round values in the range, at most about `most` of them: 1, 2 or 5 times a power of ten."""
         if self.log:
             return self._decades(most)
-        rough = (self.high - self.low) / max(most - 1, 1)
+        span = self.high - self.low
+        rough = span / max(most - 1, 1)
         power = 10 ** math.floor(math.log10(rough))
-        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+        # No step is wider than the range: one that is may have no multiple inside.
+        steps = [power * factor for factor in (1, 2, 5, 10) if power * factor <= span]
+        step = next((step for step in steps if step >= rough * 0.999), steps[-1])
         first = math.ceil(self.low / step - 1e-9)
         return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
