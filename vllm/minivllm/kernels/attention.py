@@ -1,7 +1,7 @@
-"""One attention for everything the engine does: prefill, chunks, decode and multi-token verification in one ragged batch.
+"""One attention for all that the engine does: prefill, chunks, decode and verification of drafts in one ragged batch.
 
-`unified_attention(...)` is the entrance. On a GPU (and under Triton's interpreter) it launches the kernel below; on a CPU
-it calls its twin, `cpu_attention.py`.
+`unified_attention(...)` is the entrance. On a GPU (and under Triton's interpreter) it launches the kernel below; on a
+CPU it calls its twin, `cpu_attention.py`.
 
 Layouts
     q, out            [tokens, heads, head_dim], the queries of all sequences end to end
@@ -13,24 +13,24 @@ Layouts
 Query i of a sequence sits at position seq_len − query_len + i and sees the keys up to itself: causality needs nothing
 but this offset, so a decode is a query of length 1, a chunk one of length n, a prefill one whose offset is 0.
 
-Grid (query blocks, kv_heads, splits). Every head of a group reads the same keys, so a program takes BLOCK_Q positions and
-all heads of one group: BLOCK_M = rows of a matrix product, row = position × group + head. There are
-tokens // BLOCK_Q + sequences query blocks, at least as many as needed whatever the lengths are, so the host need not know
-them; a program finds its sequence by binary search in query_start_loc, and those left over return at once. The heaviest
-programs (late positions) start first.
+Grid (query blocks, kv_heads, splits). Every head of a group reads the same keys, so a program takes BLOCK_Q positions
+and all heads of one group: BLOCK_M = rows of a matrix product, row = position × group + head. There are
+tokens // BLOCK_Q + sequences query blocks, at least as many as needed whatever the lengths are, so the host need not
+know them; a program finds its sequence by binary search in query_start_loc, and those left over return at once. The
+heaviest programs (late positions) start first.
 
-A program walks the keys in tiles of TILE, looks each key's block up in the table, and keeps the online softmax's running
-(peak, total, weighted sum) in fp32. Scores are in units of log2, so that exp is the hardware's exp2. Tiles that all rows
-see whole need no mask; they are a loop of their own.
+A program walks the keys in tiles of TILE, looks each key's block up in the table, and keeps the online softmax's
+running (peak, total, weighted sum) in fp32. Scores are in units of log2, so that exp is the hardware's exp2. Tiles that
+all rows see whole need no mask; they are a loop of their own.
 
 Splits. One decode of a long context has few programs and much to read. With splits > 1 each program reads its share of
-the tiles and writes a partial (peak, total, weighted sum); `combine_kernel` merges them. Splits that hold no key write a
-peak of −inf and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
+the tiles and writes a partial (peak, total, weighted sum); `combine_kernel` merges them. Splits that hold no key write
+a peak of −inf and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
 
 Must move, per layer: K and V once per (sequence, query block), 2 × keys × kv_heads × head_dim × bytes; q and out once.
 Must compute: 4 × head_dim × heads FLOPs for each (query, key) pair that is seen.
-A decode does 2 × group × 2 / bytes FLOPs per byte, far below what a GPU can, so it runs at the speed of memory; a prefill
-of n tokens does about n / 2 times more and runs at the speed of the matrix units.
+A decode does 2 × group / bytes FLOPs for each byte of K and V (a group of 4 in bf16: 4), far below what a GPU can, so it
+runs at the speed of memory; a prefill of n tokens does about n / 2 times more and runs at that of the matrix units.
 
 In vLLM v0.33.0: `vllm/v1/attention/ops/triton_unified_attention.py`, `kernel_unified_attention` and `reduce_segments`.
 Dao et al. 2022, arXiv:2205.14135 (tiles and the online softmax); Dao et al. 2023, "Flash-Decoding" (splits).
@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,15 +49,15 @@ from minivllm.kernels.cache import choose_backend
 from minivllm.kernels.tuning import fastest
 from minivllm.lab.gpu import INTERPRETED, tl, triton
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2E: Any = tl.constexpr(1.4426950408889634)
 
 
-# ---- the kernel --------------------------------------------------------------------------------------------------------
+# ---- the kernel ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def find_sequence(query_start_loc, index, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence of query block `index`: the last one whose first block, start // BLOCK_Q + sequence, is not after it."""
+    """The sequence of query block `index`: the last whose first block, start // BLOCK_Q + sequence, is not after it."""
     low, high = 0, num_seqs
     while low < high:
         middle = (low + high) // 2
@@ -280,7 +281,7 @@ def combine_kernel(
     tl.store(at, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-# ---- which configuration -----------------------------------------------------------------------------------------------
+# ---- which configuration ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -336,7 +337,7 @@ def automatic_splits(programs: int, keys: int, multiprocessors: int) -> int:
     return max(1, min(wanted, keys // 256, 128))
 
 
-# ---- the entrance ------------------------------------------------------------------------------------------------------
+# ---- the entrance ----------------------------------------------------------------------------------------------------
 
 
 def unified_attention(
@@ -364,8 +365,8 @@ def unified_attention(
         sliding_window: a query sees itself and the `sliding_window` − 1 keys before it.
         soft_cap: scores become soft_cap × tanh(score / soft_cap).
         num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
-        max_seq_len: the longest sequence, if the host knows; else the block table's width bounds it. Only used to choose
-            the number of splits, so a wrong value costs time, never correctness.
+        max_seq_len: the longest sequence, if the host knows; else the block table's width bounds it. It only helps to
+            choose the number of splits: a wrong value costs time, never correctness.
         backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter.
 
     Returns:

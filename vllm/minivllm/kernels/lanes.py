@@ -2,18 +2,22 @@
 
 numba finds no vectors in attention's short loops (a head has 32 to 128 numbers, and it cannot know that the sums it
 writes are not the keys that it reads), so these functions say them: `Lanes` is LLVM's <16 x float>, which LLVM cuts to
-the widths that the processor has. Arrays are one-dimensional and not checked against their bounds. Keys and values may
-be float32, bfloat16 (as uint16: the upper half of a float32) or float16.
+the widths that the processor has. Arrays are one-dimensional and not checked against their bounds; they hold float32, or
+bfloat16 as uint16 (the upper half of a float32).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numba.extending
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
+
+intrinsic: Any = numba.extending.intrinsic  # the functions that it makes are numba's, not a type checker's
 
 WIDTH = 16
 _FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
@@ -47,14 +51,10 @@ def _load(context, builder, array_type, array, index, count):
     if array_type.dtype == types.float32:
         kind = ir.VectorType(ir.FloatType(), count)
         return builder.load(_address(context, builder, array_type, array, index, kind), align=4, typ=kind)
-    if array_type.dtype == types.uint16:
-        kind, wide = ir.VectorType(ir.IntType(16), count), ir.VectorType(ir.IntType(32), count)
-        halves = builder.load(_address(context, builder, array_type, array, index, kind), align=2, typ=kind)
-        bits = builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * count))
-        return builder.bitcast(bits, ir.VectorType(ir.FloatType(), count))
-    kind = ir.VectorType(ir.HalfType(), count)
+    kind, wide = ir.VectorType(ir.IntType(16), count), ir.VectorType(ir.IntType(32), count)
     halves = builder.load(_address(context, builder, array_type, array, index, kind), align=2, typ=kind)
-    return builder.fpext(halves, ir.VectorType(ir.FloatType(), count))
+    bits = builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * count))
+    return builder.bitcast(bits, ir.VectorType(ir.FloatType(), count))
 
 
 def _shuffle(builder, first, second, order):
