@@ -2,7 +2,7 @@
 
 numba finds no vectors in attention's short loops (a head has 32 to 128 numbers, and it cannot know that the sums it
 writes are not the keys that it reads), so these functions say them: `Lanes` is LLVM's <16 x float>, which LLVM cuts to
-the widths that the processor has. Arrays are one-dimensional and not checked against their bounds; they hold float32, or
+the widths that the processor has. Arrays are one-dimensional and not checked against their bounds; they hold float32 or
 bfloat16 as uint16 (the upper half of a float32).
 """
 
