@@ -13,14 +13,7 @@ Must move: each K and V byte read once and written once, 4 × tokens × kv_heads
 
 In vLLM v0.33.0: `vllm/v1/attention/ops/triton_reshape_and_cache_flash.py`, `reshape_and_cache_kernel_flash`.
 
-CPU twin. Measured on two cores, 2 KV heads, head_dim 32, µs a call for K and V (fp32; bf16 is alike):
-
-    tokens          index_copy_   index_put_   numba loop
-         1                  5.2          7.2          7.6
-       128                 15.2         18.3         14.4
-     2,048                172          173           68
-
-so `index_copy_`: it wins where calls are many, and where numba wins the linears beside it take a hundred times longer.
+The CPU twin is `index_copy_`, which `benchmarks/kernels.py` measures beside `index_put_` and a plain copy.
 """
 
 from __future__ import annotations

@@ -1,18 +1,8 @@
 """Attention on a CPU: which of two forms runs, and how it is called.
 
-The choice, measured on two cores of an AMD EPYC (Zen 4), one layer, best of 40 runs in milliseconds;
-`benchmarks/kernels.py` measures the same on any machine.
-
-    one step                                       floor   numba   gather + torch's attention
-    128 decodes of 32–500 tokens, fp32              0.12    0.51    8.0
-    the same, bf16                                  0.17    0.89   26.7
-    16 decodes, 32 heads, 8 KV heads, d = 128       0.85    3.0    26.5
-    one decode of 4,096 tokens                      0.04    0.10    1.0
-    prefill of 512 tokens                           0.03    1.3     2.2 (without the gather)
-    prefill of 2,048 tokens                         0.11   17      23 (without the gather)
-
-(8 heads, 2 KV heads, d = 32, blocks of 16 where nothing else is said; the floor is torch summing up as many bytes.)
-So numba, wherever it is installed and knows the type and the head; Triton's interpreter takes 14 s for the first row.
+`benchmarks/kernels.py` measures both, and the floor under them (torch summing up as many bytes as K and V have):
+decodes of many and of few sequences, wide and narrow heads, whole prompts, fp32 and bf16. The compiled loops win every
+row of `benchmarks/results/kernels.cpu.json`, so they run wherever numba is installed and knows the type and the head.
 """
 
 from __future__ import annotations

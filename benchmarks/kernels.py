@@ -1,0 +1,377 @@
+"""The engine's kernels against what this device can do, and what they cost on GPUs that are not here.
+
+    uv run python benchmarks/kernels.py                  # what there is: the GPU, else the CPU
+    uv run python benchmarks/kernels.py --device cpu
+
+On a CPU: attention over the paged cache against its own traffic floor (torch summing up as many bytes as K and V have)
+and against gathering each sequence and calling torch's attention; writing the cache; and the attention kernel compiled
+ahead of time for four GPUs. On a GPU: decode as a share of the bandwidth of a copy, prefill as a share of the best of
+torch's own attentions, and what splitting the keys of one long sequence gains; steps that are too short to hide their
+launch are replayed from a CUDA graph, as the engine does.
+
+All that a row compares is measured in turn, in one run; the figures are medians. The tables are followed by one line of
+JSON, which also goes to benchmarks/results/kernels.<cpu or the GPU's name>.json (not with --quick, unless --json names
+a file). Needs torch, triton, numpy and rich; on a CPU also numba.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from minivllm.kernels.attention import configurations, unified_attention
+from minivllm.kernels.attention_ahead import compile_attention, compile_combine
+from minivllm.kernels.cache import reshape_and_cache
+from minivllm.kernels.torch_attention import gather_attention
+from minivllm.lab.allocator import keep_freed_memory
+from minivllm.lab.aot import TARGETS
+from minivllm.lab.cli import Parser, run
+from minivllm.lab.device import DEVICES, pick_device
+from minivllm.lab.device_rates import copy_bandwidth
+from minivllm.lab.gpu import HAS_TRITON
+from minivllm.lab.progress import track
+from minivllm.lab.results import ensure_writable, record, write_json
+from minivllm.lab.tables import table
+from minivllm.lab.timing import median_seconds, wall_seconds
+
+RESULTS = Path(__file__).resolve().parent / "results"
+BLOCK_SIZE = 16
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+LLAMA = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: queries and keys of each sequence, and the model's heads."""
+
+    name: str
+    queries: tuple[int, ...]
+    lengths: tuple[int, ...]
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 32
+
+    @property
+    def kv_elements(self) -> int:
+        """Numbers in the K and V that the step must read once."""
+        return 2 * sum(self.lengths) * self.kv_heads * self.head_dim
+
+    @property
+    def flops(self) -> int:
+        """4 × head_dim × heads for each pair of a query and a key that it sees."""
+        pairs = sum(q * length - q * (q - 1) // 2 for q, length in zip(self.queries, self.lengths, strict=True))
+        return 4 * self.head_dim * self.heads * pairs
+
+
+def decodes(name: str, lengths: Sequence[int], **shape: int) -> Case:
+    """A step in which every sequence asks with one token."""
+    return Case(name, (1,) * len(lengths), tuple(lengths), **shape)
+
+
+def prefill(name: str, length: int, **shape: int) -> Case:
+    """A step that is one whole prompt."""
+    return Case(name, (length,), (length,), **shape)
+
+
+def step_tensors(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """What `unified_attention` takes, random: every sequence's blocks lie scattered over the pool."""
+    torch.manual_seed(0)
+    needed = [-(-length // BLOCK_SIZE) for length in case.lengths]
+    shape = (1 + sum(needed), BLOCK_SIZE, case.kv_heads, case.head_dim)
+    k_cache, v_cache = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    q = torch.randn(sum(case.queries), case.heads, case.head_dim, device=device, dtype=dtype)
+    table = torch.zeros(len(needed), max(needed), dtype=torch.int32)
+    blocks = iter((torch.randperm(sum(needed)) + 1).tolist())
+    for row, count in enumerate(needed):
+        table[row, :count] = torch.tensor([next(blocks) for _ in range(count)], dtype=torch.int32)
+    starts = torch.tensor([0, *case.queries]).cumsum(0).to(torch.int32)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    return q, k_cache, v_cache, starts.to(device), lengths.to(device), table.to(device)
+
+
+def medians_in_turn(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each function; all run once, then all again, so that what the machine does hits all alike."""
+    for function in functions.values():
+        function()
+    rounds = [{name: wall_seconds(function) for name, function in functions.items()} for _ in range(repeats)]
+    return {name: statistics.median(one[name] for one in rounds) for name in functions}
+
+
+# ---- on a CPU --------------------------------------------------------------------------------------------------------
+
+
+def cpu_cases(quick: bool) -> list[Case]:
+    """The steps of the first table."""
+    draw = random.Random(0)
+    chat = decodes("128 decodes of 32–500", [draw.randint(32, 500) for _ in range(128)])
+    if quick:
+        return [chat]
+    return [
+        chat,
+        decodes("16 decodes of 512, 32 heads, d = 128", [512] * 16, **LLAMA),
+        decodes("one decode of 4,096", [4096]),
+        prefill("prefill of 512", 512),
+        prefill("prefill of 2,048", 2048),
+    ]  # fmt: skip
+
+
+def cpu_attention(case: Case, dtype: torch.dtype, repeats: int) -> dict:
+    """One row: seconds of the floor, of the CPU backend and of gather + torch's attention, and their quotients."""
+    tensors = step_tensors(case, torch.device("cpu"), dtype)
+    scale, kv_bytes = case.head_dim**-0.5, case.kv_elements * dtype.itemsize
+    as_many_bytes, out = torch.ones(kv_bytes // 4), torch.empty_like(tensors[0])
+    seconds = medians_in_turn(
+        {
+            "floor": as_many_bytes.sum,
+            "engine": lambda: unified_attention(*tensors, scale, out=out, backend="cpu"),
+            "gather": lambda: gather_attention(out, *tensors, scale),
+        },
+        repeats,
+    )
+    return {
+        "case": case.name,
+        "kv": SHORT[dtype],
+        "kv_bytes": kv_bytes,
+        **{f"{name}_ms": round(took * 1e3, 4) for name, took in seconds.items()},
+        "over_floor": round(seconds["engine"] / seconds["floor"], 2),
+        "gather_over_engine": round(seconds["gather"] / seconds["engine"], 2),
+        "gflops": round(case.flops / seconds["engine"] / 1e9, 1),
+    }
+
+
+def cpu_writes(tokens: int, repeats: int) -> dict:
+    """One row: microseconds of writing K and V of some tokens, fp32, 2 KV heads, d = 32."""
+    torch.manual_seed(0)
+    key, value = torch.randn(2, tokens, 2, 32)
+    key_cache, value_cache = torch.zeros(2, 256, BLOCK_SIZE, 2, 32)
+    slots = torch.randperm(256 * BLOCK_SIZE)[:tokens]
+    copies = torch.empty_like(key), torch.empty_like(value)
+    flat = key_cache.view(-1, 2, 32), value_cache.view(-1, 2, 32)
+    sources = (flat[0], key), (flat[1], value)
+    seconds = medians_in_turn(
+        {
+            "copy": lambda: (copies[0].copy_(key), copies[1].copy_(value)),
+            "engine": lambda: reshape_and_cache(key, value, key_cache, value_cache, slots),
+            "index_copy": lambda: [cache.index_copy_(0, slots, new) for cache, new in sources],
+            "index_put": lambda: [cache.index_put_((slots,), new) for cache, new in sources],
+        },
+        repeats,
+    )
+    return {"tokens": tokens, **{f"{name}_us": round(took * 1e6, 1) for name, took in seconds.items()}}
+
+
+def compiled_ahead(quick: bool) -> list[dict]:
+    """Every configuration of the attention kernel, bf16, d = 128, 4 query heads to a KV head, on every target."""
+    rows = []
+    kinds = {"decode": 4, "prefill": 4096}
+    wanted = [
+        (target, kind, configuration)
+        for target in TARGETS
+        for kind, query_rows in kinds.items()
+        for configuration in configurations(target, query_rows, 4, 128, 2)[: 1 if quick else None]
+    ]
+    for target, kind, configuration in track(wanted, "compiling"):
+        built = compile_attention(target, configuration)
+        tile = f"{configuration.block_m} × {configuration.tile}"
+        how = {"tile": tile, "warps": configuration.num_warps, "stages": configuration.num_stages}
+        rows.append({"target": target, "kernel": kind, **how, **_figures(built)})
+    for target in TARGETS:
+        how = {"tile": "", "warps": 4, "stages": ""}
+        rows.append({"target": target, "kernel": "combine", **how, **_figures(compile_combine(target))})
+    return rows
+
+
+def _figures(built) -> dict:
+    return {
+        "registers": built.registers,
+        "shared_bytes": built.shared,
+        "spilled_bytes": built.spilled,
+        "matrix_instruction": built.tensor_core,
+        "widest_load_bytes": max(built.loads, default=0),
+    }
+
+
+def measure_cpu(quick: bool) -> dict:
+    """All tables of a machine without a GPU."""
+    keep_freed_memory()
+    repeats = 7 if quick else 31
+    cases = [(case, dtype) for case in cpu_cases(quick) for dtype in (torch.float32, torch.bfloat16)]
+    attention = [cpu_attention(case, dtype, repeats) for case, dtype in track(cases, "attention")]
+    writes = [cpu_writes(tokens, 10 * repeats) for tokens in ((128,) if quick else (1, 128, 2048))]
+    compiled = compiled_ahead(quick) if HAS_TRITON else []
+    columns = {
+        "case": "one step", "kv": "K and V", "floor_ms": "floor", "engine_ms": "engine", "gather_ms": "gather",
+        "over_floor": "engine ÷ floor", "gather_over_engine": "gather ÷ engine",
+    }  # fmt: skip
+    _print(f"Attention on the CPU, {torch.get_num_threads()} threads, milliseconds", columns, attention)
+    columns = {"tokens": "tokens"} | {f"{name}_us": name for name in ("copy", "engine", "index_copy", "index_put")}
+    _print("Writing K and V, 2 heads, d = 32, microseconds", columns, writes)
+    columns = {
+        "target": "target", "kernel": "kernel", "tile": "rows × keys", "warps": "warps", "stages": "stages",
+        "registers": "registers", "shared_bytes": "shared", "spilled_bytes": "spilled",
+    }  # fmt: skip
+    _print("Attention compiled ahead of time: bf16, d = 128, 4 heads to a KV head", columns, compiled)
+    return {"threads": torch.get_num_threads(), "attention": attention, "writes": writes, "compiled": compiled}
+
+
+def _print(title: str, columns: dict[str, str], rows: list[dict]) -> None:
+    if rows:
+        table(title, tuple(columns.values()), [[_short(row[name]) for name in columns] for row in rows])
+
+
+def _short(value: object) -> object:
+    """Three digits of a measurement."""
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else value
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+REPEATS = 30
+
+
+def replayed(function: Callable[[], object]) -> Callable[[], None]:
+    """The same launches from a CUDA graph: nothing of the host's time is left in them."""
+    function()  # compiles, and measures which configuration is fastest
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def attention_seconds(tensors: tuple[torch.Tensor, ...], case: Case, splits: int | None, device: torch.device) -> float:
+    """Median seconds of one launch, replayed where it is on a GPU."""
+
+    def attend() -> torch.Tensor:
+        longest = max(case.lengths)
+        return unified_attention(*tensors, case.head_dim**-0.5, num_kv_splits=splits, max_seq_len=longest)
+
+    launch = replayed(attend) if device.type == "cuda" else attend
+    return median_seconds(launch, repeats=REPEATS, device=device)
+
+
+def gpu_decode(case: Case, bandwidth: float, device: torch.device) -> dict:
+    """Bytes that a decode must move over the time it takes, as a share of `bandwidth`; with keys split, and not."""
+    tensors = step_tensors(case, device, torch.bfloat16)
+    moved = (case.kv_elements + 2 * tensors[0].numel()) * tensors[0].element_size()
+    whole, chosen = (attention_seconds(tensors, case, splits, device) for splits in (1, None))
+    return {
+        "case": case.name,
+        "bytes": moved,
+        "unsplit_us": round(whole * 1e6, 1),
+        "engine_us": round(chosen * 1e6, 1),
+        "split_gain": round(whole / chosen, 2),
+        "gb_per_s": round(moved / chosen / 1e9, 1),
+        "share_of_copy": round(moved / chosen / bandwidth, 3),
+    }
+
+
+def gpu_prefill(case: Case, device: torch.device) -> dict:
+    """One prompt: our time against each of torch's, which get K and V contiguous and repeated for all heads."""
+    tensors = step_tensors(case, device, torch.bfloat16)
+    q, k_cache, v_cache, _, _, block_table = tensors
+    ours = attention_seconds(tensors, case, None, device)
+    attended = unified_attention(*tensors, case.head_dim**-0.5)
+    length, group = case.lengths[0], case.heads // case.kv_heads
+    blocks = block_table[0].long()
+    keys, values = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache))
+    keys, values = (one.repeat_interleave(group, 0).contiguous()[None] for one in (keys, values))
+    queries = q.transpose(0, 1).contiguous()[None]
+    theirs, difference = {}, 0.0
+    for name, attend in torch_attentions(queries, keys, values).items():
+        theirs[name] = round(median_seconds(attend, repeats=REPEATS, device=device) * 1e3, 4)
+        difference = max(difference, (attend()[0].transpose(0, 1).float() - attended.float()).abs().max().item())
+    best = min(theirs, key=lambda name: theirs[name])
+    return {
+        "case": case.name,
+        "engine_ms": round(ours * 1e3, 4),
+        "torch_ms": theirs,
+        "best": best,
+        "share_of_best": round(theirs[best] / 1e3 / ours, 3),
+        "tflops": round(case.flops / ours / 1e12, 1),
+        "largest_difference": difference,
+    }
+
+
+def torch_attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+    """Those of torch's causal attentions that run here, by name; all `[1, heads, tokens, head_dim]`."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def with_backend(backend: SDPBackend) -> Callable[[], torch.Tensor]:
+        def attend() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return attend
+
+    found = {}
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        if name == "MATH" and found:
+            continue  # scores in memory: only where there is nothing else
+        attend = with_backend(getattr(SDPBackend, name))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                attend()
+        except RuntimeError:  # not built in, or not for this GPU
+            continue
+        found[name.lower().removesuffix("_attention")] = attend
+    return found
+
+
+def measure_gpu(quick: bool, device: torch.device) -> dict:
+    """All tables of a GPU."""
+    bandwidth = copy_bandwidth(device)
+    tokens = 1024 if quick else 4096
+    cases = [
+        decodes(f"64 decodes of {tokens:,}", [tokens] * 64, **LLAMA),
+        decodes(f"one decode of {8 * tokens:,}", [8 * tokens], **LLAMA),
+    ]
+    decode = [gpu_decode(case, bandwidth, device) for case in track(cases, "decode")]
+    whole = gpu_prefill(prefill(f"prefill of {2 * tokens:,}", 2 * tokens, **LLAMA), device)
+    columns = {
+        "case": "one step", "unsplit_us": "keys whole µs", "engine_us": "engine µs", "split_gain": "gain of splits",
+        "gb_per_s": "GB/s", "share_of_copy": "share of a copy",
+    }  # fmt: skip
+    _print(f"Decode, bf16, heads {LLAMA}; a copy runs at {bandwidth / 1e9:,.0f} GB/s", columns, decode)
+    others = {f"torch {name} ms": took for name, took in whole["torch_ms"].items()}
+    row = {"one step": whole["case"], "engine ms": whole["engine_ms"], **others}
+    row |= {"share of the best": whole["share_of_best"], "TFLOP/s": whole["tflops"]}
+    table("Prefill, the same heads", tuple(row), [tuple(row.values())])
+    return {"copy_gb_per_s": round(bandwidth / 1e9, 1), "decode": decode, "prefill": whole}
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure what this device can run, print it, and keep it."""
+    device = pick_device(arguments.device)
+    on_gpu = device.type == "cuda"
+    name = "-".join(torch.cuda.get_device_name(device).lower().split()) if on_gpu else "cpu"
+    path = arguments.json or (None if arguments.quick else RESULTS / f"kernels.{name}.json")
+    if path:
+        ensure_writable(path)
+    figures = measure_gpu(arguments.quick, device) if on_gpu else measure_cpu(arguments.quick)
+    if path:
+        write_json(path, "kernels", figures)
+    print(json.dumps(record("kernels", figures)))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--device", choices=DEVICES, default="auto", help="what to measure (default: the GPU, if any)")
+    flags.add_argument("--quick", action="store_true", help="fewer and smaller cases, nothing written")
+    flags.add_argument("--json", metavar="FILE", help="write the figures to FILE instead")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

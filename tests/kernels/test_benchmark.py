@@ -1,0 +1,27 @@
+"""`benchmarks/kernels.py`: what it counts is right, and what it measures on a GPU runs, here on small steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from minivllm.lab.exercise import load
+
+bench = load(Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py")
+CPU = torch.device("cpu")
+HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 32}
+
+
+def test_bytes_and_operations_of_a_step():
+    case = bench.Case("", queries=(1, 3), lengths=(5, 4), **HEADS)
+    assert case.kv_elements == 2 * 9 * 2 * 32
+    assert case.flops == 4 * 32 * 4 * (5 + 2 + 3 + 4)
+
+
+def test_what_is_asked_of_a_gpu():
+    found = bench.gpu_decode(bench.decodes("two", [40, 17], **HEADS), 1e9, CPU)
+    assert found["bytes"] == 2 * (2 * 57 * 2 * 32 + 2 * 2 * 4 * 32)
+    assert found["share_of_copy"] == pytest.approx(found["gb_per_s"], abs=0.06)
+    found = bench.gpu_prefill(bench.prefill("one", 70, **HEADS), CPU)
+    assert found["largest_difference"] < 0.05, "ours and torch's are the same attention"
+    assert found["share_of_best"] == pytest.approx(found["torch_ms"][found["best"]] / found["engine_ms"], rel=0.05)
