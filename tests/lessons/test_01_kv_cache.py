@@ -5,13 +5,10 @@ import torch
 from kernels.harness import assert_close, assert_compiles, awkward_lengths, reference_attention
 from lessons.harness import (
     REPOSITORY,
-    assert_claims_can_be_filled,
     assert_refuses,
     checks_that_catch,
     figures_of_quick_run,
     script_path,
-    solution_results,
-    stub_results,
 )
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -279,16 +276,6 @@ MUTANTS = {
 }
 
 
-def test_the_script_passes_every_check():
-    assert [result.problem for result in solution_results("01") if not result.passed] == []
-
-
-def test_the_stub_fails_every_check():
-    results = stub_results("01")
-    assert len(results) == 8
-    assert all(result.problem.startswith("not written yet") for result in results)
-
-
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("01", *MUTANTS[mistake])
@@ -311,16 +298,13 @@ def test_numbers_of_the_text():
 
 
 def test_quick_run(tmp_path):
-    figures, output = figures_of_quick_run("01", tmp_path)
-    assert_claims_can_be_filled("01", figures)
+    figures = figures_of_quick_run("01", tmp_path)
     run = figures["generation"]
     prompt, new = run["prompt_tokens"], run["new_tokens"]
     assert run["token_passes_without"] == new * prompt + new * (new - 1) // 2
     assert run["token_passes_with"] == prompt + new - 1
     assert figures["intensity"]["cache_group_4"]["intensity"] == 4 * figures["intensity"]["cache_group_1"]["intensity"]
     assert figures["bytes_per_token"]["Llama-3.1-8B"] == 131072
-    assert "What you saw" in output
-    assert output.split("What you saw")[1].count("•") == 3
 
 
 @pytest.mark.parametrize(

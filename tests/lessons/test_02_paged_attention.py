@@ -16,8 +16,6 @@ from lessons.harness import (
     checks_that_catch,
     figures_of_quick_run,
     script_path,
-    solution_results,
-    stub_results,
 )
 
 from minivllm.config import ModelConfig
@@ -319,16 +317,6 @@ MUTANTS = {
 }
 
 
-def test_the_script_passes_every_check():
-    assert [result.problem for result in solution_results("02") if not result.passed] == []
-
-
-def test_the_stub_fails_every_check():
-    results = stub_results("02")
-    assert len(results) == 13
-    assert all(result.problem.startswith("not written yet") for result in results)
-
-
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("02", *MUTANTS[mistake])
@@ -338,8 +326,7 @@ def test_the_checks_catch(mistake):
 
 
 def test_quick_run(tmp_path):
-    figures, output = figures_of_quick_run("02", tmp_path)
-    assert "What you saw" in output
+    figures = figures_of_quick_run("02", tmp_path)
     kinds = figures["memory"]["sharegpt"]
     assert kinds["max"]["tokens"] < 0.25 < 0.9 < kinds["paged"]["tokens"]
     assert figures["broken"]["counted"]["reads"] == lesson.PROMPT

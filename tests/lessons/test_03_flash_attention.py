@@ -15,8 +15,6 @@ from lessons.harness import (
     checks_that_catch,
     figures_of_quick_run,
     script_path,
-    solution_results,
-    stub_results,
 )
 
 from minivllm.config import EMBEDDED_MODEL
@@ -272,16 +270,6 @@ MUTANTS = {
 }
 
 
-def test_the_script_passes_every_check():
-    assert [result.problem for result in solution_results("03") if not result.passed] == []
-
-
-def test_the_stub_fails_every_check():
-    results = stub_results("03")
-    assert len(results) == 12
-    assert all(result.problem.startswith("not written yet") for result in results)
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some mistakes make NaN
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
@@ -292,7 +280,7 @@ def test_the_checks_catch(mistake):
 
 
 def test_quick_run(tmp_path):
-    figures, output = figures_of_quick_run("03", tmp_path)
+    figures = figures_of_quick_run("03", tmp_path)
     assert figures["powers"]["tiled_moved"] == pytest.approx(2, abs=0.1), "traffic stays quadratic"
     assert figures["powers"]["tiled_kept"] == pytest.approx(1), "what is kept becomes linear"
     assert figures["powers"]["naive_kept"] == pytest.approx(2)
@@ -306,8 +294,6 @@ def test_quick_run(tmp_path):
     assert figures["no_keys"]["unguarded_is_nan"]
     assert figures["traffic"]["peak_mib"]["tiled"] < 2 < 32 < figures["traffic"]["peak_mib"]["naive"], "2 × 16 MiB"
     assert [tile["fits"] for tile in figures["tiles"].values()] == [True, False]
-    assert "What you saw" in output
-    assert output.split("What you saw")[1].count("•") == 3
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from lessons.harness import (
     checks_that_catch,
     figures_of_quick_run,
     script_path,
-    solution_results,
-    stub_results,
 )
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -285,16 +283,6 @@ MUTANTS = {
 }  # fmt: skip
 
 
-def test_the_script_passes_every_check():
-    assert [result.problem for result in solution_results("04") if not result.passed] == []
-
-
-def test_the_stub_fails_every_check():
-    results = stub_results("04")
-    assert len(results) == 9
-    assert all(result.problem.startswith("not written yet") for result in results)
-
-
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("04", *MUTANTS[mistake])
@@ -313,7 +301,7 @@ def test_a_wrong_prediction_is_caught():
 
 
 def test_quick_run(tmp_path):
-    figures, output = figures_of_quick_run("04", tmp_path)
+    figures = figures_of_quick_run("04", tmp_path)
     alone, static, batched, paged = figures["engine"]["ways"].values()
     assert alone["most"] == 1
     assert static["most"] == batched["most"] == lesson.RESERVED < paged["most"]
@@ -321,7 +309,6 @@ def test_quick_run(tmp_path):
     assert figures["engine"]["both"] == pytest.approx(figures["engine"]["batching"] * figures["engine"]["paging"])
     gaps = [one["longest_gap"] for one in figures["long_prompt"].values()]
     assert gaps == sorted(gaps, reverse=True), "a smaller budget, a shorter gap"
-    assert output.split("What you saw")[1].count("•") == 3
 
 
 @pytest.mark.parametrize(
