@@ -1,13 +1,17 @@
 """`benchmarks/kernels.py`: what it counts is right, and what it measures on a GPU runs, here on small steps."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from minivllm.kernels.attention import configurations
+from minivllm.lab.aot import SHARED_MEMORY, TARGETS
 from minivllm.lab.exercise import load
 
-bench = load(Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py")
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+bench = load(BENCHMARKS / "kernels.py")
 CPU = torch.device("cpu")
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 32}
 
@@ -25,3 +29,18 @@ def test_what_is_asked_of_a_gpu():
     found = bench.gpu_prefill(bench.prefill("one", 70, **HEADS), CPU)
     assert found["largest_difference"] < 0.05, "ours and torch's are the same attention"
     assert found["share_of_best"] == pytest.approx(found["torch_ms"][found["best"]] / found["engine_ms"], rel=0.05)
+
+
+def test_the_results_at_hand_are_of_these_configurations_and_none_spills():
+    results = json.loads((BENCHMARKS / "results" / "kernels.cpu.json").read_text())["figures"]["compiled"]
+    for target in TARGETS:
+        for kernel, rows in (("decode", 4), ("prefill", 4096)):
+            compiled = [row for row in results if (row["target"], row["kernel"]) == (target, kernel)]
+            now = [
+                (f"{one.block_m} × {one.tile}", one.num_warps, one.num_stages)
+                for one in configurations(target, rows, 4, 128, 2)
+            ]
+            assert [(row["tile"], row["warps"], row["stages"]) for row in compiled] == now, "run benchmarks/kernels.py"
+    for row in results:
+        assert row["spilled_bytes"] == 0, row
+        assert row["shared_bytes"] <= SHARED_MEMORY[row["target"]], row
