@@ -25,6 +25,7 @@ from minivllm.kernels.attention_ahead import compile_attention, compile_combine
 from minivllm.lab.aot import TARGETS
 
 BLOCK = 16
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, on rows that no query has
 UNTOUCHED = -7.0
 
 # (queries, keys) of each sequence. A decode has one query, a prefill as many as keys, a chunk or a verification fewer.
