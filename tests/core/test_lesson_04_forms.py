@@ -1,0 +1,76 @@
+"""Lesson 04's scheduler is the engine's, step by step, and its formula is the mean over all batches: on any lengths."""
+
+import statistics
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lessons.harness import script_path
+
+from minivllm.lab.exercise import checks_of, load
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.simulate.cost_model import FittedCost
+from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+
+lesson = load(script_path("04"))
+checks = {check.__name__: check for check in checks_of("04")}
+engine_steps = checks["check_the_engine_decides_the_same"].__globals__["engine_steps"]
+FIXED = FittedCost(per_step=1.0, per_request=0.0, per_token=0.0, per_pair=0.0)
+LENGTHS = st.tuples(st.integers(1, 60), st.integers(1, 8))
+
+
+@given(
+    st.lists(st.lists(LENGTHS, max_size=3), min_size=1, max_size=8),
+    st.integers(1, 80),
+    st.integers(1, 6),
+    st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_lessons_scheduler_is_the_engines(arrivals, budget, places, all_at_once):
+    """Tokens of every request in every step, in order, where memory is ample."""
+    if all_at_once:
+        arrivals = [[one for step in arrivals for one in step]]
+    coming = deque([(f"{s}.{i}", *one) for i, one in enumerate(step)] for s, step in enumerate(arrivals))
+    expected = engine_steps(list(coming), budget, places)
+    scheduler, steps = lesson.Scheduler([], budget, places), []
+    while coming or scheduler.running or scheduler.waiting:
+        scheduler.waiting.extend(lesson.Request(*one) for one in (coming.popleft() if coming else ()))
+        steps.append(list(scheduler.schedule().items()))
+        scheduler.update(dict(steps[-1]))
+    assert steps == [list(step.items()) for step in expected]
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_a_static_batch_is_the_engines_static_batch(lengths, budget, places):
+    config = SchedulerConfig(
+        max_model_len=4096, max_num_batched_tokens=budget, max_num_seqs=places, static_batching=True
+    )
+    blocks = CacheConfig(num_gpu_blocks=4096, enable_prefix_caching=False)
+    run = simulate([SimulatedRequest(*one) for one in lengths], config, blocks, FIXED)
+    requests = [lesson.Request(str(i), *one) for i, one in enumerate(lengths)]
+    assert [step.scheduled for step in run.steps] == list(lesson.Scheduler(requests, budget, places, True).steps())
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_every_token_is_scheduled_once_and_within_the_budget(lengths, budget, places):
+    requests, got = lesson.named(lengths), {}
+    for step in lesson.Scheduler(requests, budget, places).steps():
+        assert 0 < sum(step.values()) <= budget
+        assert len(step) <= places
+        for name, tokens in step.items():
+            got[name] = got.get(name, 0) + tokens
+    assert got == {chr(65 + i): prompt + output - 1 for i, (prompt, output) in enumerate(lengths)}
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_the_formula_is_the_mean_over_all_batches(lengths, batch):
+    """E[max] over every ordered batch that can be drawn from the sample, with repetition."""
+    batches = [[]]
+    for _ in range(batch):
+        batches = [[*one, length] for one in batches for length in lengths]
+    expected = statistics.mean(lengths) / statistics.mean(max(one) for one in batches)
+    assert lesson.static_utilization(lengths, batch) == pytest.approx(expected)
