@@ -286,7 +286,10 @@ def test_the_ledger_is_printed_once_and_adds_up(capsys):
     assert sum(row.bytes for row in ledger.rows) == ledger.hardware.memory_bytes
     assert ledger.usable_blocks == 4 * 512 // 16, "as many as requests can fill"
     caches = llm.llm_engine.core.runner.attention.kv_caches
-    assert sum(k.nbytes + v.nbytes for k, v in caches) == ledger.num_blocks * 16 * ledger.bytes_per_token
+    assert (
+        sum(cache.keys.nbytes + cache.values.nbytes for cache in caches)
+        == ledger.num_blocks * 16 * ledger.bytes_per_token
+    )
     llm.generate([[1]], GREEDY)
     assert "KV cache" not in capsys.readouterr().out
 

@@ -105,7 +105,7 @@ def test_blocks_are_gathered_to_a_staging_buffer(device):
 def test_both_kernels_compile_with_wide_loads(dtype):
     pointers = dict.fromkeys(("key", "value", "key_cache", "value_cache"), dtype)
     strides = {"key_stride": 6144, "value_stride": 6144, "block_stride": 16384}
-    shape = {"BLOCK_SIZE": 16, "WIDTH": 1024, "PADDED_WIDTH": 1024}
+    shape = {"BLOCK_SIZE": 16, "WIDTH": 1024, "PADDED_WIDTH": 1024, "LARGEST": 0.0}
     written = {**pointers, "slot_mapping": "*i64", **strides, **shape}
     built = assert_compiles(reshape_and_cache_kernel, written, load_bytes=8)
     assert max(built["sm_90"].loads) == 16

@@ -97,7 +97,7 @@ def test_heads_are_divided_and_then_held_several_times(tp, heads):
     ("dtype", "head_bytes"),
     [
         ("auto", 256), ("bfloat16", 256), ("float16", 256), ("float32", 512), ("fp8", 128), ("fp8_e4m3", 128),
-        ("fp8_e5m2", 128), ("int8", 128), ("int8_per_token_head", 132), ("fp8_per_token_head", 132), ("nvfp4", 72),
+        ("fp8_e5m2", 128), ("int8", 132), ("int8_per_token_head", 132), ("fp8_per_token_head", 132), ("nvfp4", 72),
     ],
 )  # fmt: skip
 def test_dtypes_with_their_scales(dtype, head_bytes):

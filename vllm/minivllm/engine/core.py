@@ -36,7 +36,11 @@ class EngineCore:
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         config = args.scheduler_config(model.config, memory)
         self.runner = ModelRunner(
-            model, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len, block_size=args.block_size
+            model,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            block_size=args.block_size,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
         self.ledger = self._profile(args, config)
         num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
@@ -78,6 +82,7 @@ class EngineCore:
             self.model_config,
             self.runner.device,
             self.runner.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             weights=self.runner.weight_bytes(),
             activation_peak=self.runner.activation_peak(config.max_num_batched_tokens, config.max_num_seqs),
             block_size=args.block_size,

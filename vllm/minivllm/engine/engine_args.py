@@ -14,6 +14,7 @@ from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.hardware import GIB
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -22,8 +23,10 @@ class EngineArgs:
     """One engine. Names and defaults are vLLM's, unless said otherwise.
 
     - `model`: a local directory or a name on the Hugging Face hub; `tokenizer`: another one's, if not the model's own.
-    - `dtype`: of weights, computation and cache. "auto": the checkpoint's on a GPU; on a CPU float32, in which our CPU
+    - `dtype`: of weights and computation. "auto": the checkpoint's on a GPU; on a CPU float32, in which our CPU
       kernels compute.
+    - `kv_cache_dtype`: what keys and values are stored as. "auto": the dtype; "int8_per_token_head", or "int8":
+      integers with a scale for each token and head; "fp8_e4m3", or "fp8": without scales, on GPUs that know it.
     - `device`: "auto" is the GPU where there is one.
     - `load_format`: "dummy" fills the model with random weights instead of reading any.
     - `max_model_len`: of prompt and output together, in tokens; None: the model's own.
@@ -41,6 +44,7 @@ class EngineArgs:
     tokenizer: str | Path | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
     seed: int = 0
@@ -73,6 +77,10 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        _require(
+            self.kv_cache_dtype in KV_CACHE_DTYPES,
+            f"unknown kv_cache_dtype {self.kv_cache_dtype!r}; known are {', '.join(KV_CACHE_DTYPES)}",
+        )
         _require(
             self.load_format in LOAD_FORMATS,
             f"unknown load_format {self.load_format!r}; known are {', '.join(LOAD_FORMATS)}",

@@ -5,7 +5,8 @@ CPU it calls its twin, `cpu_attention.py`.
 
 Layouts
     q, out            [tokens, heads, head_dim], the queries of all sequences end to end
-    k_cache, v_cache  [blocks, block_size, kv_heads, head_dim]
+    k_cache, v_cache  [blocks, block_size, kv_heads, head_dim]: of q's dtype, float8_e4m3fn, or int8 with
+    k_scales, v_scales  fp32 [blocks, kv_heads, block_size]: what a key's or value's integers are multiplied by
     query_start_loc   int32 [sequences + 1]: where each sequence's queries begin in q
     seq_lens          int32 [sequences]: keys of each sequence, those of its new tokens included
     block_table       int32 [sequences, most blocks]: the blocks of each sequence, in order
@@ -27,6 +28,9 @@ Splits. One decode of a long context has few programs and much to read. With spl
 the tiles and writes a partial (peak, total, weighted sum); `combine_kernel` merges them. Splits that hold no key write
 a peak of −inf and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
 
+Quantized caches. Integers go into the matrix products as they are. A key's scale multiplies its column of scores, and
+a value's scale its column of weights, so that no tile is ever multiplied out.
+
 Must move, per layer: K and V once per (sequence, query block), 2 × keys × kv_heads × head_dim × bytes; q and out once.
 Must compute: 4 × head_dim × heads FLOPs for each (query, key) pair that is seen.
 A decode does 2 × group / bytes FLOPs for each byte of K and V (a group of 4 in bf16: 4), far below what a GPU can, so it
@@ -45,7 +49,7 @@ from typing import Any
 import torch
 
 from minivllm.errors import MinivllmError
-from minivllm.kernels.cache import choose_backend
+from minivllm.kernels.cache import QUANTIZED, check_scales, choose_backend
 from minivllm.kernels.tuning import fastest
 from minivllm.lab.gpu import INTERPRETED, tl, triton
 
@@ -88,12 +92,15 @@ def attend_tiles(
     query_position,  # [BLOCK_M] position of each row in its sequence
     k_cache,  # at this program's head
     v_cache,
+    k_scales,  # at this program's head, used if SCALED
+    v_scales,
     table,  # at this program's sequence
     key_begin,
     key_end,  # whole tiles from key_begin (a multiple of TILE) to key_end
     key_limit,  # keys from here on are not there (MASKED)
     block_stride,
     slot_stride,
+    scale_stride,  # of a block in the scales
     scale,
     soft_cap,
     BLOCK_SIZE: tl.constexpr,
@@ -103,6 +110,7 @@ def attend_tiles(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     OFFSET_TYPE: tl.constexpr,
+    SCALED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take the keys of [key_begin, key_end) into the running softmax. Unless MASKED, every row must see all of them."""
@@ -114,11 +122,14 @@ def attend_tiles(
         key = tile + column
         key_is_real = key < key_limit
         slot = next_block.to(OFFSET_TYPE) * block_stride + (key % BLOCK_SIZE) * slot_stride
+        scale_at = next_block.to(OFFSET_TYPE) * scale_stride + key % BLOCK_SIZE
         next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < key_limit, other=0)
         at = slot[:, None] + dim[None, :]
 
         keys = load_rows(k_cache + at, key_is_real, dim, HEAD_DIM, PADDED_DIM, MASKED).to(q.dtype)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        if SCALED:
+            scores = scores * tl.load(k_scales + scale_at, mask=key_is_real, other=0.0)[None, :]
         if SOFT_CAP:
             # tanh(x) = 2 sigmoid(2x) − 1
             scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores * (scale / soft_cap)) - 1.0)
@@ -138,6 +149,8 @@ def attend_tiles(
         weights = tl.exp2(scores * to_log2 - reference[:, None])
         shrink = tl.exp2(peak - reference)
         total = total * shrink + tl.sum(weights, 1)
+        if SCALED:
+            weights = weights * tl.load(v_scales + scale_at, mask=key_is_real, other=0.0)[None, :]
         values = load_rows(v_cache + at, key_is_real, dim, HEAD_DIM, PADDED_DIM, MASKED).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), values, acc * shrink[:, None], input_precision="ieee")
         peak = new_peak
@@ -150,6 +163,8 @@ def unified_attention_kernel(
     q,
     k_cache,
     v_cache,
+    k_scales,  # used if SCALED
+    v_scales,
     query_start_loc,
     seq_lens,
     block_table,
@@ -176,6 +191,7 @@ def unified_attention_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Grid (tokens // BLOCK_Q + sequences, kv_heads, splits)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -220,23 +236,26 @@ def unified_attention_kernel(
     acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     k_head = k_cache + kv_head.to(tl.int64) * head_stride
     v_head = v_cache + kv_head.to(tl.int64) * head_stride
+    k_scales += kv_head * BLOCK_SIZE
+    v_scales += kv_head * BLOCK_SIZE
+    scale_stride = tl.num_programs(1) * BLOCK_SIZE
     table = block_table + sequence.to(tl.int64) * table_stride
     position = context + query
     if WINDOW > 0:
         peak, total, acc = attend_tiles(
-            peak, total, acc, queries, position, k_head, v_head, table,
-            first * TILE, whole_first * TILE, last_position + 1, block_stride, slot_stride, scale, soft_cap,
-            BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, True,
+            peak, total, acc, queries, position, k_head, v_head, k_scales, v_scales, table,
+            first * TILE, whole_first * TILE, last_position + 1, block_stride, slot_stride, scale_stride, scale, soft_cap,
+            BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, True,
         )  # fmt: skip
     peak, total, acc = attend_tiles(
-        peak, total, acc, queries, position, k_head, v_head, table,
-        whole_first * TILE, whole_end * TILE, last_position + 1, block_stride, slot_stride, scale, soft_cap,
-        BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, False,
+        peak, total, acc, queries, position, k_head, v_head, k_scales, v_scales, table,
+        whole_first * TILE, whole_end * TILE, last_position + 1, block_stride, slot_stride, scale_stride, scale, soft_cap,
+        BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, False,
     )  # fmt: skip
     peak, total, acc = attend_tiles(
-        peak, total, acc, queries, position, k_head, v_head, table,
-        whole_end * TILE, end * TILE, last_position + 1, block_stride, slot_stride, scale, soft_cap,
-        BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, True,
+        peak, total, acc, queries, position, k_head, v_head, k_scales, v_scales, table,
+        whole_end * TILE, end * TILE, last_position + 1, block_stride, slot_stride, scale_stride, scale, soft_cap,
+        BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, True,
     )  # fmt: skip
 
     if SPLIT:
@@ -303,7 +322,7 @@ _DECODE = {  # up to 32 rows: keep many bytes in flight. Best guess first.
 _PREFILL = {  # more rows: keep the matrix units busy, spill no register
     "sm_80": ((128, 32, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
     "sm_90": ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
-    "sm_100": ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
+    "sm_100": ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
     "gfx942": ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
 }
 
@@ -349,6 +368,8 @@ def unified_attention(
     block_table: torch.Tensor,
     scale: float,
     *,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
@@ -360,6 +381,7 @@ def unified_attention(
 
     Args:
         scale: what q · k is multiplied by, greater than 0 (usually head_dim ** −0.5).
+        k_scales, v_scales: of int8 caches, see the head of this file.
         out: where to write, `[tokens, heads, head_dim]`; rows of padding tokens (beyond `query_start_loc[-1]`) stay as
             they are.
         sliding_window: a query sees itself and the `sliding_window` − 1 keys before it.
@@ -376,6 +398,7 @@ def unified_attention(
         MinivllmError: shapes, types or values that cannot work.
     """
     _check(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale)
+    check_scales(k_cache, k_scales, v_scales)
     if sliding_window is not None and sliding_window < 1:
         raise MinivllmError(f"sliding_window must be at least 1, got {sliding_window}")
     if soft_cap is not None and not soft_cap > 0:
@@ -390,8 +413,9 @@ def unified_attention(
         from minivllm.kernels.cpu_attention import unified_attention_cpu
 
         unified_attention_cpu(
-            out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap
-        )
+            out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap,
+            k_scales, v_scales,
+        )  # fmt: skip
         return out
 
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
@@ -409,7 +433,7 @@ def unified_attention(
             splits = 1 if INTERPRETED else automatic_splits(programs, keys, _multiprocessors(q.device))
         launch_triton(
             out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale,
-            sliding_window, soft_cap, splits, configuration,
+            sliding_window, soft_cap, splits, configuration, k_scales, v_scales,
         )  # fmt: skip
 
     if INTERPRETED:
@@ -417,7 +441,7 @@ def unified_attention(
         return out
     choices = configurations(_architecture(q.device), rows, group, padded_dim, q.element_size())
     shape_class = (
-        q.device, q.dtype, heads, group, head_dim, k_cache.shape[1], sliding_window, soft_cap is None, num_kv_splits,
+        q.device, q.dtype, k_cache.dtype, heads, group, head_dim, k_cache.shape[1], sliding_window, soft_cap is None, num_kv_splits,
         sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
     )  # fmt: skip
     launch(fastest(choices, shape_class, launch))
@@ -437,6 +461,8 @@ def launch_triton(
     soft_cap: float | None,
     num_splits: int,
     configuration: Configuration,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """One launch with everything chosen (two if `num_splits` > 1). Input is as `unified_attention` leaves it."""
     tokens, heads, head_dim = q.shape
@@ -453,6 +479,8 @@ def launch_triton(
         q,
         k_cache,
         v_cache,
+        k_cache if k_scales is None else k_scales,
+        v_cache if v_scales is None else v_scales,
         query_start_loc,
         seq_lens,
         block_table,
@@ -479,6 +507,7 @@ def launch_triton(
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap is not None,
         SPLIT=num_splits > 1,
+        SCALED=k_scales is not None,
         num_warps=configuration.num_warps,
         num_stages=configuration.num_stages,
     )
@@ -530,10 +559,10 @@ def _check(
         )
     if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise MinivllmError("K and V caches must have the same shape and strides, head_dim contiguous")
-    if not (q.dtype == k_cache.dtype == v_cache.dtype) or q.dtype not in _TRITON_TYPES:
+    if q.dtype not in _TRITON_TYPES or k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *QUANTIZED):
         raise MinivllmError(
             f"q is {q.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}: they must be alike, "
-            "float32, float16 or bfloat16"
+            "float32, float16 or bfloat16, or the caches int8 or float8_e4m3fn"
         )
     if query_start_loc.shape != (len(seq_lens) + 1,) or block_table.dim() != 2 or len(block_table) < len(seq_lens):
         raise MinivllmError(

@@ -10,7 +10,9 @@ from minivllm.kernels.attention import Configuration, combine_kernel, unified_at
 from minivllm.lab.aot import Compiled, compile_for
 from minivllm.lab.gpu import tl, triton
 
-POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}
+POINTERS = {
+    "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "float8_e4m3fn": "*fp8e4nv",
+}  # fmt: skip
 KV_HEADS = 8
 
 
@@ -19,6 +21,7 @@ def compile_attention(
     configuration: Configuration,
     *,
     dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
     head_dim: int = 128,
     group: int = 4,
     block_size: int = 16,
@@ -29,12 +32,14 @@ def compile_attention(
 ) -> Compiled:
     """The kernel's machine code on `target`, one of `minivllm.lab.aot.TARGETS`, in figures.
 
-    `dtype` is the name of a torch dtype; `group` query heads share a KV head; `sliding_window` 0 is none;
+    `dtype` is the name of q's torch dtype, `kv_dtype` of the caches' where it is another; `group` query heads share a KV head; `sliding_window` 0 is none;
     `wide_offsets` is for caches of 2**31 elements and more. Raises MinivllmError where it does not compile.
     """
     pointer, slot = POINTERS[dtype], KV_HEADS * head_dim
     arguments = {
-        **dict.fromkeys(("out", "q", "k_cache", "v_cache"), pointer),
+        **dict.fromkeys(("out", "q"), pointer),
+        **dict.fromkeys(("k_cache", "v_cache"), POINTERS[kv_dtype or dtype]),
+        **dict.fromkeys(("k_scales", "v_scales"), "*fp32"),
         **dict.fromkeys(("query_start_loc", "seq_lens", "block_table"), "*i32"),
         **dict.fromkeys(("partial_acc", "partial_stats"), "*fp32" if splits > 1 else pointer),
         "num_seqs": 7, "num_splits": splits, "scale": 0.125, "soft_cap": 30.0,
@@ -43,7 +48,7 @@ def compile_attention(
         "DOT_TYPE": getattr(tl, dtype), "OFFSET_TYPE": tl.int64 if wide_offsets else tl.int32, "GROUP": group,
         "HEAD_DIM": head_dim, "PADDED_DIM": max(16, triton.next_power_of_2(head_dim)), "BLOCK_SIZE": block_size,
         "BLOCK_M": configuration.block_m, "TILE": configuration.tile, "WINDOW": sliding_window,
-        "SOFT_CAP": soft_cap, "SPLIT": splits > 1,
+        "SOFT_CAP": soft_cap, "SPLIT": splits > 1, "SCALED": kv_dtype == "int8",
     }  # fmt: skip
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
     return compile_for(target, unified_attention_kernel, arguments, options)

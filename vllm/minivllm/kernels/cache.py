@@ -3,15 +3,22 @@
 Layouts
     key, value    [tokens, kv_heads, head_dim], last two dimensions contiguous (a slice of a fused QKV output will do)
     caches        [blocks, block_size, kv_heads, head_dim], a block contiguous
+    scales        of int8 caches: fp32 [blocks, kv_heads, block_size], one for each key and one for each value
     slot_mapping  int64 or int32 [tokens]: block × block_size + offset; −1 marks a padding token, which is not written
 
 Grid
     reshape_and_cache   one program a token: it moves that token's K and V for all heads
+    ... to int8         one program a (token, head): it finds the largest number of K and V, writes scale = largest / 127
+                        and the nearest integers
     copy_blocks         one program a (pair, 4,096 elements of the block)
 
-Must move: each K and V byte read once and written once, 4 × tokens × kv_heads × head_dim × bytes; no arithmetic.
+Must move: each K and V byte read once and written once, 4 × tokens × kv_heads × head_dim × bytes; no arithmetic. In int8
+what is written, and later read at every step, is head_dim + 4 bytes a head instead. Rounding is off by half a scale
+at most, 1/254 of the head's largest number: one outlier spoils its own token and head, not the cache. fp8 has no scale:
+numbers beyond its largest, 448, are written as that.
 
-In vLLM v0.33.0: `vllm/v1/attention/ops/triton_reshape_and_cache_flash.py`, `reshape_and_cache_kernel_flash`.
+In vLLM v0.33.0: `vllm/v1/attention/ops/triton_reshape_and_cache_flash.py`, `reshape_and_cache_kernel_flash`;
+"int8_per_token_head" and "fp8" among its values of `kv_cache_dtype`.
 
 The CPU twin is `index_copy_`, which `benchmarks/kernels.py` measures beside `index_put_` and a plain copy.
 """
@@ -24,6 +31,9 @@ from minivllm.errors import MinivllmError
 from minivllm.lab.gpu import tl, triton
 
 COPY_CHUNK = 4096
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+"""What a cache may be stored in beside its model's own type."""
+FP8_LARGEST = 448.0
 
 
 @triton.jit
@@ -39,6 +49,7 @@ def reshape_and_cache_kernel(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,  # kv_heads × head_dim: what one token writes
     PADDED_WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr,  # of what the caches hold, 0 where they hold what comes
 ):
     """Grid (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
@@ -47,8 +58,54 @@ def reshape_and_cache_kernel(
         column = tl.arange(0, PADDED_WIDTH)
         mask = column < WIDTH
         target = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * WIDTH + column
-        tl.store(key_cache + target, tl.load(key + token * key_stride + column, mask=mask), mask=mask)
-        tl.store(value_cache + target, tl.load(value + token * value_stride + column, mask=mask), mask=mask)
+        keys = tl.load(key + token * key_stride + column, mask=mask)
+        values = tl.load(value + token * value_stride + column, mask=mask)
+        if LARGEST > 0:
+            keys = tl.minimum(tl.maximum(keys.to(tl.float32), -LARGEST), LARGEST)
+            values = tl.minimum(tl.maximum(values.to(tl.float32), -LARGEST), LARGEST)
+        tl.store(key_cache + target, keys.to(key_cache.dtype.element_ty), mask=mask)
+        tl.store(value_cache + target, values.to(value_cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def quantize_head(source, target, scale_target, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Write one head's numbers as integers from −127 to 127, and the scale that makes them numbers again."""
+    dim = tl.arange(0, PADDED_DIM)
+    numbers = tl.load(source + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(numbers), 0)
+    inverse = tl.where(largest > 0, 127.0 / largest, 0.0)
+    tl.store(target + dim, tl.floor(numbers * inverse + 0.5).to(tl.int8), mask=dim < HEAD_DIM)
+    tl.store(scale_target, largest / 127.0)
+
+
+@triton.jit
+def quantize_and_cache_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    key_scales,
+    value_scales,
+    slot_mapping,
+    key_stride,
+    value_stride,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Grid (tokens, kv_heads)."""
+    token, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot >= 0:
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        target = block * block_stride + (offset * heads + head) * HEAD_DIM
+        scale = (block * heads + head) * BLOCK_SIZE + offset
+        source = head * HEAD_DIM
+        quantize_head(key + token * key_stride + source, key_cache + target, key_scales + scale, HEAD_DIM, PADDED_DIM)
+        quantize_head(
+            value + token * value_stride + source, value_cache + target, value_scales + scale, HEAD_DIM, PADDED_DIM
+        )
 
 
 def reshape_and_cache(
@@ -58,18 +115,39 @@ def reshape_and_cache(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     *,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Write each token's key and value into its slot. `backend` "triton" or "cpu"; None follows the tensors' device.
 
-    Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot.
+    Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. Caches of int8 need the scales.
 
     Raises:
         MinivllmError: shapes that do not belong together; an unknown backend.
     """
     _check_write(key, value, key_cache, value_cache, slot_mapping)
+    check_scales(key_cache, key_scales, value_scales)
     if choose_backend(backend, key) == "cpu":
-        _write_cpu(key, value, key_cache, value_cache, slot_mapping)
+        _write_cpu(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
+        return
+    if key_scales is not None and len(slot_mapping):
+        quantize_and_cache_kernel[(len(slot_mapping), key.shape[1])](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            key_scales,
+            value_scales,
+            slot_mapping,
+            key.stride(0),
+            value.stride(0),
+            key_cache.stride(0),
+            BLOCK_SIZE=key_cache.shape[1],
+            HEAD_DIM=key.shape[2],
+            PADDED_DIM=triton.next_power_of_2(key.shape[2]),
+            num_warps=1,
+        )
         return
     width = key.shape[1] * key.shape[2]
     if len(slot_mapping):
@@ -85,6 +163,7 @@ def reshape_and_cache(
             BLOCK_SIZE=key_cache.shape[1],
             WIDTH=width,
             PADDED_WIDTH=triton.next_power_of_2(width),
+            LARGEST=FP8_LARGEST if key_cache.dtype == torch.float8_e4m3fn else 0.0,
         )
 
 
@@ -94,18 +173,34 @@ def _write_cpu(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
 ) -> None:
     tokens = len(slot_mapping)
     key, value, slots = key[:tokens], value[:tokens], slot_mapping.long()
     if tokens and int(slots.min()) < 0:
         real = slots >= 0
         key, value, slots = key[real], value[real], slots[real]
-    for source, cache in ((key, key_cache), (value, value_cache)):
+    for source, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
+        block, offset = slots // cache.shape[1], slots % cache.shape[1]
+        if scales is not None:
+            source, scales[block, :, offset] = quantize(source)
+        elif cache.dtype != source.dtype:
+            source = source.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(cache.dtype).view(torch.uint8)
+            cache = cache.view(torch.uint8)  # torch moves bytes about on a CPU, not float8
         if cache.is_contiguous():
             cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, source)
         else:
-            block_size = cache.shape[1]
-            cache[slots // block_size, slots % block_size] = source
+            cache[block, offset] = source
+
+
+def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[..., n]` as int8 from −127 to 127, and the fp32 scale `[...]` of each, largest / 127."""
+    rows = rows.float()
+    largest = rows.abs().amax(-1, keepdim=True)
+    # Not 127.0 / largest: torch makes a reciprocal of that, rounds twice, and halves fall to the other side.
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
+    return torch.floor(rows * inverse + 0.5).to(torch.int8), (largest / 127.0).squeeze(-1)
 
 
 def _check_write(
@@ -122,14 +217,31 @@ def _check_write(
         )
     if key_cache.shape != value_cache.shape or key_cache.stride() != value_cache.stride():
         raise MinivllmError("key and value caches must have the same shape and strides")
-    if not (key.dtype == value.dtype == key_cache.dtype == value_cache.dtype):
-        raise MinivllmError(f"keys are {key.dtype}, values {value.dtype}, caches {key_cache.dtype}: they must be alike")
+    if not (key.dtype == value.dtype and key_cache.dtype == value_cache.dtype in (key.dtype, *QUANTIZED)):
+        raise MinivllmError(
+            f"keys are {key.dtype}, values {value.dtype}, caches {key_cache.dtype}: they must be alike, "
+            "or the caches int8 or float8_e4m3fn"
+        )
     if len(slot_mapping) > len(key):
         raise MinivllmError(f"{len(slot_mapping)} slots for {len(key)} tokens")
     if key.stride(2) != 1 or key.stride(1) != key.shape[2] or value.stride()[1:] != key.stride()[1:]:
         raise MinivllmError("the heads of a token must lie side by side in key and value (call .contiguous())")
     if key_cache[0].numel() and not key_cache[0].is_contiguous():
         raise MinivllmError("a block of the cache must be contiguous")
+
+
+def check_scales(cache: torch.Tensor, *scales: torch.Tensor | None) -> None:
+    """Refuse scales that do not fit the caches `[blocks, block_size, kv_heads, head_dim]`, or are not there."""
+    blocks, block_size, kv_heads, _ = cache.shape
+    wanted = (blocks, kv_heads, block_size)
+    for one in scales:
+        if (one is None) != (cache.dtype != torch.int8):
+            raise MinivllmError(f"caches of int8 have scales, and no others do; these are {cache.dtype}")
+        if one is not None and (one.shape != wanted or one.dtype != torch.float32 or not one.is_contiguous()):
+            raise MinivllmError(
+                f"scales must be contiguous float32 [blocks, kv_heads, block_size] = {list(wanted)}, "
+                f"got {one.dtype} {list(one.shape)}"
+            )
 
 
 @triton.jit

@@ -18,6 +18,8 @@ from minivllm.kernels.torch_attention import gather_attention
 from minivllm.kernels.torch_threads import run_on_threads
 
 LOG2E = 1.4426950408889634
+ELEMENTS = {torch.float32: "float32", torch.bfloat16: "uint16", torch.int8: "int8"}
+"""What the caches' elements are to NumPy, for the types that the compiled loops know."""
 
 
 def unified_attention_cpu(
@@ -31,10 +33,13 @@ def unified_attention_cpu(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """Write the attention of every sequence to its rows of `out`; arguments as `unified_attention`'s."""
     arguments = (q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap)
-    if q.shape[2] % 16 == 0 and q.dtype != torch.float16 and has_numba():
+    arguments = (*arguments, k_scales, v_scales)
+    if q.shape[2] % 16 == 0 and k_cache.dtype in ELEMENTS and has_numba():
         numba_attention(out, *arguments)
     else:
         gather_attention(out, *arguments)
@@ -51,6 +56,8 @@ def numba_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """The compiled loops of `numba_attention.py`, for heads that are a multiple of 16 wide."""
     in_place = out.dtype == torch.float32 and out.is_contiguous()
@@ -64,6 +71,7 @@ def numba_attention(
             *k_cache.stride()[:3], block_table.stride(0), sliding_window or 2**30,
             query_start_loc.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), q.data_ptr(), result.data_ptr(),
             factors.buffer_info()[0], k_cache.data_ptr(), v_cache.data_ptr(),
+            *(0 if scales is None else scales.data_ptr() for scales in (k_scales, v_scales)),
         ],
     )  # fmt: skip
     run_on_threads(_programs(k_cache.dtype), block.buffer_info()[0], torch.get_num_threads())
@@ -85,4 +93,4 @@ def _programs(dtype: torch.dtype) -> Any:
 
     from minivllm.kernels.numba_attention import programs_for
 
-    return programs_for(np.uint16 if dtype == torch.bfloat16 else np.float32)
+    return programs_for(getattr(np, ELEMENTS[dtype]))

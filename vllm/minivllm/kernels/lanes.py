@@ -2,8 +2,8 @@
 
 numba finds no vectors in attention's short loops (a head has 32 to 128 numbers, and it cannot know that the sums it
 writes are not the keys that it reads), so these functions say them: `Lanes` is LLVM's <16 x float>, which LLVM cuts to
-the widths that the processor has. Arrays are one-dimensional and not checked against their bounds; they hold float32 or
-bfloat16 as uint16 (the upper half of a float32).
+the widths that the processor has. Arrays are one-dimensional and not checked against their bounds; they hold float32,
+bfloat16 as uint16 (the upper half of a float32), or int8.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ def _load(context, builder, array_type, array, index, count):
     if array_type.dtype == types.float32:
         kind = ir.VectorType(ir.FloatType(), count)
         return builder.load(_address(context, builder, array_type, array, index, kind), align=4, typ=kind)
+    if array_type.dtype == types.int8:
+        kind = ir.VectorType(ir.IntType(8), count)
+        integers = builder.load(_address(context, builder, array_type, array, index, kind), align=1, typ=kind)
+        return builder.sitofp(integers, ir.VectorType(ir.FloatType(), count))
     kind, wide = ir.VectorType(ir.IntType(16), count), ir.VectorType(ir.IntType(32), count)
     halves = builder.load(_address(context, builder, array_type, array, index, kind), align=2, typ=kind)
     bits = builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * count))

@@ -45,7 +45,7 @@ from minivllm.kernels.lanes import (
 
 TILE = 64  # keys at a time: their scores, and in a prefill their K and V, stay in the first-level cache
 BLOCK_Q = 16  # positions of a program
-BLOCK_SIZE = 19  # numbers in the block that `run_programs` reads
+BLOCK_SIZE = 21  # numbers in the block that `run_programs` reads
 UNSEEN = np.float32(-1e30)
 LOG2E = 1.4426950408889634
 jit = njit(fastmath=True, error_model="numpy", nogil=True)
@@ -90,6 +90,21 @@ def locate(slots, first, key_end, block_table, place, k_cache, v_cache, head_dim
             prefetch(v_cache, slots[key] + dim)
     for key in range(count, (count + 3) // 4 * 4):
         slots[key] = slots[count - 1]
+
+
+@jit
+def locate_scales(into, scales, first, count, block_table, table_at, block_size, kv_heads, kv_head):
+    """The scales of the tile at `first`, from [blocks, kv_heads, block_size] into a row."""
+    for key in range(count):
+        block = np.int64(block_table[table_at + (first + key) // block_size])
+        into[key] = scales[(block * kv_heads + kv_head) * block_size + (first + key) % block_size]
+
+
+@jit
+def scale_columns(numbers, scales, count):
+    """Scores × the keys' scales, or weights × the values' scales, of 4 rows."""
+    for key in range(0, count, 4):
+        store(numbers, 4 * key, multiply(load(numbers, 4 * key), load_four(scales, key)))
 
 
 @jit
@@ -193,7 +208,7 @@ def run_programs(block, k_cache, v_cache):
 
     block, int64: the next program; heads, kv_heads, head_dim, block_size, sequences; [6] strides of a block, a slot and
     a head in the caches, and of a row of the block table; the window; [11] addresses of query_start_loc, seq_lens,
-    block_table, q (float32), out (float32), (scale, soft_cap), k_cache, v_cache.
+    block_table, q (float32), out (float32), (scale, soft_cap), k_cache, v_cache, and the scales of both (0: none).
     """
     heads, kv_heads, head_dim, block_size, num_seqs = block[1], block[2], block[3], block[4], block[5]
     block_stride, slot_stride, head_stride, table_stride, window = block[6], block[7], block[8], block[9], block[10]
@@ -203,6 +218,10 @@ def run_programs(block, k_cache, v_cache):
     q = array_at(block[14], query_start_loc[num_seqs] * heads * head_dim, np.float32)
     out = array_at(block[15], query_start_loc[num_seqs] * heads * head_dim, np.float32)
     scale, soft_cap = array_at(block[16], 2, np.float32)[0], array_at(block[16], 2, np.float32)[1]
+
+    k_scales, v_scales = array_at(block[19], 1, np.float32), array_at(block[20], 1, np.float32)
+    scaled = block[19] != 0
+    key_scales, value_scales = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
 
     group = heads // kv_heads
     query_blocks = query_start_loc[num_seqs] // BLOCK_Q + num_seqs
@@ -240,23 +259,31 @@ def run_programs(block, k_cache, v_cache):
             slots, later = later, slots
             locate(later, tile + TILE, key_end, block_table, place, k_cache, v_cache, head_dim)
             count = min(TILE, key_end - tile)
+            if scaled:
+                here = (tile, count, block_table, sequence * table_stride, block_size, kv_heads, kv_head)
+                locate_scales(key_scales, k_scales, *here)
+                locate_scales(value_scales, v_scales, *here)
             for row in range(0, rows, 4):
                 lowest, highest = positions[4 * row], positions[4 * row + 12]
                 if tile > highest or tile + count <= lowest - window + 1:
                     continue
                 score(scores, queries, row * head_dim, k_cache, slots, count, head_dim)
+                if scaled:
+                    scale_columns(scores, key_scales, count)
                 if soft_cap > 0:
                     cap(scores, count, soft_cap)
                 if tile + (count + 3) // 4 * 4 > lowest + 1 or tile <= highest - window:
                     mask(scores, tile, count, positions, oldest, 4 * row)
                 weigh(scores, count, peaks, totals, shrinks, 4 * row)
+                if scaled:
+                    scale_columns(scores, value_scales, count)
                 add_values(acc, row * head_dim, scores, shrinks, v_cache, slots, count, head_dim)
         put_rows(out, at, heads, group, head_dim, rows, acc, totals)
 
 
 @functools.cache
 def programs_for(element: type) -> Any:
-    """The C function that runs programs on caches of `element` (np.float32, or np.uint16 for bfloat16).
+    """The C function that runs programs on caches of `element` (np.float32, np.int8, or np.uint16 for bfloat16).
 
     Its argument is the address of the int64 block that `run_programs` reads. Compiled once, then kept on disk: beside
     this file, or in the user's cache where that is read-only, or nowhere where neither can be written.

@@ -21,6 +21,8 @@ def gather_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """Write the attention of every sequence to its rows of `out`; arguments as `unified_attention`'s."""
     starts, block_size = query_start_loc.tolist(), k_cache.shape[1]
@@ -29,7 +31,8 @@ def gather_attention(
         if begin == end:
             continue
         blocks = block_table[sequence, : -(-length // block_size)]
-        keys, values = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache))
+        keys = _gathered(k_cache, k_scales, blocks, q.dtype)[:length].transpose(0, 1)
+        values = _gathered(v_cache, v_scales, blocks, q.dtype)[:length].transpose(0, 1)
         queries = q[begin:end].transpose(0, 1)
         seen = _seen(end - begin, length, sliding_window, q.device)
         if soft_cap is None:
@@ -39,6 +42,16 @@ def gather_attention(
         else:
             attended = _capped_attention(queries, keys, values, seen, scale, soft_cap)
         out[begin:end] = attended.transpose(0, 1)
+
+
+def _gathered(
+    cache: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The blocks' keys or values `[slots, kv_heads, head_dim]`, as numbers of `dtype` whatever they are stored in."""
+    stored = cache[blocks]
+    if scales is not None:
+        stored = stored * scales[blocks].transpose(1, 2)[..., None]
+    return stored.flatten(0, 1).to(dtype)
 
 
 def _seen(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:

@@ -50,8 +50,8 @@ def kv_bytes_per_token(model: Model, kv_dtype: str = "auto", tp: int = 1) -> int
     Args:
         model: a ModelConfig or the contents of a `config.json`.
         kv_dtype: "auto" is what vLLM would take: the dtype that a quantized checkpoint asks for, else the model's own,
-            in 16 bits where the checkpoint has 32. The fp8 forms and int8 are one byte each, with scales per tensor,
-            which take no room in the cache. "int8_per_token_head" and "fp8_per_token_head" add a float32 scale for
+            in 16 bits where the checkpoint has 32. The fp8 forms are one byte each, with scales per tensor, which take
+            no room in the cache. "int8_per_token_head" (or "int8") and "fp8_per_token_head" add a float32 scale for
             each token and head of K and of V; "nvfp4" is half a byte and one byte of scale for every 16 values.
         tp: GPUs that share one copy of the model.
 
@@ -146,6 +146,8 @@ def cache_dtype(model: Model, kv_dtype: str = "auto") -> str:
     config = _config(model)
     if kv_dtype == "auto":
         kv_dtype = config.checkpoint_kv_dtype or serving_dtype(config)
+    if kv_dtype == "int8":  # integers that all tokens of a tensor share a scale of are not worth having
+        kv_dtype = "int8_per_token_head"
     if kv_dtype not in KV_DTYPES:
         raise MinivllmError(f"unknown dtype of the KV cache {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
     return kv_dtype

@@ -5,6 +5,7 @@ In vLLM v0.33.0: `vllm/model_executor/layers/attention/attention.py` (`unified_k
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,15 +28,22 @@ class AttentionMetadata:
     max_seq_len: int
 
 
-class PagedAttention:
-    """What the decoder calls for attention: owns the cache of every layer, and reads the step at hand from `metadata`.
+class LayerCache(NamedTuple):
+    """One layer's keys and values [blocks, block_size, kv_heads, head_dim]; of int8 ones also the scales.
 
-    `kv_caches`: for each layer, keys and values [blocks, block_size, kv_heads, head_dim].
+    The scales are float32 [blocks, kv_heads, block_size]. What moves blocks moves all tensors that are there.
     """
 
-    def __init__(
-        self, kv_caches: list[tuple[torch.Tensor, torch.Tensor]], scale: float, sliding_window: int | None = None
-    ) -> None:
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+
+class PagedAttention:
+    """What the decoder calls for attention: owns every layer's cache, and reads the step at hand from `metadata`."""
+
+    def __init__(self, kv_caches: list[LayerCache], scale: float, sliding_window: int | None = None) -> None:
         self.kv_caches = kv_caches
         self.scale = scale
         self.sliding_window = sliding_window
@@ -45,16 +53,18 @@ class PagedAttention:
         """As `minivllm.models.attention.AttentionFunction`: q attends to all keys so far, k and v included."""
         assert self.metadata is not None
         step = self.metadata
-        k_cache, v_cache = self.kv_caches[layer_index]
-        reshape_and_cache(k, v, k_cache, v_cache, step.slot_mapping)
+        keys, values, key_scales, value_scales = self.kv_caches[layer_index]
+        reshape_and_cache(k, v, keys, values, step.slot_mapping, key_scales=key_scales, value_scales=value_scales)
         return unified_attention(
             q,
-            k_cache,
-            v_cache,
+            keys,
+            values,
             step.query_start_loc,
             step.seq_lens,
             step.block_table,
             self.scale,
+            k_scales=key_scales,
+            v_scales=value_scales,
             sliding_window=self.sliding_window,
             max_seq_len=step.max_seq_len,
         )

@@ -13,11 +13,21 @@ import torch
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
+from minivllm.lab.device import device_name
 from minivllm.simulate.hardware import GIB, Hardware
 from minivllm.simulate.memory import LedgerRow, MemoryLedger, memory_ledger
+from minivllm.worker.attention import LayerCache
 
 UNKNOWN_MEMORY = 4 * GIB
 """What a CPU engine takes to be available where the system does not say."""
+
+STORED_AS = {
+    "int8": torch.int8,
+    "int8_per_token_head": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+"""What keys and values are stored as under each `kv_cache_dtype` but "auto", under which it is the model's own type."""
 
 
 def profile_memory(
@@ -25,6 +35,7 @@ def profile_memory(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    kv_cache_dtype: str,
     weights: int,
     activation_peak: int | None,
     block_size: int,
@@ -48,7 +59,7 @@ def profile_memory(
         _hardware(device),
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_memory_utilization,
-        kv_dtype=dtype_name,
+        kv_dtype=dtype_name if kv_cache_dtype == "auto" else kv_cache_dtype,
         weight_dtype=dtype_name,
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -75,12 +86,38 @@ def check_override(num_gpu_blocks: int, block_size: int, max_model_len: int) -> 
         )
 
 
+def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device) -> None:
+    """Refuses fp8 where the device does not compute with it.
+
+    Raises:
+        MinivllmError: it does not; the message says what would work.
+    """
+    if STORED_AS.get(kv_cache_dtype) != torch.float8_e4m3fn:
+        return
+    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9):
+        return
+    raise MinivllmError(
+        f"kv_cache_dtype {kv_cache_dtype!r} needs an NVIDIA GPU of compute capability 8.9 or above (Ada, Hopper, "
+        f'Blackwell), and this engine runs on {device_name(device)}: "int8" takes as little room anywhere'
+    )
+
+
 def allocate_kv_caches(
-    config: ModelConfig, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Zeroed keys and values of every layer, each [num_blocks, block_size, kv_heads, head_dim]."""
-    shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    return [(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(config.num_hidden_layers)]
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_cache_dtype: str = "auto",
+) -> list[LayerCache]:
+    """Zeroed keys and values of every layer, each [num_blocks, block_size, kv_heads, head_dim]; and int8's scales."""
+    heads, stored_as = config.num_key_value_heads, STORED_AS.get(kv_cache_dtype, dtype)
+    shapes = [((num_blocks, block_size, heads, config.head_dim), stored_as)] * 2
+    if stored_as == torch.int8:
+        shapes += [((num_blocks, heads, block_size), torch.float32)] * 2
+    return [
+        LayerCache(*(_zeros(shape, device, kind) for shape, kind in shapes)) for _ in range(config.num_hidden_layers)
+    ]
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

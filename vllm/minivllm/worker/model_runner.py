@@ -15,7 +15,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.worker.attention import AttentionMetadata, PagedAttention
 from minivllm.worker.cpu import pack_linears
 from minivllm.worker.input_batch import InputBatch, StepInputs
-from minivllm.worker.memory import allocate_kv_caches
+from minivllm.worker.memory import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.prompt_logprobs import PromptLogprobs
 from minivllm.worker.sampler import sample
 from minivllm.worker.sampling_states import SamplingStates
@@ -24,13 +24,17 @@ from minivllm.worker.sampling_states import SamplingStates
 class ModelRunner:
     """A model on a device with its batch and its cache. Knows blocks and rows, nothing of queues and policies."""
 
-    def __init__(self, model: Decoder, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, model: Decoder, *, max_num_seqs: int, max_model_len: int, block_size: int, kv_cache_dtype: str = "auto"
+    ) -> None:
         self.model = model
         self.config = model.config
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         self._packed_bytes = pack_linears(model)
         self.block_size = block_size
+        self.kv_cache_dtype = kv_cache_dtype
+        check_kv_cache_dtype(kv_cache_dtype, self.device)
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size)
         self.prompt_logprobs = PromptLogprobs()
         self.attention: PagedAttention | None = None
@@ -52,7 +56,8 @@ class ModelRunner:
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the cache, once: `num_blocks` blocks in every layer."""
-        caches = allocate_kv_caches(self.config, num_blocks, self.block_size, self.device, self.dtype)
+        where = self.device, self.dtype, self.kv_cache_dtype
+        caches = allocate_kv_caches(self.config, num_blocks, self.block_size, *where)
         self.attention = PagedAttention(caches, self.config.head_dim**-0.5, self.config.sliding_window)
 
     @torch.inference_mode()

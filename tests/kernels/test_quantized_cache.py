@@ -1,0 +1,217 @@
+"""Caches of int8 and fp8: what is written is the nearest that can be, and attention reads it as those numbers."""
+
+import random
+
+import pytest
+import torch
+from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
+from kernels.test_attention import BATCHES, UNTOUCHED, make
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels import cpu_attention
+from minivllm.kernels.attention import configurations, unified_attention
+from minivllm.kernels.attention_ahead import compile_attention
+from minivllm.kernels.cache import quantize, quantize_and_cache_kernel, reshape_and_cache, reshape_and_cache_kernel
+from minivllm.lab.aot import TARGETS
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # NumPy, on a head that is all zero
+FP8 = torch.float8_e4m3fn
+BLOCKS, BLOCK, HEADS = 9, 4, 3
+
+
+def empty_caches(head_dim, device="cpu"):
+    """Keys, values, and their scales, full of what nobody writes."""
+    caches = torch.full((2, BLOCKS, BLOCK, HEADS, head_dim), -128, dtype=torch.int8, device=device)
+    return [*caches, *torch.full((2, BLOCKS, HEADS, BLOCK), UNTOUCHED, device=device)]
+
+
+def rows(tokens, head_dim, dtype=torch.float32):
+    """Keys and values as slices of one fused output: one head all zero, one with an outlier."""
+    torch.manual_seed(tokens)
+    fused = torch.randn(tokens, 3, HEADS, head_dim).to(dtype)
+    fused[::3, :, 0] = 0
+    fused[1::3, :, 1, 5] = 1e4
+    return fused[:, 1], fused[:, 2]
+
+
+def write(key, value, caches, slots, backend):
+    keys, values, key_scales, value_scales = caches
+    scales = {"key_scales": key_scales, "value_scales": value_scales}
+    reshape_and_cache(key, value, keys, values, slots, **scales, backend=backend)
+
+
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype):
+    key, value = rows(13, head_dim, dtype)
+    slots = torch.randperm(BLOCKS * BLOCK)[:13]
+    slots[4] = -1
+    kernel, twin = empty_caches(head_dim, device), empty_caches(head_dim)
+    write(key.to(device), value.to(device), kernel, slots.to(device), "triton")
+    write(key, value, twin, slots, "cpu")
+    for mine, other in zip(kernel, twin, strict=True):
+        if device.type == "cpu":
+            assert_twin(mine, other, scale=0 if mine.dtype == torch.int8 else 1)
+        else:  # a product that lies between two integers may go either way where it is rounded once instead of twice
+            assert_close(mine.float(), other.float(), torch.float32, scale=1e5 if mine.dtype == torch.int8 else 1)
+    for new, cache, scales in ((key, twin[0], twin[2]), (value, twin[1], twin[3])):
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                stored, scale = cache[slot // BLOCK, slot % BLOCK].float(), scales[slot // BLOCK, :, slot % BLOCK]
+                row = new[token].float()
+                assert_close(scale, row.abs().amax(-1) / 127)
+                assert ((stored * scale[:, None] - row).abs() <= scale[:, None] * 0.5001).all()
+                assert stored.abs().max() <= 127
+        written = sorted(slot for slot in slots.tolist() if slot >= 0)
+        others = [slot for slot in range(BLOCKS * BLOCK) if slot not in written]
+        assert (cache.view(-1, HEADS, head_dim)[others] == -128).all()
+        assert (scales.transpose(1, 2).reshape(-1, HEADS)[others] == UNTOUCHED).all()
+
+
+def test_fp8_is_written_and_what_is_too_large_becomes_the_largest(device):
+    """Numbers that fp8 has: Triton's interpreter does not round all others right; a GPU does."""
+    torch.manual_seed(0)
+    numbers = (torch.randn(2, 6, HEADS, 32) * 20).to(FP8).float()
+    numbers[:, 1, 1, :4] = torch.tensor([1e5, -1e5, 448.0, -449.0])
+    if device.type == "cuda":
+        numbers[:, 2:] = torch.randn(2, 4, HEADS, 32) * 20
+    for backend in ("triton", "cpu"):
+        caches = torch.zeros(2, BLOCKS, BLOCK, HEADS, 32).to(FP8).to(device if backend == "triton" else "cpu")
+        key, value = numbers.to(caches.device)
+        reshape_and_cache(key, value, *caches, torch.arange(6).to(caches.device) + 7, backend=backend)
+        for cache, wanted in zip(caches, numbers, strict=True):
+            stored = cache.float().cpu().view(-1, HEADS, 32)
+            assert torch.equal(stored[7:13], wanted.clamp(-448, 448).to(FP8).float())
+            assert not stored[:7].any()
+
+
+# ---- attention over them ---------------------------------------------------------------------------------------------
+
+
+def quantized(step):
+    """The step with int8 caches, poison in unowned slots, and the float64 answer for the numbers they stand for."""
+    q, k_cache, v_cache, *tables = step.arguments
+    stored, scales, stand_for = [], [], []
+    for cache in (k_cache, v_cache):
+        integers, scale = quantize(cache.nan_to_num(0.0))
+        owned = ~cache.isnan().any(-1)
+        stored.append(torch.where(owned[..., None], integers, 111).to(torch.int8))
+        scale = torch.where(owned, scale, torch.nan)
+        scales.append(scale.transpose(1, 2).contiguous())
+        stand_for.append(stored[-1].double() * scale[..., None])
+    step.arguments = (q, *stand_for, *tables)
+    return (q, *stored, *tables), scales, step.expected
+
+
+def check(step, backend, device="cpu", **options):
+    arguments, scales, expected = quantized(step)
+    splits = options.pop("splits", None)
+    arguments, (k_scales, v_scales) = [one.to(device) for one in arguments], [one.to(device) for one in scales]
+    found = unified_attention(
+        *arguments, step.scale, k_scales=k_scales, v_scales=v_scales, out=step.out.to(device), backend=backend,
+        num_kv_splits=splits, **options,
+    )  # fmt: skip
+    assert_close(found, expected(**options))
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(32, 4), (64, 1), (80, 3), (128, 8)])
+def test_the_kernel_reads_int8(device, head_dim, group):
+    check(make(BATCHES["all kinds"], head_dim, group, kv_heads=1), "triton", device, splits=1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"sliding_window": 9}, {"soft_cap": 2.0}, {"splits": 8}, {"splits": 3, "sliding_window": 40}], ids=str
+)
+def test_the_kernel_reads_int8_with_window_cap_and_splits(device, options):
+    check(make([(1, 100), (1, 5), (4, 33), (0, 3), (9, 9)], block_size=5), "triton", device, **{"splits": 1, **options})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kernel_reads_int8_in_half_precision(device, dtype):
+    check(make(BATCHES["decodes"], dtype=dtype), "triton", device, splits=1)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_kernel_reads_fp8(device, batch):
+    step = make(BATCHES[batch])
+    q, k_cache, v_cache, *tables = step.arguments
+    stored = [cache.to(FP8) for cache in (k_cache, v_cache)]
+    step.arguments = (q, *(cache.float() for cache in stored), *tables)
+    arguments = [one.to(device) for one in (q, *stored, *tables)]
+    found = unified_attention(*arguments, step.scale, out=step.out.to(device), backend="triton", num_kv_splits=1)
+    assert_close(found, step.expected())
+
+
+@pytest.fixture(params=["numba", "gather"])
+def twin(request, monkeypatch):
+    """Each form that a CPU may run."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(cpu_attention, "has_numba", lambda: request.param == "numba")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_twin_reads_int8(twin, seed):
+    draw = random.Random(seed)
+    lengths = []
+    for _ in range(draw.randint(1, 9)):
+        queries = draw.choice([0, 1, 1, draw.randint(2, 40)])
+        lengths.append((queries, queries + draw.choice([0, draw.randint(0, 150)])))
+    step = make(
+        lengths, draw.choice([16, 32, 80]), draw.randint(1, 8), draw.randint(1, 3), draw.randint(1, 20),
+        draw.choice(DTYPES), seed=seed,
+    )  # fmt: skip
+    options = {"sliding_window": draw.choice([None, 5, 70]), "soft_cap": draw.choice([None, 3.0])}
+    check(step, "cpu", **options)
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_int8_compiles_everywhere_and_spills_nothing(target):
+    for query_rows, splits in ((4, 8), (4096, 1)):
+        first = configurations(target, query_rows, 4, 128, 2)[0]
+        built = compile_attention(target, first, kv_dtype="int8", splits=splits)
+        assert built.fits
+        assert built.spilled == 0
+        assert built.tensor_core
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_fp8_compiles_where_there_is_fp8(target):
+    built = compile_attention(target, configurations(target, 4, 4, 128, 2)[0], kv_dtype="float8_e4m3fn")
+    assert built.fits
+    assert built.spilled == 0
+    pointers = {"key": "*bf16", "value": "*bf16", "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"}
+    strides = {"key_stride": 6144, "value_stride": 6144, "block_stride": 16384}
+    shape = {"BLOCK_SIZE": 16, "WIDTH": 1024, "PADDED_WIDTH": 1024, "LARGEST": 448.0}
+    assert_compiles(
+        reshape_and_cache_kernel, {**pointers, "slot_mapping": "*i64", **strides, **shape}, targets=[target]
+    )
+
+
+def test_the_quantizing_kernel_compiles():
+    pointers = {"key": "*bf16", "value": "*bf16", "key_cache": "*i8", "value_cache": "*i8"}
+    scales = dict.fromkeys(("key_scales", "value_scales"), "*fp32")
+    strides = {"key_stride": 6144, "value_stride": 6144, "block_stride": 16384}
+    arguments = {**pointers, **scales, "slot_mapping": "*i64", **strides}
+    assert_compiles(
+        quantize_and_cache_kernel, {**arguments, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128}, {"num_warps": 1}
+    )
+
+
+def test_scales_that_do_not_fit_are_refused():
+    key, value = rows(3, 32)
+    keys, values, key_scales, value_scales = empty_caches(32)
+    slots = torch.arange(3)
+    with pytest.raises(MinivllmError, match="caches of int8 have scales"):
+        reshape_and_cache(key, value, keys, values, slots)
+    with pytest.raises(MinivllmError, match=r"float32 \[blocks, kv_heads, block_size\] = \[9, 3, 4\]"):
+        write(key, value, (keys, values, key_scales.transpose(1, 2), value_scales), slots, "cpu")
+    with pytest.raises(MinivllmError, match="no others do"):
+        write(key, value, (keys.float(), values.float(), key_scales, value_scales), slots, "cpu")
+    step = make([(1, 5)])
+    arguments = quantized(step)[0]
+    with pytest.raises(MinivllmError, match="caches of int8 have scales"):
+        unified_attention(*arguments, step.scale)
