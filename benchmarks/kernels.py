@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from minivllm.kernels.attention import configurations, unified_attention
 from minivllm.kernels.attention_ahead import compile_attention, compile_combine
-from minivllm.kernels.cache import reshape_and_cache
+from minivllm.kernels.cache import quantize, reshape_and_cache
 from minivllm.kernels.torch_attention import gather_attention
 from minivllm.lab.allocator import keep_freed_memory
 from minivllm.lab.aot import TARGETS
@@ -45,7 +45,7 @@ from minivllm.lab.timing import median_seconds, wall_seconds
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BLOCK_SIZE = 16
-SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 LLAMA = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 
 
@@ -60,10 +60,10 @@ class Case:
     kv_heads: int = 2
     head_dim: int = 32
 
-    @property
-    def kv_elements(self) -> int:
-        """Numbers in the K and V that the step must read once."""
-        return 2 * sum(self.lengths) * self.kv_heads * self.head_dim
+    def kv_bytes(self, kv: torch.dtype) -> int:
+        """Bytes of K and V that the step must read once, int8's scales included."""
+        head = self.head_dim * kv.itemsize + (4 if kv == torch.int8 else 0)
+        return 2 * sum(self.lengths) * self.kv_heads * head
 
     @property
     def flops(self) -> int:
@@ -98,6 +98,16 @@ def step_tensors(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[
     return q, k_cache, v_cache, starts.to(device), lengths.to(device), table.to(device)
 
 
+def stored_as(kv: torch.dtype, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict]:
+    """The step with its caches in another type, and int8's scales as `unified_attention` takes them."""
+    q, *caches, starts, lengths, blocks = tensors
+    if kv == torch.int8:
+        (keys, k_scales), (values, v_scales) = (quantize(cache) for cache in caches)
+        scales = [one.transpose(1, 2).contiguous() for one in (k_scales, v_scales)]
+        return (q, keys, values, starts, lengths, blocks), {"k_scales": scales[0], "v_scales": scales[1]}
+    return (q, *(cache.to(kv) for cache in caches), starts, lengths, blocks), {}
+
+
 def medians_in_turn(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median seconds of each function; all run once, then all again, so that what the machine does hits all alike."""
     for function in functions.values():
@@ -124,22 +134,23 @@ def cpu_cases(quick: bool) -> list[Case]:
     ]  # fmt: skip
 
 
-def cpu_attention(case: Case, dtype: torch.dtype, repeats: int) -> dict:
+def cpu_attention(case: Case, kv: torch.dtype, repeats: int) -> dict:
     """One row: seconds of the floor, of the CPU backend and of gather + torch's attention, and their quotients."""
-    tensors = step_tensors(case, torch.device("cpu"), dtype)
-    scale, kv_bytes = case.head_dim**-0.5, case.kv_elements * dtype.itemsize
+    asked_in = torch.bfloat16 if kv == torch.bfloat16 else torch.float32
+    tensors, scales = stored_as(kv, step_tensors(case, torch.device("cpu"), asked_in))
+    scale, kv_bytes = case.head_dim**-0.5, case.kv_bytes(kv)
     as_many_bytes, out = torch.ones(kv_bytes // 4), torch.empty_like(tensors[0])
     seconds = medians_in_turn(
         {
             "floor": as_many_bytes.sum,
-            "engine": lambda: unified_attention(*tensors, scale, out=out, backend="cpu"),
-            "gather": lambda: gather_attention(out, *tensors, scale),
+            "engine": lambda: unified_attention(*tensors, scale, out=out, backend="cpu", **scales),
+            "gather": lambda: gather_attention(out, *tensors, scale, **scales),
         },
         repeats,
     )
     return {
         "case": case.name,
-        "kv": SHORT[dtype],
+        "kv": SHORT[kv],
         "kv_bytes": kv_bytes,
         **{f"{name}_ms": round(took * 1e3, 4) for name, took in seconds.items()},
         "over_floor": round(seconds["engine"] / seconds["floor"], 2),
@@ -204,8 +215,8 @@ def measure_cpu(quick: bool) -> dict:
     """All tables of a machine without a GPU."""
     keep_freed_memory()
     repeats = 7 if quick else 31
-    cases = [(case, dtype) for case in cpu_cases(quick) for dtype in (torch.float32, torch.bfloat16)]
-    attention = [cpu_attention(case, dtype, repeats) for case, dtype in track(cases, "attention")]
+    cases = [(case, kv) for case in cpu_cases(quick) for kv in (torch.float32, torch.bfloat16, torch.int8)]
+    attention = [cpu_attention(case, kv, repeats) for case, kv in track(cases, "attention")]
     writes = [cpu_writes(tokens, 10 * repeats) for tokens in ((128,) if quick else (1, 128, 2048))]
     compiled = compiled_ahead(quick) if HAS_TRITON else []
     columns = {
@@ -248,24 +259,28 @@ def replayed(function: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def attention_seconds(tensors: tuple[torch.Tensor, ...], case: Case, splits: int | None, device: torch.device) -> float:
+def attention_seconds(
+    tensors: tuple[torch.Tensor, ...], scales: dict, case: Case, splits: int | None, device: torch.device
+) -> float:
     """Median seconds of one launch, replayed where it is on a GPU."""
 
     def attend() -> torch.Tensor:
         longest = max(case.lengths)
-        return unified_attention(*tensors, case.head_dim**-0.5, num_kv_splits=splits, max_seq_len=longest)
+        options = {"num_kv_splits": splits, "max_seq_len": longest, **scales}
+        return unified_attention(*tensors, case.head_dim**-0.5, **options)
 
     launch = replayed(attend) if device.type == "cuda" else attend
     return median_seconds(launch, repeats=REPEATS, device=device)
 
 
-def gpu_decode(case: Case, bandwidth: float, device: torch.device) -> dict:
+def gpu_decode(case: Case, kv: torch.dtype, bandwidth: float, device: torch.device) -> dict:
     """Bytes that a decode must move over the time it takes, as a share of `bandwidth`; with keys split, and not."""
-    tensors = step_tensors(case, device, torch.bfloat16)
-    moved = (case.kv_elements + 2 * tensors[0].numel()) * tensors[0].element_size()
-    whole, chosen = (attention_seconds(tensors, case, splits, device) for splits in (1, None))
+    tensors, scales = stored_as(kv, step_tensors(case, device, torch.bfloat16))
+    moved = case.kv_bytes(kv) + 2 * tensors[0].nbytes
+    whole, chosen = (attention_seconds(tensors, scales, case, splits, device) for splits in (1, None))
     return {
         "case": case.name,
+        "kv": SHORT[kv],
         "bytes": moved,
         "unsplit_us": round(whole * 1e6, 1),
         "engine_us": round(chosen * 1e6, 1),
@@ -279,7 +294,7 @@ def gpu_prefill(case: Case, device: torch.device) -> dict:
     """One prompt: our time against each of torch's, which get K and V contiguous and repeated for all heads."""
     tensors = step_tensors(case, device, torch.bfloat16)
     q, k_cache, v_cache, _, _, block_table = tensors
-    ours = attention_seconds(tensors, case, None, device)
+    ours = attention_seconds(tensors, {}, case, None, device)
     attended = unified_attention(*tensors, case.head_dim**-0.5)
     length, group = case.lengths[0], case.heads // case.kv_heads
     blocks = block_table[0].long()
@@ -336,13 +351,16 @@ def measure_gpu(quick: bool, device: torch.device) -> dict:
         decodes(f"64 decodes of {tokens:,}", [tokens] * 64, **LLAMA),
         decodes(f"one decode of {8 * tokens:,}", [8 * tokens], **LLAMA),
     ]
-    decode = [gpu_decode(case, bandwidth, device) for case in track(cases, "decode")]
+    has_fp8 = not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
+    kinds = (torch.bfloat16, torch.int8, *((torch.float8_e4m3fn,) if has_fp8 else ()))
+    steps = [(case, kv) for case in cases for kv in kinds]
+    decode = [gpu_decode(case, kv, bandwidth, device) for case, kv in track(steps, "decode")]
     whole = gpu_prefill(prefill(f"prefill of {2 * tokens:,}", 2 * tokens, **LLAMA), device)
     columns = {
-        "case": "one step", "unsplit_us": "keys whole µs", "engine_us": "engine µs", "split_gain": "gain of splits",
-        "gb_per_s": "GB/s", "share_of_copy": "share of a copy",
+        "case": "one step", "kv": "K and V", "unsplit_us": "keys whole µs", "engine_us": "engine µs",
+        "split_gain": "gain of splits", "gb_per_s": "GB/s", "share_of_copy": "share of a copy",
     }  # fmt: skip
-    _print(f"Decode, bf16, heads {LLAMA}; a copy runs at {bandwidth / 1e9:,.0f} GB/s", columns, decode)
+    _print(f"Decode, q in bf16, heads {LLAMA}; a copy runs at {bandwidth / 1e9:,.0f} GB/s", columns, decode)
     others = {f"torch {name} ms": took for name, took in whole["torch_ms"].items()}
     row = {"one step": whole["case"], "engine ms": whole["engine_ms"], **others}
     row |= {"share of the best": whole["share_of_best"], "TFLOP/s": whole["tflops"]}

@@ -18,14 +18,19 @@ HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 32}
 
 def test_bytes_and_operations_of_a_step():
     case = bench.Case("", queries=(1, 3), lengths=(5, 4), **HEADS)
-    assert case.kv_elements == 2 * 9 * 2 * 32
+    assert case.kv_bytes(torch.bfloat16) == 2 * 9 * 2 * 32 * 2
+    assert case.kv_bytes(torch.int8) == 2 * 9 * 2 * (32 + 4)
     assert case.flops == 4 * 32 * 4 * (5 + 2 + 3 + 4)
 
 
-def test_what_is_asked_of_a_gpu():
-    found = bench.gpu_decode(bench.decodes("two", [40, 17], **HEADS), 1e9, CPU)
-    assert found["bytes"] == 2 * (2 * 57 * 2 * 32 + 2 * 2 * 4 * 32)
+@pytest.mark.parametrize(("kv", "head_bytes"), [(torch.bfloat16, 64), (torch.int8, 36), (torch.float8_e4m3fn, 32)])
+def test_the_decode_that_is_asked_of_a_gpu(kv, head_bytes):
+    found = bench.gpu_decode(bench.decodes("two", [40, 17], **HEADS), kv, 1e9, CPU)
+    assert found["bytes"] == 2 * 57 * 2 * head_bytes + 2 * (2 * 4 * 32 * 2)
     assert found["share_of_copy"] == pytest.approx(found["gb_per_s"], abs=0.06)
+
+
+def test_the_prefill_that_is_asked_of_a_gpu():
     found = bench.gpu_prefill(bench.prefill("one", 70, **HEADS), CPU)
     assert found["largest_difference"] < 0.05, "ours and torch's are the same attention"
     assert found["share_of_best"] == pytest.approx(found["torch_ms"][found["best"]] / found["engine_ms"], rel=0.05)

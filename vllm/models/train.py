@@ -15,14 +15,12 @@ The result is a Hugging Face directory (config.json, model.safetensors, tokenize
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import platform
 import random
 import re
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from minivllm.lab.allocator import keep_freed_memory
+from minivllm.lab.corpus import corpus_files, held_out_texts, is_held_out, read_texts
 
 HERE = Path(__file__).resolve().parent
 END_OF_TEXT = "<|endoftext|>"
@@ -41,7 +40,6 @@ VOCAB_SIZE = 4096
 BATCH_TOKENS = 4096
 SHORT_CONTEXT, LONG_CONTEXT = 512, 2048
 LONG_SHARE = 0.15  # the end of the run sees long windows, so that the model is trained up to its 2,048 positions
-HELD_OUT_ONE_IN = 50
 CUT_SHARE = 0.05  # of the spaces before a word: so many stand as a token of their own, as they do at a prompt's end
 CARD_COLUMNS = (
     "model",
@@ -79,30 +77,6 @@ SHAPES = {
 
 
 # --- corpus ---------------------------------------------------------------------------------------------------------
-
-
-def corpus_files() -> list[Path]:
-    """The standard library's Python files, in a fixed order; tables of numbers and dumped documentation left out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "__pycache__", "encodings", "pydoc_data", "bad_coding", "lib2to3"}
-    files = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
-    return sorted(path for path in files if 200 < path.stat().st_size < 400_000)
-
-
-def is_held_out(path: Path) -> bool:
-    """Decided by the file's name alone, so that it does not change when other files come or go."""
-    return int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
-
-
-def read_texts(paths: list[Path]) -> list[str]:
-    """File contents; files that are not UTF-8 are dropped."""
-    texts = []
-    for path in paths:
-        try:
-            texts.append(path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            continue
-    return texts
 
 
 def learn_tokenizer(texts: list[str]):
@@ -249,7 +223,7 @@ def train(
     shape = SHAPES[name]
     files = corpus_files()
     training = read_texts([path for path in files if not is_held_out(path)])
-    held_out = read_texts([path for path in files if is_held_out(path)])
+    held_out = held_out_texts()
     console.print(f"corpus: {len(training)} files, {sum(map(len, training)) / 1e6:.1f} M characters")
     tokenizer = load_tokenizer(HERE / name) if resume else learn_tokenizer(training)
     documents, held_out_documents = encode_cut(tokenizer, training, seed), encode(tokenizer, held_out)
@@ -353,7 +327,7 @@ def write_card() -> None:
     models = {d.name: load_model(d).eval() for d in directories}
     facts = {d.name: json.loads((d / "training.json").read_text()) for d in directories}
     tokenizer = load_tokenizer(HERE / "tiny-python")
-    held_out = encode(tokenizer, read_texts([path for path in corpus_files() if is_held_out(path)]))
+    held_out = encode(tokenizer, held_out_texts())
     lines = [
         "# The embedded models",
         "",

@@ -182,16 +182,16 @@ def _write_cpu(
         real = slots >= 0
         key, value, slots = key[real], value[real], slots[real]
     for source, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
-        block, offset = slots // cache.shape[1], slots % cache.shape[1]
+        block_size = cache.shape[1]
         if scales is not None:
-            source, scales[block, :, offset] = quantize(source)
+            source, scales[slots // block_size, :, slots % block_size] = quantize(source)
         elif cache.dtype != source.dtype:
             source = source.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(cache.dtype).view(torch.uint8)
             cache = cache.view(torch.uint8)  # torch moves bytes about on a CPU, not float8
         if cache.is_contiguous():
             cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, source)
         else:
-            cache[block, offset] = source
+            cache[slots // block_size, slots % block_size] = source
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -93,11 +93,21 @@ def locate(slots, first, key_end, block_table, place, k_cache, v_cache, head_dim
 
 
 @jit
-def locate_scales(into, scales, first, count, block_table, table_at, block_size, kv_heads, kv_head):
-    """The scales of the tile at `first`, from [blocks, kv_heads, block_size] into a row."""
-    for key in range(count):
-        block = np.int64(block_table[table_at + (first + key) // block_size])
-        into[key] = scales[(block * kv_heads + kv_head) * block_size + (first + key) % block_size]
+def locate_scales(key_scales, value_scales, k_scales, v_scales, first, count, block_table, place, kv_heads, kv_head):
+    """The scales of the tile at `first`, from [blocks, kv_heads, block_size] into rows. `place` begins as `locate`'s."""
+    table_at, block_size = place[0], place[1]
+    block = first // block_size
+    offset = first - block * block_size
+    key = 0
+    while key < count:
+        at = (np.int64(block_table[table_at + block]) * kv_heads + kv_head) * block_size + offset
+        here = min(block_size - offset, count - key)
+        for step in range(here):
+            key_scales[key + step] = k_scales[at + step]
+            value_scales[key + step] = v_scales[at + step]
+        key += here
+        block += 1
+        offset = 0
 
 
 @jit
@@ -260,9 +270,8 @@ def run_programs(block, k_cache, v_cache):
             locate(later, tile + TILE, key_end, block_table, place, k_cache, v_cache, head_dim)
             count = min(TILE, key_end - tile)
             if scaled:
-                here = (tile, count, block_table, sequence * table_stride, block_size, kv_heads, kv_head)
-                locate_scales(key_scales, k_scales, *here)
-                locate_scales(value_scales, v_scales, *here)
+                into = (key_scales, value_scales, k_scales, v_scales)
+                locate_scales(*into, tile, count, block_table, place, kv_heads, kv_head)
             for row in range(0, rows, 4):
                 lowest, highest = positions[4 * row], positions[4 * row + 12]
                 if tile > highest or tile + count <= lowest - window + 1:

@@ -1,0 +1,42 @@
+"""The text that the embedded models learned, and what was kept from them: Python's standard library.
+
+Anything that asks a model how well it still predicts (after its weights or its cache were quantized, say) must ask
+about text that the model has not seen. Which files those are follows from their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+HELD_OUT_ONE_IN = 50
+
+
+def corpus_files() -> list[Path]:
+    """The standard library's Python files, in a fixed order; tables of numbers and dumped documentation left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "__pycache__", "encodings", "pydoc_data", "bad_coding", "lib2to3"}
+    files = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
+    return sorted(path for path in files if 200 < path.stat().st_size < 400_000)
+
+
+def is_held_out(path: Path) -> bool:
+    """Decided by the file's name alone, so that it does not change when other files come or go."""
+    return int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
+
+
+def read_texts(paths: list[Path]) -> list[str]:
+    """File contents; files that are not UTF-8 are dropped."""
+    texts = []
+    for path in paths:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            continue
+    return texts
+
+
+def held_out_texts() -> list[str]:
+    """Contents of the files that no embedded model was trained on."""
+    return read_texts([path for path in corpus_files() if is_held_out(path)])
