@@ -39,7 +39,7 @@ END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 BATCH_TOKENS = 4096
 SHORT_CONTEXT, LONG_CONTEXT = 512, 2048
-LONG_SHARE = 0.15  # the end of the run sees long windows, so that the model is trained up to its 2,048 positions
+LONG_ONE_IN = 6  # batches come in long windows all the way: positions that are not trained for a while are forgotten
 CUT_SHARE = 0.05  # of the spaces before a word: so many stand as a token of their own, as they do at a prompt's end
 CARD_COLUMNS = (
     "model",
@@ -244,7 +244,7 @@ def train(
         while progress < 1.0:
             elapsed = time.perf_counter() - started
             progress = elapsed / 60 / minutes if minutes else seen / tokens
-            context = LONG_CONTEXT if progress > 1 - LONG_SHARE else SHORT_CONTEXT
+            context = SHORT_CONTEXT if len(history) % LONG_ONE_IN else LONG_CONTEXT
             loss = compiled(model, *windows(next(stream), context, device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -358,7 +358,7 @@ def write_card() -> None:
         f"in windows of {LONG_CONTEXT:,} tokens.",
         f"The corpus: {fact['files']:,} files of Python {fact['python']}, "
         f"{fact['characters_in_corpus'] / 1e6:.1f} M characters, {fact['tokens_in_corpus'] / 1e6:.2f} M tokens.",
-        f"The last {LONG_SHARE:.0%} of the training used windows of {LONG_CONTEXT:,} tokens, the rest {SHORT_CONTEXT};",
+        f"One batch in {LONG_ONE_IN} has windows of {LONG_CONTEXT:,} tokens, the others of {SHORT_CONTEXT};",
         f"{LONG_CONTEXT:,} is the models' `max_position_embeddings`.",
     ]
     if "tiny-python-draft" in models:
