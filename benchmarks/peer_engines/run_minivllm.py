@@ -1,0 +1,34 @@
+"""Our engine, as `benchmarks/peers.py` runs it."""
+
+from protocol import serve, workload
+
+from minivllm.engine.llm import LLM
+from minivllm.sampling_params import SamplingParams
+
+
+def main() -> None:
+    """Serve."""
+    work = workload()
+    llm = LLM(
+        work["model"],
+        dtype=work["dtype"],
+        device=work["device"],
+        load_format=work["load_format"],
+        max_model_len=work["max_model_len"],
+        max_num_seqs=256,
+        max_num_batched_tokens=work["max_num_batched_tokens"],
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        show_ledger=False,
+    )
+
+    def generate(requests: list[dict]) -> list[list[int]]:
+        prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
+        params = [SamplingParams(temperature=0.0, max_tokens=r["output"], ignore_eos=True) for r in requests]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    serve(generate)
+
+
+if __name__ == "__main__":
+    main()

