@@ -40,7 +40,9 @@ VOCAB_SIZE = 4096
 BATCH_TOKENS = 4096
 SHORT_CONTEXT, LONG_CONTEXT = 512, 2048
 LONG_ONE_IN = 6  # batches come in long windows all the way: positions that are not trained for a while are forgotten
+PROMPTS_ONE_IN = 3  # batches of windows that begin as prompts do
 CUT_SHARE = 0.05  # of the spaces before a word: so many stand as a token of their own, as they do at a prompt's end
+PROMPT_LIKE = re.compile(r"^[ ]*(?:async |await )?(?:def|class|import|from|for|if|while|with|return|try|raise)\b", re.M)
 CARD_COLUMNS = (
     "model",
     "layers × width",
@@ -128,7 +130,7 @@ def encode_cut(tokenizer, texts: list[str], seed: int) -> list[np.ndarray]:
 
 
 def token_stream(documents: list[np.ndarray], seed: int) -> Iterator[np.ndarray]:
-    """Endless batches of `BATCH_TOKENS` + 1 ids: the documents in a new order each epoch, one after another."""
+    """Endless runs of `BATCH_TOKENS` + 1 ids: the documents in a new order each epoch, one after another."""
     rng = np.random.default_rng(seed)
     while True:
         stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
@@ -136,6 +138,34 @@ def token_stream(documents: list[np.ndarray], seed: int) -> Iterator[np.ndarray]
         starts = np.arange(offset, len(stream) - BATCH_TOKENS - 1, BATCH_TOKENS)
         for start in rng.permutation(starts):
             yield stream[start : start + BATCH_TOKENS + 1]
+
+
+def rows_of(ids: np.ndarray, context: int) -> np.ndarray:
+    """A run of ids in windows of `context` + 1, each beginning with the last id of the one before."""
+    return np.stack([ids[first : first + context + 1] for first in range(0, len(ids) - 1, context)])
+
+
+def prompt_like_rows(tokenizer, texts: list[str], context: int, rng: random.Random) -> np.ndarray:
+    """Windows that begin where a prompt might: at a statement, half of them with the first space cut off.
+
+    A window of the stream begins anywhere, in the middle of a name too, so from the stream alone a model learns nothing
+    of what follows a first token.
+    """
+    rows = []
+    while len(rows) < BATCH_TOKENS // context:
+        text = rng.choice(texts)
+        starts = [found.start() for found in PROMPT_LIKE.finditer(text)]
+        if not starts:
+            continue
+        start = rng.choice(starts)
+        piece = text[start : start + 8 * context]
+        first = re.match(r"[ ]*\w+ (?=\w)", piece) if rng.random() < 0.5 else None
+        head = piece[: first.end()] if first else ""
+        (ids,) = encode_cut(tokenizer, [piece[len(head) :]], rng.getrandbits(32))
+        ids = np.concatenate([np.array(tokenizer(head, add_special_tokens=False)["input_ids"], dtype=np.int64), ids])
+        if len(ids) > context:
+            rows.append(ids[: context + 1])
+    return np.stack(rows)
 
 
 # --- model ----------------------------------------------------------------------------------------------------------
@@ -195,13 +225,13 @@ def cross_entropy(model, inputs: torch.Tensor, targets: torch.Tensor) -> torch.T
     """Mean cross-entropy in nats per token; inputs and targets are [windows, context]."""
     with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
         logits = model(input_ids=inputs, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.reshape(-1))
 
 
-def windows(batch: np.ndarray, context: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of one batch, cut into windows of `context` tokens."""
-    inputs, targets = (torch.from_numpy(ids).view(-1, context).to(device) for ids in (batch[:-1], batch[1:]))
-    return inputs, targets
+def windows(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of windows [n, context + 1]."""
+    ids = torch.from_numpy(rows).to(device)
+    return ids[:, :-1], ids[:, 1:]
 
 
 @torch.no_grad()
@@ -209,7 +239,7 @@ def held_out_loss(model, documents: list[np.ndarray], device: torch.device, max_
     """Nats per token on files that were never trained on, in windows of `LONG_CONTEXT`."""
     stream = np.concatenate(documents)
     starts = range(0, min(len(stream) - BATCH_TOKENS - 1, max_batches * BATCH_TOKENS), BATCH_TOKENS)
-    batches = (windows(stream[start : start + BATCH_TOKENS + 1], LONG_CONTEXT, device) for start in starts)
+    batches = (windows(rows_of(stream[start : start + BATCH_TOKENS + 1], LONG_CONTEXT), device) for start in starts)
     losses = [cross_entropy(model, *batch).item() for batch in batches]
     return sum(losses) / len(losses)
 
@@ -236,7 +266,7 @@ def train(
     compiled = torch.compile(cross_entropy, dynamic=False)
     console.print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {device}")
     stream = token_stream(documents, seed)
-    history, seen, started = [], 0, time.perf_counter()
+    prompts, history, seen, started = random.Random(seed), [], 0, time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=1.0)
@@ -245,7 +275,11 @@ def train(
             elapsed = time.perf_counter() - started
             progress = elapsed / 60 / minutes if minutes else seen / tokens
             context = SHORT_CONTEXT if len(history) % LONG_ONE_IN else LONG_CONTEXT
-            loss = compiled(model, *windows(next(stream), context, device))
+            if len(history) % PROMPTS_ONE_IN == 1:
+                rows = prompt_like_rows(tokenizer, training, context, prompts)
+            else:
+                rows = rows_of(next(stream), context)
+            loss = compiled(model, *windows(rows, device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:

@@ -56,5 +56,5 @@ def read(llm: LLM, texts: Sequence[list[int]]) -> Reading:
         for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True):
             assert entry is not None
             losses.append(-entry[token].logprob)
-            favourites.append(max(entry, key=lambda candidate: entry[candidate].logprob))
+            favourites.append(max(entry.items(), key=lambda candidate: candidate[1].logprob)[0])
     return Reading(math.fsum(losses) / len(losses), tuple(favourites))
