@@ -2,18 +2,26 @@
 
     uv run python benchmarks/steps.py
     uv run python benchmarks/steps.py --dtype bfloat16 --requests 16
+    uv run python benchmarks/steps.py --ledger    # what each optimisation bought, into PERFORMANCE.md
 
 The work of `benchmarks/peers.py`: prompts and outputs of 16 to 256 tokens, greedy, all requests at once. Every part is
 timed by the wall clock in every step; what is shown are the sums over the fastest of several runs, and their shares.
-The table is followed by one line of JSON.
+The table is followed by one line of JSON. The ledger runs the engine as it is beside variants of it, each in a process
+of its own, in turns: without one optimisation, or with one that was tried and rejected.
 """
 
 import argparse
+import importlib
 import json
+import os
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,14 +30,41 @@ from peers import requests_of
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.engine_args import DTYPES, EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
+from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.progress import track
-from minivllm.lab.results import record, write_json
+from minivllm.lab.results import machine, record, write_json
 from minivllm.lab.tables import table
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.attention import PagedAttention
 
+PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
 PARTS = ("schedule", "prepare", "attention", "rest of forward", "head", "sample", "update", "text", "between")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The engine with something replaced: `patch` (module, name, value), or an environment variable set."""
+
+    title: str
+    patch: tuple[str, str, Any] | None = None
+    environment: tuple[str, str] | None = None
+
+
+AS_IT_IS = Variant("as it is")
+KEPT = [
+    Variant("without packed linears", ("minivllm.worker.model_runner", "pack_linears", lambda model: 0)),
+    Variant("without compiled attention", ("minivllm.kernels.cpu_attention", "has_numba", lambda: False)),
+    Variant("without one-pass norms, gates, rotations", ("minivllm.kernels.elementwise", "_has_numba", lambda: False)),
+    Variant("without keeping freed memory", ("minivllm.engine.core", "keep_freed_memory", lambda: None)),
+]
+REJECTED = [
+    Variant("small passes always on threads", ("minivllm.kernels.cpu_elementwise", "PARALLEL_FROM", 1)),
+    Variant("packed products for a single row too", ("minivllm.kernels.cpu_linear", "PACKED_FROM", 1)),
+    Variant("threads that sleep between operators", environment=("OMP_WAIT_POLICY", "passive")),
+    Variant("one thread", environment=("OMP_NUM_THREADS", "1")),
+]
+VARIANTS = {variant.title: variant for variant in (AS_IT_IS, *KEPT, *REJECTED)}
 
 
 class Stopwatch:
@@ -87,37 +122,102 @@ def run_once(engine: LLMEngine, requests: list[dict]) -> tuple[dict[str, float],
     return dict(watch.seconds), steps
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Run a few times, keep the fastest, show its parts."""
-    args = EngineArgs(
-        model=EMBEDDED_MODEL,
-        dtype=arguments.dtype,
-        device="cpu",
-        max_model_len=1024,
-        max_num_seqs=256,
-        max_num_batched_tokens=2048,
-        enable_prefix_caching=False,
-        show_ledger=False,
-    )
-    engine = LLMEngine(args)
-    requests = requests_of(arguments.requests, 16, 256, engine.model_config.vocab_size, arguments.seed)
-    run_once(engine, requests[:8])
-    runs = [run_once(engine, requests) for _ in track(range(arguments.rounds), "rounds")]
+def figures_of(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run a few times, keep the fastest: milliseconds by part of its mean step, and tokens per second."""
+    with ExitStack() as patches:
+        if variant.patch:
+            module, name, value = variant.patch
+            patches.enter_context(mock.patch.object(importlib.import_module(module), name, value))
+        engine = LLMEngine(
+            EngineArgs(
+                model=EMBEDDED_MODEL,
+                dtype=arguments.dtype,
+                device="cpu",
+                max_model_len=1024,
+                max_num_seqs=256,
+                max_num_batched_tokens=2048,
+                enable_prefix_caching=False,
+                show_ledger=False,
+            )
+        )
+        requests = requests_of(arguments.requests, 16, 256, engine.model_config.vocab_size, arguments.seed)
+        run_once(engine, requests[:8])
+        runs = [run_once(engine, requests) for _ in track(range(arguments.rounds), "rounds")]
     parts, steps = min(runs, key=lambda one: sum(one[0].values()))
-    total, tokens = sum(parts.values()), sum(one["output"] for one in requests)
-    rows = [(part, f"{parts[part] / steps * 1e3:.3f}", f"{parts[part] / total:.0%}") for part in PARTS]
-    rows.append(("all", f"{total / steps * 1e3:.3f}", f"{tokens / total:,.0f} tokens/s"))
-    table(f"A step of {len(requests)} requests, {arguments.dtype}, mean of {steps}", ("part", "ms", "share"), rows)
-    figures = {
+    tokens = sum(one["output"] for one in requests)
+    return {
         "milliseconds": {part: parts[part] / steps * 1e3 for part in PARTS},
         "steps": steps,
-        "tokens_per_second": tokens / total,
-        "dtype": arguments.dtype,
-        "requests": len(requests),
+        "tokens_per_second": tokens / sum(parts.values()),
     }
-    print(json.dumps(record("steps", figures)))
+
+
+def show(figures: dict[str, Any], title: str) -> None:
+    """The parts of a step as a table."""
+    parts = figures["milliseconds"]
+    total = sum(parts.values())
+    rows = [(part, f"{value:.3f}", f"{value / total:.0%}") for part, value in parts.items()]
+    rows.append(("all", f"{total:.3f}", f"{figures['tokens_per_second']:,.0f} tokens/s"))
+    table(title, ("part", "ms", "share"), rows)
+
+
+def measure_ledger(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Every variant in a process of its own, in turns; of each the fastest turn counts."""
+    best: dict[str, dict[str, Any]] = {}
+    turns = [variant for _ in range(arguments.rounds) for variant in VARIANTS.values()]
+    for variant in track(turns, "variants"):
+        environment = os.environ | dict([variant.environment] if variant.environment else [])
+        command = [sys.executable, __file__, "--variant", variant.title, "--rounds", "1"]
+        command += ["--requests", str(arguments.requests), "--dtype", arguments.dtype, "--seed", str(arguments.seed)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise MinivllmError(f"{variant.title}: {done.stderr.strip().splitlines()[-1]}")
+        figures = json.loads(done.stdout.splitlines()[-1])["figures"]
+        before = best.get(variant.title)
+        if before is None or figures["tokens_per_second"] > before["tokens_per_second"]:
+            best[variant.title] = figures
+    return best
+
+
+def ledger_text(ledger: dict[str, dict[str, Any]], where: dict[str, Any]) -> str:
+    """The ledger as a table in Markdown."""
+    lines = [
+        f"Measured by `benchmarks/steps.py --ledger` on {where['cpu']}, {where['cores']} cores, torch "
+        f"{where['versions']['torch']}; milliseconds of a mean step.",
+        "",
+        f"| variant | {' | '.join(PARTS)} | a step | tokens/s | of the engine |",
+        "| --- |" + " ---: |" * (len(PARTS) + 3),
+    ]
+    whole = ledger[AS_IT_IS.title]["tokens_per_second"]
+    for title, figures in ledger.items():
+        parts, rate = figures["milliseconds"], figures["tokens_per_second"]
+        cells = [*(f"{parts[part]:.2f}" for part in PARTS), f"{sum(parts.values()):.2f}"]
+        lines.append(f"| {title} | {' | '.join(cells)} | {rate:,.0f} | {rate / whole:.2f} × |")
+    return "\n".join(lines)
+
+
+def write_ledger(text: str) -> None:
+    """Puts the table between its marks in PERFORMANCE.md."""
+    begin, end = "<!-- ledger -->\n", "\n<!-- /ledger -->"
+    page = PERFORMANCE.read_text()
+    before, rest = page.split(begin, 1)
+    PERFORMANCE.write_text(before + begin + text + end + rest.split(end, 1)[1])
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """One variant's parts, or the ledger of all."""
+    if arguments.ledger:
+        figures: dict[str, Any] = measure_ledger(arguments)
+        for title, one in figures.items():
+            show(one, f"A step of {arguments.requests} requests, {arguments.dtype}, {title}")
+        write_ledger(ledger_text(figures, machine()))
+    else:
+        figures = figures_of(VARIANTS[arguments.variant], arguments)
+        show(figures, f"A step of {arguments.requests} requests, {arguments.dtype}, mean of {figures['steps']}")
+    context = {"dtype": arguments.dtype, "requests": arguments.requests}
+    print(json.dumps(record("steps", figures, **context)))
     if arguments.json:
-        write_json(arguments.json, "steps", figures)
+        write_json(arguments.json, "steps", figures, **context)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -126,6 +226,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--dtype", choices=DTYPES[1:], default="float32", help="of weights, cache and computation")
     flags.add_argument("--requests", type=positive_int, default=128, help="how many (default: 128)")
     flags.add_argument("--rounds", type=positive_int, default=5, help="runs, of which the fastest counts (default: 5)")
+    flags.add_argument("--variant", choices=VARIANTS, default=AS_IT_IS.title, help="the engine with something replaced")
+    flags.add_argument("--ledger", action="store_true", help="all variants side by side, into PERFORMANCE.md")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument("--seed", type=int, default=0, help="seed of lengths and prompts (default: 0)")
     return flags
