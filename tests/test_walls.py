@@ -18,6 +18,7 @@ FLOORS = (
     "config",
     "sampling_params",
     "scheduler_config",
+    "speculative_config",
     "core",
     "simulate",
     "kernels",
@@ -26,7 +27,16 @@ FLOORS = (
     "engine",
     "entrypoints",
 )
-WITHOUT_TORCH = ("errors", "cache_kinds", "config", "sampling_params", "scheduler_config", "core", "simulate")
+WITHOUT_TORCH = (
+    "errors",
+    "cache_kinds",
+    "config",
+    "sampling_params",
+    "scheduler_config",
+    "speculative_config",
+    "core",
+    "simulate",
+)
 HEAVY = {"torch", "triton", "transformers", "numba"}
 
 

@@ -44,6 +44,7 @@ PROMPTS = [
     [*SHARED, 11, 12, 13, 14, 15, 16],
     [5, 6],
 ]
+NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SETTINGS = {"show_ledger": False, "dtype": "float32", "device": "cpu"}
 
 
@@ -173,6 +174,9 @@ def test_the_same_tokens_when_a_tight_pool_preempts(checkpoints, expected, block
         {"scheduling_policy": "priority"},
         {"static_batching": True, "max_num_seqs": 4},
         {"max_num_seqs": 2, "max_num_batched_tokens": 3},
+        {"speculative_config": NGRAM},
+        {"speculative_config": NGRAM, "max_num_batched_tokens": 11, "block_size": 4},
+        {"speculative_config": NGRAM, "max_model_len": 80, "num_gpu_blocks_override": 12, "block_size": 8},
     ],
     ids=str,
 )

@@ -16,9 +16,12 @@ REQUESTS = st.lists(
 )  # tokens of the prompt, tokens to generate, step of arrival
 
 
-def check_step(scheduler: Scheduler, batch: InputBatch, scheduled: dict[str, int]) -> None:
+def check_step(
+    scheduler: Scheduler, batch: InputBatch, scheduled: dict[str, int], drafts: dict[str, list[int]]
+) -> None:
     """Every input of the step against the plain definition, token by token."""
-    inputs = batch.prepare(scheduled)
+    inputs = batch.prepare(scheduled, drafts)
+    logits_indices = []
     size = batch.block_size
     at = 0
     for index, (req_id, count) in enumerate(scheduled.items()):
@@ -27,15 +30,20 @@ def check_step(scheduler: Scheduler, batch: InputBatch, scheduled: dict[str, int
         start = request.num_computed_tokens - count  # the scheduler has counted them already
         assert inputs.query_start_loc[index] == at
         assert inputs.seq_lens[index] == request.num_computed_tokens
+        token_ids = [*request.all_token_ids, *drafts.get(req_id, ())]
         for position in range(start, start + count):
-            assert inputs.input_ids[at] == request.all_token_ids[position]
+            assert inputs.input_ids[at] == token_ids[position]
             assert inputs.positions[at] == position
             assert inputs.slot_mapping[at] == table[position // size] * size + position % size
+            if position >= request.num_tokens - 1:
+                logits_indices.append(at)
             at += 1
         row = inputs.block_table[index].tolist()
         assert row[: len(table)] == table[: len(row)]
         assert not any(row[len(table) :]), "a table is padded with the null block"
-        assert (index in inputs.sampling) == (request.num_computed_tokens == request.num_tokens)
+        assert (index in inputs.sampling) == (request.num_computed_tokens == len(token_ids))
+    assert inputs.logits_indices.tolist() == logits_indices, "behind the last known token and behind every draft"
+    assert inputs.num_sampled.sum() == len(logits_indices)
     assert inputs.query_start_loc[-1] == at == len(inputs.input_ids)
     assert len(set(inputs.slot_mapping.tolist())) == at, "two tokens of a step never share a slot"
 
@@ -47,12 +55,15 @@ def check_step(scheduler: Scheduler, batch: InputBatch, scheduled: dict[str, int
     st.integers(1, 4),
     st.booleans(),
     st.sets(st.integers(0, 12), max_size=3),
+    st.integers(0, 3),
 )
 @settings(max_examples=80, deadline=None)
-def test_inputs_are_what_the_scheduler_decided(requests, block_size, budget, max_num_seqs, caching, abort_steps):
+def test_inputs_are_what_the_scheduler_decided(requests, block_size, budget, max_num_seqs, caching, abort_steps, k):
     max_model_len = 64
     num_blocks = -(-48 // block_size) + 2  # tight: several requests must preempt one another
-    config = SchedulerConfig(max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    config = SchedulerConfig(
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, num_speculative_tokens=k
+    )
     cache = CacheConfig(num_gpu_blocks=num_blocks, block_size=block_size, enable_prefix_caching=caching)
     scheduler = Scheduler(config, cache)
     batch = InputBatch(max_num_seqs, max_model_len, block_size)
@@ -69,12 +80,16 @@ def test_inputs_are_what_the_scheduler_decided(requests, block_size, budget, max
         batch.update(output)
         sampled = {}
         if output.num_scheduled_tokens:
-            check_step(scheduler, batch, output.num_scheduled_tokens)
-            inputs = batch.prepare(output.num_scheduled_tokens)
-            tokens = [(step + int(index)) % 7 + 1 for index in inputs.sampling]
-            batch.append_tokens(inputs.rows[inputs.sampling], tokens)
-            sampled = {inputs.req_ids[i]: [token] for i, token in zip(inputs.sampling, tokens, strict=True)}
+            drafts = output.scheduled_spec_decode_tokens
+            check_step(scheduler, batch, output.num_scheduled_tokens, drafts)
+            inputs = batch.prepare(output.num_scheduled_tokens, drafts)
+            for index in inputs.sampling:
+                req_id = inputs.req_ids[index]
+                accepted = drafts.get(req_id, [])[: (step + index) % 4]
+                sampled[req_id] = [*accepted, (step + int(index)) % 7 + 1]
+            batch.append_tokens(inputs.rows[inputs.sampling], list(sampled.values()))
         scheduler.update_from_output(output, ModelRunnerOutput(sampled))
+        scheduler.update_draft_token_ids({req_id: [step % 7 + 1] * (step % (k + 1)) for req_id in sampled})
         step += 1
         assert step < 2000
     batch.update(scheduler.schedule())
@@ -97,7 +112,7 @@ def test_sampling_parameters_follow_their_row():
         scheduler.add_request(Request(str(index), [1, 2], max_tokens=5, sampling_params=params))
     batch.update(scheduler.schedule())
     rows = np.array([batch.row_of["2"], batch.row_of["0"]])
-    metadata = batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens, batch.num_tokens)
+    metadata = batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens[rows], batch.num_tokens[rows])
     assert metadata.temperature.tolist() == [1.0, 0.5]
     assert metadata.top_k.tolist() == [3, 0]
     assert metadata.seeds.tolist() == [9, 2**64 - 1]

@@ -40,7 +40,7 @@ def counts_of(params: dict, num: int = 20_000, logits: torch.Tensor = LOGITS) ->
     states = SamplingStates(1)
     states.add_request(0, SamplingParams(**params))
     nothing = np.zeros((1, 0), np.int32)
-    metadata = states.metadata(np.zeros(num, int), nothing, np.zeros(1, int), np.zeros(1, int))
+    metadata = states.metadata(np.zeros(num, int), nothing, np.zeros(num, int), np.zeros(num, int))
     metadata.seeds = np.arange(num, dtype=np.uint64)
     return np.bincount(sample(logits.repeat(num, 1), metadata).token_ids, minlength=VOCAB)
 

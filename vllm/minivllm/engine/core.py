@@ -41,6 +41,7 @@ class EngineCore:
             max_model_len=config.max_model_len,
             block_size=args.block_size,
             kv_cache_dtype=args.kv_cache_dtype,
+            speculative_config=args.speculation,
         )
         self.ledger = self._profile(args, config)
         num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
@@ -64,7 +65,10 @@ class EngineCore:
         """One step: who gets how many tokens, a forward pass, and what came of it."""
         scheduler_output = self.scheduler.schedule()
         model_runner_output = self.runner.execute_model(scheduler_output)
-        return self.scheduler.update_from_output(scheduler_output, model_runner_output)
+        outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
+        if self.runner.proposer:
+            self.scheduler.update_draft_token_ids(self.runner.take_draft_token_ids())
+        return outputs
 
     def make_stats(self) -> SchedulerStats:
         """The scheduler's state now."""

@@ -4,6 +4,7 @@ In vLLM v0.33.0: `vllm/engine/arg_utils.py` (`EngineArgs`, `get_batch_defaults`)
 """
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.hardware import GIB
+from minivllm.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3")
@@ -34,6 +36,7 @@ class EngineArgs:
     - `max_num_seqs`, `max_num_batched_tokens`: requests and tokens in one step; None: by the size of the device.
     - `gpu_memory_utilization`: the share of the device's memory that the engine may use, 0 to 1; on a CPU, of the
       memory that is available. `num_gpu_blocks_override`: so many blocks, whatever would fit.
+    - `speculative_config`: as vLLM's dictionary, such as {"method": "ngram", "num_speculative_tokens": 4}.
     - `enforce_eager`: no CUDA graphs. There are none on a CPU.
     - `seed`: of the requests that bring none.
     - `skip_tokenizer_init`: prompts are token ids, and outputs have no text.
@@ -61,6 +64,7 @@ class EngineArgs:
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
     static_batching: bool = False
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
     enforce_eager: bool = False
     show_ledger: bool = True
 
@@ -89,6 +93,7 @@ class EngineArgs:
             _is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
             f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
         )
+        SpeculativeConfig.of(self.speculative_config)
         _require(_is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
         for name, least in (
             ("max_model_len", 2),
@@ -102,6 +107,11 @@ class EngineArgs:
                 value is None or _is_count(value, least),
                 f"{name} is {value!r}; it must be a whole number of at least {least}",
             )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The speculative configuration, its keys checked."""
+        return SpeculativeConfig.of(self.speculative_config)
 
     def scheduler_config(self, config: ModelConfig, gpu_memory: int | None) -> SchedulerConfig:
         """The scheduler's settings for this model; `gpu_memory` is the GPU's in bytes, None on a CPU.
@@ -128,6 +138,7 @@ class EngineArgs:
             enable_chunked_prefill=self.enable_chunked_prefill,
             scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
             watermark=self.watermark,
+            num_speculative_tokens=self.speculation.num_speculative_tokens if self.speculation else 0,
             static_batching=self.static_batching,
         )
 

@@ -8,7 +8,9 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/states.py` (`RequestState`), `vllm/v1/worke
 writes; here they live on the host, and each step copies what it gathered.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -27,7 +29,10 @@ class StepInputs:
       these.
     - `block_table` [requests, blocks], as many columns as the longest request needs; zero (the null block) behind the
       others.
-    - `sampling` [n]: which requests have reached their last known token, and so sample the next one.
+    - `sampling` [n]: which requests have reached their last known token, and so sample the next one. `num_sampled`
+      [n]: 1, and 1 more for each draft, since something is sampled behind each.
+    - `logits_indices` [sum of num_sampled]: the tokens behind which that is, their places in the flattened row.
+    - `drafts`: what is to be verified, by request id; the last tokens of these requests.
     """
 
     req_ids: list[str]
@@ -39,10 +44,9 @@ class StepInputs:
     seq_lens: np.ndarray
     block_table: np.ndarray
     sampling: np.ndarray
-
-    def sampling_tokens(self) -> np.ndarray:
-        """The last token of each request that samples: its place in the flattened row."""
-        return self.query_start_loc[1:][self.sampling].astype(np.int64) - 1
+    num_sampled: np.ndarray
+    logits_indices: np.ndarray
+    drafts: dict[str, list[int]]
 
 
 class InputBatch:
@@ -75,8 +79,11 @@ class InputBatch:
                 if block_ids:
                     self._append_block_ids(row, block_ids)
 
-    def prepare(self, num_scheduled_tokens: dict[str, int]) -> StepInputs:
-        """The inputs of a step in which each of these requests computes so many tokens."""
+    def prepare(self, num_scheduled_tokens: dict[str, int], drafts: dict[str, list[int]]) -> StepInputs:
+        """The inputs of a step in which each of these requests computes so many tokens, its drafts among them."""
+        for req_id, token_ids in drafts.items():
+            row = self.row_of[req_id]
+            self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + len(token_ids)] = token_ids
         req_ids = list(num_scheduled_tokens)
         rows = np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))
         counts = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))
@@ -86,9 +93,13 @@ class InputBatch:
         np.cumsum(counts, out=query_start_loc[1:])
 
         token_rows = np.repeat(rows, counts)
-        positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], counts)
+        positions = consecutive(num_computed, counts)
         blocks, offsets = np.divmod(positions, self.block_size)
         max_num_blocks = -(-int(seq_lens.max()) // self.block_size)
+        sampling = np.flatnonzero(seq_lens >= self.num_tokens[rows])
+        num_sampled = np.ones(len(sampling), np.int64)
+        if drafts:
+            num_sampled += [len(drafts.get(req_ids[index], ())) for index in sampling]
         return StepInputs(
             req_ids=req_ids,
             rows=rows,
@@ -98,13 +109,18 @@ class InputBatch:
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=self.block_table[rows, :max_num_blocks],
-            sampling=np.flatnonzero(seq_lens >= self.num_tokens[rows]),
+            sampling=sampling,
+            num_sampled=num_sampled,
+            logits_indices=consecutive(query_start_loc[1:][sampling] - num_sampled, num_sampled),
+            drafts=drafts,
         )
 
-    def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:
-        """Adds one sampled token to each of these rows."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+    def append_tokens(self, rows: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
+        """Adds sampled tokens to these rows, over the drafts that stand there."""
+        counts = np.fromiter(map(len, token_ids), np.int64, len(rows))
+        places = consecutive(self.num_tokens[rows], counts)
+        self.token_ids[np.repeat(rows, counts), places] = list(chain.from_iterable(token_ids))
+        self.num_tokens[rows] += counts
 
     def _add_request(self, request: NewRequestData) -> None:
         row = self._free_rows.pop()
@@ -129,3 +145,9 @@ class InputBatch:
             # Whoever gets the row next has fewer blocks perhaps, and what pads a table must be the null block.
             self.block_table[row, : self.num_blocks[row]] = 0
             self._free_rows.append(row)
+
+
+def consecutive(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """`counts[i]` whole numbers from `starts[i]` on, for each i in turn: [sum of counts], int64."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)

@@ -12,12 +12,15 @@ import torch
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.sampling_params import SamplingParams
+from minivllm.speculative_config import SpeculativeConfig
 from minivllm.worker.attention import AttentionMetadata, PagedAttention
 from minivllm.worker.cpu import pack_linears
-from minivllm.worker.input_batch import InputBatch, StepInputs
+from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
 from minivllm.worker.memory import allocate_kv_caches, check_kv_cache_dtype
+from minivllm.worker.ngram_proposer import NgramProposer
 from minivllm.worker.prompt_logprobs import PromptLogprobs
-from minivllm.worker.sampler import sample
+from minivllm.worker.rejection_sampler import kept_slices
+from minivllm.worker.sampler import SamplingMetadata, sample
 from minivllm.worker.sampling_states import SamplingStates
 
 
@@ -25,7 +28,14 @@ class ModelRunner:
     """A model on a device with its batch and its cache. Knows blocks and rows, nothing of queues and policies."""
 
     def __init__(
-        self, model: Decoder, *, max_num_seqs: int, max_model_len: int, block_size: int, kv_cache_dtype: str = "auto"
+        self,
+        model: Decoder,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        kv_cache_dtype: str = "auto",
+        speculative_config: SpeculativeConfig | None = None,
     ) -> None:
         self.model = model
         self.config = model.config
@@ -37,6 +47,8 @@ class ModelRunner:
         check_kv_cache_dtype(kv_cache_dtype, self.device)
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size)
         self.prompt_logprobs = PromptLogprobs()
+        self.proposer = NgramProposer(speculative_config, max_model_len) if speculative_config else None
+        self._draft_token_ids: dict[str, list[int]] = {}
         self.attention: PagedAttention | None = None
 
     def weight_bytes(self) -> int:
@@ -73,7 +85,9 @@ class ModelRunner:
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
         """Gathers the step's inputs from the batch, and sets the tables that attention will read."""
         assert self.attention is not None
-        inputs = self.batch.prepare(scheduler_output.num_scheduled_tokens)
+        inputs = self.batch.prepare(
+            scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+        )
         self.attention.metadata = AttentionMetadata(
             self._on_device(inputs.query_start_loc),
             self._on_device(inputs.seq_lens),
@@ -90,31 +104,51 @@ class ModelRunner:
         """
         assert self.attention is not None
         rows = None
-        if len(inputs.sampling) < len(inputs.input_ids) and not self.prompt_logprobs:
-            rows = self._on_device(inputs.sampling_tokens())
+        if len(inputs.logits_indices) < len(inputs.input_ids) and not self.prompt_logprobs:
+            rows = self._on_device(inputs.logits_indices)
         return self.model(self._on_device(inputs.input_ids), self._on_device(inputs.positions), self.attention, rows)
 
     def sample_tokens(self, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput:
-        """Samples for the requests that reached their last known token, and remembers the new ones."""
+        """Samples for the requests that reached their last known token, and remembers what stays of it."""
         prompt_logprobs = {}
         if self.prompt_logprobs:
             prompt_logprobs = self.prompt_logprobs.observe(self.batch, inputs, hidden, self.model.compute_logits)
-            hidden = hidden[self._on_device(inputs.sampling_tokens())]
+            hidden = hidden[self._on_device(inputs.logits_indices)]
         if not len(inputs.sampling):
             return ModelRunnerOutput({})
-        rows = inputs.rows[inputs.sampling]
         logits = self.model.compute_logits(hidden).float()
-        batch = self.batch
-        metadata = batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens, batch.num_tokens)
-        sampled = sample(logits, metadata)
-        batch.append_tokens(rows, sampled.token_ids)
+        sampled = sample(logits, self._sampling_metadata(inputs))
         req_ids = [inputs.req_ids[index] for index in inputs.sampling]
-        logprobs = zip(req_ids, sampled.logprobs, strict=False)
+        kept = kept_slices(sampled.token_ids, inputs.num_sampled, [inputs.drafts.get(req_id, ()) for req_id in req_ids])
+        token_ids = {req_id: sampled.token_ids[which] for req_id, which in zip(req_ids, kept, strict=True)}
+        logprobs = zip(req_ids, kept, strict=True) if sampled.logprobs else ()
+        self.batch.append_tokens(inputs.rows[inputs.sampling], list(token_ids.values()))
+        if self.proposer:
+            self._draft_token_ids = self._propose(req_ids)
         return ModelRunnerOutput(
-            {req_id: [token_id] for req_id, token_id in zip(req_ids, sampled.token_ids, strict=True)},
-            {req_id: [entry] for req_id, entry in logprobs if entry is not None},
+            token_ids,
+            {req_id: sampled.logprobs[which] for req_id, which in logprobs if sampled.logprobs[which.start]},
             prompt_logprobs,
         )
+
+    def take_draft_token_ids(self) -> dict[str, list[int]]:
+        """Drafts for what comes after the last step's tokens, by request id; once."""
+        drafts, self._draft_token_ids = self._draft_token_ids, {}
+        return drafts
+
+    def _propose(self, req_ids: list[str]) -> dict[str, list[int]]:
+        assert self.proposer is not None
+        batch, drafts = self.batch, {}
+        for req_id in req_ids:
+            row = batch.row_of[req_id]
+            drafts[req_id] = self.proposer.propose(batch.token_ids[row, : batch.num_tokens[row]])
+        return {req_id: token_ids for req_id, token_ids in drafts.items() if token_ids}
+
+    def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
+        batch, rows = self.batch, inputs.rows[inputs.sampling]
+        num_tokens = consecutive(batch.num_tokens[rows], inputs.num_sampled)
+        rows = np.repeat(rows, inputs.num_sampled)
+        return batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens[rows], num_tokens)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         for req_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):

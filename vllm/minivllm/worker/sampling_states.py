@@ -37,10 +37,10 @@ class SamplingStates:
     def metadata(
         self, rows: np.ndarray, token_ids: np.ndarray, num_prompt_tokens: np.ndarray, num_tokens: np.ndarray
     ) -> SamplingMetadata:
-        """What the sampler needs to know of `rows`, in this order.
+        """What the sampler needs to know of `rows`, in this order; a row with drafts stands there once for each place.
 
-        token_ids [max_num_reqs, max_model_len]: prompts and outputs; `num_prompt_tokens` and `num_tokens`
-        [max_num_reqs].
+        token_ids [max_num_reqs, max_model_len]: prompts, outputs and drafts. `num_prompt_tokens`, `num_tokens` [rows]:
+        how many of a row's tokens are its prompt, and how many stand before the place that is sampled.
         """
         needs = Needs(int(np.bitwise_or.reduce(self.needs[rows], initial=0)))
         metadata = SamplingMetadata(
@@ -50,11 +50,12 @@ class SamplingStates:
             self.top_p[rows],
             self.min_p[rows],
             self.seeds[rows],
-            num_tokens[rows] - num_prompt_tokens[rows],
+            num_tokens - num_prompt_tokens,
         )
         if needs & WITH_PARAMS:
             metadata.params = [params for row in rows if (params := self.params[row]) is not None]
         if needs & WITH_TOKENS:
-            metadata.prompt_token_ids = [token_ids[row, : num_prompt_tokens[row]] for row in rows]
-            metadata.output_token_ids = [token_ids[row, num_prompt_tokens[row] : num_tokens[row]] for row in rows]
+            spans = list(zip(rows, num_prompt_tokens, num_tokens, strict=True))
+            metadata.prompt_token_ids = [token_ids[row, :start] for row, start, _ in spans]
+            metadata.output_token_ids = [token_ids[row, start:end] for row, start, end in spans]
         return metadata

@@ -1,0 +1,147 @@
+"""Drafts change how many steps a request takes, and nothing else."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.errors import MinivllmError
+from minivllm.speculative_config import SpeculativeConfig
+from minivllm.worker.ngram_proposer import NgramProposer
+from minivllm.worker.rejection_sampler import kept_slices, num_accepted
+
+SETTINGS = {
+    "show_ledger": False,
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 512,
+    "num_gpu_blocks_override": 200,
+}
+REPETITIVE = """def first(self):
+        return self.items[0]
+
+    def second(self):
+        return self.items[1]
+
+    def third"""
+
+
+def looked_up(tokens: list[int], most: int, least: int, wanted: int) -> list[int]:
+    """By the book: the longest suffix that occurs earlier, its first place, and what follows there."""
+    for length in range(most, least - 1, -1):
+        suffix = tokens[-length:]
+        for place in range(len(tokens) - length):
+            if tokens[place : place + length] == suffix:
+                return tokens[place + length : place + length + wanted]
+    return []
+
+
+@given(
+    st.lists(st.integers(0, 3) | st.sampled_from([256, 65536, 1 << 24]), min_size=1, max_size=40),
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 5),
+)  # fmt: skip
+def test_the_longest_suffix_is_looked_up_at_its_first_place(tokens, one, other, wanted):
+    most, least = max(one, other), min(one, other)
+    config = SpeculativeConfig(num_speculative_tokens=wanted, prompt_lookup_max=most, prompt_lookup_min=least)
+    proposer = NgramProposer(config, max_model_len=1000)
+    assert proposer.propose(np.array(tokens, np.int32)) == looked_up(tokens, most, least, wanted)
+
+
+def test_no_draft_reaches_beyond_the_last_position():
+    proposer = NgramProposer(SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=1), max_model_len=8)
+    assert proposer.propose(np.array([1, 2, 3, 4, 5, 1], np.int32)) == [2, 3]
+    assert proposer.propose(np.array([1, 2, 3, 4, 5, 6, 7, 1], np.int32)) == []
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5)))
+)
+def test_drafts_stay_up_to_the_first_that_was_not_drawn(requests):
+    drafts = [theirs for theirs, _ in requests]
+    drawn = [draws[: len(theirs) + 1] for theirs, draws in requests]
+    flat = [token for draws in drawn for token in draws]
+    slices = kept_slices(flat, np.array([len(draws) for draws in drawn], np.int64), drafts)
+    for theirs, draws, which in zip(drafts, drawn, slices, strict=True):
+        kept = flat[which]
+        assert kept == draws[: len(kept)]
+        assert kept[:-1] == theirs[: len(kept) - 1]
+        assert len(kept) == len(draws) or kept[-1] != theirs[len(kept) - 1], "nothing is dropped that was drawn"
+
+
+def test_a_certain_draft_is_accepted_as_often_as_it_is_likely_and_the_outcome_keeps_its_distribution():
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    draws = torch.multinomial(probabilities, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    for draft in range(4):
+        accepted = sum(num_accepted([draft], [token]) for token in draws.tolist()) / len(draws)
+        assert accepted == pytest.approx(probabilities[draft].item(), abs=0.01)
+
+
+def run(prompts, params, **changes):
+    """Token ids of every completion, how many forward passes there were, and the drafts' fate."""
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, **changes)
+    runner, steps = llm.llm_engine.core.runner, []
+    forward = runner.forward
+    runner.forward = lambda inputs: steps.append(1) or forward(inputs)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    found = [[(one.token_ids, one.text, one.logprobs) for one in output.outputs] for output in outputs]
+    return found, len(steps), llm.llm_engine.make_stats().spec_decoding_stats
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps_for_the_same_tokens():
+    params = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
+    plain, plain_steps, _ = run([REPETITIVE], params)
+    found, steps, stats = run(
+        [REPETITIVE],
+        params,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        },
+    )
+    assert found == plain
+    assert plain_steps == 96
+    assert steps == 96 - stats.num_accepted_tokens, "each accepted draft saves a step"
+    assert stats.num_accepted_tokens > 10
+    assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens <= stats.num_draft_tokens
+
+
+def test_random_requests_keep_their_tokens_and_log_probabilities():
+    """Every draw depends on its request's seed and its place, so drafts cannot be seen in what comes out."""
+    params = [
+        SamplingParams(temperature=0.7, seed=3, max_tokens=60, logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=40, top_p=0.8, presence_penalty=0.4, n=2),
+        SamplingParams(temperature=0.9, seed=5, max_tokens=50, stop=["return"]),
+        SamplingParams(temperature=0.0, max_tokens=50, repetition_penalty=1.1, min_tokens=20),
+    ]
+    prompts = [REPETITIVE, REPETITIVE, "class Stack:\n    def __init__", "import os\nimport "]
+    plain, _, _ = run(prompts, params)
+    found, _, stats = run(prompts, params, speculative_config={"num_speculative_tokens": 3, "prompt_lookup_min": 1})
+    assert stats.num_accepted_tokens > 5
+    for ours, theirs in zip(found, plain, strict=True):
+        for (tokens, text, logprobs), (their_tokens, their_text, their_logprobs) in zip(ours, theirs, strict=True):
+            assert (tokens, text) == (their_tokens, their_text)
+            for entry, their_entry in zip(logprobs or (), their_logprobs or (), strict=True):
+                for token_id, logprob in their_entry.items():
+                    assert entry[token_id].logprob == pytest.approx(logprob.logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"method": "ngram"}, "num_speculative_tokens"),
+        ({"method": "medusa", "num_speculative_tokens": 2}, "ngram"),
+        ({"num_speculative_tokens": 0}, "from 1 on"),
+        ({"num_speculative_tokens": True}, "from 1 on"),
+        ({"num_speculative_tokens": 2, "lookup": 3}, "prompt_lookup_max"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "exceeds"),
+        ("ngram", "dictionary"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(settings, says):
+    with pytest.raises(MinivllmError, match=says):
+        LLM("there is no such model", **SETTINGS, speculative_config=settings)
