@@ -42,6 +42,8 @@ class EngineCore:
             block_size=args.block_size,
             kv_cache_dtype=args.kv_cache_dtype,
             speculative_config=args.speculation,
+            attention_backend=args.attention_backend,
+            use_kv_cache=args.use_kv_cache,
         )
         self.ledger = self._profile(args, config)
         num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override

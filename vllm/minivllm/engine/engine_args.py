@@ -17,6 +17,7 @@ from minivllm.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3")
+ATTENTION_BACKENDS = (None, "naive")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -36,6 +37,9 @@ class EngineArgs:
     - `max_num_seqs`, `max_num_batched_tokens`: requests and tokens in one step; None: by the size of the device.
     - `gpu_memory_utilization`: the share of the device's memory that the engine may use, 0 to 1; on a CPU, of the
       memory that is available. `num_gpu_blocks_override`: so many blocks, whatever would fit.
+    - `use_kv_cache`: off, every step computes all tokens of its requests again; what they write is read in the same
+      step and then forgotten. Not in vLLM, but what it is worth should be measurable.
+    - `attention_backend`: None is the unified kernel; "naive" what there was before (`unified_attention`).
     - `speculative_config`: as vLLM's dictionary, such as {"method": "ngram", "num_speculative_tokens": 4}.
     - `enforce_eager`: no CUDA graphs. There are none on a CPU.
     - `seed`: of the requests that bring none.
@@ -64,6 +68,8 @@ class EngineArgs:
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
     static_batching: bool = False
+    use_kv_cache: bool = True
+    attention_backend: str | None = None
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
     enforce_eager: bool = False
     show_ledger: bool = True
@@ -92,6 +98,10 @@ class EngineArgs:
         _require(
             _is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
             f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
+        )
+        _require(
+            self.attention_backend in ATTENTION_BACKENDS,
+            f"unknown attention_backend {self.attention_backend!r}; known are None and 'naive'",
         )
         SpeculativeConfig.of(self.speculative_config)
         _require(_is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
