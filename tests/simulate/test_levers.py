@@ -125,7 +125,7 @@ def test_an_all_reduce_is_paid_twice_a_layer_and_its_bytes_once_a_token():
 def test_capacity_follows_from_the_levers():
     def held(**more):
         levers = replace(FULL, **more)
-        return lever_ledger(levers, lever_model(levers, LLAMA), H100, 4096).kv_bytes
+        return lever_ledger(levers, lever_model(levers, LLAMA), H100, EVEN).kv_bytes
 
     plain = run(FULL).kv_tokens
     assert run(replace(FULL, kv_dtype="fp8")).kv_tokens == pytest.approx(2 * plain, rel=1e-4)
@@ -156,6 +156,12 @@ def test_a_static_batch_waits_for_its_longest():
     assert static.steps == 2 * 36  # two batches, each as long as its longest
     assert continuous.steps < 0.7 * static.steps
     assert static.computed_tokens == continuous.computed_tokens
+
+
+def test_no_more_run_at_once_than_the_server_lets_in():
+    assert run(FULL, replace(EVEN, max_num_seqs=2)).mean_batch == 2
+    assert run(FULL, replace(EVEN, max_num_seqs=2)).steps == 4 * 20
+    assert run(FULL).steps == 20
 
 
 def test_prefix_caching_finds_the_system_prompt_once_it_is_published():

@@ -21,14 +21,15 @@ from functools import lru_cache
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
-from minivllm.simulate.cost_model import FittedCost, RooflineCost, StepShape
+from minivllm.simulate.cost_model import RooflineCost, StepShape
 from minivllm.simulate.hardware import Hardware
 from minivllm.simulate.memory import MemoryLedger, memory_ledger, rotary_table_bytes, serving_dtype
+from minivllm.simulate.offline import OfflineRun, run_offline
 from minivllm.simulate.parameters import parameter_groups
-from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+from minivllm.simulate.virtual_clock import SimulatedRequest
 from minivllm.simulate.workloads import WORKLOADS
 
-BLOCK_SIZE, MAX_NUM_SEQS, TOKEN_BUDGET = 16, 256, 8192
+BLOCK_SIZE, TOKEN_BUDGET = 16, 8192
 
 EAGER_LAYER_SECONDS = (1 / 207.7 - 1 / 766.6) / 12
 """Host time to launch one layer's kernels: 0.29 ms. deepspeedai/DeepSpeed#8352: vLLM, GPT-2 (12 layers), batch 1, on an
@@ -121,12 +122,17 @@ cache, which the list takes for granted, comes first."""
 
 @dataclass(frozen=True, eq=False)
 class LeverWorkload:
-    """Requests that are all there at the start. `acceptance` is the chance that a draft is accepted after another."""
+    """Requests that are all there at the start, and the limits of the server that they meet.
+
+    `max_model_len` is what a request may reserve, `max_num_seqs` how many may run at once, `acceptance` the chance that
+    a draft is accepted when those before it were.
+    """
 
     name: str
     title: str
     requests: tuple[SimulatedRequest, ...]
     max_model_len: int = 4096
+    max_num_seqs: int = 256
     acceptance: float = 0.6
     output_tokens: int = field(init=False)
 
@@ -244,7 +250,7 @@ def lever_weight_bytes(levers: Levers, model: ModelConfig) -> int:
     return round(plain * WEIGHT_BYTES[16] + sum(groups.values()) * WEIGHT_BYTES[levers.weight_bits])
 
 
-def lever_ledger(levers: Levers, model: ModelConfig, gpu: Hardware, max_model_len: int) -> MemoryLedger:
+def lever_ledger(levers: Levers, model: ModelConfig, gpu: Hardware, workload: LeverWorkload) -> MemoryLedger:
     """What the memory of one GPU goes to under these levers; `model` is the one that they make.
 
     Raises:
@@ -253,13 +259,13 @@ def lever_ledger(levers: Levers, model: ModelConfig, gpu: Hardware, max_model_le
     return memory_ledger(
         model,
         gpu,
-        max_model_len=max_model_len,
+        max_model_len=workload.max_model_len,
         tp=levers.tensor_parallel,
         kv_dtype=levers.kv_dtype,
         weights=lever_weight_bytes(levers, model) + rotary_table_bytes(model),
         block_size=BLOCK_SIZE,
-        max_num_batched_tokens=_token_budget(levers, max_model_len),
-        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=_token_budget(levers, workload),
+        max_num_seqs=workload.max_num_seqs,
         cuda_graphs=None if levers.cuda_graphs else 0,
         check=levers.kv_cache,
     )
@@ -279,7 +285,7 @@ def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Leve
             long.
     """
     sibling = lever_model(levers, model)
-    ledger = lever_ledger(levers, sibling, gpu, workload.max_model_len)
+    ledger = lever_ledger(levers, sibling, gpu, workload)
     cost = LeverCost.of(levers, sibling, gpu)
     slots = ledger.usable_blocks * BLOCK_SIZE // workload.max_model_len
     plan = _scheduled(
@@ -289,16 +295,16 @@ def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Leve
         levers.kv_cache,
         workload.acceptance if levers.speculative_tokens else 0.0,
     )
-    seconds = sum(map(cost.seconds, plan.shapes))
+    seconds, prompts = plan.seconds(cost), sum(request.prompt_tokens for request in workload.requests)
     return LeverResult(
         tokens_per_second=workload.output_tokens / seconds,
         seconds=seconds,
-        steps=len(plan.shapes),
-        mean_batch=sum(shape.num_reqs for shape in plan.shapes) / len(plan.shapes),
+        steps=plan.num_steps,
+        mean_batch=plan.request_steps / plan.num_steps,
         kv_tokens=ledger.usable_blocks * BLOCK_SIZE if levers.kv_cache else 0,
         slots=slots if levers.kv_cache else 0,
-        computed_tokens=sum(shape.num_tokens for shape in plan.shapes),
-        prefix_hit_rate=plan.prefix_hit_rate,
+        computed_tokens=plan.computed_tokens,
+        prefix_hit_rate=plan.prefix_hits / prompts,
         preemptions=plan.preemptions,
         gpus=levers.tensor_parallel,
     )
@@ -320,14 +326,15 @@ def ladder(
     return found
 
 
-def _token_budget(levers: Levers, max_model_len: int) -> int:
+def _token_budget(levers: Levers, workload: LeverWorkload) -> int:
     """A step's tokens: without chunks, the longest prompt must fit into one."""
-    return TOKEN_BUDGET if levers.chunked_prefill else max(TOKEN_BUDGET, max_model_len)
+    return TOKEN_BUDGET if levers.chunked_prefill else max(TOKEN_BUDGET, workload.max_model_len)
 
 
 def _scheduler_config(levers: Levers, workload: LeverWorkload) -> SchedulerConfig:
-    budget = _token_budget(levers, workload.max_model_len)
-    seats = MAX_NUM_SEQS if levers.kv_cache else max(1, budget // workload.max_model_len)
+    budget, seats = _token_budget(levers, workload), workload.max_num_seqs
+    if not levers.kv_cache:
+        seats = min(seats, max(1, budget // workload.max_model_len))
     return SchedulerConfig(
         max_model_len=workload.max_model_len,
         max_num_seqs=seats,
@@ -342,7 +349,7 @@ def _scheduler_config(levers: Levers, workload: LeverWorkload) -> SchedulerConfi
 def _cache_config(levers: Levers, ledger: MemoryLedger, slots: int, workload: LeverWorkload) -> CacheConfig:
     """The pool, no larger than the workload could ever use: what is scheduled then depends on no GPU that is ample."""
     if not levers.kv_cache or not levers.paging:
-        fit = slots if levers.kv_cache else MAX_NUM_SEQS
+        fit = slots if levers.kv_cache else workload.max_num_seqs
         return CacheConfig(
             num_gpu_blocks=1 + min(fit, len(workload.requests)),
             block_size=workload.max_model_len,
@@ -357,44 +364,27 @@ def _cache_config(levers: Levers, ledger: MemoryLedger, slots: int, workload: Le
     )
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What the scheduler decided, in counts."""
-
-    shapes: tuple[StepShape, ...]
-    prefix_hit_rate: float
-    preemptions: int
-
-
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def _scheduled(
     workload: LeverWorkload, config: SchedulerConfig, cache: CacheConfig, kv_cache: bool, acceptance: float
-) -> _Plan:
-    """Run the scheduler to the end. All requests are there at the start, so nothing it decides depends on the clock."""
+) -> OfflineRun:
     shape_of = StepShape.of if kv_cache else StepShape.without_cache
-    any_clock = FittedCost(per_step=1.0, per_request=0.0, per_token=0.0, per_pair=0.0)
-    run = simulate(workload.requests, config, cache, any_clock, acceptance=acceptance, shape_of=shape_of)
-    prompts = sum(request.prompt_tokens for request in workload.requests)
-    return _Plan(
-        shapes=tuple(step.shape for step in run.steps),
-        prefix_hit_rate=sum(one.num_cached_tokens for one in run.requests) / prompts,
-        preemptions=run.num_preemptions,
-    )
+    return run_offline(workload.requests, config, cache, acceptance=acceptance, shape_of=shape_of)
 
 
-def shared_chat(count: int, system_tokens: int = 512, seed: int = 0) -> LeverWorkload:
-    """Chats behind one system prompt; questions and answers as long as ShareGPT's, answers up to 1024 tokens."""
-    system = list(range(1, system_tokens + 1))
+def shared_chat(count: int, system_tokens: int = 512, longest_answer: int = 1024, seed: int = 0) -> LeverWorkload:
+    """Chats behind one system prompt; questions and answers as long as ShareGPT's, up to a length."""
+    system = tuple(range(1, system_tokens + 1))
     requests = []
     for index, one in enumerate(WORKLOADS["sharegpt"].sample(count, seed)):
         prompt = (*system, -1 - index, *[0] * (min(one.prompt_tokens, 2048) - 1))
-        requests.append(SimulatedRequest(len(prompt), min(one.output_tokens, 1024), prompt_token_ids=prompt))
+        requests.append(SimulatedRequest(len(prompt), min(one.output_tokens, longest_answer), prompt_token_ids=prompt))
     return LeverWorkload("shared-chat", f"{count} chats behind one system prompt", tuple(requests))
 
 
-def long_and_short(count: int, seed: int = 0) -> LeverWorkload:
+def long_and_short(count: int, longest_answer: int = 1024, seed: int = 0) -> LeverWorkload:
     """Three chats as long as ShareGPT's to one completion as long as Azure's code trace; nothing is shared."""
     chats, codes = (iter(WORKLOADS[name].sample(count, seed)) for name in ("sharegpt", "azure-code"))
     drawn = [next(codes if index % 4 == 3 else chats) for index in range(count)]
-    requests = [SimulatedRequest(min(one.prompt_tokens, 3072), min(one.output_tokens, 1023)) for one in drawn]
+    requests = [SimulatedRequest(min(x.prompt_tokens, 3072), min(x.output_tokens, longest_answer)) for x in drawn]
     return LeverWorkload("long-and-short", f"{count} long and short requests", tuple(requests))

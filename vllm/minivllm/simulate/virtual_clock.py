@@ -178,7 +178,28 @@ def simulate(
     """
     if not workload:
         raise MinivllmError("a simulation needs at least one request")
-    return _Clock(workload, Scheduler(scheduler_config, cache_config), cost, acceptance, shape_of).run(max_steps)
+    clock = _Clock(workload, Scheduler(scheduler_config, cache_config), cost, Acceptance(acceptance), shape_of)
+    return clock.run(max_steps)
+
+
+class Acceptance:
+    """Drafts accepted one after another, each with the same chance; the same draws in every run.
+
+    Raises:
+        MinivllmError: a chance outside [0, 1].
+    """
+
+    def __init__(self, chance: float) -> None:
+        if not 0 <= chance <= 1:
+            raise MinivllmError(f"an acceptance is a chance from 0 to 1, not {chance}")
+        self.chance, self._random = chance, random.Random(0).random
+
+    def draw(self, num_drafts: int) -> int:
+        """How many of these drafts are accepted before the first that is not."""
+        for position in range(num_drafts):
+            if self._random() >= self.chance:
+                return position
+        return num_drafts
 
 
 class _Clock:
@@ -189,13 +210,11 @@ class _Clock:
         workload: Sequence[SimulatedRequest],
         scheduler: Scheduler,
         cost: Cost,
-        acceptance: float,
+        acceptance: Acceptance,
         shape_of: ShapeOf,
     ) -> None:
-        if not 0 <= acceptance <= 1:
-            raise MinivllmError(f"an acceptance is a chance from 0 to 1, not {acceptance}")
         self.workload, self.scheduler, self.cost, self.shape_of = workload, scheduler, cost, shape_of
-        self.acceptance, self.draw = acceptance, random.Random(0).random
+        self.acceptance = acceptance
         self.timelines = [RequestTimeline(request.arrival) for request in workload]
         self.live: dict[str, Request] = {}
         self.now = 0.0
@@ -224,7 +243,7 @@ class _Clock:
         return Simulation(self.timelines, steps)
 
     def _arrive(self, index: int) -> None:
-        request = _request(index, self.workload[index], self.timelines[index].arrival)
+        request = to_request(index, self.workload[index], self.timelines[index].arrival)
         self.live[request.request_id] = request
         self.scheduler.add_request(request)
 
@@ -244,7 +263,7 @@ class _Clock:
         prefix = scheduler.kv_cache_manager.make_prefix_cache_stats()
         drafts = output.scheduled_spec_decode_tokens
         sampled = {
-            key: [GENERATED] * (1 + self._accepted(len(drafts.get(key, ()))))
+            key: [GENERATED] * (1 + self.acceptance.draw(len(drafts.get(key, ()))))
             for key in scheduled
             if live[key].num_computed_tokens >= live[key].num_tokens
         }
@@ -267,13 +286,6 @@ class _Clock:
             prefix.hits,
         )
 
-    def _accepted(self, num_drafts: int) -> int:
-        """Drafts accepted before the first that is not."""
-        for position in range(num_drafts):
-            if self.draw() >= self.acceptance:
-                return position
-        return num_drafts
-
     def _propose(self, sampled: Iterable[str]) -> None:
         num_drafts = self.scheduler.config.num_speculative_tokens
         if num_drafts:
@@ -287,7 +299,12 @@ class _Clock:
             heapq.heappush(self.coming, (self.timelines[follower].arrival, follower))
 
 
-def _request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
+def to_request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
+    """The scheduler's request for the `index`-th of a workload, arriving at `arrival` seconds; its id is the index.
+
+    Raises:
+        MinivllmError: as many token ids as `prompt_tokens` says are not there.
+    """
     # One token that no other prompt begins with is enough to share nothing: block hashes are chained.
     token_ids = spec.prompt_token_ids or [-1 - index, *[0] * (spec.prompt_tokens - 1)]
     if len(token_ids) != spec.prompt_tokens:
