@@ -11,6 +11,7 @@ from typing import Any
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
+from minivllm.kernels.packed_weights import QUANTIZATIONS
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.hardware import GIB
 from minivllm.speculative_config import SpeculativeConfig
@@ -30,6 +31,8 @@ class EngineArgs:
       kernels compute.
     - `kv_cache_dtype`: what keys and values are stored as. "auto": the dtype; "int8_per_token_head", or "int8":
       integers with a scale for each token and head; "fp8_e4m3", or "fp8": without scales, on GPUs that know it.
+    - `quantization`: of the layers' weights, as they are loaded: "int8", a scale for each row, or "int4", a scale for
+      each group of 16 to 128 numbers. None: as the checkpoint has them.
     - `device`: "auto" is the GPU where there is one.
     - `load_format`: "dummy" fills the model with random weights instead of reading any.
     - `max_model_len`: of prompt and output together, in tokens; None: the model's own.
@@ -52,6 +55,7 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     load_format: str = "auto"
     seed: int = 0
@@ -90,6 +94,10 @@ class EngineArgs:
         _require(
             self.kv_cache_dtype in KV_CACHE_DTYPES,
             f"unknown kv_cache_dtype {self.kv_cache_dtype!r}; known are {', '.join(KV_CACHE_DTYPES)}",
+        )
+        _require(
+            self.quantization in (None, *QUANTIZATIONS),
+            f"unknown quantization {self.quantization!r}; known are {', '.join(QUANTIZATIONS)}",
         )
         _require(
             self.load_format in LOAD_FORMATS,
