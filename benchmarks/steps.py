@@ -16,9 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +32,7 @@ from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.progress import track
 from minivllm.lab.results import machine, record, write_json
 from minivllm.lab.tables import table
+from minivllm.lab.timing import Stopwatch
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.attention import PagedAttention
 
@@ -65,29 +63,6 @@ REJECTED = [
     Variant("one thread", environment=("OMP_NUM_THREADS", "1")),
 ]
 VARIANTS = {variant.title: variant for variant in (AS_IT_IS, *KEPT, *REJECTED)}
-
-
-class Stopwatch:
-    """Seconds by part. What runs inside another part is taken out of the outer one."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inside: list[float] = []
-
-    def watch(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, timed."""
-
-        def timed(*arguments: Any, **named: Any) -> Any:
-            self._inside.append(0.0)
-            start = time.perf_counter()
-            result = function(*arguments, **named)
-            passed = time.perf_counter() - start
-            self.seconds[part] += passed - self._inside.pop()
-            if self._inside:
-                self._inside[-1] += passed
-            return result
-
-        return timed
 
 
 def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:

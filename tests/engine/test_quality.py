@@ -5,7 +5,7 @@ import torch
 
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.engine.quality import Reading, held_out_tokens, read
+from minivllm.engine.quality import Reading, RoundedCache, decoder_loss, held_out_tokens, read, rounded_weights
 from minivllm.errors import MinivllmError
 from minivllm.kernels import cache
 from minivllm.lab.corpus import corpus_files, is_held_out
@@ -57,3 +57,39 @@ def test_what_cannot_be_read_is_refused():
         held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS), texts=2, tokens=100_000)
     with pytest.raises(MinivllmError, match="do not compare"):
         Reading(1.0, (1, 2)).agreement(Reading(1.0, (1,)))
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return load_model(EMBEDDED_MODEL, torch.device("cpu"), "float32")[0]
+
+
+TEXTS = [[1000 + (7 * text + place) % 90 for place in range(40)] for text in range(3)]
+
+
+def test_the_decoders_own_loss_is_the_engines(decoder):
+    engines = read(LLM(EMBEDDED_MODEL, **SETTINGS), TEXTS).loss
+    assert decoder_loss(decoder, TEXTS) == pytest.approx(engines, abs=1e-4)
+
+
+def test_an_outlier_alone_changes_nothing_and_rounding_does(decoder):
+    plain = decoder_loss(decoder, TEXTS)
+
+    def cached(rounded, outlier):
+        return decoder_loss(decoder, TEXTS, RoundedCache(decoder.config, [40] * 3, rounded, outlier))
+
+    assert cached(lambda x: x, 64.0) == pytest.approx(plain, abs=1e-5)
+    assert cached(torch.zeros_like, 1.0) != pytest.approx(plain, abs=0.1)
+
+
+def test_weights_are_rounded_for_a_while(decoder):
+    plain = decoder_loss(decoder, TEXTS)
+    before = {name: weight.clone() for name, weight in decoder.named_parameters()}
+    with rounded_weights(decoder, lambda weight: weight.clone(), outlier=64.0) as error:
+        assert error == 0
+        assert decoder_loss(decoder, TEXTS) == pytest.approx(plain, abs=1e-5)
+        assert not torch.equal(decoder.layers[0].mlp.gate_up_proj.weight, before["layers.0.mlp.gate_up_proj.weight"])
+    with rounded_weights(decoder, lambda weight: weight * 0.9) as error:
+        assert error == pytest.approx(0.1)
+        assert decoder_loss(decoder, TEXTS) != pytest.approx(plain, abs=1e-3)
+    assert all(torch.equal(weight, before[name]) for name, weight in decoder.named_parameters())

@@ -2,17 +2,28 @@
 
 The text goes through the engine as prompts whose log probabilities are asked for. So every prediction is made by
 attention over the engine's own cache, in its blocks, in whatever they are stored as, and with its weights as they are.
+
+What no engine has can be asked of the decoder alone: `decoder_loss`, with weights or a cache that are only rounded as
+if they were stored in fewer bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.config import ModelConfig
 from minivllm.engine.llm import LLM
 from minivllm.errors import MinivllmError
 from minivllm.lab.corpus import held_out_texts
+from minivllm.models.attention import AttentionFunction, CausalAttention
+from minivllm.models.decoder import Decoder
 from minivllm.sampling_params import SamplingParams
 
 
@@ -58,3 +69,64 @@ def read(llm: LLM, texts: Sequence[list[int]]) -> Reading:
             losses.append(-entry[token].logprob)
             favourites.append(max(entry.items(), key=lambda candidate: candidate[1].logprob)[0])
     return Reading(math.fsum(losses) / len(losses), tuple(favourites))
+
+
+@torch.inference_mode()
+def decoder_loss(model: Decoder, texts: Sequence[list[int]], attention: AttentionFunction | None = None) -> float:
+    """Nats per token in predicting texts of equal lengths; `attention` (None: plain) has them one after another."""
+    ids = torch.tensor(texts, device=model.lm_head.weight.device)
+    count, tokens = ids.shape
+    positions = torch.arange(tokens, device=ids.device).repeat(count)
+    attention = attention or CausalAttention(model.config, [tokens] * count)
+    logits = model.compute_logits(model(ids.flatten(), positions, attention)).float().view(count, tokens, -1)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
+
+
+class RoundedCache(CausalAttention):
+    """Attention over what `rounded` makes of keys and values `[tokens, kv_heads, head_dim]`, as a quantized cache does.
+
+    `outlier` makes the first channel of the first KV head so many times larger in the keys, and as much smaller in the
+    queries: every score stays what it was, but for the rounding.
+    """
+
+    def __init__(
+        self, config: ModelConfig, lengths: Sequence[int], rounded: Callable[[Tensor], Tensor], outlier: float = 1.0
+    ) -> None:
+        super().__init__(config, lengths)
+        self.rounded, self.outlier = rounded, outlier
+
+    def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `AttentionFunction`."""
+        q, k, group = q.clone(), k.clone(), q.shape[1] // k.shape[1]
+        k[:, 0, 0] *= self.outlier
+        q[:, :group, 0] /= self.outlier
+        return super().__call__(layer_index, q, self.rounded(k), self.rounded(v))
+
+
+@contextmanager
+def rounded_weights(model: Decoder, rounded: Callable[[Tensor], Tensor], outlier: float = 1.0) -> Iterator[float]:
+    """The model with what `rounded` makes of every layer's weights `[out, in]`, and afterwards as it was.
+
+    Yields the root mean square error of the weights, relative to their own. `outlier` makes the first input channel of
+    qkv and of gate and up so many times larger, and the norm before them as much smaller there: before it is rounded,
+    that is the same model.
+    """
+    weights = dict(model.layers.named_parameters())
+    linears = [weight for name, weight in weights.items() if name.endswith("proj.weight")]
+    originals = {name: weight.clone() for name, weight in weights.items()}
+    for name, weight in weights.items():
+        if name.endswith(("qkv_proj.weight", "gate_up_proj.weight")):
+            weight[:, 0] *= outlier
+        elif name.endswith("layernorm.weight"):
+            weight[0] /= outlier
+    wrong = size = 0.0
+    for weight in linears:
+        approximate = rounded(weight)
+        wrong += (approximate - weight).square().sum().item()
+        size += weight.square().sum().item()
+        weight.copy_(approximate)
+    try:
+        yield math.sqrt(wrong / size)
+    finally:
+        for name, original in originals.items():
+            weights[name].copy_(original)

@@ -3,6 +3,7 @@
 What is recorded is what a cost model is fitted to, and what it is judged by.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,28 @@ from typing import Any
 
 import torch
 
+from minivllm.config import ModelConfig
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_request import EngineCoreRequest
 from minivllm.engine.engine_args import EngineArgs
 from minivllm.errors import MinivllmError
+from minivllm.lab.timing import Stopwatch
+from minivllm.models.loader import random_model
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import Cost, MeasuredStep, StepShape
 from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+
+STEP_PARTS = {
+    "schedule": "scheduler",
+    "prepare_inputs": "runner",
+    "forward": "runner",
+    "sample_tokens": "runner",
+    "update_from_output": "scheduler",
+}
+"""Methods that a step goes through, and whose they are."""
+OPERATORS_PER_LAYER = 8
+"""Norm, qkv, rotation, o, norm, gate and up, silu, down: what the decoder launches beside attention."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,11 @@ class Recording:
     def throughput(self) -> float:
         """Output tokens per second."""
         return self.output_tokens / self.seconds
+
+    @property
+    def decode_seconds(self) -> float:
+        """The median step in which every request got one token."""
+        return statistics.median(one.seconds for one in self.steps if one.shape.num_tokens == one.shape.num_reqs)
 
     @property
     def most_running(self) -> int:
@@ -106,3 +126,31 @@ def foretell(
     if [step.scheduled for step in result.steps] != recording.scheduled:
         raise MinivllmError("the simulation takes other steps than the engine took: are the settings the same?")
     return result.seconds / recording.seconds - 1
+
+
+def step_parts(core: EngineCore, lengths: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Seconds of a mean step by what it is made of, serving requests of these (prompt, output) lengths, warmed up."""
+    record_run(core, lengths[:2], warm_up=False)
+    watch = Stopwatch(own_clock(core))
+    for part, owner in STEP_PARTS.items():
+        place = getattr(core, owner)
+        setattr(place, part, watch.watch(part, getattr(place, part)))
+    steps = len(record_run(core, lengths, warm_up=False).steps)
+    for part, owner in STEP_PARTS.items():
+        delattr(getattr(core, owner), part)  # the method of the class again
+    return {part: watch.seconds[part] / steps for part in STEP_PARTS}
+
+
+def launch_seconds(layers: int = 16) -> float:
+    """Host seconds for each operator that the decoder launches on a CPU: of a model with next to no arithmetic."""
+    thin = ModelConfig(
+        num_hidden_layers=layers, hidden_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
+        intermediate_size=16, vocab_size=32, max_position_embeddings=64, model_type="llama",
+    )  # fmt: skip
+    model, ids, seconds = random_model(thin, dtype="float32"), torch.zeros(1, dtype=torch.int64), []
+    with torch.inference_mode():
+        for _ in range(20):
+            start = time.thread_time()  # one row needs no second thread, and other work should not count
+            model(ids, ids, lambda layer, q, k, v: q)
+            seconds.append(time.thread_time() - start)
+    return statistics.median(seconds) / (layers * OPERATORS_PER_LAYER + 2)  # and the embedding, and the last norm

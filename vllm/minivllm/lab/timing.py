@@ -1,11 +1,12 @@
-"""How long something takes: the median of several runs, on the device's own clock."""
+"""How long something takes: the median of several runs on the device's own clock, or the parts of one run."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,30 @@ def wall_seconds(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+class Stopwatch:
+    """Seconds by part. What runs inside another part is taken out of the outer one."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inside: list[float] = []
+
+    def watch(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, timed."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            self._inside.append(0.0)
+            start = self.clock()
+            result = function(*arguments, **named)
+            passed = self.clock() - start
+            self.seconds[part] += passed - self._inside.pop()
+            if self._inside:
+                self._inside[-1] += passed
+            return result
+
+        return timed
 
 
 def _median_cuda_seconds(function: Callable[[], object], repeats: int) -> float:
