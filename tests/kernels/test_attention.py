@@ -208,6 +208,13 @@ def test_the_twin_in_any_type(twin, dtype):
     assert_close(step.attend("cpu"), step.expected())
 
 
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"soft_cap": 5.0, "sliding_window": 33}], ids=str)
+def test_what_there_was_before_is_right_too(options):
+    for batch in BATCHES.values():
+        step = make(batch, head_dim=80, group=3)
+        assert_close(step.attend("naive", **options), step.expected(**options))
+
+
 # ---- which configuration ---------------------------------------------------------------------------------------------
 
 

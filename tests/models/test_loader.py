@@ -46,7 +46,7 @@ def model() -> Decoder:
 
 @pytest.fixture
 def tensors(model):
-    return {name: slot.clone().contiguous() for name, slot in checkpoint_slots(model).items()}
+    return {name: slot.target.clone() for name, slot in checkpoint_slots(model).items()}
 
 
 @pytest.fixture

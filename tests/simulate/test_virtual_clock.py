@@ -1,5 +1,7 @@
 """The simulation decides what the scheduler decides, loses no token, and its clock only goes forward."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,9 +11,9 @@ from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
-from minivllm.simulate.cost_model import FittedCost
+from minivllm.simulate.cost_model import FittedCost, StepShape
 from minivllm.simulate.slots import seat
-from minivllm.simulate.virtual_clock import SimulatedRequest, percentile, simulate
+from minivllm.simulate.virtual_clock import GENERATED, SimulatedRequest, percentile, simulate
 
 COST = FittedCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=0.0)
 
@@ -196,3 +198,61 @@ def test_everybody_keeps_a_seat_until_he_leaves(case):
         for before, after, index in zip(row, row[1:], range(1, len(row)), strict=False):
             if before != after and before:
                 assert before not in steps[index], "who stays in the batch does not change seats"
+
+
+def test_a_follower_comes_after_its_predecessor_and_finds_its_blocks():
+    """Turn two repeats turn one, its answer and a new question: all full blocks of the first are hits."""
+    first = tuple(range(1, 13))
+    second = (*first, *[GENERATED] * 8, 50, 51)
+    work = [
+        SimulatedRequest(len(second), 3, 2.5, prompt_token_ids=second, after=1),
+        SimulatedRequest(len(first), 8, 1.0, prompt_token_ids=first),
+    ]
+    blocks = CacheConfig(num_gpu_blocks=20, block_size=4)
+    found = simulate(work, SchedulerConfig(max_model_len=64), blocks, COST)
+    later, earlier = found.requests
+    assert later.arrival == pytest.approx(earlier.token_times[-1] + 2.5)
+    assert min(later.token_times) > later.arrival
+    # The first request's last token was never computed, so its block was not full.
+    assert later.num_cached_tokens == 16
+    assert sum(step.prefix_hits for step in found.steps) == 16
+    assert sum(step.prefix_queries for step in found.steps) == len(first) + len(second)
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+def test_one_that_waits_for_what_never_ends_is_refused(after):
+    work = [SimulatedRequest(2, 2, after=after), SimulatedRequest(2, 2, after=0), SimulatedRequest(2, 2)]
+    with pytest.raises(MinivllmError, match="after"):
+        simulate(work, SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9), COST)
+
+
+@given(workloads(), st.integers(1, 4), st.sampled_from([0.0, 0.5, 1.0]))
+@settings(max_examples=60, deadline=None)
+def test_drafts_change_the_steps_and_not_the_tokens(case, num_drafts, acceptance):
+    work, config, blocks = case
+    config = replace(config, num_speculative_tokens=num_drafts)
+    found = simulate(work, config, blocks, COST, acceptance=acceptance)
+    assert [len(one.token_times) for one in found.requests] == [one.output_tokens for one in work]
+    assert max(step.shape.num_tokens for step in found.steps) <= config.max_num_batched_tokens
+    for request in found.requests:
+        assert request.token_times == sorted(request.token_times)
+        most = max(request.token_times.count(time) for time in request.token_times)
+        assert most <= 1 + num_drafts * (acceptance > 0)
+
+
+def test_accepted_drafts_are_as_many_as_the_acceptance_says():
+    """Of k drafts with chance a each, (1 - a^(k+1)) / (1 - a) tokens come of a verification (Leviathan et al. 2023)."""
+    work = [SimulatedRequest(4, 4001)]
+    config = SchedulerConfig(max_model_len=8192, num_speculative_tokens=3)
+    found = simulate(work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=0.6)
+    assert 4000 / (len(found.steps) - 1) == pytest.approx((1 - 0.6**4) / (1 - 0.6), rel=0.03)
+    with pytest.raises(MinivllmError, match="acceptance"):
+        simulate(work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=1.2)
+
+
+def test_without_a_cache_a_step_computes_all_that_was_computed_before():
+    work, blocks = [SimulatedRequest(5, 4)], CacheConfig(num_gpu_blocks=9, enable_prefix_caching=False)
+    found = simulate(work, SchedulerConfig(max_model_len=16), blocks, COST, shape_of=StepShape.without_cache)
+    assert [step.shape.num_tokens for step in found.steps] == [5, 6, 7, 8]
+    assert [step.shape.num_pairs for step in found.steps] == [15, 21, 28, 36]
+    assert [step.scheduled["0"] for step in found.steps] == [5, 1, 1, 1]

@@ -18,6 +18,7 @@ from minivllm.engine.engine_args import EngineArgs
 from minivllm.lab.allocator import keep_freed_memory
 from minivllm.lab.device import pick_device
 from minivllm.models.loader import load_model, random_model
+from minivllm.models.quantized import quantize_linears
 from minivllm.scheduler_config import SchedulerConfig
 from minivllm.simulate.memory import MemoryLedger
 from minivllm.worker.memory import check_override, profile_memory
@@ -42,6 +43,8 @@ class EngineCore:
             block_size=args.block_size,
             kv_cache_dtype=args.kv_cache_dtype,
             speculative_config=args.speculation,
+            attention_backend=args.attention_backend,
+            use_kv_cache=args.use_kv_cache,
         )
         self.ledger = self._profile(args, config)
         num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
@@ -100,5 +103,9 @@ class EngineCore:
 def _load(args: EngineArgs, device: torch.device):
     dtype = "float32" if args.dtype == "auto" and device.type == "cpu" else args.dtype
     if args.load_format == "dummy":
-        return random_model(ModelConfig.from_pretrained(args.model), args.seed, device, dtype)
-    return load_model(args.model, device, dtype)[0]
+        model = random_model(ModelConfig.from_pretrained(args.model), args.seed, device, dtype)
+    else:
+        model = load_model(args.model, device, dtype)[0]
+    if args.quantization:
+        quantize_linears(model, args.quantization)
+    return model

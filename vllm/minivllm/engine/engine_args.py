@@ -11,12 +11,14 @@ from typing import Any
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
+from minivllm.kernels.packed_weights import QUANTIZATIONS
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.hardware import GIB
 from minivllm.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3")
+ATTENTION_BACKENDS = (None, "naive")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -29,6 +31,8 @@ class EngineArgs:
       kernels compute.
     - `kv_cache_dtype`: what keys and values are stored as. "auto": the dtype; "int8_per_token_head", or "int8":
       integers with a scale for each token and head; "fp8_e4m3", or "fp8": without scales, on GPUs that know it.
+    - `quantization`: of the layers' weights, as they are loaded: "int8", a scale for each row, or "int4", a scale for
+      each group of 16 to 128 numbers. None: as the checkpoint has them.
     - `device`: "auto" is the GPU where there is one.
     - `load_format`: "dummy" fills the model with random weights instead of reading any.
     - `max_model_len`: of prompt and output together, in tokens; None: the model's own.
@@ -36,6 +40,9 @@ class EngineArgs:
     - `max_num_seqs`, `max_num_batched_tokens`: requests and tokens in one step; None: by the size of the device.
     - `gpu_memory_utilization`: the share of the device's memory that the engine may use, 0 to 1; on a CPU, of the
       memory that is available. `num_gpu_blocks_override`: so many blocks, whatever would fit.
+    - `use_kv_cache`: off, every step computes all tokens of its requests again; what they write is read in the same
+      step and then forgotten. Not in vLLM, but what it is worth should be measurable.
+    - `attention_backend`: None is the unified kernel; "naive" what there was before (`unified_attention`).
     - `speculative_config`: as vLLM's dictionary, such as {"method": "ngram", "num_speculative_tokens": 4}.
     - `enforce_eager`: no CUDA graphs. There are none on a CPU.
     - `seed`: of the requests that bring none.
@@ -48,6 +55,7 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     load_format: str = "auto"
     seed: int = 0
@@ -64,6 +72,8 @@ class EngineArgs:
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
     static_batching: bool = False
+    use_kv_cache: bool = True
+    attention_backend: str | None = None
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
     enforce_eager: bool = False
     show_ledger: bool = True
@@ -86,12 +96,20 @@ class EngineArgs:
             f"unknown kv_cache_dtype {self.kv_cache_dtype!r}; known are {', '.join(KV_CACHE_DTYPES)}",
         )
         _require(
+            self.quantization in (None, *QUANTIZATIONS),
+            f"unknown quantization {self.quantization!r}; known are {', '.join(QUANTIZATIONS)}",
+        )
+        _require(
             self.load_format in LOAD_FORMATS,
             f"unknown load_format {self.load_format!r}; known are {', '.join(LOAD_FORMATS)}",
         )
         _require(
             _is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
             f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
+        )
+        _require(
+            self.attention_backend in ATTENTION_BACKENDS,
+            f"unknown attention_backend {self.attention_backend!r}; known are None and 'naive'",
         )
         SpeculativeConfig.of(self.speculative_config)
         _require(_is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")

@@ -50,6 +50,7 @@ import torch
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.cache import QUANTIZED, check_scales, choose_backend
+from minivllm.kernels.torch_attention import gather_attention
 from minivllm.kernels.tuning import fastest
 from minivllm.lab.gpu import INTERPRETED, tl, triton
 
@@ -389,7 +390,9 @@ def unified_attention(
         num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
         max_seq_len: the longest sequence, if the host knows; else the block table's width bounds it. It only helps to
             choose the number of splits: a wrong value costs time, never correctness.
-        backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter.
+        backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter. "naive"
+            is what there was before, to measure against: PyTorch, one sequence after another, its keys and values
+            gathered and the matrix of all scores written out.
 
     Returns:
         `out`, of q's dtype.
@@ -408,6 +411,12 @@ def unified_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if len(q) == 0 or len(seq_lens) == 0:
+        return out
+    if backend == "naive":
+        gather_attention(
+            out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap,
+            k_scales, v_scales, naive=True,
+        )  # fmt: skip
         return out
     if choose_backend(backend, q) == "cpu":
         from minivllm.kernels.cpu_attention import unified_attention_cpu

@@ -1,9 +1,10 @@
-"""Sixteen floats at once, for numba: what the CPU's attention computes with.
+"""Sixteen floats at once, for numba: what the CPU's attention and its quantized products compute with.
 
 numba finds no vectors in attention's short loops (a head has 32 to 128 numbers, and it cannot know that the sums it
 writes are not the keys that it reads), so these functions say them: `Lanes` is LLVM's <16 x float>, which LLVM cuts to
 the widths that the processor has. Arrays are one-dimensional and not checked against their bounds; they hold float32,
-bfloat16 as uint16 (the upper half of a float32), or int8.
+bfloat16 as uint16 (the upper half of a float32), float16 as int16, int8, or, as uint8, integers of 4 bits from −8 to 7
+that were stored plus 8, two in a byte, the lower half first; an index counts numbers there too, not bytes.
 """
 
 from __future__ import annotations
@@ -55,10 +56,29 @@ def _load(context, builder, array_type, array, index, count):
         kind = ir.VectorType(ir.IntType(8), count)
         integers = builder.load(_address(context, builder, array_type, array, index, kind), align=1, typ=kind)
         return builder.sitofp(integers, ir.VectorType(ir.FloatType(), count))
+    if array_type.dtype == types.uint8:
+        return _load_nibbles(context, builder, array_type, array, index, count)
+    if array_type.dtype == types.int16:
+        kind = ir.VectorType(ir.HalfType(), count)
+        halves = builder.load(_address(context, builder, array_type, array, index, kind), align=2, typ=kind)
+        return builder.fpext(halves, ir.VectorType(ir.FloatType(), count))
     kind, wide = ir.VectorType(ir.IntType(16), count), ir.VectorType(ir.IntType(32), count)
     halves = builder.load(_address(context, builder, array_type, array, index, kind), align=2, typ=kind)
     bits = builder.shl(builder.zext(halves, wide), ir.Constant(wide, [16] * count))
     return builder.bitcast(bits, ir.VectorType(ir.FloatType(), count))
+
+
+def _load_nibbles(context, builder, array_type, array, index, count):
+    """`count` integers of 4 bits, from an even `index` on, as floats."""
+    kind, both = ir.VectorType(ir.IntType(8), count // 2), ir.VectorType(ir.IntType(8), count)
+    at = builder.lshr(index, index.type(1))
+    pairs = builder.load(_address(context, builder, array_type, array, at, kind), align=1, typ=kind)
+    low = builder.and_(pairs, ir.Constant(kind, [15] * (count // 2)))
+    high = builder.lshr(pairs, ir.Constant(kind, [4] * (count // 2)))
+    order = [number // 2 + number % 2 * (count // 2) for number in range(count)]
+    integers = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(ir.IntType(32), count), order))
+    integers = builder.sub(integers, ir.Constant(both, [8] * count))
+    return builder.sitofp(integers, ir.VectorType(ir.FloatType(), count))
 
 
 def _shuffle(builder, first, second, order):

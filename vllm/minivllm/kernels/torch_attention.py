@@ -23,8 +23,12 @@ def gather_attention(
     soft_cap: float | None = None,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    naive: bool = False,
 ) -> None:
-    """Write the attention of every sequence to its rows of `out`; arguments as `unified_attention`'s."""
+    """Write the attention of every sequence to its rows of `out`; arguments as `unified_attention`'s.
+
+    naive: lay the whole matrix of scores `[heads, queries, keys]` down in memory, as one did before FlashAttention.
+    """
     starts, block_size = query_start_loc.tolist(), k_cache.shape[1]
     for sequence, length in enumerate(seq_lens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
@@ -35,12 +39,12 @@ def gather_attention(
         values = _gathered(v_cache, v_scales, blocks, q.dtype)[:length].transpose(0, 1)
         queries = q[begin:end].transpose(0, 1)
         seen = _seen(end - begin, length, sliding_window, q.device)
-        if soft_cap is None:
+        if soft_cap is None and not naive:
             attended = F.scaled_dot_product_attention(
                 queries[None], keys[None], values[None], attn_mask=seen, scale=scale, enable_gqa=True
             )[0]
         else:
-            attended = _capped_attention(queries, keys, values, seen, scale, soft_cap)
+            attended = _matrix_attention(queries, keys, values, seen, scale, soft_cap)
         out[begin:end] = attended.transpose(0, 1)
 
 
@@ -64,17 +68,19 @@ def _seen(queries: int, keys: int, sliding_window: int | None, device: torch.dev
     return seen if sliding_window is None else seen & (asked > asking - sliding_window)
 
 
-def _capped_attention(
+def _matrix_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     seen: torch.Tensor | None,
     scale: float,
-    soft_cap: float,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     group = len(queries) // len(keys)
     keys, values = keys.float().repeat_interleave(group, 0), values.float().repeat_interleave(group, 0)
-    scores = soft_cap * torch.tanh(queries.float() @ keys.transpose(1, 2) * (scale / soft_cap))
+    scores = queries.float() @ keys.transpose(1, 2) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
     return (torch.softmax(scores, dim=-1) @ values).to(queries.dtype)

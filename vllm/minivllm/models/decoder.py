@@ -4,7 +4,9 @@
 
 Tokens of all sequences of a step stand in one flat row, each with its position: a decoder does not need to know where a
 sequence begins. Attention does, and is handed in (`AttentionFunction`). Projections that read the same input are
-merged, as in vLLM: q, k and v are one matrix product, and so are the two halves of the gated MLP.
+merged, as in vLLM: q, k and v are one matrix product, and so are the two halves of the gated MLP. A rank of a
+tensor-parallel group has some of the heads and of the MLP's width, and adds its terms to those of the other ranks
+(`minivllm.models.parallel`).
 
 In vLLM: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`; `QKVParallelLinear` and
 `MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`.
@@ -18,26 +20,32 @@ from minivllm.config import ModelConfig
 from minivllm.errors import UnsupportedModelError
 from minivllm.kernels.elementwise import add_rms_norm, rotate_heads, silu_and_mul
 from minivllm.models.attention import AttentionFunction
+from minivllm.models.parallel import GroupCoordinator, shard_config
 from minivllm.models.rotary import RotaryTable
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Decoder(nn.Module):
-    """The whole model. Parameters are uninitialised: `minivllm.models.loader` fills them."""
+    """The whole model, or one rank's part of it. Parameters are uninitialised: `minivllm.models.loader` fills them.
 
-    def __init__(self, config: ModelConfig):
-        """Build with torch's default dtype and device.
+    `config` is the shape of what is here; `whole_config` that of the whole model.
+    """
+
+    def __init__(self, config: ModelConfig, group: GroupCoordinator | None = None):
+        """Build with torch's default dtype and device; `config` is of the whole model, `group` None for all of it.
 
         Raises:
             UnsupportedModelError: another family, or a variant that this decoder does not compute.
-            MinivllmError: the config lacks a field.
+            MinivllmError: the config lacks a field, or the model cannot be divided over so many ranks.
         """
         super().__init__()
         _check_supported(config)
-        self.config = config
+        self.group = group = group or GroupCoordinator()
+        self.whole_config = config
+        self.config = config = shard_config(config, group.size)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index, group) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -74,10 +82,10 @@ class Decoder(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with a norm before and the residual around."""
 
-    def __init__(self, config: ModelConfig, index: int):
+    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator):
         super().__init__()
-        self.self_attn = SelfAttention(config, index)
-        self.mlp = GatedMLP(config)
+        self.self_attn = SelfAttention(config, index, group)
+        self.mlp = GatedMLP(config, group)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -107,9 +115,9 @@ class DecoderLayer(nn.Module):
 class SelfAttention(nn.Module):
     """Projections around attention: into heads, positions applied, and out again."""
 
-    def __init__(self, config: ModelConfig, index: int):
+    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator):
         super().__init__()
-        self.index = index
+        self.index, self.group = index, group
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -130,20 +138,21 @@ class SelfAttention(nn.Module):
         rotate_heads(q_and_k, positions, table)
         q, k = q_and_k.split((self.heads, self.kv_heads), dim=1)
         attended = attention(self.index, q, k, v).flatten(1)
-        return self.o_proj(attended if rows is None else attended[rows])
+        return self.group.all_reduce(self.o_proj(attended if rows is None else attended[rows]))
 
 
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, group: GroupCoordinator):
         super().__init__()
+        self.group = group
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[tokens, hidden_size]` in and out."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+        return self.group.all_reduce(self.down_proj(silu_and_mul(self.gate_up_proj(hidden))))
 
 
 class RMSNorm(nn.Module):

@@ -1,12 +1,14 @@
 """Weights from safetensors files into the decoder, and random weights in the same shapes.
 
-Checkpoints store q, k, v and the two halves of the MLP one by one; the decoder has them merged. Each stored tensor is
-copied into its rows of the merged one, as vLLM's `weight_loader` functions do (`vllm/model_executor/layers/linear.py`).
+Checkpoints store q, k, v and the two halves of the MLP one by one; the decoder has them merged, and a rank of a
+tensor-parallel group has a part of each. A `Slot` says which rows of a parameter a stored tensor fills, and with which
+part of itself, as vLLM's `weight_loader` functions do (`vllm/model_executor/layers/linear.py`).
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,14 +17,47 @@ from torch import Tensor
 from minivllm.config import ModelConfig, config_path, hub_file
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
+from minivllm.models.parallel import GroupCoordinator, kv_part
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 INITIAL_SPREAD = 0.02  # standard deviation of random weights, as the families' own initializer_range
 
 
+@dataclass(frozen=True)
+class Slot:
+    """Where a stored tensor goes: part `index` of its `parts` along `dim` into `target`, rows of a parameter.
+
+    `zero`: nothing of it goes there, since another rank adds it to the sum.
+    """
+
+    target: Tensor
+    dim: int = 0
+    index: int = 0
+    parts: int = 1
+    zero: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the stored tensor."""
+        shape = list(self.target.shape)
+        shape[self.dim] *= self.parts
+        return torch.Size(shape)
+
+    def fill(self, stored: Tensor) -> None:
+        """Copies from a tensor of this `shape`."""
+        if self.zero:
+            self.target.zero_()
+        else:
+            width = self.target.shape[self.dim]
+            self.target.copy_(stored.narrow(self.dim, self.index * width, width))
+
+
 def load_model(
-    path_or_name: str | Path, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
+    path_or_name: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "auto",
+    group: GroupCoordinator | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """The model of a local directory, or of the Hugging Face hub, with its weights.
 
@@ -30,28 +65,40 @@ def load_model(
         path_or_name: a directory with `config.json` and safetensors files, or a model's name on the hub.
         device: where the weights go.
         dtype: of weights and computation; "auto" is the one that the checkpoint names.
+        group: the ranks to divide the model over; the model is this rank's part. None: all of it is here.
+
+    Returns:
+        The model, and the config of the whole of it.
 
     Raises:
         UnsupportedModelError: the decoder does not compute this model.
         MinivllmError: a file is missing, or a tensor is missing, unexpected or of another shape; the message names it.
     """
     config = ModelConfig.from_pretrained(path_or_name)
-    model = _empty_model(config, device, dtype)
+    model = _empty_model(config, device, dtype, group)
     load_weights(model, stored_tensors(weight_files(path_or_name)))
     return model, config
 
 
 def random_model(
-    config: ModelConfig, seed: int = 0, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
+    config: ModelConfig,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "auto",
+    group: GroupCoordinator | None = None,
 ) -> Decoder:
-    """A model with the real shapes and random weights, the same for the same seed: for tests and measurements."""
-    model = _empty_model(config, device, dtype)
+    """A model with the real shapes and random weights, the same for the same seed: for tests and measurements.
+
+    The ranks of a `group` get the parts of one and the same model.
+    """
+    model = _empty_model(config, device, dtype, group)
     generator = torch.Generator(device=device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    for name, slot in checkpoint_slots(model).items():
+        stored = torch.empty(slot.shape, dtype=slot.target.dtype, device=device)
         if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
+            slot.fill(stored.fill_(1.0))
         else:
-            parameter.normal_(0.0, INITIAL_SPREAD, generator=generator)
+            slot.fill(stored.normal_(0.0, INITIAL_SPREAD, generator=generator))
     return model
 
 
@@ -74,7 +121,7 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if tensor.shape != targets[name].shape:
             shapes = f"{tuple(tensor.shape)}, the config says {tuple(targets[name].shape)}"
             raise MinivllmError(f"the tensor {name!r} of the checkpoint has the shape {shapes}")
-        targets[name].copy_(tensor)
+        targets[name].fill(tensor)
         missing.remove(name)
     if missing:
         some = ", ".join(sorted(missing)[:3])
@@ -83,23 +130,28 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
         )
 
 
-def checkpoint_slots(model: Decoder) -> dict[str, Tensor]:
-    """Where each tensor of a Hugging Face checkpoint goes: its name, and the rows of the model's parameter it fills."""
-    config, slots = model.config, {}
+def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
+    """Where each tensor of a Hugging Face checkpoint goes, by its name."""
+    config, group, slots = model.config, model.group, {}
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    mine, shared = (group.rank, group.size), kv_part(model.whole_config, group)
     merged = {
-        "qkv_proj": (("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
-        "gate_up_proj": (("gate_proj", "up_proj"), (config.intermediate_size, config.intermediate_size)),
+        "qkv_proj": (("q_proj", "k_proj", "v_proj"), (q, kv, kv), (mine, shared, shared)),
+        "gate_up_proj": (("gate_proj", "up_proj"), (config.intermediate_size,) * 2, (mine, mine)),
     }
     for name, parameter in model.named_parameters():
         stored = name if name.startswith("lm_head") else f"model.{name}"
         whole = next((part for part in merged if part in name), None)
-        if whole is None:
-            slots[stored] = parameter
-            continue
-        parts, rows = merged[whole]
-        for part, slot in zip(parts, parameter.split(rows), strict=True):
-            slots[stored.replace(whole, part)] = slot
+        if whole is not None:
+            names, rows, parts = merged[whole]
+            for part, target, which in zip(names, parameter.split(rows), parts, strict=True):
+                slots[stored.replace(whole, part)] = Slot(target, 0, *which)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            slots[stored] = Slot(parameter, 1, *mine)
+        elif name.endswith(("o_proj.bias", "down_proj.bias")):
+            slots[stored] = Slot(parameter, zero=group.rank > 0)
+        else:
+            slots[stored] = Slot(parameter)
     return slots
 
 
@@ -171,9 +223,11 @@ def _is_sharded_on_hub(name: str) -> bool:
     return True
 
 
-def _empty_model(config: ModelConfig, device: str | torch.device, dtype: str | torch.dtype) -> Decoder:
+def _empty_model(
+    config: ModelConfig, device: str | torch.device, dtype: str | torch.dtype, group: GroupCoordinator | None
+) -> Decoder:
     with torch.device(device), _default_dtype(torch_dtype(config.dtype if dtype == "auto" else dtype)):
-        return Decoder(config).eval()
+        return Decoder(config, group).eval()
 
 
 @contextmanager

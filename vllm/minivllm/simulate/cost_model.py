@@ -42,6 +42,11 @@ class StepShape:
             pairs += new * before + new * (new + 1) // 2
         return cls(reqs, tokens, keys, pairs)
 
+    @classmethod
+    def without_cache(cls, scheduled: Iterable[tuple[int, int]]) -> StepShape:
+        """The same step where nothing was kept: all that was computed before is computed again."""
+        return cls.of((new + before, 0) for new, before in scheduled)
+
 
 class Cost(Protocol):
     """Anything that can say how long a step takes."""

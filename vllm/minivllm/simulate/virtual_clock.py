@@ -6,8 +6,10 @@ in milliseconds of real time. The figures are as good as the cost model: print i
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from minivllm.core.output import ModelRunnerOutput
@@ -17,12 +19,16 @@ from minivllm.errors import MinivllmError
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import Cost, StepShape
 
+GENERATED = 0
+"""The id of every token that is generated here."""
+
 
 @dataclass(frozen=True)
 class SimulatedRequest:
     """One request of a workload: when it comes (seconds), how long its prompt is, and how many tokens it will generate.
 
-    `prompt_token_ids` matter to the prefix cache only; without them the prompt shares nothing with any other.
+    `prompt_token_ids` matter to the prefix cache only; without them the prompt shares nothing with any other. Every
+    generated token is GENERATED: that is what the next turn of a conversation must repeat in its prompt.
     """
 
     prompt_tokens: int
@@ -30,6 +36,8 @@ class SimulatedRequest:
     arrival: float = 0.0
     priority: int = 0
     prompt_token_ids: Sequence[int] | None = None
+    after: int | None = None
+    """The request (its index in the workload) whose end this one waits for; `arrival` then counts from that end."""
 
 
 @dataclass
@@ -76,6 +84,10 @@ class StepRecord:
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    prefix_queries: int = 0
+    """Prompt tokens that this step's admissions looked up in the prefix cache; returns after a preemption apart."""
+    prefix_hits: int = 0
+    """How many of them it held."""
 
 
 @dataclass
@@ -136,43 +148,163 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
+ShapeOf = Callable[[Iterable[tuple[int, int]]], StepShape]
+
+
 def simulate(
     workload: Sequence[SimulatedRequest],
     scheduler_config: SchedulerConfig,
     cache_config: CacheConfig,
     cost: Cost,
     max_steps: int | None = None,
+    *,
+    acceptance: float = 0.0,
+    shape_of: ShapeOf = StepShape.of,
 ) -> Simulation:
     """Run a workload to its end, or for `max_steps` steps.
 
+    Args:
+        workload: the requests.
+        scheduler_config, cache_config: with `num_speculative_tokens` above 0, so many drafts stand ready for every
+            running request in every step.
+        cost: how long a step of some shape takes. Drafting takes no time.
+        max_steps: stop after so many.
+        acceptance: the chance that a draft is accepted when those before it were.
+        shape_of: what a step asks of the device, from (new tokens, tokens computed before) of each request.
+
     Raises:
-        MinivllmError: an empty workload, or a request that the scheduler refuses (too long for pool or model).
+        MinivllmError: an empty workload, one that waits for a request that never comes, an acceptance outside [0, 1],
+            or a request that the scheduler refuses (too long for pool or model).
     """
     if not workload:
         raise MinivllmError("a simulation needs at least one request")
-    scheduler = Scheduler(scheduler_config, cache_config)
-    timelines = [RequestTimeline(request.arrival) for request in workload]
-    live: dict[str, Request] = {}
-    arrivals = sorted(range(len(workload)), key=lambda index: workload[index].arrival)
-    steps: list[StepRecord] = []
-    clock, next_arrival = 0.0, 0
-    while next_arrival < len(arrivals) or scheduler.has_unfinished_requests():
-        if max_steps is not None and len(steps) >= max_steps:
-            break
-        if not scheduler.has_unfinished_requests():
-            clock = max(clock, workload[arrivals[next_arrival]].arrival)
-        while next_arrival < len(arrivals) and workload[arrivals[next_arrival]].arrival <= clock:
-            index = arrivals[next_arrival]
-            live[str(index)] = _request(index, workload[index])
-            scheduler.add_request(live[str(index)])
-            next_arrival += 1
-        step = _step(scheduler, live, timelines, cost, clock)
-        steps.append(step)
-        clock += step.seconds
-    return Simulation(timelines, steps)
+    clock = _Clock(workload, Scheduler(scheduler_config, cache_config), cost, Acceptance(acceptance), shape_of)
+    return clock.run(max_steps)
 
 
-def _request(index: int, spec: SimulatedRequest) -> Request:
+class Acceptance:
+    """Drafts accepted one after another, each with the same chance; the same draws in every run.
+
+    Raises:
+        MinivllmError: a chance outside [0, 1].
+    """
+
+    def __init__(self, chance: float) -> None:
+        if not 0 <= chance <= 1:
+            raise MinivllmError(f"an acceptance is a chance from 0 to 1, not {chance}")
+        self.chance, self._random = chance, random.Random(0).random
+
+    def draw(self, num_drafts: int) -> int:
+        """How many of these drafts are accepted before the first that is not."""
+        for position in range(num_drafts):
+            if self._random() >= self.chance:
+                return position
+        return num_drafts
+
+
+class _Clock:
+    """A simulation under way."""
+
+    def __init__(
+        self,
+        workload: Sequence[SimulatedRequest],
+        scheduler: Scheduler,
+        cost: Cost,
+        acceptance: Acceptance,
+        shape_of: ShapeOf,
+    ) -> None:
+        self.workload, self.scheduler, self.cost, self.shape_of = workload, scheduler, cost, shape_of
+        self.acceptance = acceptance
+        self.timelines = [RequestTimeline(request.arrival) for request in workload]
+        self.live: dict[str, Request] = {}
+        self.now = 0.0
+        self.coming = [(one.arrival, index) for index, one in enumerate(workload) if one.after is None]
+        heapq.heapify(self.coming)
+        self.followers: dict[int, list[int]] = {}
+        for index, request in enumerate(workload):
+            if request.after is not None:
+                self.followers.setdefault(request.after, []).append(index)
+
+    def run(self, max_steps: int | None) -> Simulation:
+        """Steps until nothing is left to do."""
+        steps: list[StepRecord] = []
+        while self.coming or self.scheduler.has_unfinished_requests():
+            if max_steps is not None and len(steps) >= max_steps:
+                break
+            if not self.scheduler.has_unfinished_requests():
+                self.now = max(self.now, self.coming[0][0])
+            while self.coming and self.coming[0][0] <= self.now:
+                self._arrive(heapq.heappop(self.coming)[1])
+            steps.append(self._step())
+            self.now += steps[-1].seconds
+        unheard = [index for index, timeline in enumerate(self.timelines) if not timeline.token_times]
+        if unheard and max_steps is None:
+            raise MinivllmError(f"request {unheard[0]} waits for one that never ends: check `after`")
+        return Simulation(self.timelines, steps)
+
+    def _arrive(self, index: int) -> None:
+        request = to_request(index, self.workload[index], self.timelines[index].arrival)
+        self.live[request.request_id] = request
+        self.scheduler.add_request(request)
+
+    def _step(self) -> StepRecord:
+        """Schedule, let time pass, sample for every request that has caught up."""
+        live, scheduler = self.live, self.scheduler
+        output = scheduler.schedule()
+        scheduled = output.num_scheduled_tokens
+        shape = self.shape_of((new, live[key].num_computed_tokens - new) for key, new in scheduled.items())
+        for key in output.preempted_req_ids:
+            self.timelines[int(key)].num_preemptions += 1
+        for new_request in output.scheduled_new_reqs:
+            self.timelines[int(new_request.req_id)].num_cached_tokens = live[new_request.req_id].num_cached_tokens
+        seconds = self.cost.seconds(shape)
+        num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
+        usage = scheduler.kv_cache_manager.usage
+        prefix = scheduler.kv_cache_manager.make_prefix_cache_stats()
+        drafts = output.scheduled_spec_decode_tokens
+        sampled = {
+            key: [GENERATED] * (1 + self.acceptance.draw(len(drafts.get(key, ()))))
+            for key in scheduled
+            if live[key].num_computed_tokens >= live[key].num_tokens
+        }
+        for news in scheduler.update_from_output(output, ModelRunnerOutput(sampled)):
+            index = int(news.request_id)
+            self.timelines[index].token_times += [self.now + seconds] * len(news.new_token_ids)
+            if news.finish_reason:
+                self._finished(index, self.now + seconds)
+        self._propose(sampled)
+        return StepRecord(
+            self.now,
+            seconds,
+            shape,
+            dict(scheduled),
+            tuple(sorted(output.preempted_req_ids)),
+            num_running,
+            num_waiting,
+            usage,
+            prefix.queries,
+            prefix.hits,
+        )
+
+    def _propose(self, sampled: Iterable[str]) -> None:
+        num_drafts = self.scheduler.config.num_speculative_tokens
+        if num_drafts:
+            drafts = {key: [GENERATED] * num_drafts for key in sampled if key in self.live}
+            self.scheduler.update_draft_token_ids(drafts)
+
+    def _finished(self, index: int, now: float) -> None:
+        del self.live[str(index)]
+        for follower in self.followers.get(index, ()):
+            self.timelines[follower].arrival = now + self.workload[follower].arrival
+            heapq.heappush(self.coming, (self.timelines[follower].arrival, follower))
+
+
+def to_request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
+    """The scheduler's request for the `index`-th of a workload, arriving at `arrival` seconds; its id is the index.
+
+    Raises:
+        MinivllmError: as many token ids as `prompt_tokens` says are not there.
+    """
     # One token that no other prompt begins with is enough to share nothing: block hashes are chained.
     token_ids = spec.prompt_token_ids or [-1 - index, *[0] * (spec.prompt_tokens - 1)]
     if len(token_ids) != spec.prompt_tokens:
@@ -181,39 +313,7 @@ def _request(index: int, spec: SimulatedRequest) -> Request:
         str(index),
         token_ids,
         max_tokens=spec.output_tokens,
-        arrival_time=spec.arrival,
+        arrival_time=arrival,
         priority=spec.priority,
         ignore_eos=True,
-    )
-
-
-def _step(
-    scheduler: Scheduler, live: dict[str, Request], timelines: list[RequestTimeline], cost: Cost, clock: float
-) -> StepRecord:
-    """Schedule, let time pass, sample one token for every request that has caught up."""
-    output = scheduler.schedule()
-    scheduled = output.num_scheduled_tokens
-    shape = StepShape.of((new, live[key].num_computed_tokens - new) for key, new in scheduled.items())
-    for key in output.preempted_req_ids:
-        timelines[int(key)].num_preemptions += 1
-    for new_request in output.scheduled_new_reqs:
-        timelines[int(new_request.req_id)].num_cached_tokens = live[new_request.req_id].num_cached_tokens
-    seconds = cost.seconds(shape)
-    num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
-    usage = scheduler.kv_cache_manager.usage
-    sampled = {key: [0] for key in scheduled if live[key].num_computed_tokens == live[key].num_tokens}
-    for news in scheduler.update_from_output(output, ModelRunnerOutput(sampled)):
-        timeline = timelines[int(news.request_id)]
-        timeline.token_times.append(clock + seconds)
-        if news.finish_reason:
-            live.pop(news.request_id)
-    return StepRecord(
-        clock,
-        seconds,
-        shape,
-        dict(scheduled),
-        tuple(sorted(output.preempted_req_ids)),
-        num_running,
-        num_waiting,
-        usage,
     )

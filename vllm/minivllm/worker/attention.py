@@ -43,8 +43,16 @@ class LayerCache(NamedTuple):
 class PagedAttention:
     """What the decoder calls for attention: owns every layer's cache, and reads the step at hand from `metadata`."""
 
-    def __init__(self, kv_caches: list[LayerCache], scale: float, sliding_window: int | None = None) -> None:
+    def __init__(
+        self,
+        kv_caches: list[LayerCache],
+        scale: float,
+        sliding_window: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        """`backend` is `unified_attention`'s; what the kernel writes with always follows the device."""
         self.kv_caches = kv_caches
+        self.backend = backend
         self.scale = scale
         self.sliding_window = sliding_window
         self.metadata: AttentionMetadata | None = None
@@ -67,4 +75,5 @@ class PagedAttention:
             v_scales=value_scales,
             sliding_window=self.sliding_window,
             max_seq_len=step.max_seq_len,
+            backend=self.backend,
         )

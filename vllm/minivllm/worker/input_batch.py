@@ -79,6 +79,13 @@ class InputBatch:
                 if block_ids:
                     self._append_block_ids(row, block_ids)
 
+    def forget_computed(self, num_scheduled_tokens: dict[str, int]) -> dict[str, int]:
+        """The tokens of a step in which these requests begin again at their first: without a KV cache, every step."""
+        rows = {req_id: self.row_of[req_id] for req_id in num_scheduled_tokens}
+        counts = {req_id: int(self.num_computed_tokens[row]) for req_id, row in rows.items()}
+        self.num_computed_tokens[list(rows.values())] = 0
+        return {req_id: count + num_scheduled_tokens[req_id] for req_id, count in counts.items()}
+
     def prepare(self, num_scheduled_tokens: dict[str, int], drafts: dict[str, list[int]]) -> StepInputs:
         """The inputs of a step in which each of these requests computes so many tokens, its drafts among them."""
         for req_id, token_ids in drafts.items():

@@ -36,6 +36,8 @@ class ModelRunner:
         block_size: int,
         kv_cache_dtype: str = "auto",
         speculative_config: SpeculativeConfig | None = None,
+        attention_backend: str | None = None,
+        use_kv_cache: bool = True,
     ) -> None:
         self.model = model
         self.config = model.config
@@ -47,6 +49,7 @@ class ModelRunner:
         check_kv_cache_dtype(kv_cache_dtype, self.device)
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size)
         self.prompt_logprobs = PromptLogprobs()
+        self.attention_backend, self.use_kv_cache = attention_backend, use_kv_cache
         self.proposer = NgramProposer(speculative_config, max_model_len) if speculative_config else None
         self._draft_token_ids: dict[str, list[int]] = {}
         self.attention: PagedAttention | None = None
@@ -70,7 +73,8 @@ class ModelRunner:
         """Allocates the cache, once: `num_blocks` blocks in every layer."""
         where = self.device, self.dtype, self.kv_cache_dtype
         caches = allocate_kv_caches(self.config, num_blocks, self.block_size, *where)
-        self.attention = PagedAttention(caches, self.config.head_dim**-0.5, self.config.sliding_window)
+        scale, window = self.config.head_dim**-0.5, self.config.sliding_window
+        self.attention = PagedAttention(caches, scale, window, self.attention_backend)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -85,9 +89,10 @@ class ModelRunner:
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
         """Gathers the step's inputs from the batch, and sets the tables that attention will read."""
         assert self.attention is not None
-        inputs = self.batch.prepare(
-            scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
-        )
+        num_scheduled_tokens = scheduler_output.num_scheduled_tokens
+        if not self.use_kv_cache:
+            num_scheduled_tokens = self.batch.forget_computed(num_scheduled_tokens)
+        inputs = self.batch.prepare(num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens)
         self.attention.metadata = AttentionMetadata(
             self._on_device(inputs.query_start_loc),
             self._on_device(inputs.seq_lens),

@@ -45,6 +45,7 @@ class PromptLogprobs:
             if req_id not in self._so_far:
                 continue
             row, start, end = inputs.rows[index], inputs.query_start_loc[index], inputs.query_start_loc[index + 1]
+            start += len(self._so_far[req_id]) - inputs.positions[start]  # without a cache, a step begins at 0 again
             first = inputs.positions[start] + 1  # the token that the first of these hidden states predicts
             targets = batch.token_ids[row, first : min(first + end - start, batch.num_prompt_tokens[row])].tolist()
             params = batch.sampling.params[row]

@@ -1,0 +1,197 @@
+"""Products with packed weights: the kernel and its twins give what the unpacked numbers give; packing loses nothing."""
+
+import numpy as np
+import pytest
+import torch
+from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels import cpu_quantized_linear
+from minivllm.kernels.packed_weights import (
+    check_group_size,
+    default_group_size,
+    dequantize_weight,
+    pack_int4,
+    quantize_weight,
+    unpack,
+)
+from minivllm.kernels.quantized_linear import (
+    FOR_FEW_ROWS,
+    FOR_MANY_ROWS,
+    quantized_linear,
+    quantized_linear_kernel,
+    tiles,
+)
+from minivllm.lab.gpu import tl
+
+KINDS = {"int8": ("int8", None), "int4": ("int4", 32), "int4, short groups": ("int4", 16), "int4, rows": ("int4", 0)}
+SHAPES = [(1, 40, 96), (3, 33, 64), (17, 70, 160), (16, 1, 32)]  # rows, out, in
+
+
+def make(kind, rows, out, width, dtype=torch.float32, scale_dtype=None):
+    """x, packed, scales, bias, and the float64 answer for the numbers that the integers stand for."""
+    torch.manual_seed(rows + out + width)
+    quantization, group = KINDS[kind]
+    packed, scales = quantize_weight(torch.randn(out, width), quantization, width if group == 0 else group)
+    scales = scales.to(scale_dtype or scales.dtype)
+    x, bias = torch.randn(rows, width).to(dtype), torch.randn(out).to(dtype)
+    integers = [[int(number) for number in row] for row in unpack(packed)]
+    groups = np.repeat(scales.double().numpy(), width // scales.shape[1], axis=1)
+    weight = torch.from_numpy(np.array(integers) * groups)
+    return x, packed, scales, bias, x.double() @ weight.T + bias.double()
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+
+def test_packing_keeps_every_integer_and_puts_the_first_into_the_lower_half():
+    integers = torch.arange(-8, 8, dtype=torch.int8).repeat(3, 2)
+    packed = pack_int4(integers)
+    assert packed.shape == (3, 16)
+    assert packed[0, 0] == 0 + (1 << 4)
+    assert torch.equal(unpack(packed), integers)
+    words = packed.view(torch.int32)  # eight to a word, the lowest bits first: what checkpoints have
+    for place in range(8):
+        assert torch.equal((words >> (4 * place)) & 15, integers[:, place::8].int() + 8)
+
+
+@pytest.mark.parametrize("group_size", [16, 32, 96])
+def test_numbers_are_off_by_half_a_scale_at_most(group_size):
+    torch.manual_seed(0)
+    weight = torch.randn(50, 96)
+    weight[3], weight[4, 7] = 0, 100.0
+    for quantization, least, most in (("int8", -127, 127), ("int4", -8, 7)):
+        packed, scales = quantize_weight(weight, quantization, group_size)
+        assert scales.shape == (50, 96 // group_size)
+        integers, steps = unpack(packed), scales.float().repeat_interleave(group_size, 1)
+        assert least <= integers.min() < integers.max() <= most
+        error = (dequantize_weight(packed, scales) - weight).abs()
+        clipped = (weight / steps).nan_to_num(0.0) > 7.5 if quantization == "int4" else torch.zeros_like(weight).bool()
+        assert (error <= 0.51 * steps.abs())[~clipped].all()
+        assert (error <= 1.05 * steps.abs()).all()
+        assert not dequantize_weight(packed, scales)[3].any()
+    assert torch.equal(unpack(packed).view(50, -1, group_size).amin(-1)[:3], torch.full((3, 96 // group_size), -8))
+
+
+def test_default_groups_are_long_in_wide_rows_and_always_fit():
+    assert [default_group_size(width) for width in (256, 688, 896, 1024, 4864, 14336)] == [32, 16, 32, 128, 128, 128]
+    with pytest.raises(MinivllmError, match="rows of 40 weights cannot have groups of 16: possible are 40"):
+        default_group_size(40)
+    with pytest.raises(MinivllmError, match=r"rows of 96 .* of 48: possible are 16, 32, 96"):
+        check_group_size(48, 96)
+    with pytest.raises(MinivllmError, match="of 64: possible are 16, 32, 96"):
+        quantize_weight(torch.zeros(2, 96), "int4", 64)
+    with pytest.raises(MinivllmError, match="unknown quantization 'int3'; known are int8, int4"):
+        quantize_weight(torch.zeros(2, 96), "int3")
+    with pytest.raises(MinivllmError, match="an odd number"):
+        quantize_weight(torch.zeros(2, 33), "int4", 33)
+
+
+# ---- numerics --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_multiplies_by_what_the_integers_stand_for(device, kind, shape):
+    x, packed, scales, bias, expected = make(kind, *shape)
+    arguments = [one.to(device) for one in (x, packed, scales)]
+    found = quantized_linear(*arguments, bias.to(device), backend="triton")
+    assert_close(found, expected)
+    assert_close(quantized_linear(*arguments, backend="triton"), expected - bias)
+    assert_twin(found, quantized_linear(x, packed, scales, bias, backend="cpu"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_kernel_in_other_precisions(device, kind, dtype):
+    *arguments, expected = make(kind, 5, 20, 160, dtype, torch.float16)
+    found = quantized_linear(*(one.to(device) for one in arguments), backend="triton")
+    assert found.dtype == dtype
+    assert_close(found, expected)
+
+
+def test_rows_that_end_inside_a_tile_of_the_kernel(device):
+    """Width 200: one tile of 128, and 72 numbers of the next; poison lies behind the last row."""
+    for kind in ("int8", "int4, rows"):
+        x, packed, scales, bias, expected = make(kind, 3, 7, 200)
+        behind = torch.full((4, 200), torch.nan)
+        behind[:3] = x
+        arguments = [one.to(device) for one in (behind[:3], packed, scales, bias)]
+        assert_close(quantized_linear(*arguments, backend="triton"), expected)
+
+
+@pytest.fixture(params=["numba", "torch"])
+def twin(request, monkeypatch):
+    """Each form that a CPU may run."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(cpu_quantized_linear, "has_numba", lambda: request.param == "numba")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 6, 17, 33])
+def test_the_twins_multiply_by_what_the_integers_stand_for(twin, kind, rows):
+    for out, width in ((1, 32), (37, 96), (16, 160), (50, 64)):
+        x, packed, scales, bias, expected = make(kind, rows, out, width)
+        assert_close(quantized_linear(x, packed, scales, bias), expected)
+
+
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_twins_know_every_type_of_scale(twin, scale_dtype, dtype):
+    for kind in ("int8", "int4"):
+        x, packed, scales, bias, expected = make(kind, 5, 20, 64, dtype, scale_dtype)
+        found = quantized_linear(x, packed, scales, bias)
+        assert found.dtype == dtype
+        assert_close(found, expected)
+
+
+def test_several_threads_share_the_outputs():
+    pytest.importorskip("numba")
+    x, packed, scales, bias, expected = make("int4", 9, 333, 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_close(quantized_linear(x, packed, scales, bias), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("int4", [True, False], ids=["int4", "int8"])
+@pytest.mark.parametrize("configuration", [FOR_FEW_ROWS[0], FOR_MANY_ROWS[0]], ids=["few rows", "many rows"])
+def test_the_kernel_compiles_everywhere(int4, configuration):
+    arguments = {
+        **dict.fromkeys(("out", "x", "bias"), "*bf16"),
+        "packed": "*u8" if int4 else "*i8",
+        "scales": "*bf16" if int4 else "*fp32",
+        **dict.fromkeys(("x_stride", "N", "K"), 4096),
+        "rows": 7,
+        "INT4": int4,
+        "HAS_BIAS": True,
+        "DOT_TYPE": tl.bfloat16,
+        **tiles(128 if int4 else 4096, 4096, configuration),
+    }
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    assert_compiles(quantized_linear_kernel, arguments, options, tensor_core=True, load_bytes=16)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+def test_input_that_cannot_work_is_refused():
+    x, packed, scales, *_ = make("int4", 3, 10, 64)
+    with pytest.raises(MinivllmError, match=r"x must be \[rows, 64\] .* got \[3, 63\]"):
+        quantized_linear(x[:, 1:], packed, scales)
+    with pytest.raises(MinivllmError, match=r"scales must be \[10, groups\], groups a divisor of 64, got \[10, 3\]"):
+        quantized_linear(x, packed, torch.ones(10, 3))
+    with pytest.raises(MinivllmError, match="cannot have groups of 8"):
+        quantized_linear(x, packed, torch.ones(10, 8))
+    with pytest.raises(MinivllmError, match="int8, or uint8 with two integers in a byte"):
+        quantized_linear(x, packed.float(), scales)
+    with pytest.raises(MinivllmError, match="must be contiguous"):
+        quantized_linear(x, packed, torch.ones(2, 10).T)
+    with pytest.raises(MinivllmError, match="unknown backend 'gpu'"):
+        quantized_linear(x, packed, scales, backend="gpu")

@@ -1,0 +1,133 @@
+"""Ranks of a tensor-parallel group: what each has of a model, and that their terms add up to the whole."""
+
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.errors import MinivllmError
+from minivllm.models.attention import CausalAttention
+from minivllm.models.loader import checkpoint_slots, load_model, random_model
+from minivllm.models.parallel import GroupCoordinator, possible_sizes, shard_config
+from minivllm.simulate.memory import kv_bytes_per_token
+
+CONFIG = ModelConfig.from_dict(
+    {
+        "model_type": "qwen3", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32,
+        "dtype": "float32", "attention_bias": True, "mlp_bias": True,
+    }
+)  # fmt: skip
+CONFIG = dataclasses.replace(CONFIG, attention_bias=True, attention_output_bias=True, mlp_bias=True)
+
+
+class ThreadedGroup(GroupCoordinator):
+    """Ranks that are threads: each leaves its terms, and adds up everyone's when all have come."""
+
+    def __init__(self, rank: int, size: int, terms: list, everyone: threading.Barrier):
+        super().__init__(rank, size)
+        self.terms, self.everyone = terms, everyone
+
+    def all_reduce(self, terms: torch.Tensor) -> torch.Tensor:
+        self.terms[self.rank] = terms
+        self.everyone.wait(10)
+        total = torch.stack(self.terms).sum(0)
+        self.everyone.wait(10)
+        return total
+
+
+def hidden_states(model) -> torch.Tensor:
+    ids = torch.arange(20) % CONFIG.vocab_size
+    with torch.inference_mode():
+        return model(ids, torch.arange(20), CausalAttention(model.config))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_terms_of_all_ranks_add_up_to_the_whole_model(size):
+    terms, everyone = [None] * size, threading.Barrier(size)
+    groups = [ThreadedGroup(rank, size, terms, everyone) for rank in range(size)]
+    models = [random_model(CONFIG, seed=1, group=group) for group in groups]
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(hidden_states, models))
+    for hidden in found:
+        torch.testing.assert_close(hidden, hidden_states(random_model(CONFIG, seed=1)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_parts_of_all_ranks_are_the_stored_tensors(size):
+    stored = {name: slot.target for name, slot in checkpoint_slots(random_model(CONFIG, seed=5)).items()}
+    ranks = [checkpoint_slots(random_model(CONFIG, seed=5, group=GroupCoordinator(r, size))) for r in range(size)]
+    for name, tensor in stored.items():
+        slots = [rank[name] for rank in ranks]
+        assert all(slot.shape == tensor.shape for slot in slots)
+        if name.endswith(("o_proj.bias", "down_proj.bias")):
+            assert torch.equal(sum(slot.target for slot in slots), tensor), "added once"
+            continue
+        parts = {slot.index: slot.target for slot in slots}
+        assert len(parts) == slots[0].parts
+        assert torch.equal(torch.cat([parts[index] for index in sorted(parts)], slots[0].dim), tensor)
+
+
+def test_key_value_heads_are_held_twice_where_ranks_are_more():
+    ranks = [random_model(CONFIG, seed=5, group=GroupCoordinator(rank, 4)) for rank in range(4)]
+    keys = [checkpoint_slots(model)["model.layers.1.self_attn.k_proj.weight"].target for model in ranks]
+    assert torch.equal(keys[0], keys[1])
+    assert torch.equal(keys[2], keys[3])
+    assert not torch.equal(keys[1], keys[2])
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_rank_of_the_embedded_model_from_its_file(size):
+    whole, config = load_model(EMBEDDED_MODEL)
+    rank = size - 1
+    part, same = load_model(EMBEDDED_MODEL, group=GroupCoordinator(rank, size))
+    assert same == config
+    width = 688 // size
+    assert torch.equal(part.layers[0].mlp.down_proj.weight, whole.layers[0].mlp.down_proj.weight[:, -width:])
+    assert torch.equal(part.layers[0].mlp.gate_up_proj.weight[width:], whole.layers[0].mlp.gate_up_proj.weight[-width:])
+    assert kv_bytes_per_token(part.config) == kv_bytes_per_token(config, tp=size)
+
+
+def test_alone_nothing_is_exchanged_or_counted():
+    terms, group = torch.ones(3), GroupCoordinator()
+    assert group.all_reduce(terms) is terms
+    assert group.bytes_reduced == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "possible"),
+    [
+        ({}, 3, "1, 2, 4$"),
+        ({}, 8, "1, 2, 4$"),
+        ({"intermediate_size": 22}, 4, "1, 2$"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "1, 3, 6, 12$"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, 2, "of 1$"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_what_can(changes, size, possible):
+    config = dataclasses.replace(CONFIG, **changes)
+    with pytest.raises(MinivllmError, match=possible):
+        shard_config(config, size)
+
+
+@given(
+    kv_heads=st.integers(1, 12), group=st.integers(1, 6), width=st.integers(1, 240), size=st.integers(1, 80)
+)  # fmt: skip
+def test_a_size_is_possible_or_refused(kv_heads, group, width, size):
+    config = dataclasses.replace(
+        CONFIG, num_attention_heads=kv_heads * group, num_key_value_heads=kv_heads, intermediate_size=width
+    )
+    if size not in possible_sizes(config):
+        with pytest.raises(MinivllmError):
+            shard_config(config, size)
+        return
+    shard = shard_config(config, size)
+    assert shard.num_attention_heads * size == config.num_attention_heads
+    assert shard.intermediate_size * size == config.intermediate_size
+    assert shard.num_attention_heads % shard.num_key_value_heads == 0
+    assert kv_bytes_per_token(shard) == kv_bytes_per_token(config, tp=size)

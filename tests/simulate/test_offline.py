@@ -1,0 +1,67 @@
+"""Steps taken at one stroke are the single steps of the simulation, one for one."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.errors import MinivllmError
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.simulate.cost_model import FittedCost, StepShape
+from minivllm.simulate.offline import run_offline
+from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+
+COST = FittedCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=1e-4)
+
+
+@st.composite
+def workloads(draw):
+    """Requests of which some share a beginning, on a pool that holds any one of them and at times few more."""
+    lengths = draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=12))
+    work = []
+    for index, (prompt, output) in enumerate(lengths):
+        shared = draw(st.integers(0, prompt))
+        ids = (*range(1, shared + 1), *[-1 - index] * (prompt - shared))
+        work.append(SimulatedRequest(prompt, output, prompt_token_ids=ids))
+    chunked = draw(st.booleans())
+    config = SchedulerConfig(
+        max_model_len=72,
+        max_num_seqs=draw(st.integers(1, 12)),
+        max_num_batched_tokens=draw(st.integers(1, 100) if chunked else st.integers(72, 200)),
+        enable_chunked_prefill=chunked,
+        static_batching=draw(st.booleans()),
+        num_speculative_tokens=draw(st.sampled_from([0, 0, 2])),
+    )
+    blocks = CacheConfig(
+        num_gpu_blocks=draw(st.integers(20, 80)), block_size=4, enable_prefix_caching=draw(st.booleans())
+    )
+    return work, config, blocks
+
+
+@given(workloads(), st.sampled_from([StepShape.of, StepShape.without_cache]))
+@settings(max_examples=200, deadline=None)
+def test_the_steps_are_those_of_the_simulation(case, shape_of):
+    work, config, blocks = case
+    single = simulate(work, config, blocks, COST, acceptance=0.5, shape_of=shape_of)
+    found = run_offline(work, config, blocks, acceptance=0.5, shape_of=shape_of)
+    assert list(found.shapes()) == [step.shape for step in single.steps]
+    assert found.num_steps == len(single.steps)
+    assert found.preemptions == single.num_preemptions
+    assert found.prefix_hits == sum(one.num_cached_tokens for one in single.requests)
+    assert found.seconds(COST) == pytest.approx(single.seconds, rel=1e-4)
+    assert found.request_steps == sum(step.shape.num_reqs for step in single.steps)
+    assert found.computed_tokens == sum(step.shape.num_tokens for step in single.steps)
+
+
+def test_a_long_run_takes_few_strokes():
+    work = [SimulatedRequest(20, 400), SimulatedRequest(20, 300)]
+    found = run_offline(work, SchedulerConfig(max_model_len=512), CacheConfig(num_gpu_blocks=100))
+    assert found.num_steps == 400
+    assert len(found.stretches) == 3  # both prompts, both until one ends, one alone
+
+
+@pytest.mark.parametrize(
+    "work", [[], [SimulatedRequest(1, 1, arrival=1.0)], [SimulatedRequest(1, 1), SimulatedRequest(1, 1, after=0)]]
+)
+def test_only_what_is_there_at_the_start_can_be_run(work):
+    with pytest.raises(MinivllmError):
+        run_offline(work, SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=9))

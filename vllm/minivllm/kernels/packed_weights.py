@@ -1,0 +1,117 @@
+"""Weights as small integers with scales: rounding, packing, and the numbers that they stand for.
+
+A row of a weight `[out, in]` is cut into groups of equal size, or is one group. A number is an integer times the scale
+of its group. Rounding is to the nearest and symmetric: there is no zero point, and zero stays zero.
+
+    int8    int8  [out, in], from −127 to 127; scales fp32 [out, 1], a row being one group
+    int4    uint8 [out, in / 2], two numbers in a byte, the lower half first, each stored plus 8;
+            scales bf16 [out, in / group size]
+
+Read as int32, eight numbers at a time, the bytes of int4 are the "pack-quantized" format of compressed-tensors, and
+turned on their side those of GPTQ: such checkpoints are loaded as they are.
+
+The scale of int8 is the largest magnitude / 127. In int4 every integer counts: the number of the largest magnitude
+becomes −8, and the scale has the sign that this needs, so that all sixteen integers are used. A number is off by half
+a scale at most, in int4 by a whole one where it lies opposite the largest, beyond 7. bf16 has the range of fp32, and
+that it rounds a scale harms little: the integers are chosen for the rounded scale. A number of int4 costs
+4 + 16 / group size bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.errors import MinivllmError
+
+QUANTIZATIONS = ("int8", "int4")
+SMALLEST_GROUP = 16
+WIDE = 1024  # numbers of a row from which on groups are large
+
+
+def quantize_weight(
+    weight: torch.Tensor, quantization: str, group_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The packed integers and the scales of a weight `[out, in]`.
+
+    `group_size` None is the whole row in int8, `default_group_size` in int4.
+
+    Raises:
+        MinivllmError: an unknown quantization, or a group size that rows cannot have.
+    """
+    width = weight.shape[1]
+    if quantization == "int8":
+        groups = _groups(weight, group_size or width)
+        scales = groups.abs().amax(-1) / 127
+        return _nearest(groups, scales, 127).view(weight.shape), scales
+    if quantization != "int4":
+        raise MinivllmError(f"unknown quantization {quantization!r}; known are {', '.join(QUANTIZATIONS)}")
+    groups = _groups(weight, group_size or default_group_size(width))
+    furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    scales = (furthest / -8).to(torch.bfloat16)
+    return pack_int4(_nearest(groups, scales, 7).view(weight.shape)), scales
+
+
+def default_group_size(width: int) -> int:
+    """Numbers that share a scale of int4 in rows of `width`: 128, in rows below 1,024 numbers 32; halved until it fits.
+
+    Raises:
+        MinivllmError: not even 16 divides the row.
+    """
+    group_size = 128 if width >= WIDE else 32
+    while width % group_size and group_size > SMALLEST_GROUP:
+        group_size //= 2
+    check_group_size(group_size, width)
+    return group_size
+
+
+def check_group_size(group_size: int, width: int) -> None:
+    """Refuse groups that a product does not take: they are whole rows, or powers of two from 16 on.
+
+    Raises:
+        MinivllmError: these are not, or do not divide a row of `width` numbers; the message says which would.
+    """
+    power_of_two = group_size >= SMALLEST_GROUP and group_size & (group_size - 1) == 0
+    if group_size == width or (power_of_two and width % group_size == 0):
+        return
+    fitting = [size for size in (16, 32, 64, 128, 256) if width % size == 0] + [width]
+    raise MinivllmError(
+        f"rows of {width} weights cannot have groups of {group_size}: possible are {', '.join(map(str, fitting))}"
+    )
+
+
+def pack_int4(integers: torch.Tensor) -> torch.Tensor:
+    """Integers `[out, in]` from −8 to 7 as uint8 `[out, in / 2]`. Raises `MinivllmError` where `in` is odd."""
+    if integers.shape[1] % 2:
+        raise MinivllmError(f"rows of {integers.shape[1]} weights, an odd number, cannot be packed two in a byte")
+    stored = (integers + 8).to(torch.uint8)
+    return stored[:, ::2] | (stored[:, 1::2] << 4)
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """The integers of a packed weight of either kind, int8 `[out, in]`."""
+    if packed.dtype == torch.int8:
+        return packed
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1).to(torch.int8) - 8
+
+
+def dequantize_weight(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The numbers that they stand for, fp32 `[out, in]`."""
+    integers = unpack(packed)
+    groups = integers.view(*scales.shape, -1)
+    return (groups * scales.float().unsqueeze(-1)).view(integers.shape)
+
+
+def row_width(packed: torch.Tensor) -> int:
+    """Numbers in a row of a packed weight."""
+    return packed.shape[1] * (2 if packed.dtype == torch.uint8 else 1)
+
+
+def _groups(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+    check_group_size(group_size, weight.shape[1])
+    return weight.detach().float().view(len(weight), -1, group_size)
+
+
+def _nearest(groups: torch.Tensor, scales: torch.Tensor, highest: int) -> torch.Tensor:
+    scale = scales.float().unsqueeze(-1)
+    integers = torch.where(scale != 0, groups / scale, 0.0).round()
+    return integers.clamp(-127 if highest == 127 else -8, highest).to(torch.int8)

@@ -1,0 +1,202 @@
+"""Matrix products with packed weights (`packed_weights.py`): activations as they are, weights of 8 or 4 bits.
+
+Layouts
+    x        [rows, in], a row contiguous; fp32, fp16 or bf16
+    packed   int8 [out, in] or uint8 [out, in / 2]: a row's integers side by side
+    scales   [out, groups], of any floating type; the groups of a row are equally long
+    out      [rows, out], contiguous, of x's type
+
+Grid
+    (out / BLOCK_N) × (rows / BLOCK_M) programs. A program goes along `in` in tiles of BLOCK_K numbers, which lie within
+    one group: it unpacks the tile of the weight, multiplies it with the tile of x on the matrix units, and adds the
+    fp32 sums, times the group's scale, to its own. So the integers enter the product as they are, exact in any of x's
+    types, and nothing is rounded but the sums. The weight is the left operand: what was just unpacked stays in
+    registers, and a few rows of x fill up to 16 columns instead of 64 rows.
+
+Must move: out × in × (1 or 1/2) bytes of integers, the scales (out × groups), x once for each column of programs and the
+result; 2 × rows × out × in FLOPs, and one or two operations for each weight and row of programs to unpack it. For few
+rows the weight's bytes are all that counts, a half or a quarter of 16-bit weights'; for many rows the product is, and
+unpacking comes on top: then weights of 8 and 4 bits are slower than the plain product.
+
+In vLLM v0.33.0: `vllm/model_executor/layers/quantization/` (`auto_gptq.py`, `compressed_tensors/`), the kernels for
+w4a16 and w8a16 that they call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.cache import choose_backend
+from minivllm.kernels.cpu_quantized_linear import quantized_linear_cpu
+from minivllm.kernels.packed_weights import check_group_size, row_width
+from minivllm.kernels.tuning import fastest
+from minivllm.lab.gpu import INTERPRETED, tl, triton
+
+FEW_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """Tile sizes of a launch; `block_k` is cut to the group."""
+
+    block_n: int
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+FOR_FEW_ROWS = (Configuration(32, 16, 128, 2, 4), Configuration(64, 16, 128, 4, 3), Configuration(16, 16, 128, 1, 4))
+FOR_MANY_ROWS = (Configuration(64, 64, 64, 4, 3), Configuration(128, 64, 64, 4, 3), Configuration(64, 32, 128, 4, 3))
+
+
+@triton.jit
+def quantized_linear_kernel(
+    out,
+    x,
+    packed,
+    scales,
+    bias,
+    rows,
+    x_stride,
+    N,
+    K,
+    GROUP: tl.constexpr,  # numbers that share a scale; 0: a whole row
+    INT4: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # divides GROUP
+):
+    """Grid (out tiles, row tiles)."""
+    column = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside, wanted = column < N, row < rows
+    inner = tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + inner
+        x_at = x + row.to(tl.int64)[None, :] * x_stride + k[:, None]
+        activations = tl.load(x_at, mask=wanted[None, :] & (k < K)[:, None], other=0.0)
+        if INT4:
+            pair = start // 2 + tl.arange(0, BLOCK_K // 2)
+            at = packed + column[:, None] * (K // 2) + pair[None, :]
+            both = tl.load(at, mask=inside[:, None] & (pair < K // 2)[None, :], other=0)
+            low, high = (both & 15).to(tl.int8) - 8, (both >> 4).to(tl.int8) - 8
+            integers = tl.reshape(tl.join(low, high), (BLOCK_N, BLOCK_K))
+        else:
+            at = packed + column[:, None] * K + k[None, :]
+            integers = tl.load(at, mask=inside[:, None] & (k < K)[None, :], other=0)
+        partial = tl.dot(integers.to(DOT_TYPE), activations.to(DOT_TYPE), input_precision="ieee")
+        if GROUP > 0:
+            scale = tl.load(scales + column * (K // GROUP) + start // GROUP, mask=inside, other=0.0)
+            partial = partial * scale.to(tl.float32)[:, None]
+        sums += partial
+    if GROUP == 0:
+        sums = sums * tl.load(scales + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if HAS_BIAS:
+        sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+    out_at = out + row.to(tl.int64)[None, :] * N + column[:, None]
+    tl.store(out_at, sums.to(out.dtype.element_ty), mask=wanted[None, :] & inside[:, None])
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias` for the weight that `packed` and `scales` stand for: x [rows, in] to [rows, out].
+
+    `backend` "triton" or "cpu"; None follows x's device.
+
+    Raises:
+        MinivllmError: shapes or types that do not belong together; an unknown backend.
+    """
+    _check(x, packed, scales)
+    x = x.contiguous()
+    if choose_backend(backend, x) == "cpu":
+        return quantized_linear_cpu(x, packed, scales, bias)
+    out = torch.empty(len(x), len(packed), dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+
+    def launch(configuration: Configuration) -> None:
+        _launch(configuration, out, x, packed, scales, bias)
+
+    launch(_choose(launch, x, packed, scales))
+    return out
+
+
+def _choose(
+    launch: Callable[[Configuration], None], x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
+) -> Configuration:
+    candidates = FOR_FEW_ROWS if len(x) <= FEW_ROWS else FOR_MANY_ROWS
+    if not x.is_cuda:
+        return candidates[0]
+    power_of_two = 1 << (len(x) - 1).bit_length()
+    return fastest(candidates, (power_of_two, x.dtype, packed.dtype, packed.shape, scales.shape), launch)
+
+
+def tiles(group_size: int, width: int, configuration: Configuration) -> dict[str, int]:
+    """The kernel's constants for groups of that size in rows of that width."""
+    whole_row = group_size == width
+    block_k = configuration.block_k if whole_row else min(configuration.block_k, group_size)
+    return {
+        "GROUP": 0 if whole_row else group_size,
+        "BLOCK_N": configuration.block_n,
+        "BLOCK_M": configuration.block_m,
+        "BLOCK_K": block_k,
+    }
+
+
+def _launch(
+    configuration: Configuration,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    width, constants = x.shape[1], tiles(x.shape[1] // scales.shape[1], x.shape[1], configuration)
+    dtype = str(x.dtype).removeprefix("torch.")
+    grid = (triton.cdiv(len(packed), configuration.block_n), triton.cdiv(len(x), configuration.block_m))
+    quantized_linear_kernel[grid](
+        out,
+        x,
+        packed,
+        scales,
+        out if bias is None else bias,
+        len(x),
+        x.stride(0),
+        len(packed),
+        width,
+        INT4=packed.dtype == torch.uint8,
+        HAS_BIAS=bias is not None,
+        DOT_TYPE=tl.float32 if INTERPRETED else getattr(tl, dtype),  # the interpreter's NumPy knows no bf16
+        num_warps=configuration.num_warps,
+        num_stages=configuration.num_stages,
+        **constants,
+    )
+
+
+def _check(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:
+    if packed.dtype not in (torch.int8, torch.uint8):
+        raise MinivllmError(f"packed weights are int8, or uint8 with two integers in a byte, not {packed.dtype}")
+    width = row_width(packed)
+    if x.dim() != 2 or x.shape[1] != width:
+        raise MinivllmError(f"x must be [rows, {width}] for this weight of {width} numbers a row, got {list(x.shape)}")
+    if scales.dim() != 2 or len(scales) != len(packed) or not scales.shape[1] or width % scales.shape[1]:
+        raise MinivllmError(
+            f"scales must be [{len(packed)}, groups], groups a divisor of {width}, got {list(scales.shape)}"
+        )
+    check_group_size(width // scales.shape[1], width)
+    if not (packed.is_contiguous() and scales.is_contiguous()):
+        raise MinivllmError("packed weights and scales must be contiguous")

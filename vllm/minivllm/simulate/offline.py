@@ -1,0 +1,206 @@
+"""The real scheduler on requests that are all there at the start: which steps it takes, many of them at one stroke.
+
+While a batch only decodes and nobody can join, one step is like the next. Such a stretch is given to the scheduler as
+one step in which every request gets several tokens, as if so many drafts had been accepted; the block pool hands out
+what the single steps would have taken. The steps that come out are those of `virtual_clock.simulate`, one for one
+(tests/simulate/test_offline.py), in a tenth of the time and less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import comb
+
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.errors import MinivllmError
+from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.simulate.cost_model import Cost, StepShape
+from minivllm.simulate.virtual_clock import GENERATED, Acceptance, ShapeOf, SimulatedRequest, to_request
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Steps in a row that differ only in that every context is a token longer each time.
+
+    All counts of a step are then polynomials of at most the second degree: the shapes of the first three say them all.
+    """
+
+    steps: int
+    first: StepShape
+    second: StepShape
+    third: StepShape
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all its steps together."""
+        one, two, three = (shape.num_tokens for shape in (self.first, self.second, self.third))
+        return self.steps * one + comb(self.steps, 2) * (two - one) + comb(self.steps, 3) * (three - 2 * two + one)
+
+    def shapes(self) -> Iterator[StepShape]:
+        """The shape of every step."""
+        return (self.at(index) for index in range(self.steps))
+
+    def at(self, index: int) -> StepShape:
+        """The shape of one step."""
+        one, two, three = self.first, self.second, self.third
+        bends = index * (index - 1) // 2
+        tokens, more_tokens = one.num_tokens, two.num_tokens - one.num_tokens
+        keys, more_keys = one.num_keys, two.num_keys - one.num_keys
+        pairs, more_pairs = one.num_pairs, two.num_pairs - one.num_pairs
+        return StepShape(
+            one.num_reqs,
+            tokens + index * more_tokens + bends * (three.num_tokens - two.num_tokens - more_tokens),
+            keys + index * more_keys + bends * (three.num_keys - two.num_keys - more_keys),
+            pairs + index * more_pairs + bends * (three.num_pairs - two.num_pairs - more_pairs),
+        )
+
+    def seconds(self, cost: Cost) -> float:
+        """All its steps together, within 0.01 % for a cost that has no jumps."""
+        last = self.steps - 1
+        return self._seconds(cost, 0, last, cost.seconds(self.first), cost.seconds(self.at(last)))
+
+    def _seconds(self, cost: Cost, first: int, last: int, at_first: float, at_last: float) -> float:
+        """Of the steps from `first` to `last`. Costs are convex: what is a line at its middle is a line throughout."""
+        steps = last - first + 1
+        if steps <= 2:
+            return at_first + at_last if steps == 2 else at_first
+        middle = (first + last) // 2
+        at_middle = cost.seconds(self.at(middle))
+        chord = at_first + (at_last - at_first) * (middle - first) / (last - first)
+        if abs(chord - at_middle) < 1e-4 * at_middle:
+            return steps * (at_first + at_last) / 2
+        right = self._seconds(cost, middle, last, at_middle, at_last) - at_middle
+        return self._seconds(cost, first, middle, at_first, at_middle) + right
+
+
+@dataclass(frozen=True)
+class OfflineRun:
+    """What the scheduler decided, in counts."""
+
+    stretches: tuple[Stretch, ...]
+    prefix_hits: int
+    """Prompt tokens that the prefix cache held when their request was first admitted."""
+    preemptions: int
+
+    @property
+    def num_steps(self) -> int:
+        """Steps until the last token."""
+        return sum(stretch.steps for stretch in self.stretches)
+
+    @property
+    def request_steps(self) -> int:
+        """Requests of every step, added up."""
+        return sum(stretch.steps * stretch.first.num_reqs for stretch in self.stretches)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that went through the model."""
+        return sum(stretch.num_tokens for stretch in self.stretches)
+
+    def shapes(self) -> Iterator[StepShape]:
+        """The shape of every step."""
+        return (shape for stretch in self.stretches for shape in stretch.shapes())
+
+    def seconds(self, cost: Cost) -> float:
+        """All steps together."""
+        return sum(stretch.seconds(cost) for stretch in self.stretches)
+
+
+def run_offline(
+    workload: Sequence[SimulatedRequest],
+    scheduler_config: SchedulerConfig,
+    cache_config: CacheConfig,
+    *,
+    acceptance: float = 0.0,
+    shape_of: ShapeOf = StepShape.of,
+) -> OfflineRun:
+    """Run a workload to its end. The arguments are those of `virtual_clock.simulate`.
+
+    Raises:
+        MinivllmError: an empty workload, a request that comes later than the others, or one that the scheduler refuses.
+    """
+    if not workload:
+        raise MinivllmError("a simulation needs at least one request")
+    if any(one.arrival or one.after is not None for one in workload):
+        raise MinivllmError("all requests of an offline run are there at the start: arrival is 0, after is None")
+    return _Offline(workload, Scheduler(scheduler_config, cache_config), Acceptance(acceptance), shape_of).run()
+
+
+class _Offline:
+    """A run under way. `settled`: the last step admitted and ended nobody, so who waits then waits still."""
+
+    def __init__(
+        self, workload: Sequence[SimulatedRequest], scheduler: Scheduler, acceptance: Acceptance, shape_of: ShapeOf
+    ) -> None:
+        self.scheduler, self.acceptance, self.shape_of = scheduler, acceptance, shape_of
+        self.requests = [to_request(index, spec, 0.0) for index, spec in enumerate(workload)]
+        self.settled = False
+
+    def run(self) -> OfflineRun:
+        """Steps until nothing is left to do."""
+        for request in self.requests:
+            self.scheduler.add_request(request)
+        stretches = []
+        while self.scheduler.has_unfinished_requests():
+            stretches.append(self._stretch())
+        hits = sum(request.num_cached_tokens for request in self.requests)
+        return OfflineRun(tuple(stretches), hits, self.scheduler.num_preemptions)
+
+    def _stretch(self) -> Stretch:
+        """As many steps as are alike; at least one."""
+        running = list(self.scheduler.running)
+        steps = self._steps_alike(running)
+        before = [(1, request.num_computed_tokens) for request in running] if steps > 1 else []
+        for request in running if steps > 1 else ():
+            request.spec_token_ids = [GENERATED] * (steps - 1)
+        output = self.scheduler.schedule()
+        scheduled, live = output.num_scheduled_tokens, self.scheduler.requests
+        drafts = output.scheduled_spec_decode_tokens
+        if steps == 1:
+            before = [(new, live[key].num_computed_tokens - new) for key, new in scheduled.items()]
+        sampled = {
+            key: [GENERATED] * (steps if steps > 1 else 1 + self.acceptance.draw(len(drafts.get(key, ()))))
+            for key in scheduled
+            if live[key].num_computed_tokens >= live[key].num_tokens
+        }
+        news = self.scheduler.update_from_output(output, ModelRunnerOutput(sampled))
+        ended = any(one.finish_reason for one in news)
+        only_decodes = all(new == steps for new in scheduled.values()) and not output.scheduled_new_reqs
+        self.settled = only_decodes and not ended and not output.preempted_req_ids
+        self._after(steps, sampled)
+        first, second, third = (self.shape_of((new, kept + later) for new, kept in before) for later in range(3))
+        return Stretch(steps, first, second, third)
+
+    def _after(self, steps: int, sampled: dict[str, list[int]]) -> None:
+        """Full blocks that a long stretch filled are published, as its steps would have done; drafts for the next."""
+        live, config = self.scheduler.requests, self.scheduler.config
+        for key in sampled:
+            if key in live and steps > 1:
+                self.scheduler.kv_cache_manager.cache_blocks(live[key], live[key].num_computed_tokens)
+        if config.num_speculative_tokens:
+            drafts = {key: [GENERATED] * config.num_speculative_tokens for key in sampled if key in live}
+            self.scheduler.update_draft_token_ids(drafts)
+
+    def _steps_alike(self, running: Sequence[Request]) -> int:
+        """In how many steps from here on every running request gets one token, nobody joins and nobody is preempted."""
+        scheduler = self.scheduler
+        joins = bool(scheduler.waiting) and not self.settled
+        if joins or not running or scheduler.config.num_speculative_tokens:
+            return 1
+        if any(request.num_computed_tokens != request.num_tokens - 1 for request in running):
+            return 1
+        steps = min(request.max_tokens - request.num_output_tokens for request in running)
+        steps = min(steps, scheduler.config.max_num_batched_tokens // len(running))
+        steps = min(steps, scheduler.config.max_model_len - max(request.num_tokens for request in running))
+        while steps > 1 and not self._has_room(running, steps):
+            steps //= 2
+        return max(1, steps)
+
+    def _has_room(self, running: Sequence[Request], steps: int) -> bool:
+        manager = self.scheduler.kv_cache_manager
+        size, held = manager.block_size, manager.req_to_blocks
+        wanted = sum(-(-(one.num_computed_tokens + steps) // size) - len(held[one.request_id]) for one in running)
+        return wanted <= manager.block_pool.get_num_free_blocks()
