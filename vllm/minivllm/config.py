@@ -86,6 +86,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None
     """How a quantized checkpoint's weights are stored (fp8, awq, gptq, ...); None for ordinary weights."""
+    quantization_config: dict[str, Any] | None = field(default=None, hash=False)
+    """What such a checkpoint says of it: bits, groups, which layers, ..., in the words of its method."""
     checkpoint_kv_dtype: str | None = None
     """The KV-cache dtype that a quantized checkpoint asks for; None where it asks for none."""
     cache_exception: str | None = None
@@ -129,6 +131,7 @@ class ModelConfig:
             bos_token_id=hf.get("bos_token_id"),
             eos_token_ids=_token_ids(hf.get("eos_token_id")),
             quantization=(hf.get("quantization_config") or {}).get("quant_method"),
+            quantization_config=dict(hf.get("quantization_config") or {}) or None,
             checkpoint_kv_dtype=_checkpoint_kv_dtype(hf.get("quantization_config")),
             cache_exception=exception,
         )

@@ -12,6 +12,8 @@ In vLLM: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`,
 `MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from minivllm.models.attention import AttentionFunction
 from minivllm.models.parallel import GroupCoordinator, shard_config
 from minivllm.models.rotary import RotaryTable
 
+LinearFactory = Callable[[int, int, bool], nn.Module]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -32,8 +35,18 @@ class Decoder(nn.Module):
     `config` is the shape of what is here; `whole_config` that of the whole model.
     """
 
-    def __init__(self, config: ModelConfig, group: GroupCoordinator | None = None):
-        """Build with torch's default dtype and device; `config` is of the whole model, `group` None for all of it.
+    def __init__(
+        self,
+        config: ModelConfig,
+        group: GroupCoordinator | None = None,
+        linear: LinearFactory | None = None,
+    ):
+        """Build with torch's default dtype and device.
+
+        Args:
+            config: of the whole model.
+            group: the ranks that it is divided over; None: all of it is here.
+            linear: what makes the projections of the layers, from (in, out, has a bias); None: `Linear`.
 
         Raises:
             UnsupportedModelError: another family, or a variant that this decoder does not compute.
@@ -45,7 +58,9 @@ class Decoder(nn.Module):
         self.whole_config = config
         self.config = config = shard_config(config, group.size)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, index, group) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, group, linear or Linear) for index in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -82,10 +97,10 @@ class Decoder(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with a norm before and the residual around."""
 
-    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator):
+    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, linear: LinearFactory):
         super().__init__()
-        self.self_attn = SelfAttention(config, index, group)
-        self.mlp = GatedMLP(config, group)
+        self.self_attn = SelfAttention(config, index, group, linear)
+        self.mlp = GatedMLP(config, group, linear)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -115,14 +130,14 @@ class DecoderLayer(nn.Module):
 class SelfAttention(nn.Module):
     """Projections around attention: into heads, positions applied, and out again."""
 
-    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator):
+    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, linear: LinearFactory):
         super().__init__()
         self.index, self.group = index, group
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv_proj = Linear(config.hidden_size, width, config.attention_bias)
-        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, config.attention_output_bias)
+        self.qkv_proj = linear(config.hidden_size, width, config.attention_bias)
+        self.o_proj = linear(self.heads * self.head_dim, config.hidden_size, config.attention_output_bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -144,11 +159,11 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, group: GroupCoordinator):
+    def __init__(self, config: ModelConfig, group: GroupCoordinator, linear: LinearFactory):
         super().__init__()
         self.group = group
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self.gate_up_proj = linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[tokens, hidden_size]` in and out."""
@@ -205,5 +220,3 @@ def _check_supported(config: ModelConfig) -> None:
         raise UnsupportedModelError(f"{name} has the activation {config.hidden_act!r}; the decoder computes silu")
     if config.layer_types and len(set(config.layer_types)) > 1:
         raise UnsupportedModelError(f"{name} has layers with and without a window; the decoder runs one kind")
-    if config.quantization:
-        raise UnsupportedModelError(f"{name} is quantized with {config.quantization!r}; give the ordinary checkpoint")

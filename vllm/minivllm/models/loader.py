@@ -18,6 +18,7 @@ from minivllm.config import ModelConfig, config_path, hub_file
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
 from minivllm.models.parallel import GroupCoordinator, kv_part
+from minivllm.models.quantized_checkpoint import packed_format
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -76,7 +77,8 @@ def load_model(
     """
     config = ModelConfig.from_pretrained(path_or_name)
     model = _empty_model(config, device, dtype, group)
-    load_weights(model, stored_tensors(weight_files(path_or_name)))
+    tensors, stored_as = stored_tensors(weight_files(path_or_name)), packed_format(config)
+    load_weights(model, stored_as.unpacked(tensors) if stored_as else tensors)
     return model, config
 
 
@@ -97,6 +99,8 @@ def random_model(
         stored = torch.empty(slot.shape, dtype=slot.target.dtype, device=device)
         if name.endswith("norm.weight"):
             slot.fill(stored.fill_(1.0))
+        elif not stored.is_floating_point():
+            slot.fill(stored.random_(generator=generator))
         else:
             slot.fill(stored.normal_(0.0, INITIAL_SPREAD, generator=generator))
     return model
@@ -114,6 +118,8 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
             continue  # what old checkpoints store although it follows from the config
+        if name not in targets and name.endswith(".bias") and not tensor.any():
+            continue  # GPTQ's tools give a bias of zeros to linears that have none
         if name not in targets:
             raise MinivllmError(f"the checkpoint has a tensor {name!r} that this model does not have")
         if name not in missing:
@@ -134,6 +140,7 @@ def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
     """Where each tensor of a Hugging Face checkpoint goes, by its name."""
     config, group, slots = model.config, model.group, {}
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    stored_as = packed_format(model.whole_config)
     mine, shared = (group.rank, group.size), kv_part(model.whole_config, group)
     merged = {
         "qkv_proj": (("q_proj", "k_proj", "v_proj"), (q, kv, kv), (mine, shared, shared)),
@@ -141,15 +148,18 @@ def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
     }
     for name, parameter in model.named_parameters():
         stored = name if name.startswith("lm_head") else f"model.{name}"
+        linear, _, what = name.rpartition(".")
         whole = next((part for part in merged if part in name), None)
         if whole is not None:
             names, rows, parts = merged[whole]
             for part, target, which in zip(names, parameter.split(rows), parts, strict=True):
                 slots[stored.replace(whole, part)] = Slot(target, 0, *which)
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+        elif linear.endswith(("o_proj", "down_proj")):
             slots[stored] = Slot(parameter, 1, *mine)
-        elif name.endswith(("o_proj.bias", "down_proj.bias")):
-            slots[stored] = Slot(parameter, zero=group.rank > 0)
+            if what == "bias":
+                slots[stored] = Slot(parameter, zero=group.rank > 0)
+            elif what == "scales" and stored_as and not stored_as.group_size:
+                slots[stored] = Slot(parameter)  # the scale of a row is that of each of its parts
         else:
             slots[stored] = Slot(parameter)
     return slots
@@ -226,8 +236,10 @@ def _is_sharded_on_hub(name: str) -> bool:
 def _empty_model(
     config: ModelConfig, device: str | torch.device, dtype: str | torch.dtype, group: GroupCoordinator | None
 ) -> Decoder:
+    stored_as = packed_format(config)
+    linear = stored_as.linear if stored_as else None
     with torch.device(device), _default_dtype(torch_dtype(config.dtype if dtype == "auto" else dtype)):
-        return Decoder(config, group).eval()
+        return Decoder(config, group, linear).eval()
 
 
 @contextmanager

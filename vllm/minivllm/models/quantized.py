@@ -11,6 +11,7 @@ weights of a layer and computes with them).
 import torch
 from torch import Tensor, nn
 
+from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import quantize_weight
 from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.models.decoder import Decoder, Linear
@@ -35,8 +36,15 @@ def quantize_linears(model: Decoder, quantization: str, group_size: int | None =
     """Replaces the linears of all layers, one by one, by quantized ones; "int8" or "int4".
 
     Raises:
-        MinivllmError: an unknown quantization, or a group size that does not fit the model's rows.
+        MinivllmError: an unknown quantization, a group size that does not fit the model's rows, or a model whose
+            checkpoint was quantized already.
     """
+    stored_as = model.config.quantization
+    if stored_as:
+        raise MinivllmError(
+            f"the checkpoint is already quantized ({stored_as}), its weights cannot be quantized to {quantization!r} "
+            "again: leave quantization out, or give the ordinary checkpoint"
+        )
     for parent in list(model.layers.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):

@@ -1,0 +1,277 @@
+"""Quantized checkpoints: what their definitions say that they hold is what the model computes with."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minivllm import LLM
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.kernels.packed_weights import dequantize_weight
+from minivllm.models.attention import CausalAttention
+from minivllm.models.decoder import Decoder
+from minivllm.models.loader import SINGLE_FILE, checkpoint_slots, load_model, random_model
+from minivllm.models.parallel import GroupCoordinator
+from minivllm.models.quantized import QuantizedLinear, quantize_linears
+from minivllm.models.quantized_checkpoint import packed_format
+
+HF = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+HF = {**HF, "num_hidden_layers": 2, "dtype": "float32"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16,
+                "actorder": None, "dynamic": False,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quantization_status": "compressed",
+}  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True, "desc_act": False}
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def as_int32(stored: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned integers [rows, n] packed along n into int32 [rows, n × bits / 32], number by number."""
+    count = 32 // bits
+    words = torch.zeros(len(stored), stored.shape[1] // count, dtype=torch.int64)
+    for place in range(count):
+        words |= stored[:, place::count].long() << (bits * place)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+class Source:
+    """A small checkpoint: embedded weights, rounded here, as `numbers`; and each linear's integers and scales."""
+
+    def __init__(self, bits: int, group_size: int):
+        self.bits, self.group_size = bits, group_size
+        stored = load_file(EMBEDDED_MODEL / SINGLE_FILE)
+        self.others = {name: tensor.float() for name, tensor in stored.items() if "layers" not in name}
+        self.linears, self.numbers = {}, dict(self.others)
+        for name, tensor in stored.items():
+            if not name.startswith(("model.layers.0.", "model.layers.1.")):
+                continue
+            linear = name.removesuffix(".weight")
+            if not linear.endswith(LAYERS):
+                self.others[name] = self.numbers[name] = tensor.float()
+                continue
+            rows, width = tensor.shape
+            group = width if group_size == -1 else group_size
+            grouped, half = tensor.float().view(rows, -1, group), 2 ** (bits - 1)
+            scales = (grouped.abs().amax(-1) / (half - 0.5)).half().float()
+            integers = (grouped / scales[..., None]).round().clamp(-half, half - 1)
+            self.linears[linear] = integers.view(rows, width).long(), scales
+            self.numbers[name] = (integers * scales[..., None]).view(rows, width)
+
+    def gptq(self, zero_off: int = 1) -> dict[str, torch.Tensor]:
+        tensors, middle = dict(self.others), 2 ** (self.bits - 1)
+        for linear, (integers, scales) in self.linears.items():
+            rows, width = integers.shape
+            zeros = torch.full((scales.shape[1], rows), middle - zero_off)
+            group = width if self.group_size == -1 else self.group_size
+            tensors |= {
+                f"{linear}.qweight": as_int32(integers + middle, self.bits).T.contiguous(),
+                f"{linear}.scales": scales.half().T.contiguous(),
+                f"{linear}.qzeros": as_int32(zeros, self.bits),
+                f"{linear}.g_idx": torch.tensor([place // group for place in range(width)], dtype=torch.int32),
+            }
+        return tensors
+
+    def compressed(self) -> dict[str, torch.Tensor]:
+        tensors, middle = dict(self.others), 2 ** (self.bits - 1)
+        for linear, (integers, scales) in self.linears.items():
+            tensors |= {
+                f"{linear}.weight_packed": as_int32(integers + middle, self.bits),
+                f"{linear}.weight_scale": scales.half(),
+                f"{linear}.weight_shape": torch.tensor(integers.shape),
+            }
+        return tensors
+
+
+def write(directory, tensors, quantization_config, **changes):
+    config = {**HF, "quantization_config": quantization_config, **changes}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / SINGLE_FILE)
+    return directory
+
+
+def gptq_config(source: Source, **changes):
+    return {**GPTQ, "bits": source.bits, "group_size": source.group_size, **changes}
+
+
+def compressed_config(source: Source, **changes):
+    config = copy.deepcopy(COMPRESSED)
+    weights = config["config_groups"]["group_0"]["weights"]
+    weights["num_bits"] = source.bits
+    if source.group_size == -1:
+        weights["strategy"], weights["group_size"] = "channel", None
+    weights |= changes
+    return config
+
+
+@torch.inference_mode()
+def logits(model):
+    ids = (torch.arange(40) * 7 + 5) % 900
+    return model.compute_logits(model(ids, torch.arange(40), CausalAttention(model.config)))
+
+
+def plain_model(source: Source) -> Decoder:
+    """The ordinary model of the numbers that the checkpoint stands for."""
+    model = random_model(ModelConfig.from_dict(HF))
+    slots = checkpoint_slots(model)
+    assert slots.keys() == source.numbers.keys()
+    for name, slot in slots.items():
+        slot.fill(source.numbers[name])
+    return model
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (4, -1), (8, 16), (8, -1)])
+def test_both_formats_hold_what_their_definitions_say(tmp_path, bits, group_size):
+    source = Source(bits, group_size)
+    expected = logits(plain_model(source))
+    for tensors, config in (
+        (source.gptq(), gptq_config(source)),
+        (source.gptq(zero_off=0), gptq_config(source, checkpoint_format="gptq_v2")),
+        (source.compressed(), compressed_config(source)),
+    ):
+        model, _ = load_model(write(tmp_path, tensors, config))
+        assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 2 * 4
+        assert torch.allclose(logits(model), expected, atol=2e-4)
+
+
+def test_the_engine_runs_one_and_counts_its_bytes(tmp_path):
+    source = Source(4, 16)
+    directory = write(tmp_path, source.gptq(), gptq_config(source))
+    settings = {"device": "cpu", "show_ledger": False, "skip_tokenizer_init": True, "max_model_len": 64}
+    quantized = LLM(directory, **settings)
+    core = quantized.llm_engine.core
+    linears = sum(integers.numel() // 2 + 4 * scales.numel() for integers, scales in source.linears.values())
+    held = sum(p.nbytes for p in core.runner.model.layers.parameters() if p.ndim == 2)
+    assert held == linears
+    assert next(row.bytes for row in core.ledger.rows if "weights" in row.name) == core.runner.weight_bytes()
+    with pytest.raises(MinivllmError, match=r"already quantized \(gptq\).*'int8' again: leave quantization out"):
+        LLM(directory, **settings, quantization="int8")
+    assert LLM(directory, **settings, load_format="dummy").generate([[1, 2, 3]])[0].outputs[0].token_ids
+
+
+def test_what_tools_add_is_passed_over(tmp_path):
+    source = Source(4, 16)
+    tensors = source.gptq()
+    tensors |= {f"{linear}.bias": torch.zeros(len(integers)) for linear, (integers, _) in source.linears.items()}
+    model, _ = load_model(write(tmp_path, tensors, gptq_config(source)))
+    assert torch.allclose(logits(model), logits(plain_model(source)), atol=2e-4)
+    tensors["model.layers.0.mlp.up_proj.bias"] += 1
+    with pytest.raises(MinivllmError, match=r"up_proj\.bias"):
+        load_model(write(tmp_path, tensors, gptq_config(source)))
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (8, -1)])
+def test_ranks_hold_parts_of_the_same_numbers(tmp_path, bits, group_size):
+    """Two ranks' rows, or the halves of their rows, put together are the whole weight."""
+    hf = {"intermediate_size": 704, "tie_word_embeddings": True}
+    config = ModelConfig.from_dict(
+        {**HF, **hf, "quantization_config": {**GPTQ, "bits": bits, "group_size": group_size}}
+    )
+    parts = [random_model(config, seed=1, group=GroupCoordinator(rank, 2)) for rank in range(2)]
+    whole = random_model(config, seed=1)
+
+    def numbers(model, name):
+        linear = model.layers[0].get_submodule(name)
+        return dequantize_weight(linear.packed, linear.scales)
+
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert torch.equal(torch.cat([numbers(part, name) for part in parts], dim=1), numbers(whole, name))
+    halves = [numbers(part, "mlp.gate_up_proj").chunk(2) for part in parts]
+    together = torch.cat([*(half[0] for half in halves), *(half[1] for half in halves)])
+    assert torch.equal(together, numbers(whole, "mlp.gate_up_proj"))
+
+
+def config_with(quantization_config) -> ModelConfig:
+    return ModelConfig.from_dict({**HF, "quantization_config": quantization_config})
+
+
+def compressed_with(**weights):
+    changed = copy.deepcopy(COMPRESSED)
+    changed["config_groups"]["group_0"]["weights"] |= weights
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("quantization_config", "named"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "'awq'"),
+        ({"quant_method": "fp8"}, "'fp8'"),
+        ({**GPTQ, "desc_act": True}, "desc_act=True"),
+        ({**GPTQ, "sym": False}, "sym=False"),
+        ({**GPTQ, "bits": 3}, "3 bits"),
+        ({**GPTQ, "lm_head": True}, "lm_head=True"),
+        ({**GPTQ, "dynamic": {"-:.*down.*": {}}}, "dynamic"),
+        ({**COMPRESSED, "format": "float-quantized"}, "'float-quantized'"),
+        ({**COMPRESSED, "ignore": ["lm_head", "model.layers.1.mlp.up_proj"]}, "but for 'model.layers.1.mlp.up_proj'"),
+        ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "kv_cache_scheme"),
+        ({**COMPRESSED, "config_groups": {}}, "0 kinds of linears"),
+        (compressed_with(symmetric=False), "not symmetric"),
+        (compressed_with(type="float", num_bits=8), "not symmetric integers"),
+        (compressed_with(actorder="group"), "actorder='group'"),
+        (compressed_with(strategy="block"), "strategy 'block'"),
+        (compressed_with(num_bits=2), "2 bits"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_computed_is_refused_and_what_works_is_named(quantization_config, named):
+    config = config_with(quantization_config)
+    with pytest.raises(UnsupportedModelError, match=f'{named}.*supported are GPTQ.*quantization="int8"'):
+        packed_format(config)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM is quantized with"):
+        random_model(config)
+
+
+def test_groups_that_do_not_fit_are_refused():
+    with pytest.raises(MinivllmError, match="rows of 688 weights cannot have groups of 128: possible are 16, 688"):
+        random_model(config_with({**GPTQ, "group_size": 128}))
+    with pytest.raises(MinivllmError, match="not 'many'"):
+        packed_format(config_with({**GPTQ, "group_size": "many"}))
+
+
+def test_tensors_that_say_otherwise_than_the_config_are_refused(tmp_path):
+    source = Source(4, 16)
+    linear = "model.layers.1.self_attn.k_proj"
+    for suffix, change, named in (
+        ("qzeros", lambda zeros: zeros + 1, "asymmetric"),
+        ("g_idx", lambda groups: groups.flip(0), "not in order"),
+        ("scales", lambda scales: scales[1:], "shape"),
+    ):
+        tensors = source.gptq()
+        tensors[f"{linear}.{suffix}"] = change(tensors[f"{linear}.{suffix}"]).contiguous()
+        with pytest.raises(MinivllmError, match=f"k_proj.*{named}"):
+            load_model(write(tmp_path, tensors, gptq_config(source)))
+    for suffix in ("weight_zero_point", "weight_g_idx"):
+        tensors = source.compressed() | {f"{linear}.{suffix}": torch.zeros(4)}
+        with pytest.raises(UnsupportedModelError, match="k_proj is asymmetric, or"):
+            load_model(write(tmp_path, tensors, compressed_config(source)))
+    tensors = source.compressed() | {"lm_head.weight_packed": torch.zeros(4, 4, dtype=torch.int32)}
+    with pytest.raises(UnsupportedModelError, match="the head, lm_head, is quantized too"):
+        load_model(write(tmp_path, tensors, compressed_config(source)))
+
+
+def test_an_ordinary_model_is_not_touched_by_any_of_this():
+    config = ModelConfig.from_dict(HF)
+    assert packed_format(config) is None
+    assert config.quantization_config is None
+    model = random_model(config)
+    quantize_linears(model, "int4")
+    model.config = dataclasses.replace(model.config, quantization="gptq")
+    with pytest.raises(MinivllmError, match="already quantized"):
+        quantize_linears(model, "int4")

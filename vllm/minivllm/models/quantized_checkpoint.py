@@ -1,0 +1,175 @@
+"""Checkpoints whose weights are packed integers already: GPTQ, and the "pack-quantized" format of compressed-tensors.
+
+Both pack integers of 4 or 8 bits into int32, the first in the lowest bits, each stored plus half its range, with one
+scale for each group of a row. What each stores of a linear [out, in]:
+
+    GPTQ                  qweight [in × bits / 32, out], scales [groups, out], qzeros [groups, out × bits / 32],
+                          g_idx [in]
+    compressed-tensors    weight_packed [out, in × bits / 32], weight_scale [out, groups], weight_shape [2]
+
+The bytes of a row are those of `minivllm.kernels.packed_weights`, so loading turns GPTQ's tensors on their side and
+nothing is rounded. GPTQ stores the zero point minus one, by its first format, or as it is, by its second. Checkpoints
+mix up the two names; but where all zero points are 2^(bits − 1), or all one less, the weights are symmetric.
+
+Not supported, and refused: zero points elsewhere, groups in another order than that of the row (`desc_act`,
+`actorder`), methods that quantize activations too, and layers that are left out or quantized otherwise.
+
+Frantar et al. 2022, "GPTQ", arXiv:2210.17323. In vLLM v0.33.0: `vllm/model_executor/layers/quantization/auto_gptq.py`,
+`compressed_tensors/compressed_tensors.py`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.kernels.packed_weights import check_group_size
+from minivllm.models.quantized import QuantizedLinear
+
+GPTQ, COMPRESSED_TENSORS = "gptq", "compressed-tensors"
+WHAT_WORKS = (
+    "supported are GPTQ without desc_act, and pack-quantized compressed-tensors, both symmetric, in 4 or 8 bits, with "
+    'all linears of all layers alike; or give the ordinary checkpoint, with quantization="int8" or "int4"'
+)
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """How a checkpoint stores its linears; `group_size` None: a scale for each row."""
+
+    method: str
+    bits: int
+    group_size: int | None
+
+    def linear(self, in_features: int, out_features: int, bias: bool) -> QuantizedLinear:
+        """A linear with room for what the checkpoint stores; scales and bias of torch's default dtype.
+
+        Raises:
+            MinivllmError: its rows cannot have such groups.
+        """
+        group_size = self.group_size or in_features
+        check_group_size(group_size, in_features)
+        kind, width = (torch.uint8, in_features // 2) if self.bits == 4 else (torch.int8, in_features)
+        packed = torch.empty(out_features, width, dtype=kind)
+        scales = torch.empty(out_features, in_features // group_size)
+        return QuantizedLinear(packed, scales, torch.empty(out_features) if bias else None)
+
+    def unpacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The checkpoint's tensors as `QuantizedLinear` has them and names them; all others as they are.
+
+        Raises:
+            UnsupportedModelError: the weights are asymmetric, or their groups out of order.
+        """
+        read = self._from_gptq if self.method == GPTQ else self._from_compressed_tensors
+        for name, tensor in tensors:
+            linear, _, what = name.rpartition(".")
+            found = read(what, tensor, linear)
+            if found is not None:
+                if found[0] == "packed" and linear.endswith("lm_head"):
+                    raise UnsupportedModelError(f"the head, {linear}, is quantized too; {WHAT_WORKS}")
+                yield f"{linear}.{found[0]}", found[1]
+
+    def _from_gptq(self, what: str, tensor: Tensor, linear: str) -> tuple[str, Tensor] | None:
+        if what == "qweight":
+            return "packed", self._integers(tensor.T)
+        if what == "scales":
+            return "scales", tensor.T
+        if what == "qzeros":
+            middle = 2 ** (self.bits - 1)
+            bytes_of = {zero: zero * 17 if self.bits == 4 else zero for zero in (middle, middle - 1)}
+            if not any((tensor.view(torch.uint8) == byte).all() for byte in bytes_of.values()):
+                raise UnsupportedModelError(f"{linear} has zero points off the middle (asymmetric); {WHAT_WORKS}")
+            return None
+        if what == "g_idx":
+            in_order = torch.arange(len(tensor)) // (self.group_size or len(tensor))
+            if not torch.equal(tensor.long(), in_order):
+                raise UnsupportedModelError(f"the groups of {linear} are not in order (desc_act); {WHAT_WORKS}")
+            return None
+        return what, tensor
+
+    def _from_compressed_tensors(self, what: str, tensor: Tensor, linear: str) -> tuple[str, Tensor] | None:
+        if what == "weight_packed":
+            return "packed", self._integers(tensor)
+        if what == "weight_scale":
+            return "scales", tensor
+        if what == "weight_shape":
+            return None
+        if what in ("weight_zero_point", "weight_g_idx"):
+            raise UnsupportedModelError(f"{linear} is asymmetric, or its groups are not in order; {WHAT_WORKS}")
+        return what, tensor
+
+    def _integers(self, words: Tensor) -> Tensor:
+        """int32 [out, words of a row] as the packed weight."""
+        stored = words.contiguous().view(torch.uint8)
+        return stored if self.bits == 4 else (stored ^ 128).view(torch.int8)
+
+
+def packed_format(config: ModelConfig) -> PackedFormat | None:
+    """What the config of a quantized checkpoint describes; None for an ordinary one.
+
+    Raises:
+        UnsupportedModelError: a method or variant that is not computed here; the message says what would work.
+    """
+    if not config.quantization:
+        return None
+    said = config.quantization_config or {}
+    try:
+        if config.quantization == GPTQ:
+            return _gptq(said)
+        if config.quantization == COMPRESSED_TENSORS:
+            return _compressed_tensors(said)
+        raise _NotThisOne(f"the method {config.quantization!r}")
+    except _NotThisOne as error:
+        name = config.architecture or config.model_type or "this model"
+        raise UnsupportedModelError(f"{name} is quantized with {error}; {WHAT_WORKS}") from error
+
+
+class _NotThisOne(Exception):
+    """What of a quantization is not computed here."""
+
+
+def _gptq(said: Mapping[str, Any]) -> PackedFormat:
+    for name in ("desc_act", "lm_head", "dynamic", "modules_in_block_to_quantize"):
+        if said.get(name):
+            raise _NotThisOne(f"GPTQ and {name}={said[name]!r}")
+    if not said.get("sym", True):
+        raise _NotThisOne("GPTQ and sym=False (asymmetric)")
+    return _format(GPTQ, said.get("bits"), said.get("group_size", -1))
+
+
+def _compressed_tensors(said: Mapping[str, Any]) -> PackedFormat:
+    groups = list((said.get("config_groups") or {}).values())
+    if len(groups) != 1:
+        raise _NotThisOne(f"compressed-tensors and {len(groups)} kinds of linears")
+    weights = groups[0].get("weights") or {}
+    stored = groups[0].get("format") or said.get("format")
+    if stored != "pack-quantized":
+        raise _NotThisOne(f"compressed-tensors and the format {stored!r}")
+    if weights.get("type", "int") != "int" or not weights.get("symmetric", True):
+        raise _NotThisOne("compressed-tensors and weights that are not symmetric integers")
+    for name, value in (*groups[0].items(), ("kv_cache_scheme", said.get("kv_cache_scheme"))):
+        if value and name in ("input_activations", "output_activations", "kv_cache_scheme"):
+            raise _NotThisOne(f"compressed-tensors and {name}")
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise _NotThisOne(f"compressed-tensors and actorder={weights['actorder']!r}")
+    others = [name for name in said.get("ignore") or () if not name.rstrip("$").endswith("lm_head")]
+    if others:
+        raise _NotThisOne(f"compressed-tensors but for {others[0]!r}")
+    strategy = weights.get("strategy")
+    if strategy not in ("group", "channel"):
+        raise _NotThisOne(f"compressed-tensors and the strategy {strategy!r}")
+    return _format(
+        COMPRESSED_TENSORS, weights.get("num_bits"), weights.get("group_size") if strategy == "group" else -1
+    )
+
+
+def _format(method: str, bits: Any, group_size: Any) -> PackedFormat:
+    if bits not in (4, 8):
+        raise _NotThisOne(f"{method} in {bits!r} bits")
+    if not isinstance(group_size, int) or not (group_size == -1 or group_size > 0):
+        raise MinivllmError(f"a group size of {method} is a count of weights, or -1 for whole rows, not {group_size!r}")
+    return PackedFormat(method, bits, None if group_size == -1 else group_size)
