@@ -58,7 +58,6 @@ KEPT = [
 ]
 REJECTED = [
     Variant("small passes always on threads", ("minivllm.kernels.cpu_elementwise", "PARALLEL_FROM", 1)),
-    Variant("packed products for a single row too", ("minivllm.kernels.cpu_linear", "PACKED_FROM", 1)),
     Variant("threads that sleep between operators", environment=("OMP_WAIT_POLICY", "passive")),
     Variant("one thread", environment=("OMP_NUM_THREADS", "1")),
 ]

@@ -82,7 +82,8 @@ class Decoder(nn.Module):
         Returns:
             `[rows, hidden_size]`, normalised: what `compute_logits` takes.
         """
-        hidden, residual = self.embed_tokens(input_ids), None
+        hidden = self.embed_tokens(input_ids)
+        residual = torch.zeros_like(hidden)
         table = self.rotary.table
         for layer in self.layers:
             wanted = rows if layer is self.layers[-1] else None
@@ -107,20 +108,17 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        residual: Tensor | None,
+        residual: Tensor,
         positions: Tensor,
         table: Tensor,
         attention: AttentionFunction,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """What the layer before added, and the sum before that (None: there is none); the same of this layer.
+        """What the layer before added, and the sum before that; the same of this layer.
 
         `[tokens, hidden_size]` in, `[rows, hidden_size]` out. Each sum is made where it is normalised, in one pass.
         """
-        if residual is None:
-            residual, hidden = hidden, self.input_layernorm(hidden)
-        else:
-            hidden = self.input_layernorm(hidden, residual)
+        hidden = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, positions, table, attention, rows)
         residual = residual if rows is None else residual[rows]
         hidden = self.post_attention_layernorm(hidden, residual)

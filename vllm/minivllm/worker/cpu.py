@@ -9,17 +9,17 @@ from minivllm.models.decoder import Decoder, Linear
 
 
 def pack_linears(model: Decoder) -> int:
-    """Lets every linear of the model compute with packed weights, where that is possible; returns the bytes added.
+    """Lets every linear of the model compute with packed weights, where that is possible; returns the packed bytes.
 
-    A weight too large to be held twice is given up for its packed form.
+    A weight is given up for its packed form, unless something else holds it too (tied embeddings).
     """
-    added = 0
+    packed_bytes = 0
     for module in model.modules():
-        if not isinstance(module, Linear) or not can_pack(module.weight):
+        if not isinstance(module, Linear):
             continue
-        product = PackedLinear(module.weight, module.bias)
-        added += module.weight.nbytes
-        module.forward = product
-        if product.plain is None:
+        if not isinstance(module.forward, PackedLinear) and can_pack(module.weight):
+            module.forward = PackedLinear(module.weight, module.bias)
             module.register_parameter("weight", None)
-    return added
+        if isinstance(module.forward, PackedLinear):
+            packed_bytes += module.forward.nbytes
+    return packed_bytes
