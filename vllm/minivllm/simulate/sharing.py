@@ -1,0 +1,104 @@
+"""Workloads whose prompts begin alike: what a prefix cache can find depends on who shares what with whom, and when.
+
+A session is one user's turns, each sent some time after the answer to the one before. Token ids are made up: a shared
+beginning is the same ids, all else begins with an id of its own, which is enough, since block hashes are chained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minivllm.errors import MinivllmError
+from minivllm.simulate.virtual_clock import GENERATED, SimulatedRequest
+
+FILLER = 1
+"""Stands for any token whose id does not matter."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Who shares what. Lengths in tokens; times in seconds."""
+
+    name: str
+    title: str
+    prefix_of: str
+    """Whose beginning it is: "all" users, each "user", or each "request" alone."""
+    grows: bool
+    """Does a turn repeat all turns and answers before it?"""
+    question: int
+    """New tokens of each turn."""
+    answer: int = 8
+    pause: float = 0.1
+    """For each user there is, between an answer and the next turn: the others' turns come in between."""
+
+    def kept(self, users: int, turns: int, prefix: int) -> int:
+        """Tokens that must stay cached for the last turn of every user to find all that it can."""
+        if self.prefix_of == "request":
+            return 0
+        beginnings = prefix if self.prefix_of == "all" else users * prefix
+        return beginnings + self.grows * users * (turns - 1) * (self.question + self.answer)
+
+    def findable(self, users: int, turns: int, prefix: int, block_size: int = 16) -> list[int]:
+        """Prompt tokens of each request, in the order of `sessions`, that a cache without end would hold."""
+        found = []
+        for user in range(users):
+            for turn in range(turns):
+                nobody_yet = turn == 0 and (self.prefix_of != "all" or user == 0)
+                # The last token of an answer is never computed.
+                history = prefix + turn * (self.question + self.answer) - 1
+                repeated = history if self.grows and turn else prefix
+                none = nobody_yet or self.prefix_of == "request"
+                found.append(0 if none else repeated // block_size * block_size)
+        return found
+
+
+SHARING = {
+    kind.name: kind
+    for kind in (
+        Sharing("system", "one system prompt for all, single questions", "all", False, 32),
+        Sharing("documents", "a document for each user, single questions", "user", False, 32),
+        Sharing("chat", "conversations behind one system prompt", "all", True, 64),
+        Sharing("agent", "agents: tool results appended at once", "all", True, 160, pause=0.0),
+        Sharing("none", "nothing shared", "request", False, 32),
+    )
+}
+
+
+def sharing(name: str) -> Sharing:
+    """The kind of that name.
+
+    Raises:
+        MinivllmError: there is none; the message lists those there are.
+    """
+    if name not in SHARING:
+        raise MinivllmError(f"unknown kind of sharing {name!r}: use one of {', '.join(SHARING)}")
+    return SHARING[name]
+
+
+def sessions(kind: Sharing, users: int, turns: int, prefix: int) -> list[SimulatedRequest]:
+    """The requests of all users, user by user: request `user * turns + turn`. Users come a tenth of a second apart.
+
+    Raises:
+        MinivllmError: fewer than one user, turn or token.
+    """
+    if min(users, turns, prefix) < 1:
+        raise MinivllmError(f"users ({users}), turns ({turns}) and the prefix ({prefix}) are at least 1")
+    return [request for user in range(users) for request in _session(kind, user, users, turns, prefix)]
+
+
+def _session(kind: Sharing, user: int, users: int, turns: int, prefix: int) -> list[SimulatedRequest]:
+    history, requests = list(_beginning(kind, user, user * turns, prefix)), []
+    for turn in range(turns):
+        index = user * turns + turn
+        beginning = history if kind.grows else _beginning(kind, user, index, prefix)
+        prompt = (*beginning, -1 - index, *[FILLER] * (kind.question - 1))
+        arrival = kind.pause * users if turn else 0.1 * user
+        after = index - 1 if turn else None
+        requests.append(SimulatedRequest(len(prompt), kind.answer, arrival, prompt_token_ids=prompt, after=after))
+        history = [*prompt, *[GENERATED] * kind.answer]
+    return requests
+
+
+def _beginning(kind: Sharing, user: int, index: int, prefix: int) -> tuple[int, ...]:
+    whose = {"all": 2, "user": 3 + 2 * user, "request": 4 + 2 * index}[kind.prefix_of]
+    return (whose, *[FILLER] * (prefix - 1))
