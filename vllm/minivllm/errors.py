@@ -7,3 +7,11 @@ class MinivllmError(ValueError):
 
 class UnsupportedModelError(MinivllmError):
     """A model for which an answer would be wrong, so none is given."""
+
+
+class WorkerDiedError(RuntimeError):
+    """A process that computed a part of the model has ended, and the engine with it. The message says which and why."""
+
+
+class LostPeerError(RuntimeError):
+    """Another rank did not come to a sum. What became of that one is the error; this is what the others notice."""

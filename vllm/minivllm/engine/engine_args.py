@@ -15,6 +15,7 @@ from minivllm.kernels.packed_weights import QUANTIZATIONS
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.hardware import GIB
 from minivllm.speculative_config import SpeculativeConfig
+from minivllm.worker.worker import WorkerSettings
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3")
@@ -44,6 +45,7 @@ class EngineArgs:
       step and then forgotten. Not in vLLM, but what it is worth should be measurable.
     - `attention_backend`: None is the unified kernel; "naive" what there was before (`unified_attention`).
     - `speculative_config`: as vLLM's dictionary, such as {"method": "ngram", "num_speculative_tokens": 4}.
+    - `tensor_parallel_size`: ranks that share the model, each with a GPU of its own, or all on one CPU.
     - `enforce_eager`: no CUDA graphs. There are none on a CPU.
     - `seed`: of the requests that bring none.
     - `skip_tokenizer_init`: prompts are token ids, and outputs have no text.
@@ -75,6 +77,7 @@ class EngineArgs:
     use_kv_cache: bool = True
     attention_backend: str | None = None
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
+    tensor_parallel_size: int = 1
     enforce_eager: bool = False
     show_ledger: bool = True
 
@@ -119,6 +122,7 @@ class EngineArgs:
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("num_gpu_blocks_override", 2),
+            ("tensor_parallel_size", 1),
         ):
             value = getattr(self, name)
             _require(
@@ -158,6 +162,27 @@ class EngineArgs:
             watermark=self.watermark,
             num_speculative_tokens=self.speculation.num_speculative_tokens if self.speculation else 0,
             static_batching=self.static_batching,
+        )
+
+    def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> WorkerSettings:
+        """What the ranks are told; `device` is "cpu" or "cuda", and `num_threads` the CPU threads for all of them."""
+        return WorkerSettings(
+            model=self.model,
+            device=device,
+            dtype=self.dtype,
+            load_format=self.load_format,
+            seed=self.seed,
+            kv_cache_dtype=self.kv_cache_dtype,
+            quantization=self.quantization,
+            attention_backend=self.attention_backend,
+            use_kv_cache=self.use_kv_cache,
+            speculative_config=self.speculation,
+            block_size=self.block_size,
+            max_model_len=scheduler.max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            tensor_parallel_size=self.tensor_parallel_size,
+            num_threads=num_threads,
         )
 
     def cache_config(self, num_gpu_blocks: int) -> CacheConfig:

@@ -86,6 +86,10 @@ class LLM:
         """Forgets all cached blocks."""
         return self.llm_engine.reset_prefix_cache()
 
+    def shutdown(self) -> None:
+        """Ends the processes of a tensor-parallel model at once; else they end with this object, or with Python."""
+        self.llm_engine.shutdown()
+
     def _add_request(
         self, index: int, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None, priority: int
     ) -> str:

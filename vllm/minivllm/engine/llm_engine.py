@@ -23,7 +23,7 @@ from minivllm.simulate.calculator import print_ledger
 
 
 class LLMEngine:
-    """Input processor, core and output processor, in one process."""
+    """Input processor, core and output processor, in one process; the model's ranks, if it has several, in others."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.core = EngineCore(args)
@@ -92,6 +92,10 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Returns False, and does nothing, while any request runs."""
         return self.core.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Ends what the engine has started; it can do nothing after that."""
+        self.core.shutdown()
 
     def _print_ledger(self, name: str) -> None:
         cache = self.core.scheduler.cache_config

@@ -23,6 +23,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import Cost, MeasuredStep, StepShape
 from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+from minivllm.worker.executor import UniprocExecutor
 
 STEP_PARTS = {
     "schedule": "scheduler",
@@ -79,8 +80,8 @@ def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **s
 
 def own_clock(core: EngineCore) -> Callable[[], float]:
     """The clock for this engine: on a CPU with one thread the process's own, which other work does not disturb."""
-    one_thread = core.runner.device.type == "cpu" and torch.get_num_threads() == 1
-    return time.process_time if one_thread else time.perf_counter
+    here = isinstance(core.executor, UniprocExecutor) and core.runner.device.type == "cpu"
+    return time.process_time if here and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bool = True) -> Recording:
@@ -107,7 +108,7 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
         output = core.scheduler.schedule()
         requests, new = core.scheduler.requests, output.num_scheduled_tokens
         shape = StepShape.of((count, requests[i].num_computed_tokens - count) for i, count in new.items())
-        news = core.scheduler.update_from_output(output, core.runner.execute_model(output))
+        news = core.scheduler.update_from_output(output, core.executor.execute_model(output))
         steps.append(MeasuredStep(shape, clock() - start))
         scheduled.append(dict(new))
         num_tokens += sum(len(one.new_token_ids) for one in news)

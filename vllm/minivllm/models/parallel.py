@@ -24,12 +24,8 @@ import torch
 import torch.distributed as dist
 
 from minivllm.config import ModelConfig
-from minivllm.errors import MinivllmError
+from minivllm.errors import LostPeerError, MinivllmError
 from minivllm.simulate.parameters import kv_heads_on_rank
-
-
-class LostPeerError(RuntimeError):
-    """Another rank did not come to a sum. Whatever became of it is the error; this is what the others notice."""
 
 
 class GroupCoordinator:

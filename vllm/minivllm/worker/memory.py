@@ -4,7 +4,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_mem
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -30,21 +30,48 @@ STORED_AS = {
 """What keys and values are stored as under each `kv_cache_dtype` but "auto", under which it is the model's own type."""
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """One rank's memory, in bytes: what there is, and what goes to all but the cache; `dtype` is of the computation.
+
+    `activation_peak` is what the largest step needs beside the weights, None where it could not be measured. Ranks that
+    share a CPU have equal shares of its memory.
+    """
+
+    device_name: str
+    device_memory: int
+    outside_torch: int
+    weights: int
+    activation_peak: int | None
+    dtype: str
+
+
+def measure_memory(
+    device: torch.device, ranks: int, *, dtype: str, weights: int, activation_peak: int | None
+) -> MemoryUse:
+    """The device asked, and what is known of the rank added."""
+    if device.type == "cuda":
+        name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+    else:
+        name, memory = "this machine, memory that is available", _available_memory() // ranks
+    if device.type == "cpu" and ranks > 1:
+        name = f"{name}, one of {ranks} ranks' share"
+    return MemoryUse(name, memory, _bytes_outside_torch(device), weights, activation_peak, dtype)
+
+
 def profile_memory(
     config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
+    use: MemoryUse,
     *,
+    tp: int,
     kv_cache_dtype: str,
-    weights: int,
-    activation_peak: int | None,
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     gpu_memory_utilization: float,
 ) -> MemoryLedger:
-    """Shares out the memory of `device`. `weights` and `activation_peak` are bytes; the latter is estimated where None.
+    """Shares out the memory of one of `tp` ranks. `config` is the whole model's. Activations are estimated where None.
 
     The pool never gets more blocks than `max_num_seqs` requests of `max_model_len` tokens could fill: on a CPU the
     memory that is not needed belongs to others.
@@ -52,21 +79,21 @@ def profile_memory(
     Raises:
         MinivllmError: one request of `max_model_len` tokens does not fit; the message says which length would.
     """
-    dtype_name = str(dtype).removeprefix("torch.")
     ledger = memory_ledger(
         # Our cache keeps every token, whatever window a layer looks through.
         replace(config, sliding_window=None, layer_types=None),
-        _hardware(device),
+        Hardware(use.device_name, use.device_memory, 0.0, MappingProxyType({}), 0.0, 0.0, source="asked of the system"),
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_memory_utilization,
-        kv_dtype=dtype_name if kv_cache_dtype == "auto" else kv_cache_dtype,
-        weight_dtype=dtype_name,
+        tp=tp,
+        kv_dtype=use.dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
+        weight_dtype=use.dtype,
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
-        weights=weights,
-        activation_peak=activation_peak,
-        non_torch=_bytes_outside_torch(device),
+        weights=use.weights,
+        activation_peak=use.activation_peak,
+        non_torch=use.outside_torch,
         cuda_graphs=0,
     )
     most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1
@@ -135,14 +162,6 @@ def _with_at_most(ledger: MemoryLedger, most_bytes: int) -> MemoryLedger:
     rows = [row for row in ledger.rows if row.name not in ("KV cache", "less than a block")]
     rows[-1:] = [LedgerRow("KV cache", most_bytes), LedgerRow("more than requests can fill", spared), rows[-1]]
     return replace(ledger, rows=tuple(rows), kv_bytes=most_bytes)
-
-
-def _hardware(device: torch.device) -> Hardware:
-    if device.type == "cuda":
-        name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
-    else:
-        name, memory = "this machine, memory that is available", _available_memory()
-    return Hardware(name, memory, 0.0, MappingProxyType({}), 0.0, 0.0, source="asked of the system")
 
 
 def _bytes_outside_torch(device: torch.device) -> int:

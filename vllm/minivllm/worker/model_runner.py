@@ -1,7 +1,8 @@
 """The worker's step: update the batch, gather its inputs, one forward pass for all of it, sample.
 
 Prompts, chunks and decodes stand in one flat row of tokens; which is which, only the attention's tables know. Logits
-are computed for those rows alone that sample.
+are computed for those rows alone that sample. Of the ranks of a tensor-parallel group only rank 0 samples, and the
+others are told: equal logits would give equal tokens, but that they are equal to the last bit need not be relied on.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_model`, `sample_tokens`).
 """
@@ -84,7 +85,15 @@ class ModelRunner:
             return ModelRunnerOutput({})
         inputs = self.prepare_inputs(scheduler_output)
         hidden = self.forward(inputs)
+        if self.model.group.rank > 0:
+            self.prompt_logprobs.pass_over(inputs)
+            return ModelRunnerOutput({})
         return self.sample_tokens(inputs, hidden)
+
+    def take_sampled(self, sampled: dict[str, list[int]]) -> None:
+        """Takes in what rank 0 sampled in the step before, by request id."""
+        rows = np.array([self.batch.row_of[req_id] for req_id in sampled])
+        self.batch.append_tokens(rows, list(sampled.values()))
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
         """Gathers the step's inputs from the batch, and sets the tables that attention will read."""

@@ -32,6 +32,11 @@ class PromptLogprobs:
         """Forgets a request that finished or was preempted."""
         self._so_far.pop(req_id, None)
 
+    def pass_over(self, inputs: StepInputs) -> None:
+        """Notes, where another rank observes, which prompts are complete with this step."""
+        for index in inputs.sampling:
+            self.remove_request(inputs.req_ids[index])
+
     def observe(
         self,
         batch: InputBatch,

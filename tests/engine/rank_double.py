@@ -1,0 +1,84 @@
+"""What lives in the processes of `test_rank_processes.py`: no model, but every way to end."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from minivllm.errors import LostPeerError, MinivllmError
+
+
+class RankDouble:
+    """Does as it is told."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.calls = 0
+
+    def who(self, *arguments: object) -> tuple:
+        self.calls += 1
+        return self.rank, self.calls, *arguments
+
+    def fail(self, rank: int) -> None:
+        """The rank raises; the others are stuck."""
+        if self.rank == rank:
+            raise KeyError("a bug")
+        time.sleep(1000)
+
+    def refuse(self, rank: int) -> None:
+        if self.rank == rank:
+            raise MinivllmError("this cannot be")
+        time.sleep(1000)
+
+    def be_killed(self, rank: int) -> None:
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    def be_killed_and_missed(self, rank: int, words: str) -> None:
+        """The other ranks have said what they noticed before the one that began is found to be gone."""
+        if self.rank == rank:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise LostPeerError(words)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def double(rank: int) -> RankDouble:
+    return RankDouble(rank)
+
+
+def refusing_double(rank: int) -> RankDouble:
+    if rank == 1:
+        raise MinivllmError("no such model")
+    time.sleep(1000)
+    return RankDouble(rank)
+
+
+def leaving_double(rank: int) -> RankDouble:
+    if rank == 1:
+        os._exit(3)
+    time.sleep(1000)
+    return RankDouble(rank)
+
+
+def main(ranks_stuck: bool, leave: bool) -> None:
+    """A parent: prints its ranks' process ids, then leaves in order or waits to be killed."""
+    from minivllm.worker.rank_processes import RankProcesses
+
+    ranks = RankProcesses(double, (), 2)
+    print(*(process.pid for process in ranks.processes), flush=True)
+    if ranks_stuck:
+        ranks.call("sleep", 1000)
+    sys.stdin.read(1)
+    assert leave
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from engine.rank_double import main as importable_main
+
+    importable_main(*(word == "yes" for word in sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""`tensor_parallel_size=2`: the tokens of one process, the bytes that the formula says, and an end that is told of.
+
+One engine of two ranks serves all of these: what the scheduler decides is changed by giving it another scheduler.
+"""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from engine.test_rank_processes import have_ended, pids_of
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.engine_args import EngineArgs
+from minivllm.errors import MinivllmError, WorkerDiedError
+from minivllm.simulate.memory import kv_bytes_per_token
+from minivllm.worker.executor import check_devices
+
+SETTINGS = {
+    "device": "cpu", "show_ledger": False, "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6,
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+}  # fmt: skip
+SHARED = [(7 * position + 5) % 900 for position in range(40)]
+PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], [5, 6, 5, 6, 5], SHARED[3:35]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+WISHES = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=1, max_tokens=20),
+    SamplingParams(temperature=0.7, top_p=0.8, seed=2, max_tokens=9, n=2),
+    SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.4, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=11, prompt_logprobs=1),
+    GREEDY,
+    SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[8, 9], min_tokens=3),
+]
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """One rank, and two."""
+    llms = [LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=size) for size in (1, 2)]
+    yield llms
+    llms[1].shutdown()
+
+
+def reschedule(llm: LLM, caching: bool, budget: int, num_blocks: int | None = None) -> None:
+    """Another scheduler for the same ranks."""
+    core = llm.llm_engine.core
+    core.step()  # tells the ranks who finished last
+    config, cache = core.scheduler.config, core.scheduler.cache_config
+    cache = replace(cache, enable_prefix_caching=caching, num_gpu_blocks=num_blocks or core.ledger.num_blocks)
+    core.scheduler = Scheduler(replace(config, max_num_batched_tokens=budget), cache)
+
+
+def tokens_of(llm: LLM) -> list[list[list[int]]]:
+    outputs = llm.generate(PROMPTS, WISHES)
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("caching", "budget", "num_blocks"),
+    [(True, 2048, None), (False, 2048, None), (True, 7, None), (False, 33, None), (True, 24, 11)],
+)
+def test_the_tokens_of_one_process(engines, caching, budget, num_blocks):
+    found = []
+    for llm in engines:
+        reschedule(llm, caching, budget, num_blocks)
+        found.append(tokens_of(llm))
+        if num_blocks:
+            assert llm.llm_engine.make_stats().num_preemptions > 0, "this pool was to be too small"
+    assert found[0] == found[1]
+
+
+def test_speculation_is_on(engines):
+    reschedule(engines[1], True, 2048)
+    tokens_of(engines[1])
+    assert engines[1].llm_engine.make_stats().spec_decoding_stats.num_drafts > 0
+
+
+def test_bytes_reduced_are_what_the_formula_says(engines):
+    core = engines[1].llm_engine.core
+    reschedule(engines[1], True, 33)
+    config, before = core.model_config, core.executor.collective_rpc("bytes_reduced")
+    wanted, execute = 0, core.executor.execute_model
+
+    def counted(scheduler_output):
+        nonlocal wanted
+        result = execute(scheduler_output)
+        tokens, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+        rows = sum(1 + len(drafts.get(req_id, ())) for req_id in result.sampled_token_ids)
+        a_row = 2 * config.hidden_size * 4  # two halves, float32
+        wanted += ((config.num_hidden_layers - 1) * sum(tokens.values()) + rows) * a_row
+        return result
+
+    core.executor.execute_model = counted
+    try:
+        engines[1].generate(PROMPTS, GREEDY)
+    finally:
+        core.executor.execute_model = execute
+    after = core.executor.collective_rpc("bytes_reduced")
+    assert [now - then for now, then in zip(after, before, strict=True)] == [wanted, wanted]
+    assert wanted > 0
+
+
+def test_a_rank_has_half_of_the_cache(engines):
+    whole, half = (llm.llm_engine.core.ledger for llm in engines)
+    config = engines[0].llm_engine.core.model_config
+    assert half.bytes_per_token == kv_bytes_per_token(config, "float32", tp=2) == whole.bytes_per_token // 2
+    assert half.num_blocks == whole.num_blocks == 6 * 96 // 16 + 1, "as many as requests can fill"
+
+
+def test_the_runner_is_elsewhere(engines):
+    assert engines[0].llm_engine.core.runner.block_size == 16
+    with pytest.raises(MinivllmError, match="runs in other processes"):
+        _ = engines[1].llm_engine.core.runner
+
+
+@pytest.mark.parametrize(("size", "message"), [(3, "use one of 1, 2, 4, 8$"), (0, "at least 1"), ("2", "at least 1")])
+def test_sizes_that_cannot_be_are_refused_at_once(size, message):
+    with pytest.raises(MinivllmError, match=message):
+        LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=size)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    args = EngineArgs(model=EMBEDDED_MODEL, tensor_parallel_size=2, max_num_seqs=2, max_num_batched_tokens=32)
+    scheduler = args.scheduler_config(ModelConfig.from_pretrained(EMBEDDED_MODEL), None)
+    with pytest.raises(MinivllmError, match=r'there are 1 here; use at most so many, or device="cpu"'):
+        check_devices(args.worker_settings(scheduler, "cuda", 2))
+    check_devices(args.worker_settings(scheduler, "cpu", 2))
+
+
+def test_a_rank_that_is_killed_ends_the_run(engines):
+    """The last of these tests: the other rank is inside a sum, and loses its peer."""
+    core = engines[1].llm_engine.core
+    pids, execute = pids_of(core.executor.ranks), core.executor.execute_model
+
+    def killed_before(scheduler_output):
+        os.kill(pids[1], signal.SIGKILL)
+        return execute(scheduler_output)
+
+    core.executor.execute_model = killed_before
+    with pytest.raises(WorkerDiedError, match=rf"rank 1 of 2 \(process {pids[1]}\) .* killed by SIGKILL"):
+        engines[1].generate(PROMPTS, GREEDY)
+    assert have_ended(pids, 0.0)

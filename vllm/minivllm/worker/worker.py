@@ -1,0 +1,139 @@
+"""One rank: a device, the model on it or its part of it, and what the engine may ask of them.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker`).
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from minivllm.config import ModelConfig
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.lab.allocator import keep_freed_memory
+from minivllm.models.decoder import Decoder
+from minivllm.models.loader import load_model, random_model
+from minivllm.models.parallel import GroupCoordinator
+from minivllm.models.quantized import quantize_linears
+from minivllm.speculative_config import SpeculativeConfig
+from minivllm.worker.memory import MemoryUse, measure_memory
+from minivllm.worker.model_runner import ModelRunner
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What every rank is told. Names and meanings are those of `EngineArgs`; `num_threads` is of all ranks together."""
+
+    model: str | Path
+    device: str
+    dtype: str
+    load_format: str
+    seed: int
+    kv_cache_dtype: str
+    quantization: str | None
+    attention_backend: str | None
+    use_kv_cache: bool
+    speculative_config: SpeculativeConfig | None
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    tensor_parallel_size: int
+    num_threads: int
+
+
+class Worker:
+    """Loads the model at once. The ranks of a group must be asked the same, in the same order."""
+
+    def __init__(self, settings: WorkerSettings, group: GroupCoordinator | None = None) -> None:
+        self.settings, self.group = settings, group or GroupCoordinator()
+        self.device = device_of_rank(settings.device, self.group.rank)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.runner = ModelRunner(
+            load(settings, self.device, self.group),
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            block_size=settings.block_size,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            speculative_config=settings.speculative_config,
+            attention_backend=settings.attention_backend,
+            use_kv_cache=settings.use_kv_cache,
+        )
+
+    def memory_use(self) -> MemoryUse:
+        """What this rank's device has, and what goes to all but the cache, measured."""
+        settings = self.settings
+        return measure_memory(
+            self.device,
+            self.group.size,
+            dtype=str(self.runner.dtype).removeprefix("torch."),
+            weights=self.runner.weight_bytes(),
+            activation_peak=self.runner.activation_peak(settings.max_num_batched_tokens, settings.max_num_seqs),
+        )
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the cache, once; what is counted of the group is counted from here on."""
+        self.runner.initialize_kv_cache(num_blocks)
+        self.group.bytes_reduced = 0
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, sampled: dict[str, list[int]] | None = None
+    ) -> ModelRunnerOutput:
+        """One step. Only rank 0 samples; to the others `sampled` says what it sampled in the step before."""
+        if sampled and self.group.rank > 0:
+            self.runner.take_sampled(sampled)
+        return self.runner.execute_model(scheduler_output)
+
+    def take_draft_token_ids(self) -> dict[str, list[int]]:
+        """Drafts for what comes after the last step's tokens, by request id; once."""
+        return self.runner.take_draft_token_ids()
+
+    def bytes_reduced(self) -> int:
+        """Bytes that this rank has put into all-reduces since the cache was allocated."""
+        return self.group.bytes_reduced
+
+
+def worker_of_rank(settings: WorkerSettings, meeting: str, rank: int) -> Worker:
+    """One of several ranks, in a process of its own; `meeting` is a file in which they find one another."""
+    return Worker(settings, join_group(settings, meeting, rank))
+
+
+def join_group(settings: WorkerSettings, meeting: str, rank: int) -> GroupCoordinator:
+    """Makes torch.distributed's default group: NCCL between GPUs, gloo between processes on a CPU."""
+    size, device = settings.tensor_parallel_size, device_of_rank(settings.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, settings.num_threads // size))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # the host's name need not lead anywhere
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(meeting, size),
+        rank=rank,
+        world_size=size,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return GroupCoordinator(rank, size)
+
+
+def device_of_rank(name: str, rank: int) -> torch.device:
+    """Each rank has a GPU of its own, or they share the CPU."""
+    return torch.device("cuda", rank) if name == "cuda" else torch.device(name)
+
+
+def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator) -> Decoder:
+    """The rank's part of the model; "auto" is float32 on a CPU, else the checkpoint's own dtype."""
+    dtype = "float32" if settings.dtype == "auto" and device.type == "cpu" else settings.dtype
+    if settings.load_format == "dummy":
+        model = random_model(ModelConfig.from_pretrained(settings.model), settings.seed, device, dtype, group)
+    else:
+        model = load_model(settings.model, device, dtype, group)[0]
+    if settings.quantization:
+        quantize_linears(model, settings.quantization)
+    return model
