@@ -58,7 +58,7 @@ def measure_step(model: str, device: torch.device, batches: Sequence[int], outpu
         core = bare_engine(model, device, cache, max_model_len=160, max_num_seqs=batch)
         found[str(batch)] = {part: 1e3 * x for part, x in step_parts(core, [(8, outputs)] * batch).items()}
     rows = [(p, *(f"{x[p]:.2f} ({x[p] / sum(x.values()):.0%})" for x in found.values())) for p in STEP_PARTS]
-    table("Milliseconds of a step, all decode", ("part", *(f"{batch} requests" for batch in found)), rows)
+    table("Milliseconds of a step, all decode", ("part", *(f"{batch} at once" for batch in found)), rows)
     return found
 
 
@@ -391,7 +391,7 @@ def measure_graphs(step: dict[str, float]) -> dict:
     """The gain that graphs would bring on an H100, with the host's times of this machine."""
     launch, host = launch_seconds(), 1e-3 * sum(step[part] for part in step if part not in ("forward", "sample_tokens"))
     found: dict = {"launch_us": 1e6 * launch, "host_ms": 1e3 * host, "gain": {}}
-    for name in ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-32B"):
+    for name in ("Qwen3-0.6B", "Llama-3.2-3B", "Llama-3.1-8B"):
         config = known_model(name)
         cost, launches = RooflineCost.of(config, H100), len(LAUNCHES) * config.num_hidden_layers + 4
         gpu = {batch: cost.floor_seconds(StepShape.of([(1, 1024)] * batch)) / 0.9 for batch in (1, 8, 64, 256)}
@@ -508,36 +508,38 @@ def generate(model: Decoder, prompt: list[int], count: int, drafts: int) -> tupl
 # endregion
 
 
-def measure_speculation(
-    model: Decoder, path: str, texts: list[list[int]], drafts: int, count: int, batches: Sequence[int]
-) -> dict:
-    """Tokens a pass of the lesson's loop, on text that repeats and on fresh text; then the engine's speed by batch."""
-    found: dict = {"lesson": {}, "engine": {}}
-    kinds = {"repeats itself": [one[:48] * 3 for one in texts[:2]], "fresh": [one[:144] for one in texts[:2]]}
-    for kind, prompts in track(kinds.items(), "speculating"):
-        with torch.inference_mode():
-            runs = [[generate(model, prompt, count, n) for n in (0, drafts)] for prompt in prompts]
-        same = statistics.mean(plain[0] == spoken[0] for plain, spoken in runs)
-        found["lesson"][kind] = {"same": same, "a_pass": len(runs) * count / sum(spoken[1] for _, spoken in runs)}
+def measure_speculation(model: Decoder, path: str, texts: list[list[int]], drafts: int, count: int) -> dict:
+    """The lesson's loop on a prompt; then the engine on all, one by one and at once, beside itself without drafts."""
     settings = {"device": model.lm_head.weight.device.type, "enable_prefix_caching": False, "show_ledger": False,
-                "num_gpu_blocks_override": 1200, "max_model_len": 512, "skip_tokenizer_init": True}  # fmt: skip
+                "num_gpu_blocks_override": 600, "max_model_len": 512, "skip_tokenizer_init": True}  # fmt: skip
     speculative = {"num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     plain, guess = LLM(path, **settings), LLM(path, **settings, speculative_config=speculative)
     params, clock = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True), own_clock(plain.llm_engine.core)
-    for batch in track(batches, "speculating on the engine"):
-        prompts, seconds = [texts[i % len(texts)][i : i + 144] for i in range(batch)], {plain: [], guess: []}
-        for llm in (plain, guess) * 3:
-            start = clock()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            seconds[llm].append((clock() - start, [one.outputs[0].token_ids for one in outputs]))
-        (slow, expected), (fast, said) = min(seconds[plain]), min(seconds[guess])
-        stats = guess.llm_engine.make_stats().spec_decoding_stats
-        accepted = stats.num_accepted_tokens / max(stats.num_draft_tokens, 1)
-        found["engine"][str(batch)] = {"accepted": accepted, "faster": slow / fast, "same": expected == said}
-    rows = [(kind, f"{one['a_pass']:.2f}", f"{one['same']:.0%}") for kind, one in found["lesson"].items()]
-    table(f"One request, up to {drafts} drafts", ("text", "tokens a pass", "same tokens"), rows)
-    rows = [(n, f"{x['accepted']:.0%}", f"{x['faster']:.2f} ×", x["same"]) for n, x in found["engine"].items()]
-    table("The engine, fresh text", ("requests", "drafts accepted", "as fast", "same tokens"), rows)
+    found: dict = {}
+    kinds = {"repeats itself": [one[:48] * 3 for one in texts], "fresh": [one[:144] for one in texts]}
+    for kind, prompts in track(kinds.items(), "speculating"):
+        with torch.inference_mode():
+            alone, spoken = (generate(model, prompts[0], 24, number) for number in (0, drafts))
+        found[kind] = {"lesson_same": alone[0] == spoken[0], "lesson_passes": spoken[1], "faster": {}}
+        for batch in (1, len(texts)):
+            runs: dict = {plain: [], guess: []}
+            for llm in (plain, guess) * 2:
+                start, said = clock(), []
+                for first in range(0, len(prompts), batch):
+                    said += llm.generate(prompts[first : first + batch], params, use_tqdm=False)
+                runs[llm].append((clock() - start, [one.outputs[0].token_ids for one in said]))
+            stats = guess.llm_engine.make_stats().spec_decoding_stats
+            (slow, expected), (fast, tokens) = min(runs[plain]), min(runs[guess])
+            found[kind]["faster"][str(batch)] = slow / fast
+            made, right = 2 * len(texts) * count, stats.num_accepted_tokens
+            found[kind] |= {"same": tokens == expected, "accepted": right / stats.num_draft_tokens}
+            found[kind] |= {"a_pass": made / (made - right)}
+    rows = []
+    for kind, one in found.items():
+        gains = (f"{gain:.2f} ×" for gain in one["faster"].values())
+        rows.append((kind, one["same"], f"{one['accepted']:.0%}", f"{one['a_pass']:.2f}", *gains))
+    columns = ("text", "same tokens", "drafts right", "tokens a pass", "as fast alone", f"{len(texts)} at once")
+    table(f"The engine with up to {drafts} drafts", columns, rows)
     return found
 
 
@@ -586,6 +588,8 @@ def draw(found: dict, path: str) -> None:
         for (name, gains), colour in zip(found["graphs"]["gain"].items(), palette.SERIES, strict=False):
             right.plot([int(n) for n in gains], list(gains.values()), "o-", color=colour, label=name)
         right.set(title="Graphs on an H100 (modelled)", xlabel="requests", ylabel="× as fast", xscale="log", ylim=0)
+        right.set_xticks([1, 8, 64, 256], ["1", "8", "64", "256"])
+        right.minorticks_off()
         middle.legend(fontsize=8)
         right.legend(fontsize=8)
 
@@ -619,12 +623,12 @@ def main(arguments: argparse.Namespace) -> None:
     heading("6. Tensor parallelism")
     found["parallel"] = measure_parallel(model)
     heading("7. Speculation")
-    work = (24, (1, 8)) if quick else (64, (1, 8, 32))
-    found["speculation"] = measure_speculation(model, path, texts, arguments.drafts, *work)
+    work = (texts[:4], arguments.drafts, 24) if quick else (texts, arguments.drafts, 48)
+    found["speculation"] = measure_speculation(model, path, *work)
     heading("8. Break it")
     narrow = LLM(path, num_gpu_blocks_override=64, **{**settings, "max_model_len": 512})
     found |= {"thrash": thrash(narrow, text, 2 if quick else 4), "salt": salted(narrow, text[:100])}
-    prefix, kv, engine = found["prefix"], found["kv"], found["speculation"]["engine"]
+    prefix, kv, fresh = found["prefix"], found["kv"], found["speculation"]["fresh"]
     closing(
         f"The prefix cache spared {prefix['an agent']['hit']:.0%} of an agent's prefill, "
         f"{prefix['one system prompt']['hit']:.0%} of users behind one instruction, and of strangers' "
@@ -632,8 +636,8 @@ def main(arguments: argparse.Namespace) -> None:
         f"An int8 cache holds {kv['capacity']['int8']:.2f} times Llama-3.1-8B's tokens and added {kv['added']:+.4f} to "
         f"the loss; int4 weights without groups, with one outlier channel, added "
         f"{found['weights']['ways']['int4, a scale a row']['added_50']:+.2f}.",
-        "Speculation changed no token; " + ", ".join(f"{x['faster']:.2f} × as fast with {n}" for n, x in engine.items())
-        + " requests at once.",
+        f"Drafts from the text itself, {fresh['accepted']:.0%} of them right, changed no token of fresh text: "
+        + ", ".join(f"{gain:.2f} × as fast with {batch} at once" for batch, gain in fresh["faster"].items()) + ".",
     )  # fmt: skip
     if arguments.plot:
         draw(found, arguments.plot)
