@@ -279,12 +279,12 @@ def timed_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, l
 def measure_intensity(device: torch.device) -> dict:
     """FLOPs per byte of the two things that a decode step reads, and what share of this device's rates they reach."""
     rates, shares = measure_device(device, ("bfloat16",)), {}
-    weight = torch.randn(8192, 4096, device=device).bfloat16()
+    weight = torch.randn(16384, 4096, device=device).bfloat16()  # larger than any cache on the way
     for count in COUNTS:
         x = torch.randn(count, 4096, device=device).bfloat16()
-        moved, flops = 2 * (weight.numel() + x.numel() + count * 8192), 2 * count * weight.numel()
+        moved, flops = 2 * (weight.numel() + x.numel() + count * 16384), 2 * count * weight.numel()
         shares[f"weights_{count}"] = measure_share(partial(F.linear, x, weight), moved, flops, rates, device)
-    count, slots, dtype = (64, 4096, torch.bfloat16) if device.type == "cuda" else (2, 1024, torch.float32)
+    count, slots, dtype = (64, 4096, torch.bfloat16) if device.type == "cuda" else (2, 2048, torch.float32)
     lengths = torch.full((count,), slots - 1, dtype=torch.int32, device=device)
     for group in (1, 4):
         cached = torch.randn(2, count, slots, 32 // group, 128, device=device, dtype=dtype)
