@@ -39,7 +39,7 @@ from widgets.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Scale, Segment, i
 MODEL = "Llama-3.1-8B"
 GPUS = ("H100", "A100", "L4")
 WORKLOADS = {"chats": "chats behind one prompt", "mixed": "long and short"}
-SLOTS = (1, 4, 16)
+SLOTS = (1, 2, 4, 8, 16)
 RESERVATIONS = (2048, 4096, 8192, 16384)
 LONGEST_ANSWER = 128
 ORDERS = {"ranking": "as the ranking has them", "reversed": "the other way round"}
@@ -48,12 +48,13 @@ OFF: dict[str, Any] = {rung.field: getattr(Levers(), rung.field) for rung in LAD
 SERVER: dict[str, Any] = {
     "gpu": "L4",
     "requests": "chats",
-    "slots": 16,
+    "slots": 8,
     "max_model_len": 4096,
     "acceptance": 0.6,
     "order": "ranking",
 }
 START: dict[str, Any] = {**SERVER, **ON, "speculative_tokens": 0, "tensor_parallel": 1}
+IN_THE_LESSON: dict[str, Any] = {**ON, "slots": 16}
 NOTHING_SEEN = 0.01
 """A lever that changes the throughput by less is drawn as one that buys nothing."""
 
@@ -367,7 +368,7 @@ def show() -> LessonWidget:
             "requests": choice("Requests", [(title, key) for key, title in WORKLOADS.items()], START["requests"]),
             "slots": steps("At once", SLOTS, START["slots"], "max_num_seqs: requests that may run at once"),
             "max_model_len": steps("max_model_len", RESERVATIONS, START["max_model_len"], "reserved without paging"),
-            "order": choice("Levers", [(title, key) for key, title in ORDERS.items()], START["order"]),
+            "order": choice("Order of levers", [(title, key) for key, title in ORDERS.items()], START["order"]),
         },
         "The levers": {
             rung.field: valued.get(rung.field) or _switch(titles[rung.field], bool(START[rung.field]))
@@ -393,4 +394,4 @@ def _switch(label: str, value: bool) -> ipywidgets.Checkbox:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(figure(sweep(**ON)))
+    Path(sys.argv[1]).write_text(figure(sweep(**IN_THE_LESSON)))

@@ -29,6 +29,13 @@ from widgets.svg import MID, QUIET, SMALL, Axes, Box, Drawing, Scale, Segment, l
 BLOCK_SIZE = 16
 USERS, TURNS, PREFIXES = (1, 2, 4, 8, 16), (1, 2, 3, 4), (128, 256, 512, 1024)
 POOLS = (2048, 4096, 8192, 16384, 32768)
+LABELS = {
+    "system": "one system prompt",
+    "documents": "a document each",
+    "chat": "conversations",
+    "agent": "agents",
+    "none": "nothing",
+}
 START: dict[str, Any] = {"kind": "chat", "users": 8, "turns": 3, "prefix": 512, "pool": 16384}
 THRASH: dict[str, Any] = {"kind": "documents", "users": 16, "turns": 4, "prefix": 512, "pool": 4096}
 
@@ -298,13 +305,13 @@ def show() -> LessonWidget:
     """The widget: knobs for the sessions and the pool, the picture, and the challenge."""
     knobs = {
         "The sessions": {
-            "kind": choice("Who shares", [(kind.title, name) for name, kind in SHARING.items()], START["kind"]),
+            "kind": choice("They share", [(label, name) for name, label in LABELS.items()], START["kind"]),
             "users": steps("Users", USERS, START["users"], "sessions; users take turns"),
             "turns": steps("Turns", TURNS, START["turns"], "requests of each session"),
-            "prefix": steps("Prefix", [(f"{n:,} tokens", n) for n in PREFIXES], START["prefix"], "shared beginning"),
+            "prefix": steps("Prefix", [(tokens(n), n) for n in PREFIXES], START["prefix"], "tokens of the beginning"),
         },
         "The pool": {
-            "pool": steps("KV cache", [(f"{n:,} tokens", n) for n in POOLS], START["pool"], "in blocks of 16"),
+            "pool": steps("KV cache", [(tokens(n), n) for n in POOLS], START["pool"], "tokens, in blocks of 16"),
         },
     }
     return LessonWidget(

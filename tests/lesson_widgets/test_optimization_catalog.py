@@ -81,7 +81,7 @@ def test_a_lever_that_is_off_changes_nothing_and_is_said_to_be_off():
 
 
 def test_where_memory_is_scarce_paging_pays_and_where_it_is_ample_it_does_not():
-    scarce, ample = widget.sweep(gpu="L4"), widget.sweep(gpu="H100")
+    scarce, ample = widget.sweep(gpu="L4"), widget.sweep(gpu="H100", slots=16)
     assert scarce.factor("paging") > 3
     assert ample.factor("paging") < 1, "blocks are gathered as long as no kernel walks them"
     assert "Blocks are copied" in widget.verdict(ample).words
@@ -101,14 +101,14 @@ def test_a_server_that_does_not_start_says_so_and_which_lever_lets_it():
 
 def test_the_picture_says_that_it_is_modelled_and_names_every_lever():
     picture = widget.figure(widget.sweep(**widget.ON))
-    words = ["modelled", "nothing on", "all that is on", "L4", "16 at once", *(rung.title for rung in LADDER[:7])]
+    words = ["modelled", "nothing on", "all that is on", "L4", "8 at once", *(rung.title for rung in LADDER[:7])]
     assert [word for word in words if word not in picture] == []
     assert "speculation, 3 drafts" in picture
     assert "2 GPUs" in picture
 
 
 def test_the_picture_in_the_lesson_is_the_widgets():
-    assert FIGURE.read_text() == widget.figure(widget.sweep(**widget.ON)), (
+    assert FIGURE.read_text() == widget.figure(widget.sweep(**widget.IN_THE_LESSON)), (
         "uv run python -P -m widgets.optimization_catalog lessons/figures/05_levers.svg"
     )
 
@@ -150,7 +150,7 @@ def test_every_lever_has_a_knob_and_the_buttons_turn_them():
 def test_a_redraw_takes_less_than_100_ms():
     """Time of this process alone, each position for the first time: other work on the machine is not the widget's."""
     shown, seconds = widget.show(), []
-    moves = [{"requests": "mixed"}, {"paging": False}, {"gpu": "H100"}, {"speculative_tokens": 3}, {"acceptance": 0.7}]
+    moves = [{"requests": "mixed"}, {"paging": False}, {"slots": 16}, {"speculative_tokens": 3}, {"acceptance": 0.7}]
     for move in moves:
         start = time.process_time()
         shown.set(**move)

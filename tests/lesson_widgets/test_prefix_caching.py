@@ -123,6 +123,7 @@ def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict, words: str):
 
 def test_the_challenge_is_open_at_first_and_can_be_met():
     shown = widget.show()
+    assert [name for _, name in shown.knobs["kind"].options] == list(SHARING)
     assert "Not yet." in shown.progress.value
     shown.set(**MET)
     assert "Met." in shown.progress.value
