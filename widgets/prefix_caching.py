@@ -21,7 +21,7 @@ from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import RooflineCost
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.sharing import SHARING, Sharing, sessions, sharing
+from minivllm.simulate.sharing import Sharing, sessions, sharing
 from minivllm.simulate.virtual_clock import simulate
 from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, steps
 from widgets.svg import MID, QUIET, SMALL, Axes, Box, Drawing, Scale, Segment, legend, stacked_bar, tokens

@@ -81,6 +81,14 @@ def test_graphs_gain_what_was_measured_on_a_small_model_and_nothing_on_large_ste
         assert cost(eager).seconds(large) == cost(graphs).seconds(large)
 
 
+def test_steps_larger_than_the_largest_graph_are_launched_kernel_by_kernel():
+    """On a small model even 513 tokens are done before the host has launched them."""
+    graphs, eager = (cost(replace(FULL, cuda_graphs=on), "Qwen3-0.6B") for on in (True, False))
+    captured, larger = StepShape.of([(512, 0)]), StepShape.of([(513, 0)])
+    assert graphs.seconds(captured) < 0.7 * eager.seconds(captured)
+    assert graphs.seconds(larger) == eager.seconds(larger)
+
+
 # What each lever changes
 
 
@@ -132,6 +140,8 @@ def test_capacity_follows_from_the_levers():
     assert run(replace(FULL, kv_dtype="int8")).kv_tokens == pytest.approx(2 * plain * 128 / 132, rel=1e-4)
     assert held(weight_bits=4) - held() == pytest.approx(1.484375 * 32 * 218_103_808, rel=1e-6)
     assert run(replace(FULL, gqa=False)).kv_tokens < plain / 4
+    graphs = 2**29 // 131_072  # half a GiB that graphs no longer take, in tokens
+    assert run(replace(FULL, cuda_graphs=False)).kv_tokens - plain == pytest.approx(graphs, abs=16)
     assert run(replace(FULL, kv_cache=False)).kv_tokens == 0
 
 
@@ -148,6 +158,28 @@ def test_without_paging_as_many_run_as_whole_reservations_fit():
     assert run(replace(FULL, gqa=False), work).mean_batch == 60
     # 27, 27 and 6 at a time, 8 steps each
     assert (reserved.steps, reserved.mean_batch) == (24, 20)
+
+
+def test_requests_wait_or_are_preempted_where_the_pool_is_full():
+    work = LeverWorkload("large", "", (SimulatedRequest(900, 200),) * 12)
+    found = run(replace(FULL, gqa=False), work, L4)
+    assert found.kv_tokens < 6 * 1100
+    assert found.preemptions > 0
+    assert found.mean_batch < 6
+    assert run(FULL, work, L4).mean_batch == 12
+
+
+def test_without_chunks_a_prompt_waits_for_a_step_that_it_fits_into():
+    """Five prompts of 3,000 tokens, 8,192 a step: two, two and one; or 8,192 and the rest."""
+    work = LeverWorkload("long", "", (SimulatedRequest(3000, 1),) * 5)
+    assert run(replace(FULL, chunked_prefill=False), work).steps == 3
+    assert run(FULL, work).steps == 2
+
+
+def test_a_static_batch_computes_its_prompts_in_one_step():
+    work = LeverWorkload("long", "", (SimulatedRequest(1000, 5),) * 20)
+    static = run(replace(FULL, continuous_batching=False), work)
+    assert (static.steps, static.mean_batch) == (5, 20)
 
 
 def test_a_static_batch_waits_for_its_longest():
