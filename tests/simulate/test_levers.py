@@ -166,7 +166,7 @@ def test_requests_wait_or_are_preempted_where_the_pool_is_full():
     assert found.kv_tokens < 6 * 1100
     assert found.preemptions > 0
     assert found.mean_batch < 6
-    assert run(FULL, work, L4).mean_batch == 12
+    assert run(FULL, work, L4).mean_batch > 11
 
 
 def test_without_chunks_a_prompt_waits_for_a_step_that_it_fits_into():
