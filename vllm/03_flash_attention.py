@@ -352,6 +352,9 @@ def merged(*parts: tuple[Tensor, Tensor]) -> Tensor:
     return torch.from_numpy(whole)
 
 
+FLOAT16_ENDS = math.log(65504.0)  # a score whose exponential is the largest number of float16
+
+
 @torch.inference_mode()
 def attend_in_model(model: Decoder, encoded: Encoding, text: str) -> tuple[dict, dict]:
     """A model with our kernel as its attention: (how close its logits come, one row of its scores)."""
@@ -367,7 +370,8 @@ def attend_in_model(model: Decoder, encoded: Encoding, text: str) -> tuple[dict,
     ours, usual = (model.compute_logits(model(tokens, positions, how)) for how in (attend, plain))
     off, largest = (ours - usual).abs().max().item(), max(row.max().item() for row in rows)
     assert off < 1e-3, f"the model's logits are off by {off}"
-    liveliest = max(range(len(rows)), key=lambda index: visible_steps(rows[index]))
+    large = [row.max().item() > FLOAT16_ENDS for row in rows]  # of those, if any, the one with the most to see
+    liveliest = max(range(len(rows)), key=lambda index: (large[index], visible_steps(rows[index])))
     layer, head = divmod(liveliest, model.config.num_attention_heads)
     row = {
         "tokens": [text[start:end] for start, end in encoded.offsets],

@@ -395,7 +395,7 @@ def show() -> LessonWidget:
         "One row, step by step": {
             "tiles_seen": steps("Tiles seen", list(range(25)), START["tiles_seen"], "how many were taken in"),
             "keys_a_tile": steps("Keys a tile", [1, 2, 3, 4, 6, 8, 12], START["keys_a_tile"], "of this row"),
-            "times": steps("Scores times", [1 / 16, 1 / 4, 1, 4], START["times"], "larger scores, sharper weights"),
+            "times": steps("Scores times", [1 / 16, 1 / 4, 1, 4, 16], START["times"], "larger scores, sharper weights"),
         },
     }
     return LessonWidget(

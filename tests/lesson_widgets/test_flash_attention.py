@@ -19,7 +19,7 @@ from widgets import flash_attention
 
 TOO_LARGE = {"block_q": 256, "block_k": 256}
 TOO_SMALL = {"block_q": 16}
-OVERFLOW = {"times": 4, "tiles_seen": 24}
+OVERFLOW = {"times": 16, "tiles_seen": 24}
 GENTLE = {"times": 1 / 16, "tiles_seen": 24}
 SOLUTION = {"block_q": 112, "block_k": 16}
 
