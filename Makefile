@@ -11,6 +11,7 @@ endif
 
 UV_RUN := uv run
 BENCHMARKS := scheduler simulator kernels steps
+GPU_ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,cuda_graphs tensor_parallel kv_cache_dtype)
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py))
 
 .PHONY: help setup setup-cpu run test lesson check lab notebooks claims measure bench peers ablation gpu doctor lint format card
@@ -67,8 +68,8 @@ peers: setup .peers ## our engine beside transformers and vLLM's CPU build (its 
 ablation: setup ## which lever bought what: a quarter of an hour, into README.md
 	@$(UV_RUN) python benchmarks/ablation.py --json benchmarks/results/ablation.cpu.json --readme --plot lessons/figures/05_ablation.svg
 
-gpu: ## on a GPU: kernels compiled and checked, then measured (needs only torch, triton, transformers, numpy, pytest, rich)
-	@PYTHONPATH=vllm python3 -P -m pytest tests/kernels tests/lessons -m gpu
+gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch, triton, transformers, numpy, pytest, rich)
+	@PYTHONPATH=vllm python3 -P -m pytest tests/kernels tests/lessons $(GPU_ENGINE_TESTS) -m gpu
 	@PYTHONPATH=vllm python3 -P benchmarks/kernels.py --device cuda
 
 doctor: ## what this machine can run, and what to do about the rest

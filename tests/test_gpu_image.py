@@ -1,6 +1,7 @@
 """`make gpu` runs on an image with torch, triton, transformers, numpy, pytest and rich, without our other packages."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +22,14 @@ def without_those_packages(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(process, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
-def test_the_tests_of_kernels_and_lessons_are_collected():
+def test_the_tests_of_kernels_lessons_and_engine_are_collected():
+    (names,) = re.findall(r"^GPU_ENGINE_TESTS := .*,([\w ]+)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    engine = [f"tests/engine/test_{name}.py" for name in names.split()]
     done = without_those_packages(
-        "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/kernels", "tests/lessons"
+        "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/kernels", "tests/lessons", *engine
     )
     assert done.returncode == 0, done.stdout[-3000:]
+    assert all(path in done.stdout for path in engine)
     assert "tests/kernels/test_attention.py" in done.stdout
     assert "tests/lessons/test_04_continuous_batching.py" in done.stdout
 

@@ -8,6 +8,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 from engine.test_rank_processes import have_ended, pids_of
 
 from minivllm import LLM, SamplingParams
@@ -144,3 +145,14 @@ def test_a_rank_that_is_killed_ends_the_run(engines):
     with pytest.raises(WorkerDiedError, match=rf"rank 1 of 2 \(process {pids[1]}\) .* killed by SIGKILL"):
         engines[1].generate(PROMPTS, GREEDY)
     assert have_ended(pids, 0.0)
+
+
+@pytest.mark.gpu
+def test_on_two_gpus_the_same_tokens_with_graphs():
+    if torch.cuda.device_count() < 2:
+        pytest.xfail("there is one GPU here")
+    found = [
+        tokens_of(LLM(EMBEDDED_MODEL, **{**SETTINGS, "device": "cuda", "dtype": "float32"}, tensor_parallel_size=size))
+        for size in (1, 2)
+    ]
+    assert found[0] == found[1]

@@ -183,6 +183,7 @@ class EngineArgs:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             tensor_parallel_size=self.tensor_parallel_size,
             num_threads=num_threads,
+            enforce_eager=self.enforce_eager,
         )
 
     def cache_config(self, num_gpu_blocks: int) -> CacheConfig:

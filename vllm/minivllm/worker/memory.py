@@ -34,6 +34,8 @@ STORED_AS = {
 class MemoryUse:
     """One rank's memory, in bytes: what there is, and what goes to all but the cache; `dtype` is of the computation.
 
+    Whether there are `cuda_graphs` is known, not yet what they take.
+
     `activation_peak` is what the largest step needs beside the weights, None where it could not be measured. Ranks that
     share a CPU have equal shares of its memory.
     """
@@ -44,10 +46,11 @@ class MemoryUse:
     weights: int
     activation_peak: int | None
     dtype: str
+    cuda_graphs: bool
 
 
 def measure_memory(
-    device: torch.device, ranks: int, *, dtype: str, weights: int, activation_peak: int | None
+    device: torch.device, ranks: int, *, dtype: str, weights: int, activation_peak: int | None, cuda_graphs: bool
 ) -> MemoryUse:
     """The device asked, and what is known of the rank added."""
     if device.type == "cuda":
@@ -56,7 +59,7 @@ def measure_memory(
         name, memory = "this machine, memory that is available", _available_memory() // ranks
     if device.type == "cpu" and ranks > 1:
         name = f"{name}, one of {ranks} ranks' share"
-    return MemoryUse(name, memory, _bytes_outside_torch(device), weights, activation_peak, dtype)
+    return MemoryUse(name, memory, _bytes_outside_torch(device), weights, activation_peak, dtype, cuda_graphs)
 
 
 def profile_memory(
@@ -94,7 +97,7 @@ def profile_memory(
         weights=use.weights,
         activation_peak=use.activation_peak,
         non_torch=use.outside_torch,
-        cuda_graphs=0,
+        cuda_graphs=None if use.cuda_graphs else 0,
     )
     most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1
     return _with_at_most(ledger, most_blocks * block_size * ledger.bytes_per_token)

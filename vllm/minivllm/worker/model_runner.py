@@ -16,6 +16,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.speculative_config import SpeculativeConfig
 from minivllm.worker.attention import AttentionMetadata, PagedAttention
 from minivllm.worker.cpu import pack_linears
+from minivllm.worker.cuda_graphs import CudaGraphs, Record, capture_sizes
 from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
 from minivllm.worker.memory import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.ngram_proposer import NgramProposer
@@ -54,6 +55,7 @@ class ModelRunner:
         self.proposer = NgramProposer(speculative_config, max_model_len) if speculative_config else None
         self._draft_token_ids: dict[str, list[int]] = {}
         self.attention: PagedAttention | None = None
+        self.cuda_graphs: CudaGraphs | None = None
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters and tables, tied ones once, and of their packed forms."""
@@ -77,6 +79,20 @@ class ModelRunner:
         scale, window = self.config.head_dim**-0.5, self.config.sliding_window
         self.attention = PagedAttention(caches, scale, window, self.attention_backend)
 
+    def capture_model(self, record: Record | None = None) -> None:
+        """Captures the CUDA graphs of decode steps, once there is a cache; `record` as `CudaGraphs.capture`'s."""
+        assert self.attention is not None
+        max_num_seqs, max_model_len = self.batch.token_ids.shape
+        self.cuda_graphs = CudaGraphs(
+            self.model,
+            self.attention,
+            sizes=capture_sizes(max_num_seqs),
+            max_num_blocks=self.batch.block_table.shape[1],
+            max_model_len=max_model_len,
+            block_size=self.block_size,
+        )
+        self.cuda_graphs.capture(record)
+
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """One step: what the scheduler decided in, what was sampled out."""
@@ -96,12 +112,14 @@ class ModelRunner:
         self.batch.append_tokens(rows, list(sampled.values()))
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
-        """Gathers the step's inputs from the batch, and sets the tables that attention will read."""
+        """Gathers the step's inputs from the batch, and sets the tables that attention will read, but for a graph."""
         assert self.attention is not None
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         if not self.use_kv_cache:
             num_scheduled_tokens = self.batch.forget_computed(num_scheduled_tokens)
         inputs = self.batch.prepare(num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens)
+        if self._has_graph(inputs):
+            return inputs
         self.attention.metadata = AttentionMetadata(
             self._on_device(inputs.query_start_loc),
             self._on_device(inputs.seq_lens),
@@ -114,9 +132,13 @@ class ModelRunner:
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Hidden states [rows that sample, hidden]; of all tokens where some prompt's log probabilities are wanted.
 
-        This is the part of a step that a CUDA graph would replay.
+        This is the part of a step that a CUDA graph replays, where there is one for it.
         """
         assert self.attention is not None
+        if self.cuda_graphs is not None and self._has_graph(inputs):
+            hidden = self.cuda_graphs.replay(inputs)
+            all_sample = len(inputs.logits_indices) == len(hidden)
+            return hidden if all_sample else hidden[self._on_device(inputs.logits_indices)]
         rows = None
         if len(inputs.logits_indices) < len(inputs.input_ids) and not self.prompt_logprobs:
             rows = self._on_device(inputs.logits_indices)
@@ -149,6 +171,10 @@ class ModelRunner:
         """Drafts for what comes after the last step's tokens, by request id; once."""
         drafts, self._draft_token_ids = self._draft_token_ids, {}
         return drafts
+
+    def _has_graph(self, inputs: StepInputs) -> bool:
+        graphs = self.cuda_graphs
+        return graphs is not None and not self.prompt_logprobs and graphs.size_for(inputs) is not None
 
     def _propose(self, req_ids: list[str]) -> dict[str, list[int]]:
         assert self.proposer is not None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from minivllm.config import ModelConfig
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.lab.allocator import keep_freed_memory
+from minivllm.lab.gpu import INTERPRETED
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
@@ -45,6 +46,13 @@ class WorkerSettings:
     max_num_batched_tokens: int
     tensor_parallel_size: int
     num_threads: int
+    enforce_eager: bool
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether decode steps are captured: on a GPU, with kernels that run there and a cache to read."""
+        plain = self.attention_backend is None and self.use_kv_cache
+        return self.device == "cuda" and plain and not self.enforce_eager and not INTERPRETED
 
 
 class Worker:
@@ -75,11 +83,14 @@ class Worker:
             dtype=str(self.runner.dtype).removeprefix("torch."),
             weights=self.runner.weight_bytes(),
             activation_peak=self.runner.activation_peak(settings.max_num_batched_tokens, settings.max_num_seqs),
+            cuda_graphs=settings.uses_cuda_graphs,
         )
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache, once; what is counted of the group is counted from here on."""
+        """Allocates the cache, once, and captures CUDA graphs; what is counted of the group counts from here on."""
         self.runner.initialize_kv_cache(num_blocks)
+        if self.settings.uses_cuda_graphs:
+            self.runner.capture_model()
         self.group.bytes_reduced = 0
 
     def execute_model(

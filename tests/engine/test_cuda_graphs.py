@@ -1,0 +1,205 @@
+"""CUDA graphs: which batch goes to which, and that padding changes nothing.
+
+Without a GPU a "graph" is the same step computed again on the same buffers: all but the capture itself is real.
+"""
+
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.errors import MinivllmError
+from minivllm.worker.cuda_graphs import capture_sizes, padded_size
+from minivllm.worker.input_batch import StepInputs
+
+SETTINGS = {"device": "cpu", "show_ledger": False, "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6}
+SHARED = [(7 * position + 5) % 900 for position in range(40)]
+PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], [5, 6], SHARED[3:35], [7] * 9]
+WISHES = [
+    SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=24 - 2 * index, ignore_eos=True)
+    for index in range(len(PROMPTS))
+]
+WISHES[3] = replace(WISHES[3], prompt_logprobs=1)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [
+        (1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (5, [1, 2, 4, 8]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 16]),
+        (256, [1, 2, 4, *range(8, 257, 8)]), (300, [1, 2, 4, *range(8, 256, 8), 256, 272, 288, 304]),
+        (1024, [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]),
+    ],
+)  # fmt: skip
+def test_capture_sizes(max_num_seqs, sizes):
+    assert capture_sizes(max_num_seqs) == sizes
+
+
+def test_every_batch_up_to_the_largest_graph_has_the_smallest_that_it_fits_into():
+    for max_num_seqs in range(1, 700):
+        sizes = capture_sizes(max_num_seqs)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] <= min(2 * max_num_seqs, 512)
+        for num_rows in range(1, max_num_seqs + 1):
+            size = padded_size(num_rows, sizes)
+            assert size == min((one for one in sizes if one >= num_rows), default=None)
+            assert size is not None or num_rows > 512
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return LLM(EMBEDDED_MODEL, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def graphed():
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS)
+    llm.llm_engine.core.runner.capture_model(lambda function: function)
+    return llm
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, WISHES)]
+
+
+def test_the_largest_is_captured_first(eager):
+    runner, sizes = eager.llm_engine.core.runner, []
+
+    def record(function):
+        function()
+        sizes.append(len(runner.attention.metadata.seq_lens))
+        return function
+
+    runner.capture_model(record)
+    runner.cuda_graphs = None
+    assert sizes == [8, 4, 2, 1]
+
+
+def test_capturing_writes_nothing_to_the_cache():
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS)
+    runner = llm.llm_engine.core.runner
+
+    def record(function):
+        function()
+        return function
+
+    runner.capture_model(record)
+    assert not any(cache.keys.any() or cache.values.any() for cache in runner.attention.kv_caches)
+
+
+def test_the_same_tokens_with_graphs(eager, graphed):
+    graphs = graphed.llm_engine.core.runner.cuda_graphs
+    before = graphs.replays
+    assert tokens_of(graphed) == tokens_of(eager)
+    assert graphs.replays - before > 10
+    assert eager.llm_engine.core.runner.cuda_graphs is None
+
+
+def step(num_rows: int, keys: int = 20) -> StepInputs:
+    """A decode step of so many requests, all real rows in the last blocks of the cache."""
+    nothing = np.zeros(0, np.int64)
+    return StepInputs(
+        req_ids=[str(row) for row in range(num_rows)],
+        rows=np.arange(num_rows),
+        input_ids=np.arange(3, 3 + num_rows, dtype=np.int32),
+        positions=np.full(num_rows, keys - 1),
+        slot_mapping=16 * (30 + np.arange(num_rows)) + (keys - 1) % 16,
+        query_start_loc=np.arange(num_rows + 1, dtype=np.int32),
+        seq_lens=np.full(num_rows, keys, np.int32),
+        block_table=np.stack([np.full(2, 30 + row, np.int32) for row in range(num_rows)]),
+        sampling=nothing,
+        num_sampled=nothing,
+        logits_indices=nothing,
+        drafts={},
+    )
+
+
+def test_padding_rows_write_nothing_and_are_looked_at_by_nobody(graphed):
+    runner = graphed.llm_engine.core.runner
+    graphs = runner.cuda_graphs
+    graphs.replay(step(6))
+    full = graphs.replay(step(3)).clone()
+    buffers = graphs.buffers
+    assert buffers.slot_mapping.tolist() == [*step(3).slot_mapping, *[-1] * 5]
+    assert buffers.seq_lens.tolist() == [20] * 3 + [0] * 5
+    assert buffers.query_start_loc.tolist() == [0, 1, 2, 3, 3, 3, 3, 3, 3]
+    assert buffers.positions[3:].any().item() is False
+    assert buffers.input_ids.tolist() == [3, 4, 5, 0, 0, 0, 0, 0]
+    assert buffers.block_table[:3, :2].tolist() == step(3).block_table.tolist()
+    assert full.shape == (3, runner.config.hidden_size)
+
+    caches = runner.attention.kv_caches
+    before = [cache.keys.clone() for cache in caches]
+    graphs.replay(step(3, keys=23))
+    for cache, old in zip(caches, before, strict=True):
+        changed = (cache.keys != old).flatten(2).any(-1).nonzero().tolist()
+        assert changed == [[30, 6], [31, 6], [32, 6]], "block and offset of the three real rows"
+
+
+def test_what_there_is_no_graph_for_is_refused(graphed):
+    graphs = graphed.llm_engine.core.runner.cuda_graphs
+    with pytest.raises(MinivllmError, match="9 tokens of 9 requests: they are for one token each of up to 8 requests"):
+        graphs.replay(step(9))
+    chunk = step(3)
+    chunk.req_ids = chunk.req_ids[:2]
+    assert graphs.size_for(chunk) is None
+    with pytest.raises(MinivllmError, match="3 tokens of 2 requests"):
+        graphs.replay(chunk)
+
+
+def test_there_are_none_on_a_cpu_unless_asked_for(eager):
+    assert not eager.llm_engine.core.executor.worker.settings.uses_cuda_graphs
+    row = next(row for row in eager.llm_engine.core.ledger.rows if row.name == "CUDA graphs")
+    assert row.bytes == 0
+
+
+def gpu_engine(**changes) -> LLM:
+    return LLM(EMBEDDED_MODEL, **{**SETTINGS, "device": "cuda", "dtype": "float32", **changes})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_on_a_gpu_the_same_tokens_with_graphs(kv_cache_dtype):
+    eager = gpu_engine(enforce_eager=True, kv_cache_dtype=kv_cache_dtype)
+    graphed = gpu_engine(kv_cache_dtype=kv_cache_dtype)
+    assert eager.llm_engine.core.runner.cuda_graphs is None
+    assert tokens_of(graphed) == tokens_of(eager)
+    assert graphed.llm_engine.core.runner.cuda_graphs.replays > 10
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_replay_waits_for_nothing_and_allocates_nothing():
+    graphs = gpu_engine().llm_engine.core.runner.cuda_graphs
+    graphs.replay(step(3))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for num_rows in (1, 2, 3, 5, 6):
+            graphs.replay(step(num_rows))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_takes_less_time_with_graphs(capsys):
+    seconds = {}
+    for eager in (True, False):
+        llm = gpu_engine(enforce_eager=eager, dtype="bfloat16")
+        params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+        runs = []
+        for _ in range(4):
+            start = time.perf_counter()
+            llm.generate([[1, 2, 3]], params, use_tqdm=False)
+            runs.append((time.perf_counter() - start) / 64)
+        seconds[eager] = statistics.median(runs[1:])
+    with capsys.disabled():
+        print(
+            f"\na decode step of one request: {1e6 * seconds[True]:.0f} µs eager, {1e6 * seconds[False]:.0f} µs graph"
+        )
+    assert seconds[False] < seconds[True]

@@ -1,0 +1,76 @@
+"""A decode step's inputs at fixed addresses, for CUDA graphs, which read where they read when they were captured.
+
+Rows beyond the real ones are padding, and harmless: their slot is −1, so that no key or value is written; they have
+no query and no key (`query_start_loc` stays where it is, seq_lens 0), so that attention passes over them; and they are
+token 0 at position 0, which every table has. What comes out in their rows is nobody's.
+
+What changes every step is put together on the host, in pinned memory, and goes over in two copies that nobody waits
+for: the numbers of a row, and as many columns of the block tables as the longest request needs.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu/input_batch.py` (`InputBuffers`), `vllm/v1/worker/gpu/block_table.py`.
+"""
+
+import numpy as np
+import torch
+
+from minivllm.worker.attention import AttentionMetadata
+from minivllm.worker.input_batch import StepInputs
+
+ROW = (("positions", torch.int64), ("slot_mapping", torch.int64), ("input_ids", torch.int32), ("seq_lens", torch.int32))
+PADDING_SLOT = -1
+
+
+class StepBuffers:
+    """Room for `size` rows; `input_ids`, `positions` and `metadata(rows)` are views of what the graphs read."""
+
+    def __init__(self, size: int, max_num_blocks: int, device: torch.device) -> None:
+        self.size = size
+        pinned = device.type == "cuda"
+        layout = [(name, dtype, size) for name, dtype in ROW] + [("query_start_loc", torch.int32, size + 1)]
+        num_bytes = sum(count * dtype.itemsize for _, dtype, count in layout)
+        self._rows_here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._rows_there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._table_here = torch.zeros(size * max_num_blocks, dtype=torch.int32, pin_memory=pinned)
+        self._table_there = torch.zeros(size * max_num_blocks, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(size, max_num_blocks, dtype=torch.int32, device=device)
+        self._host: dict[str, np.ndarray] = {}
+        views: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, dtype, count in layout:
+            end = start + count * dtype.itemsize
+            self._host[name] = self._rows_here[start:end].view(dtype).numpy()
+            views[name] = self._rows_there[start:end].view(dtype)
+            start = end
+        self.input_ids, self.positions = views["input_ids"], views["positions"]
+        self.slot_mapping, self.seq_lens = views["slot_mapping"], views["seq_lens"]
+        self.query_start_loc = views["query_start_loc"]
+        self._copied = torch.cuda.Event() if pinned else None
+
+    def metadata(self, rows: int, max_seq_len: int) -> AttentionMetadata:
+        """What attention reads in a step of so many rows."""
+        return AttentionMetadata(
+            self.query_start_loc[: rows + 1],
+            self.seq_lens[:rows],
+            self.block_table[:rows],
+            self.slot_mapping[:rows],
+            max_seq_len,
+        )
+
+    def load(self, inputs: StepInputs) -> None:
+        """Puts a step of one token for each request in place, and padding behind it."""
+        if self._copied is not None:
+            self._copied.synchronize()  # what was put together last has long been copied
+        count, host = len(inputs.input_ids), self._host
+        for name, padding in (("positions", 0), ("slot_mapping", PADDING_SLOT), ("input_ids", 0), ("seq_lens", 0)):
+            host[name][:count] = getattr(inputs, name)
+            host[name][count:] = padding
+        host["query_start_loc"][: count + 1] = inputs.query_start_loc
+        host["query_start_loc"][count + 1 :] = count
+        self._rows_there.copy_(self._rows_here, non_blocking=True)
+        columns = inputs.block_table.shape[1]
+        used = count * columns
+        self._table_here.numpy()[:used] = inputs.block_table.reshape(-1)
+        self._table_there[:used].copy_(self._table_here[:used], non_blocking=True)
+        self.block_table[:count, :columns].copy_(self._table_there[:used].view(count, columns))
+        if self._copied is not None:
+            self._copied.record()
