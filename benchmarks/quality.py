@@ -1,10 +1,12 @@
-"""What a smaller KV cache costs in prediction: loss on text that the embedded model never saw, beside bytes a token.
+"""What fewer bits cost in prediction: loss on text that the embedded model never saw, beside the bytes that they take.
 
     uv run python benchmarks/quality.py
 
-The same texts are read by one engine for each kind of cache, on this machine. The table is followed by one line of
-JSON. Loss is in nats per token; agreement is the share of positions at which the likeliest token is the one of the
-first row.
+The same texts are read by one engine for each way to store the KV cache and the weights, on this machine. The table is
+followed by one line of JSON. Loss is in nats per token; agreement is the share of positions at which the likeliest
+token is the one of the first row. Bytes of weights are those of the projections in the layers, which is what
+`quantization` stores otherwise, and, in the JSON, all that the engine counts: embedding, rotary table, and the second
+copy of small fp32 weights that it keeps laid out for oneDNN.
 """
 
 import argparse
@@ -17,37 +19,54 @@ from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.progress import track
 from minivllm.lab.results import record, write_json
 from minivllm.lab.tables import table
+from minivllm.models.decoder import Decoder
 
-CACHES = {
-    "float32": {"dtype": "float32"},
-    "int8, a scale for each token and head": {"dtype": "float32", "kv_cache_dtype": "int8"},
-    "bfloat16, weights too": {"dtype": "bfloat16"},
+WAYS = {
+    "float32": {},
+    "KV int8": {"kv_cache_dtype": "int8"},
+    "weights int8": {"quantization": "int8"},
+    "weights int4": {"quantization": "int4"},
+    "weights int8, KV int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "weights int4, KV int8": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "bfloat16, KV too": {"dtype": "bfloat16"},
 }
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Read with each kind of cache, compare with the first."""
+    """Read in each way, compare with the first."""
     figures, rows, first = {}, [], None
-    for name, settings in track(CACHES.items(), "reading"):
+    for name, settings in track(WAYS.items(), "reading"):
+        settings = {"dtype": "float32", **settings}
         llm = LLM(arguments.model, device="cpu", max_num_seqs=8, show_ledger=False, **settings)
+        core = llm.llm_engine.core
+        projections = projection_bytes(core.runner.model)
         texts = held_out_tokens(llm, arguments.texts, arguments.tokens)
-        reading, ledger = read(llm, texts), llm.llm_engine.core.ledger
+        reading = read(llm, texts)
         first = first or reading
-        assert ledger is not None
+        assert core.ledger is not None
+        added, agreement = reading.loss - first.loss, reading.agreement(first)
         figures[name] = {
-            "bytes_per_token": ledger.bytes_per_token,
+            "projection_bytes": projections,
+            "weight_bytes": core.runner.weight_bytes(),
+            "bytes_per_token": core.ledger.bytes_per_token,
             "loss": round(reading.loss, 5),
-            "loss_added": round(reading.loss - first.loss, 5),
-            "agreement": round(reading.agreement(first), 4),
+            "loss_added": round(added, 5),
+            "agreement": round(agreement, 4),
         }
-        added, agreement = f"{reading.loss - first.loss:+.4f}", f"{reading.agreement(first):.1%}"
-        rows.append((name, ledger.bytes_per_token, f"{reading.loss:.4f}", added, agreement))
+        bytes_of = (f"{projections:,}", core.ledger.bytes_per_token)
+        rows.append((name, *bytes_of, f"{reading.loss:.4f}", f"{added:+.4f}", f"{agreement:.1%}"))
     title = f"{arguments.texts} held-out texts of {arguments.tokens} tokens"
-    table(title, ("KV cache", "bytes a token", "loss", "added", "agreement"), rows)
-    outcome = {"texts": arguments.texts, "tokens": arguments.tokens, "caches": figures}
+    table(title, ("stored as", "bytes of projections", "KV bytes a token", "loss", "added", "agreement"), rows)
+    outcome = {"texts": arguments.texts, "tokens": arguments.tokens, "ways": figures}
     if arguments.json:
         write_json(arguments.json, "quality", outcome)
     print(json.dumps(record("quality", outcome)))
+
+
+def projection_bytes(model: Decoder) -> int:
+    """Bytes of the layers' matrices as they are stored, each once, with their scales."""
+    in_layers = dict(model.layers.named_parameters())
+    return sum(parameter.nbytes for name, parameter in in_layers.items() if "_proj." in name)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -141,6 +141,25 @@ def store(typing_context, array, index, lanes):
 
 
 @intrinsic
+def store_sums(typing_context, array, index, lanes):
+    """Write four floats to `array` from `index` on, the n-th being the sum of lanes n, n + 4, n + 8 and n + 12."""
+
+    def generate(context, builder, signature, arguments):
+        values, start, floats = arguments
+        for count in (8, 4):  # the upper half upon the lower
+            low, high = (
+                builder.shuffle_vector(floats, floats, ir.Constant(ir.VectorType(ir.IntType(32), count), order))
+                for order in (list(range(count)), list(range(count, 2 * count)))
+            )
+            floats = builder.fadd(low, high)
+        kind = ir.VectorType(ir.FloatType(), 4)
+        builder.store(floats, _address(context, builder, array, values, start, kind), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, Lanes), generate
+
+
+@intrinsic
 def prefetch(typing_context, array, index):
     """Have the line of the cache that `index` lies in fetched, without waiting for it."""
 
