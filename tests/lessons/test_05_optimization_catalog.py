@@ -7,7 +7,9 @@ from lessons.harness import assert_refuses, checks_that_catch, figures_of_quick_
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.kernels import cache as engine_cache
+from minivllm.kernels import packed_weights
 from minivllm.kernels.attention import unified_attention
+from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.lab.exercise import load
 from minivllm.models.loader import load_model, random_model
 from minivllm.simulate.known_models import known_model
@@ -164,6 +166,19 @@ def test_int4_packs_what_it_unpacks(columns, group):
     assert ((back - weight).abs() <= bound).all()
     again = lesson.quantize_int4(back, group)
     assert torch.equal(again[0], packed), "what it stands for is stored as itself"
+
+
+def test_the_lessons_weights_mean_to_the_engine_what_they_mean_here():
+    """The engine's own rounding uses a sixteenth value and signed scales; codes and scales are read alike."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 64), torch.randn(20, 64)
+    packed, scales = lesson.quantize_int4(weight, 16)
+    assert torch.equal(packed_weights.dequantize_weight(packed, scales), lesson.dequantize_int4(packed, scales, 64))
+    integers, by_row = lesson.quantize(weight)
+    theirs, their_scales = packed_weights.quantize_weight(weight, "int8")
+    assert torch.equal(by_row[:, None], their_scales)
+    assert (integers.int() - theirs).abs().max() <= 1
+    assert_close(quantized_linear(x, integers, by_row[:, None]), lesson.w8a16(x, integers, by_row))
 
 
 def test_bits_are_counted():

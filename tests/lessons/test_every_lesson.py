@@ -7,7 +7,7 @@ NUMBERS = sorted(path.name[:2] for path in (REPOSITORY / "lessons" / "exercises"
 
 
 def test_each_lesson_has_its_exercise():
-    assert {path.name[:2] for path in (REPOSITORY / "lessons").glob("[0-9][0-9]_*.md")} <= set(NUMBERS)
+    assert sorted(path.name[:2] for path in (REPOSITORY / "lessons").glob("[0-9][0-9]_*.md")) == NUMBERS
 
 
 @pytest.mark.parametrize("number", NUMBERS)
