@@ -43,6 +43,11 @@ class RankDouble:
             os.kill(os.getpid(), signal.SIGKILL)
         raise LostPeerError(words)
 
+    def lose_a_peer(self, rank: int, words: str) -> None:
+        """The rank notices something; the others come through."""
+        if self.rank == rank:
+            raise LostPeerError(words)
+
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 

@@ -81,6 +81,13 @@ def test_who_lost_a_peer_is_not_blamed(ranks):
         ranks.call("be_killed_and_missed", 1, "somebody is gone")
 
 
+def test_a_rank_that_came_through_has_nothing_to_say(ranks):
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=r"(?s)rank 0 .* somebody is gone"):
+        ranks.call("lose_a_peer", 0, "somebody is gone")
+    assert time.monotonic() - start < 5.0
+
+
 def test_where_all_lost_a_peer_one_of_them_says_so(ranks):
     with pytest.raises(WorkerDiedError, match="somebody is gone"):
         ranks.call("be_killed_and_missed", 2, "somebody is gone")

@@ -7,7 +7,9 @@ In vLLM v0.33.0: `vllm/v1/executor/abstract.py` (`Executor`), `uniproc_executor.
 `multiproc_executor.py` (`MultiprocExecutor`).
 """
 
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,9 +79,10 @@ class MultiprocExecutor:
     def __init__(self, settings: WorkerSettings) -> None:
         check_devices(settings)
         self._sampled: dict[str, list[int]] = {}
-        with tempfile.TemporaryDirectory(prefix="minivllm-") as folder:
-            meeting = str(Path(folder) / "ranks")
-            self.ranks = RankProcesses(worker_of_rank, (settings, meeting), settings.tensor_parallel_size)
+        folder = tempfile.mkdtemp(prefix="minivllm-")  # the ranks look into it as long as they live
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        meeting = str(Path(folder) / "ranks")
+        self.ranks = RankProcesses(worker_of_rank, (settings, meeting), settings.tensor_parallel_size)
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """As `Executor`."""

@@ -173,7 +173,9 @@ class RankProcesses:
             if not heard:
                 break
             for other in heard:
-                words = self._last_words(other)
+                words = self._hear(other)
+                if isinstance(words, Reply):
+                    continue  # it came through, and may say no more
                 silent.discard(other)
                 if not words.lost_peer:
                     rank, failure = other, words
