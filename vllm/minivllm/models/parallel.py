@@ -6,8 +6,8 @@ from the whole input. The second is divided by its inputs (rows): a rank multipl
 one term of every output. One all-reduce adds the terms, and every rank goes on with the same whole hidden states.
 
 So a rank's model is a decoder with fewer heads and a narrower MLP (`shard_config`), and the only thing that it does
-differently is that sum. A step sums 2 × L × tokens × hidden_size numbers for L layers, in the
-model's dtype; fewer in the last layer, where only the rows that sample go on.
+differently is that sum. A step sums 2 × L × tokens × hidden_size numbers for L layers, in the model's dtype; fewer in
+the last layer, where only the rows that sample go on.
 
 Key-value heads are divided too while there are enough; beyond one head a rank they are held several times over.
 Embedding and head stay whole on every rank, which is the simplest that is correct: the lookup costs nothing, and only
