@@ -23,6 +23,7 @@ from minivllm.errors import MinivllmError
 from minivllm.lab.palette import BLUE, GREEN, INK, VERMILLION
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
+from minivllm.simulate.lever_checks import median_error
 from minivllm.simulate.levers import (
     LADDER,
     Lever,
@@ -200,7 +201,7 @@ GAIN, LOSS = GREEN, VERMILLION
 def figure(state: State) -> str:
     """A row for each lever: from what there was before it to what there is with it, on a logarithmic scale."""
     drawing = Drawing(WIDTH, HEIGHT, f"What each lever buys on {state.gpu}", verdict(state).words)
-    note = f"{MODEL} on {state.gpu}, {state.workload.title}, {_at_once(state)}; modelled"
+    note = f"{MODEL} on {state.gpu}, {state.workload.title}, {_at_once(state)}"
     drawing.heading((MARGIN, 26), "Which lever bought what", note)
     keys = [Segment("faster", 0, GAIN), Segment("slower", 0, LOSS), Segment("tokens per second", 0, BLUE)]
     legend(drawing, (MARGIN, 52), keys, WIDTH - 2 * MARGIN)
@@ -235,7 +236,7 @@ def _draw_axis(drawing: Drawing, scale: Scale) -> None:
         x = _x(scale, tick)
         drawing.line((x, PLOT.y), (x, PLOT.bottom), colour=RULE)
         drawing.text((x, PLOT.bottom + 17), short(tick), size=SMALL, colour=QUIET, anchor="middle")
-    words = "output tokens per second, all GPUs together (each step to the right is a factor)"
+    words = f"output tokens per second of all GPUs, modelled: off by {median_error():.0%} (median) on published figures"
     drawing.text((PLOT.x + PLOT.width / 2, PLOT.bottom + 36), words, size=SMALL, colour=QUIET, anchor="middle")
 
 

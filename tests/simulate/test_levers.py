@@ -49,14 +49,14 @@ def test_with_everything_plain_a_decode_costs_what_the_roofline_says():
     assert cost(FULL).seconds(ONE_DECODE) == pytest.approx(RooflineCost.of(LLAMA, H100).seconds(ONE_DECODE))
 
 
-@pytest.mark.parametrize(
-    ("name", "measured", "within"),
-    [("Llama-2-7b-hf", (104.9, 168.84, 254.02, 328.43), 0.04), ("Llama-3.1-8B", (93.83, 149.10, 217.21, 276.01), 0.19)],
-)
-def test_tensor_parallel_scales_as_gpt_fast_does_on_a100(name, measured, within):
-    alone, *several = (cost(replace(FULL, tensor_parallel=tp), name, A100).seconds(ONE_DECODE) for tp in (1, 2, 4, 8))
+def test_tensor_parallel_scales_as_gpt_fast_does_on_a100():
+    """Llama-2-7B on 1, 2, 4 and 8 GPUs: what the time of an all-reduce was taken from."""
+    measured = (104.9, 168.84, 254.02, 328.43)
+    alone, *several = (
+        cost(replace(FULL, tensor_parallel=tp), "Llama-2-7b-hf", A100).seconds(ONE_DECODE) for tp in (1, 2, 4, 8)
+    )
     for seconds, rate in zip(several, measured[1:], strict=True):
-        assert alone / seconds == pytest.approx(rate / measured[0], rel=within)
+        assert alone / seconds == pytest.approx(rate / measured[0], rel=0.04)
 
 
 def test_weight_only_kernels_gain_what_gpt_fast_gains_at_batch_1_and_lose_where_arithmetic_is_the_limit():

@@ -8,8 +8,8 @@ Everything off is a server as one would first write it: each step computes whole
 head of keys and values for every query head, in batches that nobody joins. `LADDER` switches one lever on after another
 in the order of the folklore's ranking.
 
-The constants below are each from one published measurement, named beside it. The model's error against others is in
-tests/simulate/test_levers.py; what it leaves out: sampling, drafting, the tokenizer, a drop in clock under load.
+The constants below are each from one published measurement, named beside it. `minivllm.simulate.lever_checks` says how
+far the model is off on others. It leaves out sampling, drafting, the tokenizer and a drop in clock under load.
 """
 
 from __future__ import annotations
