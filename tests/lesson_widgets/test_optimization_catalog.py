@@ -83,7 +83,7 @@ def test_a_lever_that_is_off_changes_nothing_and_is_said_to_be_off():
 
 def test_where_memory_is_scarce_paging_pays_and_where_it_is_ample_it_does_not():
     scarce, ample = widget.sweep(gpu="L4"), widget.sweep(gpu="H100", slots=16)
-    assert scarce.factor("paging") > 3
+    assert scarce.factor("paging") > 1.8
     assert ample.factor("paging") < 1, "blocks are gathered as long as no kernel walks them"
     assert "Blocks are copied" in widget.verdict(ample).words
     assert widget.verdict(ample).tone == "tight"

@@ -247,6 +247,8 @@ def test_workloads_are_as_they_say():
     assert len({one.prompt_token_ids[100] for one in chat.requests if one.prompt_token_ids}) == 40
     assert max(one.prompt_tokens + one.output_tokens for one in (*chat.requests, *mixed.requests)) <= 4096
     assert max(one.prompt_tokens for one in mixed.requests) > 10 * min(one.prompt_tokens for one in mixed.requests)
+    quarter = [one.output_tokens for one in shared_chat(40, 100, shorter=4).requests]
+    assert quarter == [max(1, one.output_tokens // 4) for one in chat.requests]
     assert mixed.output_tokens == sum(one.output_tokens for one in mixed.requests)
 
 

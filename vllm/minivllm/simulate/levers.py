@@ -27,7 +27,7 @@ from minivllm.simulate.memory import MemoryLedger, memory_ledger, rotary_table_b
 from minivllm.simulate.offline import OfflineRun, run_offline
 from minivllm.simulate.parameters import parameter_groups
 from minivllm.simulate.virtual_clock import SimulatedRequest
-from minivllm.simulate.workloads import WORKLOADS
+from minivllm.simulate.workloads import WORKLOADS, RequestLengths
 
 BLOCK_SIZE, TOKEN_BUDGET = 16, 8192
 
@@ -372,19 +372,26 @@ def _scheduled(
     return run_offline(workload.requests, config, cache, acceptance=acceptance, shape_of=shape_of)
 
 
-def shared_chat(count: int, system_tokens: int = 512, longest_answer: int = 1024, seed: int = 0) -> LeverWorkload:
-    """Chats behind one system prompt; questions and answers as long as ShareGPT's, up to a length."""
+LONGEST_PROMPT, LONGEST_ANSWER = 2048, 1024
+
+
+def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1, seed: int = 0) -> LeverWorkload:
+    """Chats behind one system prompt; questions as long as ShareGPT's, answers too, or so many times shorter."""
     system = tuple(range(1, system_tokens + 1))
     requests = []
     for index, one in enumerate(WORKLOADS["sharegpt"].sample(count, seed)):
-        prompt = (*system, -1 - index, *[0] * (min(one.prompt_tokens, 2048) - 1))
-        requests.append(SimulatedRequest(len(prompt), min(one.output_tokens, longest_answer), prompt_token_ids=prompt))
+        prompt = (*system, -1 - index, *[0] * (min(one.prompt_tokens, LONGEST_PROMPT) - 1))
+        requests.append(SimulatedRequest(len(prompt), _answer(one, shorter), prompt_token_ids=prompt))
     return LeverWorkload("shared-chat", f"{count} chats behind one system prompt", tuple(requests))
 
 
-def long_and_short(count: int, longest_answer: int = 1024, seed: int = 0) -> LeverWorkload:
+def long_and_short(count: int, shorter: int = 1, seed: int = 0) -> LeverWorkload:
     """Three chats as long as ShareGPT's to one completion as long as Azure's code trace; nothing is shared."""
     chats, codes = (iter(WORKLOADS[name].sample(count, seed)) for name in ("sharegpt", "azure-code"))
     drawn = [next(codes if index % 4 == 3 else chats) for index in range(count)]
-    requests = [SimulatedRequest(min(x.prompt_tokens, 3072), min(x.output_tokens, longest_answer)) for x in drawn]
+    requests = [SimulatedRequest(min(one.prompt_tokens, 3072), _answer(one, shorter)) for one in drawn]
     return LeverWorkload("long-and-short", f"{count} long and short requests", tuple(requests))
+
+
+def _answer(one: RequestLengths, shorter: int) -> int:
+    return max(1, min(one.output_tokens, LONGEST_ANSWER) // shorter)
