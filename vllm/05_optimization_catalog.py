@@ -583,7 +583,8 @@ def salted(llm: LLM, prompt: list[int]) -> dict:
 def draw(found: dict, path: str) -> None:
     """Hit rates when prefixes outgrow the pool; loss by bits of the weights; gain of graphs by batch."""
     with panels(path, 3) as (left, middle, right):
-        left.plot([int(n) for n in found["thrash"]], [100 * hit for hit in found["thrash"].values()], "o-")
+        hits = [100 * hit for hit in found["thrash"].values()]
+        left.plot([int(n) for n in found["thrash"]], hits, "o-", color=palette.BLUE)
         left.set(title="Prefixes outgrow the pool", xlabel="prefixes of 8 blocks, pool of 63", ylabel="% hits", ylim=-2)
         for (name, one), colour in zip(found["weights"]["ways"].items(), palette.SERIES, strict=False):
             middle.plot(one["bits"], one["added_1"], "o", color=colour, label=name)

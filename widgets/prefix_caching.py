@@ -319,7 +319,7 @@ def show() -> LessonWidget:
         lead="Full blocks of every prompt stay in the pool until somebody needs the room; the longest unused leave "
         "first. Add users, or shrink the pool, and watch for the cliff.",
         knobs=knobs,
-        presets={"Start again": START, "One user too many": THRASH},
+        presets={"Start again": START, "Too many documents": THRASH},
         sweep=sweep,
         figure=figure,
         verdict=verdict,
