@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from levers import BY_NAME, INTERACTING, LEVERS, Work, budget, engine_of, works
+from levers import BY_NAME, INTERACTING, LEVERS, Work, budget, engine_of, modelled_factors, works
 from shapley import shapley_values, subsets
 
 from minivllm.engine.core import EngineCore
@@ -41,6 +41,7 @@ from minivllm.lab.tables import console, table
 from minivllm.sampling_params import SamplingParams
 
 README = Path(__file__).resolve().parents[1] / "README.md"
+RESULTS = Path(__file__).resolve().parent / "results"
 ALONE = ("tensor parallel", "CUDA graphs")
 """What not every machine gains from: switched on at the end of the ladder, and left out of the rest."""
 SLOW = 4.0  # seconds: what takes longer runs in two rounds only
@@ -99,6 +100,7 @@ def serve(core: EngineCore, work: Work) -> Measured:
         "hit_rate": stats.prefix_cache_stats.hits / max(1, stats.prefix_cache_stats.queries),
         "accepted": stats.spec_decoding_stats.num_accepted_tokens,
         "preemptions": stats.num_preemptions,
+        "kv_tokens": (core.scheduler.cache_config.num_gpu_blocks - 1) * core.scheduler.cache_config.block_size,
         "outputs": [tokens[str(index)] for index in range(len(work.prompts))],
     }
 
@@ -115,7 +117,7 @@ def measure(sets: list[On], work: list[Work], rounds: int, folder: Path, device:
         for one in work:
             core.reset_prefix_cache()
             runs[on][one.name].append(serve(core, one))
-        getattr(core, "shutdown", lambda: None)()
+        core.shutdown()
     return runs
 
 
@@ -166,54 +168,74 @@ def figures_of(runs: dict[On, dict[str, list]], names: list[str], work: list[Wor
     return found
 
 
-def show(figures: dict[str, Any], names: list[str]) -> None:
+def show(found: dict[str, Any]) -> None:
     """The tables on the terminal."""
-    for work, found in figures.items():
-        rows, before = [], None
-        for rung in found["ladder"]:
-            rate = rung["tokens_per_second"]
-            rows.append((
-                f"+ {rung['lever']}" if before else "nothing",
-                f"{rate:,.0f}", f"{rung['spread'][0]:,.0f}–{rung['spread'][1]:,.0f}",
-                f"{rate / before:.2f} ×" if before else "", f"{rung['first_token_ms']:,.0f}",
-                f"{rung['gap_p99_ms']:,.0f}", rung["most_running"], f"{rung['hit_rate']:.0%}", f"{rung['same']:.0%}",
-            ))  # fmt: skip
-            before = rate
-        columns = (
-            "lever",
-            "tokens/s",
-            "rounds",
-            "bought",
-            "first token, ms",
-            "p99 gap, ms",
-            "at once",
-            "hits",
-            "same text",
-        )
+    columns = (
+        "lever", "tokens/s", "rounds", "bought", "first token, ms", "p99 gap, ms", "room, tokens", "at once", "hits",
+        "same text",
+    )  # fmt: skip
+    for work, one in found["figures"].items():
+        rates = [None, *(rung["tokens_per_second"] for rung in one["ladder"])]
+        rows = [_rung(rung, before) for rung, before in zip(one["ladder"], rates, strict=False)]
         table(f"The ladder, {work}", columns, rows)
-    table("What each lever buys: factors of tokens per second", *_comparison(figures, names))
+    table("What each lever buys: factors of tokens per second", *_comparison(found))
 
 
-def _comparison(figures: dict[str, Any], names: list[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: the list's rank, then each work's ladder, leave-one-out and Shapley, then our rank."""
-    columns, order = ["lever", "the list's rank"], _our_order(figures)
-    for work in figures:
-        columns += [f"{work}: ladder", f"{work}: left out", f"{work}: Shapley"]
-    columns += ["our rank", "same tokens"]
+def _rung(rung: Measured, before: float | None) -> tuple[str, ...]:
+    rate, (least, most) = rung["tokens_per_second"], rung["spread"]
+    return (
+        f"+ {rung['lever']}" if before else "nothing",
+        f"{rate:,.0f}",
+        f"{least:,.0f}–{most:,.0f}",
+        f"{rate / before:.2f} ×" if before else "",
+        f"{rung['first_token_ms']:,.0f}",
+        f"{rung['gap_p99_ms']:,.0f}",
+        f"{rung['kv_tokens']:,}",
+        str(rung["most_running"]),
+        f"{rung['hit_rate']:.0%}",
+        f"{rung['same']:.0%}",
+    )
+
+
+def _comparison(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: the list's rank, what each lever bought here, our rank, and what it would buy on an H100."""
+    figures, names, modelled = found["figures"], found["levers"], found["modelled"]
+    order = _our_order(figures)
+    columns = [
+        "lever",
+        "the list's rank",
+        *(f"{work}: {how}" for how in ("ladder", "left out", "Shapley") for work in figures),
+        "our rank",
+        "H100, *modelled*",
+        "same tokens",
+    ]
     rows = []
-    for index, name in enumerate(names, start=1):
-        rank = BY_NAME[name].rank
-        row = [name, str(rank) if rank else "—"]
-        for found in figures.values():
-            rates = [rung["tokens_per_second"] for rung in found["ladder"]]
-            out, shapley = found["leave_one_out"].get(name), found["shapley"].get(name)
-            row.append(f"{rates[index] / rates[index - 1]:.2f} ×")
-            row.append(f"{out['factor']:.2f} ×" if out else "—")
-            row.append(f"{shapley['factor']:.2f} × ({shapley['least']:.2f}–{shapley['most']:.2f})" if shapley else "—")
-        row.append(str(order.index(name) + 1) if name in order else "—")
-        row.append("yes" if BY_NAME[name].exact else "nearly")
-        rows.append(row)
+    for name in names:
+        rows.append([
+            name,
+            str(BY_NAME[name].rank or "—"),
+            *(_factor(_bought(one["ladder"], name)) for one in figures.values()),
+            *(_factor(one["leave_one_out"].get(name, {}).get("factor")) for one in figures.values()),
+            *(_spread(one["shapley"].get(name)) for one in figures.values()),
+            str(order.index(name) + 1) if name in order else "—",
+            " / ".join(_factor(factors.get(name)) for factors in modelled.values()),
+            "yes" if BY_NAME[name].exact else "nearly",
+        ])  # fmt: skip
     return columns, rows
+
+
+def _bought(rungs: list[Measured], name: str) -> float:
+    """A rung over the one before."""
+    place = next(index for index, rung in enumerate(rungs) if rung["lever"] == name)
+    return rungs[place]["tokens_per_second"] / rungs[place - 1]["tokens_per_second"]
+
+
+def _factor(value: float | None) -> str:
+    return "—" if value is None else f"{value:.2f} ×"
+
+
+def _spread(value: dict[str, float] | None) -> str:
+    return "—" if value is None else f"{value['factor']:.2f} × ({value['least']:.2f}–{value['most']:.2f})"
 
 
 def _our_order(figures: dict[str, Any]) -> list[str]:
@@ -224,7 +246,7 @@ def _our_order(figures: dict[str, Any]) -> list[str]:
 
 def markdown(found: dict[str, Any]) -> str:
     """The comparison as the README shows it."""
-    columns, rows = _comparison(found["figures"], found["levers"])
+    columns, rows = _comparison(found)
     where = found["machine"]
     lines = [
         "| " + " | ".join(columns) + " |",
@@ -232,9 +254,17 @@ def markdown(found: dict[str, Any]) -> str:
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
         f"Measured by `make ablation` on {where['cpu']}, {where['cores']} cores, torch {where['versions']['torch']}: "
-        f"factors of output tokens a second, with {found['bytes'] / 2**20:.0f} MiB for weights and cache.",
+        f"factors of output tokens a second, with {found['bytes'] / 2**20:.0f} MiB for weights and cache. *Modelled*: "
+        "Llama-3.1-8B on an H100, leave one out, chat / mixed; the simulator's error on this machine's engine, on runs "
+        f"held aside, is {simulator_error():.0%} at the median.",
     ]
     return "\n".join(lines)
+
+
+def simulator_error() -> float:
+    """The simulator's median error on runs that it was not fitted to (`benchmarks/simulator.py`)."""
+    found = json.loads((RESULTS / "simulator.cpu.json").read_text())["figures"]
+    return statistics.median(abs(one["run"]) for one in found["runs"].values() if one["foretold"])
 
 
 def with_table(page: str, text: str) -> str:
@@ -276,20 +306,20 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         runs = measure(configurations(names), work, rounds, Path(folder), device)
     figures = figures_of(runs, names, work)
-    return record("ablation", figures, levers=names, bytes=budget(device), rounds=rounds, device=device)
+    context = {"levers": names, "modelled": modelled_factors(), "bytes": budget(device), "rounds": rounds}
+    return record("ablation", figures, device=device, **context)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, or read what was measured; compare, show."""
     found = json.loads(Path(arguments.source).read_text()) if arguments.source else measured(arguments)
-    figures, names = found["figures"], found["levers"]
-    show(figures, names)
+    show(found)
     console.print(f"{found['bytes'] / 2**20:.0f} MiB for weights and cache; {found['rounds']} rounds")
     print(json.dumps(found))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
     if arguments.plot:
-        draw(figures, arguments.plot)
+        draw(found["figures"], arguments.plot)
     if arguments.readme:
         README.write_text(with_table(README.read_text(), markdown(found)))
 

@@ -8,7 +8,7 @@ bytes holds, so what a lever saves on keys, values or weights comes back as room
 import json
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.engine_args import EngineArgs
 from minivllm.lab.corpus import held_out_texts
 from minivllm.models.tokenizer import load_tokenizer
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+from minivllm.simulate.levers import Levers, long_and_short, shared_chat, throughput
 from minivllm.simulate.memory import kv_bytes_per_token
 
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 64
-KV_TEXTS = 8  # full-length texts that fit in fp32 with grouped heads: the memory budget, beside the weights
+KV_TEXTS = 12  # full-length texts that fit in fp32 with grouped heads: the memory budget, beside the weights
 
 
 @dataclass(frozen=True)
@@ -149,3 +152,42 @@ def ungrouped_model(folder: Path) -> Path:
     save_file(tensors, target / "model.safetensors")
     (target / "config.json").write_text(json.dumps(config | {"num_key_value_heads": heads}))
     return target
+
+
+MODELLED = {
+    "KV cache": {"kv_cache": True},
+    "paging": {"paging": True},
+    "continuous batching": {"continuous_batching": True},
+    "unified kernel": {"flash_attention": True},
+    "grouped heads": {"gqa": True},
+    "chunked prefill": {"chunked_prefill": True},
+    "prefix caching": {"prefix_caching": True},
+    "KV cache int8": {"kv_dtype": "fp8"},
+    "weights int8": {"weight_bits": 8},
+    "speculation": {"speculative_tokens": 3},
+    "tensor parallel": {"tensor_parallel": 2},
+    "CUDA graphs": {"cuda_graphs": True},
+}
+"""Our levers as the simulator knows them."""
+MODELLED_REQUESTS = 640
+
+
+@cache
+def modelled_factors(gpu: str = "H100", model: str = "Llama-3.1-8B") -> dict[str, dict[str, float]]:
+    """Leave one out on a GPU, by kind of work, from the simulator: everything on one GPU over the same without it.
+
+    Tensor parallelism is the other way round: two GPUs over one.
+    """
+    everything = Levers(**{name: value for one in MODELLED.values() for name, value in one.items()})
+    whole = replace(everything, tensor_parallel=1)
+    config, hardware, found = known_model(model), get_hardware(gpu), {}
+    for work in (shared_chat(MODELLED_REQUESTS), long_and_short(MODELLED_REQUESTS)):
+        rate = throughput(whole, config, hardware, work).tokens_per_second
+        without = {
+            name: replace(whole, **{changed: getattr(Levers(), changed) for changed in fields})
+            for name, fields in MODELLED.items()
+        }
+        factors = {n: rate / throughput(one, config, hardware, work).tokens_per_second for n, one in without.items()}
+        factors["tensor parallel"] = throughput(everything, config, hardware, work).tokens_per_second / rate
+        found[work.name] = factors
+    return found

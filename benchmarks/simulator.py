@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> None:
         config = SchedulerConfig(max_model_len=MAX_LEN, **case.limits())
         off = foretell(case.lengths(arguments.seed), runs[name], config, CACHE, cost)
         step, count = model_error(cost, runs[name].steps).median_step, len(runs[name].steps)
-        figures[name] = {"step": step, "run": off, "steps": count}
+        figures[name] = {"step": step, "run": off, "steps": count, "foretold": name in FORETOLD}
         kind = "fitted" if name in FITTED else "foretold"
         rows.append((name, kind, count, f"{runs[name].throughput:,.0f}", f"±{step:.0%}", f"{off:+.0%}"))
     table("The simulator against the engine", ("run", "", "steps", "tokens/s", "a step (median)", "the run"), rows)
