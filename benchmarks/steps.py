@@ -54,10 +54,10 @@ KEPT = [
     Variant("without packed linears", ("minivllm.worker.model_runner", "pack_linears", lambda model: 0)),
     Variant("without compiled attention", ("minivllm.kernels.cpu_attention", "has_numba", lambda: False)),
     Variant("without one-pass norms, gates, rotations", ("minivllm.kernels.elementwise", "_has_numba", lambda: False)),
+    Variant("without threads for them", ("minivllm.kernels.cpu_elementwise", "TOKENS", 1 << 30)),
     Variant("without keeping freed memory", ("minivllm.engine.core", "keep_freed_memory", lambda: None)),
 ]
 REJECTED = [
-    Variant("small passes always on threads", ("minivllm.kernels.cpu_elementwise", "PARALLEL_FROM", 1)),
     Variant("threads that sleep between operators", environment=("OMP_WAIT_POLICY", "passive")),
     Variant("one thread", environment=("OMP_NUM_THREADS", "1")),
 ]

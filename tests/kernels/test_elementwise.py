@@ -15,7 +15,7 @@ from minivllm.kernels.elementwise import (
     silu_and_mul_kernel,
 )
 
-TOKENS = (0, 1, 7, 300)  # 300: the twin's parallel form
+TOKENS = (0, 1, 7, 300)  # 300: many programs of the twin, the last one not full
 WIDTHS = (48, 256, 688)
 EPS = 1e-5
 
@@ -48,6 +48,35 @@ def test_norm_of_the_sum(form, width):
         out = add_rms_norm(x, residual, weight, EPS, backend=form)
         assert_close(out, expected)
         assert_close(residual, total)
+
+
+def test_the_number_of_threads_stays():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    x = random(300, 256)
+    try:
+        add_rms_norm(x, x.clone(), random(256), EPS, backend="cpu")
+        silu_and_mul(x, backend="cpu")
+        rotate_heads(x.view(300, 8, 32), torch.arange(300), random(300, 32), backend="cpu")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_as_many_threads_as_there_are(threads):
+    """Programs are taken one by one: no token is left out, none is computed twice."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    x, residual, weight = random(333, 64), random(64, 333).T.contiguous(), random(64)
+    total, expected = norm_in_float64(x, residual, weight)
+    try:
+        for _ in range(20):
+            again = residual.clone()
+            assert_close(add_rms_norm(x, again, weight, EPS, backend="cpu"), expected)
+            assert_close(again, total)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.interpreted

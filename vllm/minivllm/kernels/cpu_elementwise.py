@@ -1,27 +1,29 @@
 """The CPU twins of `elementwise.py`, compiled by numba: fp32, one pass each.
 
 The loops are written so that LLVM makes vectors of them: no check for division by zero (`error_model="numpy"`), sums in
-any order (`fastmath`), an exponential without a branch. Few tokens are not worth waking threads for: those go through
-the serial form of the same loop.
+any order (`fastmath`), an exponential without a branch. A program takes a few tokens; few tokens are one program, which
+wakes no other thread. numba's own `parallel=True` is no choice here: it sets the number of threads of the OpenMP
+library that PyTorch uses as well, and so undoes `torch.set_num_threads`.
 """
 
 from __future__ import annotations
 
-import os
-
-import torch
-
-# One pool of threads in the process: numba's layer "omp" finds the OpenMP library that torch has loaded.
-os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
+import functools
+from array import array
+from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
-from numba import njit, prange, types
-from numba.core.extending import intrinsic
+from numba import njit, types
 
-PARALLEL_FROM = 256  # tokens
-_LOOP = {"fastmath": True, "error_model": "numpy", "nogil": True, "cache": True}
-_ONE = np.float32(1.0)
+from minivllm.kernels.programs import array_at, compile_programs, intrinsic, sources_changed, take_number
+from minivllm.kernels.torch_threads import run_on_threads
+
+TOKENS = 16  # of a program
+BLOCK_SIZE = 8  # numbers in the block that the programs read
+LOOP = {"fastmath": True, "error_model": "numpy", "nogil": True}
+ONE = np.float32(1.0)
 
 
 @intrinsic
@@ -36,7 +38,7 @@ def _power_of_two(typing_context, exponent):
     return types.float32(types.float32), build
 
 
-@njit(inline="always", **_LOOP)
+@njit(inline="always", **LOOP)
 def _exp(x):
     """e to the x, to within 3 units in the last place: 2^(whole + rest), the rest by a polynomial (Cephes `exp2f`)."""
     x = min(max(x * np.float32(1.4426950408889634), np.float32(-126.0)), np.float32(126.0))
@@ -48,97 +50,144 @@ def _exp(x):
     power = power * rest + np.float32(5.550332471162809e-2)
     power = power * rest + np.float32(2.402264791363012e-1)
     power = power * rest + np.float32(6.931472028550421e-1)
-    return (power * rest + _ONE) * _power_of_two(whole)
+    return (power * rest + ONE) * _power_of_two(whole)
 
 
-@njit(inline="always", **_LOOP)
-def _add_rms_norm_row(out, residual, x, weight, eps):
+@njit(inline="always", **LOOP)
+def add_rms_norm_row(out, residual, x, weight, eps):
+    """One token."""
     squares = np.float32(0.0)
     for i in range(len(x)):
         total = residual[i] + x[i]
         residual[i] = total
         squares += total * total
-    scale = _ONE / np.sqrt(squares / np.float32(len(x)) + eps)
+    scale = ONE / np.sqrt(squares / np.float32(len(x)) + eps)
     for i in range(len(x)):
         out[i] = residual[i] * scale * weight[i]
 
 
-@njit(**_LOOP)
-def _add_rms_norm_serial(out, residual, x, weight, eps):
-    for token in range(len(x)):
-        _add_rms_norm_row(out[token], residual[token], x[token], weight, eps)
+@njit(**LOOP)
+def run_add_rms_norm(block):
+    """block, int64: the next program; tokens, width; addresses of out, residual, x, weight, eps."""
+    tokens, width = block[1], block[2]
+    out, residual = array_at(block[3], (tokens, width), np.float32), array_at(block[4], (tokens, width), np.float32)
+    x, weight = array_at(block[5], (tokens, width), np.float32), array_at(block[6], width, np.float32)
+    eps = array_at(block[7], 1, np.float32)[0]
+    while True:
+        first = take_number(block) * TOKENS
+        if first >= tokens:
+            return
+        for token in range(first, min(first + TOKENS, tokens)):
+            add_rms_norm_row(out[token], residual[token], x[token], weight, eps)
 
 
-@njit(parallel=True, **_LOOP)
-def _add_rms_norm_parallel(out, residual, x, weight, eps):
-    for token in prange(len(x)):
-        _add_rms_norm_row(out[token], residual[token], x[token], weight, eps)
-
-
-@njit(inline="always", **_LOOP)
-def _silu_and_mul_row(out, gate, up):
+@njit(inline="always", **LOOP)
+def silu_and_mul_row(out, gate, up):
+    """One token."""
     for i in range(len(out)):
-        out[i] = gate[i] / (_ONE + _exp(-gate[i])) * up[i]
+        out[i] = gate[i] / (ONE + _exp(-gate[i])) * up[i]
 
 
-@njit(**_LOOP)
-def _silu_and_mul_serial(out, gate_up):
-    width = out.shape[1]
-    for token in range(len(out)):
-        _silu_and_mul_row(out[token], gate_up[token, :width], gate_up[token, width:])
+@njit(**LOOP)
+def run_silu_and_mul(block):
+    """block, int64: the next program; tokens, width; addresses of out, gate_up."""
+    tokens, width = block[1], block[2]
+    out = array_at(block[3], (tokens, width), np.float32)
+    gate_up = array_at(block[4], (tokens, 2 * width), np.float32)
+    while True:
+        first = take_number(block) * TOKENS
+        if first >= tokens:
+            return
+        for token in range(first, min(first + TOKENS, tokens)):
+            silu_and_mul_row(out[token], gate_up[token, :width], gate_up[token, width:])
 
 
-@njit(parallel=True, **_LOOP)
-def _silu_and_mul_parallel(out, gate_up):
-    width = out.shape[1]
-    for token in prange(len(out)):
-        _silu_and_mul_row(out[token], gate_up[token, :width], gate_up[token, width:])
-
-
-@njit(inline="always", **_LOOP)
-def _rotate_token(heads, cos, sin):
+@njit(inline="always", **LOOP)
+def rotate_token(heads, num_heads, cos, sin):
+    """The heads of one token, one after another."""
     half = len(cos)
-    for head in range(len(heads)):
-        first, second = heads[head, :half], heads[head, half:]
+    for head in range(num_heads):
+        at = head * 2 * half
+        first, second = heads[at : at + half], heads[at + half : at + 2 * half]
         for pair in range(half):
             a, b = first[pair], second[pair]
             first[pair] = a * cos[pair] - b * sin[pair]
             second[pair] = b * cos[pair] + a * sin[pair]
 
 
-@njit(**_LOOP)
-def _rotate_heads_serial(heads, positions, table):
-    half = heads.shape[2] // 2
-    for token in range(len(heads)):
-        turn = table[positions[token]]
-        _rotate_token(heads[token], turn[:half], turn[half:])
+@njit(**LOOP)
+def run_rotate_heads(block):
+    """block, int64: the next program; tokens, heads, head_dim, numbers from token to token; addresses of heads,
+    positions (int64), table."""
+    tokens, num_heads, head_dim, stride = block[1], block[2], block[3], block[4]
+    positions = array_at(block[6], tokens, np.int64)
+    half = head_dim // 2
+    while True:
+        first = take_number(block) * TOKENS
+        if first >= tokens:
+            return
+        for token in range(first, min(first + TOKENS, tokens)):
+            heads = array_at(block[5] + 4 * token * stride, num_heads * head_dim, np.float32)
+            turn = array_at(block[7] + 4 * positions[token] * head_dim, head_dim, np.float32)
+            rotate_token(heads, num_heads, turn[:half], turn[half:])
 
 
-@njit(parallel=True, **_LOOP)
-def _rotate_heads_parallel(heads, positions, table):
-    half = heads.shape[2] // 2
-    for token in prange(len(heads)):
-        turn = table[positions[token]]
-        _rotate_token(heads[token], turn[:half], turn[half:])
+@functools.cache
+def _add_rms_norm_programs() -> Any:
+    changed = sources_changed()
+
+    def programs(address):
+        _ = changed
+        run_add_rms_norm(array_at(address, BLOCK_SIZE, np.int64))
+
+    return compile_programs(programs)
+
+
+@functools.cache
+def _silu_and_mul_programs() -> Any:
+    changed = sources_changed()
+
+    def programs(address):
+        _ = changed
+        run_silu_and_mul(array_at(address, BLOCK_SIZE, np.int64))
+
+    return compile_programs(programs)
+
+
+@functools.cache
+def _rotate_heads_programs() -> Any:
+    changed = sources_changed()
+
+    def programs(address):
+        _ = changed
+        run_rotate_heads(array_at(address, BLOCK_SIZE, np.int64))
+
+    return compile_programs(programs)
+
+
+def _run(programs: Any, tokens: int, *numbers: int) -> None:
+    """Run the programs for so many tokens, on no more threads than there are programs."""
+    block = array("q", [0, tokens, *numbers])
+    threads = min(torch.get_num_threads(), -(-tokens // TOKENS))
+    run_on_threads(programs, block.buffer_info()[0], max(threads, 1))
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `elementwise.add_rms_norm`."""
-    out = torch.empty_like(x)
-    loop = _add_rms_norm_parallel if len(x) >= PARALLEL_FROM else _add_rms_norm_serial
-    loop(out.numpy(), residual.numpy(), x.numpy(), weight.numpy(), np.float32(eps))
+    out, small = torch.empty_like(x), array("f", [eps])
+    addresses = (tensor.data_ptr() for tensor in (out, residual, x, weight))
+    _run(_add_rms_norm_programs(), *x.shape, *addresses, small.buffer_info()[0])
     return out
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """As `elementwise.silu_and_mul`."""
     out = torch.empty(len(gate_up), gate_up.shape[1] // 2)
-    loop = _silu_and_mul_parallel if len(out) >= PARALLEL_FROM else _silu_and_mul_serial
-    loop(out.numpy(), gate_up.numpy())
+    _run(_silu_and_mul_programs(), *out.shape, out.data_ptr(), gate_up.data_ptr())
     return out
 
 
 def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
     """As `elementwise.rotate_heads`."""
-    loop = _rotate_heads_parallel if len(heads) >= PARALLEL_FROM else _rotate_heads_serial
-    loop(heads.numpy(), positions.numpy(), table.numpy())
+    addresses = (tensor.data_ptr() for tensor in (heads, positions, table))
+    _run(_rotate_heads_programs(), *heads.shape, heads.stride(0), *addresses)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numba.extending
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
@@ -285,30 +285,3 @@ def keep_between(typing_context, lanes, low, number, high, other):
         return builder.select(inside, lanes, _shuffle(builder, single, single, [0] * WIDTH))
 
     return Lanes(Lanes, Lanes, Lanes, Lanes, types.float32), generate
-
-
-@intrinsic
-def _pointer(typing_context, address):
-    """An address as a pointer."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.intp), generate
-
-
-@njit
-def array_at(address, size, dtype):
-    """The one-dimensional array that lies at an address."""
-    return carray(_pointer(address), size, dtype)
-
-
-@intrinsic
-def take_number(typing_context, numbers):
-    """numbers[0], which is one more for whoever asks next, on whatever thread."""
-
-    def generate(context, builder, signature, arguments):
-        counter = _address(context, builder, numbers, arguments[0], context.get_constant(types.intp, 0), ir.IntType(64))
-        return builder.atomic_rmw("add", counter, ir.IntType(64)(1), "monotonic")
-
-    return types.int64(numbers), generate

@@ -16,16 +16,13 @@ nothing when that key comes, and no −inf − −inf can arise.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit
 
-from minivllm.kernels import lanes
 from minivllm.kernels.lanes import (
     add,
-    array_at,
     exp2_of_difference,
     four_numbers,
     keep_between,
@@ -39,9 +36,9 @@ from minivllm.kernels.lanes import (
     prefetch,
     store,
     sum_fours,
-    take_number,
     zero,
 )
+from minivllm.kernels.programs import array_at, compile_programs, sources_changed, take_number
 
 TILE = 64  # keys at a time: their scores, and in a prefill their K and V, stay in the first-level cache
 BLOCK_Q = 16  # positions of a program
@@ -294,19 +291,14 @@ def run_programs(block, k_cache, v_cache):
 def programs_for(element: type) -> Any:
     """The C function that runs programs on caches of `element` (np.float32, np.int8, or np.uint16 for bfloat16).
 
-    Its argument is the address of the int64 block that `run_programs` reads. Compiled once, then kept on disk: beside
-    this file, or in the user's cache where that is read-only, or nowhere where neither can be written.
+    Its argument is the address of the int64 block that `run_programs` reads.
     """
 
-    lanes_changed = os.stat(lanes.__file__).st_mtime_ns  # part of the cache's key, which else knows of this file alone
+    changed = sources_changed()
 
     def programs(address):
-        _ = lanes_changed
+        _ = changed
         block = array_at(address, BLOCK_SIZE, np.int64)
         run_programs(block, array_at(block[17], 1, element), array_at(block[18], 1, element))
 
-    signature = types.void(types.intp)
-    try:
-        return cfunc(signature, cache=True)(programs).ctypes
-    except RuntimeError:  # no place for the cache
-        return cfunc(signature)(programs).ctypes
+    return compile_programs(programs)

@@ -12,15 +12,12 @@ for each tile of 4 × 4 took as long as the tile.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
+from numba import njit
 
-from minivllm.kernels import lanes
 from minivllm.kernels.lanes import (
-    array_at,
     load,
     load_one,
     multiply,
@@ -28,9 +25,9 @@ from minivllm.kernels.lanes import (
     store,
     store_sums,
     sum_fours,
-    take_number,
     zero,
 )
+from minivllm.kernels.programs import array_at, compile_programs, sources_changed, take_number
 
 OUTPUTS = 16  # of a program
 FEW_ROWS = 2
@@ -143,19 +140,14 @@ def run_programs(block, packed, scales):
 def programs_for(integers: Any, scale: Any) -> Any:
     """The C function that runs programs on weights of `integers` with scales of `scale`, NumPy types as lanes load them.
 
-    Its argument is the address of the int64 block that `run_programs` reads. Compiled once, then kept on disk: beside
-    this file, or in the user's cache where that is read-only, or nowhere where neither can be written.
+    Its argument is the address of the int64 block that `run_programs` reads.
     """
 
-    lanes_changed = os.stat(lanes.__file__).st_mtime_ns  # part of the cache's key, which else knows of this file alone
+    changed = sources_changed()
 
     def programs(address):
-        _ = lanes_changed
+        _ = changed
         block = array_at(address, BLOCK_SIZE, np.int64)
         run_programs(block, array_at(block[7], 1, integers), array_at(block[8], 1, scale))
 
-    signature = types.void(types.intp)
-    try:
-        return cfunc(signature, cache=True)(programs).ctypes
-    except RuntimeError:  # no place for the cache
-        return cfunc(signature)(programs).ctypes
+    return compile_programs(programs)
