@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def browser_is_wanting(config: pytest.Config) -> bool:
-    """Is a browser test required, and has none come to an end?"""
+    """Is a browser test required, and has none come to an end? A run that only collects does not owe one."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if not BROWSER_REQUIRED or reporter is None:
+    if not BROWSER_REQUIRED or config.option.collectonly or reporter is None:
         return False
     ended = [report for kind in ("passed", "failed") for report in reporter.stats.get(kind, [])]
     return not any("browser" in report.keywords for report in ended)

@@ -18,6 +18,7 @@ def without_those_packages(*command: str) -> subprocess.CompletedProcess[str]:
         f"runpy.run_path({command[0]!r}, run_name='__main__')"
     )  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": "vllm", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment["MINIVLLM_REQUIRE_BROWSER"] = "1"  # as `.ci/run` sets it: to collect must not need one
     process = [sys.executable, "-P", "-c", code]
     return subprocess.run(process, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
