@@ -13,6 +13,7 @@ ENGINE = ROOT / "vllm" / "minivllm"
 # From the ground up: a floor imports itself and what stands before it.
 FLOORS = (
     "errors",
+    "checks",
     "lab",
     "cache_kinds",
     "config",
@@ -29,6 +30,7 @@ FLOORS = (
 )
 WITHOUT_TORCH = (
     "errors",
+    "checks",
     "cache_kinds",
     "config",
     "sampling_params",

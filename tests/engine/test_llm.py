@@ -190,7 +190,13 @@ BAD = [
     ({"prompt": "a", "prompt_token_ids": [1]}, GREEDY, "has the keys"),
     ({"prompt": 5}, GREEDY, "it must be a text"),
     ({"prompt": "a", "cache_salt": ""}, GREEDY, "cache_salt"),
-    ("a", [GREEDY, GREEDY], "there are 1 prompts, but 2"),
+    ({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, "cache_salt.* is no text"),
+    ({"prompt": "a", "cache_slat": "b"}, GREEDY, "the key 'cache_slat', which means nothing"),
+    ("\ud800", GREEDY, "half a character"),
+    (b"abc", GREEDY, "prompts are bytes"),
+    ([b"abc"], GREEDY, "a prompt is a text"),
+    ([[True, 2]], GREEDY, "a prompt is a text"),
+    ("a", [GREEDY, GREEDY], "there are 1 prompts, but 2 in sampling_params"),
     ("a", {"temperature": 0}, "must be SamplingParams"),
     ("a", SamplingParams(stop_token_ids=[5000]), "stop_token_ids has the token id 5000"),
     ("a", SamplingParams(allowed_token_ids=[0], min_tokens=2), "nothing could be generated"),
@@ -201,6 +207,72 @@ BAD = [
 def test_bad_input_is_one_clear_error(idle, prompts, params, said):
     with pytest.raises(MinivllmError, match=said):
         idle.generate(prompts, params)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"priority": "ab"}, "priority is 'ab'"),
+        ({"priority": [1.5, 2]}, "priority is 1.5"),
+        ({"priority": [1]}, "there are 2 prompts, but 1 in priority"),
+        ({"lora_request": "adapter"}, "lora_request is 'adapter'"),
+    ],
+    ids=str,
+)
+def test_what_goes_with_the_prompts_is_checked_too(idle, arguments, said):
+    with pytest.raises(MinivllmError, match=said):
+        idle.generate([[1], [2]], GREEDY, **arguments)
+
+
+def test_ids_may_not_meet_those_of_completions(idle):
+    several = SamplingParams(n=2, seed=0, max_tokens=4, ignore_eos=True)
+    for first, second in (("a", "0_a"), ("0_a", "a")):
+        idle.llm_engine.add_request(first, [1], several)
+        with pytest.raises(MinivllmError, match="request '0_a' exists already"):
+            idle.llm_engine.add_request(second, [2], several)
+        finished = [output for _ in range(4) for output in idle.llm_engine.step() if output.finished]
+        assert [(output.request_id, len(output.outputs)) for output in finished] == [(first, 2)]
+    with pytest.raises(MinivllmError, match="must be a text"):
+        idle.llm_engine.add_request(5, [1], GREEDY)
+
+
+def test_a_request_that_breaks_on_its_way_in_leaves_nothing(idle, monkeypatch):
+    def breaks(*_):
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr("minivllm.engine.output_processor.IncrementalDetokenizer", breaks)
+    with pytest.raises(RuntimeError, match="no text"):
+        idle.generate([[1], [2]], SamplingParams(n=3))
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e300, "allowed_token_ids": [5, 6]},
+        {"temperature": 1e-300},
+        {"top_p": 1e-320},
+        {"top_k": 2**70},
+        {"repetition_penalty": 1e6, "temperature": 1e-2},
+        {"repetition_penalty": 1e-6, "temperature": 1e-2},
+        {"allowed_token_ids": {5}, "bad_words": ["def"]},
+        {"seed": -(2**70)},
+    ],
+    ids=str,
+)
+def test_extreme_wishes_give_tokens_and_leave_the_neighbours_alone(idle, extreme):
+    wild = SamplingParams(**{"seed": 1, "max_tokens": 8, "ignore_eos": True, **extreme})
+    [alone] = idle.generate([[7]], GREEDY)
+    [neighbour, output] = idle.generate([[7], [8]], [GREEDY, wild])
+    assert tokens(neighbour) == tokens(alone)
+    assert all(0 <= token < 4096 for token in tokens(output))
+    assert set(tokens(output)) <= set(wild.allowed_token_ids or range(4096))
+
+
+def test_a_request_that_forbids_every_token_ends_no_other(idle):
+    word = idle.get_tokenizer().encode("return").ids
+    nothing = SamplingParams(max_tokens=8, ignore_eos=True, allowed_token_ids=word, bad_words=["return"])
+    [alone] = idle.generate([[7]], GREEDY)
+    assert tokens(idle.generate([[7], [8]], [GREEDY, nothing])[0]) == tokens(alone)
 
 
 def test_one_bad_prompt_names_itself_and_leaves_the_others_unharmed(idle):
@@ -242,6 +314,17 @@ def test_a_request_that_could_never_fit_the_pool(idle):
         ({"device": "tpu"}, "unknown device"),
         ({"seed": -1}, "seed is -1"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, "without chunked prefill"),
+        ({"enable_chunked_prefill": "no"}, "enable_chunked_prefill is 'no'; it must be True or False"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; it must be True or False"),
+        ({"skip_tokenizer_init": None}, "skip_tokenizer_init is None"),
+        ({"block_size": None}, "block_size is None"),
+        ({"tensor_parallel_size": None}, "tensor_parallel_size is None; it must be a whole number"),
+        ({"tokenizer": 5}, "tokenizer is 5; it must be a directory"),
+        ({"tokenizer": ""}, "tokenizer is ''"),
+        ({"watermark": None}, "watermark is None"),
+        ({"num_gpu_blocks_override": 10**12}, r"takes 30,517,578.12 GiB, and this machine has .* fewer"),
+        ({"block_size": 10**12, "num_gpu_blocks_override": 9}, "a KV cache of 9 blocks of 1000000000000 tokens takes"),
+        ({"max_num_seqs": 10**12}, "the batch of max_num_seqs = 1000000000000 .* lower max_num_seqs"),
     ],
     ids=str,
 )
@@ -253,6 +336,8 @@ def test_an_engine_that_cannot_be(changes, said):
 def test_models_that_cannot_be(tmp_path):
     with pytest.raises(MinivllmError, match="there is no model directory"):
         LLM("./nothing-here")
+    with pytest.raises(MinivllmError, match="model is None; it must be a directory, or a name"):
+        LLM(None)
     shutil.copytree(EMBEDDED_MODEL, tmp_path / "other")
     config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
@@ -297,14 +382,23 @@ def test_the_ledger_is_printed_once_and_adds_up(capsys):
 def test_default_parameters_are_the_models_own(tmp_path):
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         shutil.copy(EMBEDDED_MODEL / name, tmp_path)
-    contents = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7, "eos_token_id": [0, 5, 9]}
+    contents = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7, "eos_token_id": [0, 5, 9, 4096, -1]}
     (tmp_path / "generation_config.json").write_text(json.dumps(contents))
     llm = LLM(tmp_path, **SETTINGS)
     params = llm.get_default_sampling_params()
     assert (params.temperature, params.top_p, params.max_tokens) == (0.6, 0.9, 7)
-    assert llm.llm_engine.input_processor.eos_token_ids == (0, 5, 9)
+    assert llm.llm_engine.input_processor.eos_token_ids == (0, 5, 9), "those outside the vocabulary cannot come"
     stopping = SamplingParams(temperature=0.0, logit_bias={9: 100.0})
     assert tokens(llm.generate([[1]], stopping)[0]) == [9]
+
+
+@pytest.mark.parametrize("contents", ["", "[]", "5", "{"])
+def test_a_broken_generation_config_is_no_missing_one(tmp_path, contents):
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(EMBEDDED_MODEL / name, tmp_path)
+    (tmp_path / "generation_config.json").write_text(contents)
+    with pytest.raises(MinivllmError, match=r"generation_config.json (cannot be read as JSON|holds)"):
+        LLM(tmp_path, **SETTINGS, load_format="dummy")
 
 
 def test_an_adapter_needs_room_for_adapters(idle):

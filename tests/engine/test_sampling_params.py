@@ -7,6 +7,7 @@ from minivllm.sampling_params import SamplingParams
 
 WRONG = [
     ({"n": 0}, "n is 0"),
+    ({"n": 10**12}, "from 1 to 16384"),
     ({"n": 2, "temperature": 0.0}, "greedy"),
     ({"temperature": -0.1}, "temperature is -0.1"),
     ({"temperature": float("nan")}, "temperature"),
@@ -18,6 +19,8 @@ WRONG = [
     ({"presence_penalty": 2.1}, "presence_penalty"),
     ({"frequency_penalty": -3}, "between -2 and 2"),
     ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-320}, "from 1e-06 to 1000000"),
+    ({"repetition_penalty": 2**70}, "from 1e-06 to 1000000"),
     ({"max_tokens": 0}, "max_tokens is 0"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "above max_tokens"),
@@ -30,12 +33,18 @@ WRONG = [
     ({"bad_words": "word"}, "bad_words"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": 3}, "stop_token_ids is 3"),
+    ({"stop_token_ids": iter([3])}, "stop_token_ids is"),
+    ({"allowed_token_ids": iter([3])}, "allowed_token_ids is"),
     ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
     ({"logit_bias": {1: "a"}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logit_bias": {"1": 2.0}}, "logit_bias"),
     ({"seed": "x"}, "seed"),
     ({"output_kind": "delta"}, "output_kind"),
+    ({"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
+    ({"detokenize": None}, "detokenize is None"),
+    ({"skip_special_tokens": 1}, "skip_special_tokens is 1"),
+    ({"include_stop_str_in_output": []}, "include_stop_str_in_output"),
 ]
 
 
@@ -58,8 +67,9 @@ def test_top_k_minus_one_is_off():
     assert SamplingParams(top_k=-1).top_k == 0
 
 
-def test_tiny_temperatures_are_raised_but_zero_stays_greedy():
+def test_tiny_temperatures_are_raised_and_huge_ones_lowered_but_zero_stays_greedy():
     assert SamplingParams(temperature=1e-9).temperature == 1e-2
+    assert SamplingParams(temperature=1e300).temperature == 1e6
     assert SamplingParams(temperature=0.0).is_greedy
 
 

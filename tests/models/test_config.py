@@ -211,3 +211,28 @@ def test_embedded_models_have_their_place():
     assert EMBEDDED_MODEL.parent == EMBEDDED_DRAFT.parent
     assert EMBEDDED_MODEL.parent.parent.name == "vllm"
     assert config_module.config_path(EMBEDDED_DRAFT).name == "config.json"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": 5}, "'model_type' must be a text"),
+        ({"architectures": "X"}, "'architectures' must be a list"),
+        ({"layer_types": 5}, "'layer_types' must be a list"),
+        ({"quantization_config": "gptq"}, "'quantization_config' must be a mapping"),
+        ({"rope_parameters": "x"}, "'rope_parameters' must be a mapping"),
+        ({"rope_scaling": []}, "'rope_scaling' must be a mapping"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "'factor' .* must be 0 or more, not 'x'"),
+        ({"rope_theta": "x"}, "'rope_theta' must be a number"),
+        ({"rms_norm_eps": "x"}, "'rms_norm_eps' must be a number"),
+        ({"sliding_window": "x"}, "'sliding_window' must be a whole number"),
+        ({"eos_token_id": "x"}, "'eos_token_id' must be a token id or several"),
+        ({"eos_token_id": [1, 2.0]}, "'eos_token_id' must be a token id or several"),
+        ({"num_experts": 4, "n_shared_experts": "x"}, "'n_shared_experts'"),
+        ({"num_experts": 4, "first_k_dense_replace": -1}, "'first_k_dense_replace'"),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_kind_is_named(changes, named):
+    with pytest.raises(MinivllmError, match=named):
+        ModelConfig.from_dict({**LLAMA, **changes})

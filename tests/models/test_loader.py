@@ -107,6 +107,12 @@ def test_missing_or_misshapen_tensor_is_named(model, tensors, name):
         load_weights(model, wrong.items())
 
 
+def test_integers_where_the_config_says_nothing_of_them_are_refused(model, tensors):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(MinivllmError, match=f"{name}.* stored as torch.int8.* needs its quantization_config"):
+        load_weights(model, {**tensors, name: tensors[name].to(torch.int8)}.items())
+
+
 def test_unexpected_tensor_is_named(model, tensors):
     with pytest.raises(MinivllmError, match=r"layers\.2"):
         load_weights(model, {**tensors, "model.layers.2.mlp.up_proj.weight": torch.zeros(24, 16)}.items())
@@ -134,9 +140,10 @@ def test_files_that_are_not_there_or_broken(directory):
     (directory / SINGLE_FILE).write_bytes(contents[: len(contents) // 2])
     with pytest.raises(MinivllmError, match="safetensors"):
         load_model(directory)
-    (directory / INDEX_FILE).write_text("{}")
-    with pytest.raises(MinivllmError, match="index"):
-        load_model(directory)
+    for broken in ("{}", "[]", "{", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": ["b"]}}'):
+        (directory / INDEX_FILE).write_text(broken)
+        with pytest.raises(MinivllmError, match="index"):
+            load_model(directory)
     (directory / INDEX_FILE).unlink()
     (directory / SINGLE_FILE).unlink()
     with pytest.raises(MinivllmError, match=r"no model\.safetensors"):
@@ -154,6 +161,7 @@ def test_files_that_are_not_there_or_broken(directory):
         {"model_type": "gemma2"}, {"hidden_act": "gelu"}, {"quantization": "awq"},
         {"layer_types": ("sliding_attention", "full_attention")},
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
+        {"num_experts": 8}, {"kv_lora_rank": 16}, {"cache_exception": "some of its layers keep a state"},
     ],
 )  # fmt: skip
 def test_what_the_decoder_does_not_compute_is_refused(changes):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.cache_kinds import cache_exception, window_of_layers
+from minivllm.checks import is_count, is_number
 from minivllm.errors import MinivllmError
 
 EMBEDDED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny-python"
@@ -31,6 +32,22 @@ NESTED_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 OUTER_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 TIED_BY_DEFAULT = ("gemma", "gpt2", "opt")
 HUB_TIMEOUT = 10  # seconds
+# What is read without further ado must be of this kind; where it is not there, or null, the family's default holds.
+KINDS = {
+    "model_type": (str, "a text"),
+    "architectures": (list, "a list of names"),
+    "layer_types": (list | tuple, "a list of names"),
+    "quantization_config": (Mapping, "a mapping"),
+    "rope_parameters": (Mapping, "a mapping"),
+    "rope_scaling": (Mapping, "a mapping"),
+    "sliding_window": (int, "a whole number"),
+    "rms_norm_eps": (int | float, "a number"),
+    "rope_theta": (int | float, "a number"),
+}
+ROPE_NUMBERS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
+)  # fmt: skip
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -103,6 +120,7 @@ class ModelConfig:
         if not isinstance(hf_config, Mapping):
             raise MinivllmError(f"a model config is a mapping of names to values, not {type(hf_config).__name__}")
         hf = _with_usual_names(_text_config(hf_config))
+        _check_kinds(hf)
         exception = cache_exception(hf)
         shape = _attention_shape(hf, exception)
         window, kinds = window_of_layers(hf, shape["num_hidden_layers"])
@@ -143,11 +161,7 @@ class ModelConfig:
         Raises:
             MinivllmError: nothing is there, the hub cannot be reached, or the file is no model config.
         """
-        path = config_path(path_or_name)
-        try:
-            contents = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise MinivllmError(f"{path} cannot be read as JSON: {error}") from error
+        contents = read_json_object(config_path(path_or_name))
         try:
             return cls.from_dict(contents)
         except MinivllmError as error:
@@ -158,6 +172,21 @@ class ModelConfig:
         for name in names:
             if not getattr(self, name):
                 raise MinivllmError(f"the model config lacks {name!r}, which is needed here")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The names and values in a JSON file.
+
+    Raises:
+        MinivllmError: it cannot be read, or holds something else.
+    """
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise MinivllmError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise MinivllmError(f"{path} holds {type(contents).__name__}, not a mapping of names to values")
+    return contents
 
 
 def config_path(path_or_name: str | Path) -> Path:
@@ -222,12 +251,19 @@ def _with_usual_names(hf: dict[str, Any]) -> dict[str, Any]:
     return hf
 
 
+def _check_kinds(hf: Mapping[str, Any]) -> None:
+    for name, (kind, words) in KINDS.items():
+        value = hf.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise MinivllmError(f"the model config's {name!r} must be {words}, not {value!r}")
+
+
 def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
     """A count that the config may give: 0 where it does not, an error where it is no positive whole number."""
     value = hf.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_count(value, 1):
         raise MinivllmError(f"the model config's {name!r} must be a positive whole number, not {value!r}")
     return value
 
@@ -290,6 +326,10 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if isinstance(given.get("full_attention"), Mapping):  # one set of parameters for each kind of layer
         given = given["full_attention"]
+    for name in ROPE_NUMBERS:
+        value = given.get(name)
+        if value is not None and not (is_number(value) and value >= 0):
+            raise MinivllmError(f"{name!r} in the model config's rope parameters must be 0 or more, not {value!r}")
     theta = float(given.get("rope_theta") or hf.get("rope_theta") or 10000.0)
     scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "type")}
     scaling["rope_type"] = given.get("rope_type") or given.get("type") or "default"
@@ -317,8 +357,8 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts": experts,
         "num_experts_per_tok": _count(hf, "num_experts_per_tok"),
         "moe_intermediate_size": _count(hf, "moe_intermediate_size") or _count(hf, "intermediate_size"),
-        "num_shared_experts": int(hf.get("n_shared_experts") or 0),
-        "num_dense_layers": int(hf.get("first_k_dense_replace") or 0),
+        "num_shared_experts": _count(hf, "n_shared_experts") if hf.get("n_shared_experts") else 0,
+        "num_dense_layers": _count(hf, "first_k_dense_replace") if hf.get("first_k_dense_replace") else 0,
     }
 
 
@@ -332,9 +372,10 @@ def _dtype(hf: Mapping[str, Any]) -> str:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise MinivllmError(f"the model config's 'eos_token_id' must be a token id or several, not {value!r}")
+    return tuple(ids)
 
 
 def _checkpoint_kv_dtype(quantization: Any) -> str | None:

@@ -4,15 +4,19 @@ In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `RequestOutputKind
 defaults; left out are structured outputs, repetition detection and the fields for engines' own use.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from minivllm.errors import MinivllmError
+from minivllm.checks import is_count, is_number, require, require_flags
 
 MIN_TEMPERATURE = 1e-2
 """Temperatures between 0 and this are raised to it: smaller ones overflow when the logits are divided by them."""
+MAX_TEMPERATURE = 1e6
+"""Higher ones are lowered to it. All tokens are as good as equally likely there, and a float32 holds it."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+MAX_N = 16384
+"""Completions of one prompt. Each is a request of its own, so a number with a few zeros too many would never start."""
 MAX_LOGIT_BIAS = 100.0
 
 
@@ -99,109 +103,105 @@ class SamplingParams:
     def _normalize(self) -> None:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        if _is_number(self.temperature) and 0.0 < self.temperature < MIN_TEMPERATURE:
-            object.__setattr__(self, "temperature", MIN_TEMPERATURE)
-        if isinstance(self.logit_bias, Mapping) and all(map(_is_number, self.logit_bias.values())):
+        if is_number(self.temperature) and self.temperature > 0.0:
+            object.__setattr__(self, "temperature", min(max(self.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE))
+        if isinstance(self.logit_bias, Mapping) and all(map(is_number, self.logit_bias.values())):
             clamped = {
                 token: max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, bias)) for token, bias in self.logit_bias.items()
             }
             object.__setattr__(self, "logit_bias", clamped)
 
     def _check_counts(self) -> None:
-        _require(_is_count(self.n, 1), f"n is {self.n!r}; it must be a whole number of at least 1")
-        _require(
-            self.max_tokens is None or _is_count(self.max_tokens, 1),
+        require(
+            is_count(self.n, 1) and self.n <= MAX_N, f"n is {self.n!r}; it must be a whole number from 1 to {MAX_N}"
+        )
+        require(
+            self.max_tokens is None or is_count(self.max_tokens, 1),
             f"max_tokens is {self.max_tokens!r}; it must be at least 1, or None for all that the model allows",
         )
-        _require(_is_count(self.min_tokens, 0), f"min_tokens is {self.min_tokens!r}; it must be 0 or more")
-        _require(
+        require(is_count(self.min_tokens, 0), f"min_tokens is {self.min_tokens!r}; it must be 0 or more")
+        require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
         )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require(
-                value is None or _is_count(value, -1),
+            require(
+                value is None or is_count(value, -1),
                 f"{name} is {value!r}; it must be 0 or more, -1 for the whole vocabulary, or None",
             )
-        _require(
+        require(
             self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)),
             f"seed is {self.seed!r}; it must be a whole number, or None",
         )
 
     def _check_distribution(self) -> None:
-        _require(
-            _is_number(self.temperature) and self.temperature >= 0.0,
+        require(
+            is_number(self.temperature) and self.temperature >= 0.0,
             f"temperature is {self.temperature!r}; it must be 0 (greedy) or above",
         )
-        _require(
-            _is_number(self.top_p) and 0.0 < self.top_p <= 1.0,
+        require(
+            is_number(self.top_p) and 0.0 < self.top_p <= 1.0,
             f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1: off)",
         )
-        _require(_is_count(self.top_k, 0), f"top_k is {self.top_k!r}; it must be at least 1, or 0 or -1 for off")
-        _require(
-            _is_number(self.min_p) and 0.0 <= self.min_p <= 1.0,
+        require(is_count(self.top_k, 0), f"top_k is {self.top_k!r}; it must be at least 1, or 0 or -1 for off")
+        require(
+            is_number(self.min_p) and 0.0 <= self.min_p <= 1.0,
             f"min_p is {self.min_p!r}; it must be between 0 (off) and 1",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _require(
-                _is_number(value) and -2.0 <= value <= 2.0, f"{name} is {value!r}; it must be between -2 and 2 (0: off)"
+            require(
+                is_number(value) and -2.0 <= value <= 2.0, f"{name} is {value!r}; it must be between -2 and 2 (0: off)"
             )
-        _require(
-            _is_number(self.repetition_penalty) and self.repetition_penalty > 0.0,
-            f"repetition_penalty is {self.repetition_penalty!r}; it must be above 0 (1: off)",
+        require(
+            is_number(self.repetition_penalty)
+            and MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+            f"repetition_penalty is {self.repetition_penalty!r}; it must be above 0 (1: off), from "
+            f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY:.0f}",
         )
-        _require(
+        require(
             not self.is_greedy or self.n == 1,
             f"n is {self.n} with temperature 0: greedy completions are all the same. Use n=1, or a temperature above 0",
         )
 
     def _check_stops(self) -> None:
+        require_flags(self, "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
         words = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _require(_are_words(words), f"stop is {self.stop!r}; it must be a string or several, none of them empty")
-        _require(_are_words(self.bad_words), f"bad_words is {self.bad_words!r}; it must be strings, none of them empty")
-        _require(
+        require(_are_words(words), f"stop is {self.stop!r}; it must be a string or several, none of them empty")
+        require(_are_words(self.bad_words), f"bad_words is {self.bad_words!r}; it must be strings, none of them empty")
+        require(
             self.detokenize or not self.stop_strings,
             "stop strings are looked for in the text, so they need detokenize=True; use stop_token_ids without it",
         )
-        _require(
+        require(
             isinstance(self.output_kind, RequestOutputKind),
             f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind",
         )
 
     def _check_token_ids(self) -> None:
-        _require(
+        require(
             self.logit_bias is None
-            or (isinstance(self.logit_bias, Mapping) and all(map(_is_number, self.logit_bias.values()))),
+            or (isinstance(self.logit_bias, Mapping) and all(map(is_number, self.logit_bias.values()))),
             f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers",
         )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             ids = getattr(self, name)
-            _require(
-                ids is None or (isinstance(ids, Iterable) and all(_is_count(token, 0) for token in ids)),
+            require(
+                ids is None or _are_token_ids(ids),
                 f"{name} is {ids!r}; it must hold token ids: whole numbers from 0 on",
             )
-        _require(
+        require(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "allowed_token_ids is empty, so that no token could be generated; leave it out, or name some",
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _are_token_ids(value: object) -> bool:
+    return isinstance(value, Sequence | Set | Mapping) and all(is_count(token, 0) for token in value)
 
 
 def _are_words(value: object) -> bool:
     if value is None:
         return True
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(w, str) and w for w in value)
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise MinivllmError(message)

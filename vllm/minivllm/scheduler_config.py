@@ -5,7 +5,7 @@ In vLLM v0.33.0: `vllm/config/scheduler.py` (`SchedulerConfig`), `vllm/config/ca
 
 from dataclasses import dataclass
 
-from minivllm.errors import MinivllmError
+from minivllm.checks import is_count, is_number, require, require_flags
 
 POLICIES = ("fcfs", "priority")
 
@@ -19,11 +19,12 @@ class CacheConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1 token")
-        _require(
-            self.num_gpu_blocks >= 2,
-            f"num_gpu_blocks is {self.num_gpu_blocks}; at least 2 are needed, since block 0 is the null block",
+        require(is_count(self.block_size, 1), f"block_size is {self.block_size!r}; it must be at least 1 token")
+        require(
+            is_count(self.num_gpu_blocks, 2),
+            f"num_gpu_blocks is {self.num_gpu_blocks!r}; at least 2 are needed, since block 0 is the null block",
         )
+        require_flags(self, "enable_prefix_caching")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +59,28 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number of at least 1")
         for name in ("long_prefill_token_threshold", "max_loras", "num_speculative_tokens", "num_lookahead_tokens"):
-            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must not be negative")
-        _require(
-            self.max_model_len >= 2,
-            f"max_model_len is {self.max_model_len}; at least 2 are needed, one token of prompt and one of output",
+            value = getattr(self, name)
+            require(is_count(value, 0), f"{name} is {value!r}; it must be a whole number, and not negative")
+        require(
+            is_count(self.max_model_len, 2),
+            f"max_model_len is {self.max_model_len!r}; at least 2 are needed, one token of prompt and one of output",
         )
-        _require(
+        require(
             self.long_prefill_token_threshold <= self.max_model_len,
             f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) exceeds max_model_len "
             f"({self.max_model_len}); no chunk can be that long",
         )
-        _require(self.policy in POLICIES, f"unknown policy {self.policy!r}; known are {', '.join(POLICIES)}")
-        _require(0.0 <= self.watermark < 1.0, f"watermark is {self.watermark}; it is a share from 0 up to 1, exclusive")
-        _require(
+        require(self.policy in POLICIES, f"unknown policy {self.policy!r}; known are {', '.join(POLICIES)}")
+        require(
+            is_number(self.watermark) and 0.0 <= self.watermark < 1.0,
+            f"watermark is {self.watermark!r}; it is a share from 0 up to 1, exclusive",
+        )
+        require_flags(self, "enable_chunked_prefill", "scheduler_reserve_full_isl", "static_batching")
+        require(
             self.enable_chunked_prefill or self.max_num_batched_tokens >= self.max_model_len,
             f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_model_len ({self.max_model_len}): "
             "without chunked prefill a long prompt would wait for ever. Raise it, or enable chunked prefill",
         )
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise MinivllmError(message)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from minivllm.errors import MinivllmError
+from minivllm.checks import is_count, require
 
 METHODS = ("ngram",)
 DEFAULT_LOOKUP = 5
@@ -38,25 +38,24 @@ class SpeculativeConfig:
         if settings is None or isinstance(settings, SpeculativeConfig):
             return settings
         known = [field.name for field in fields(cls)]
-        _require(
+        require(
             isinstance(settings, Mapping),
             f'speculative_config is {settings!r}; it must be a dictionary such as {{"method": "ngram", '
-            '"num_speculative_tokens": 4}}',
+            '"num_speculative_tokens": 4}',
         )
         for name in settings:
-            _require(name in known, f"speculative_config has no key {name!r}; there are: {', '.join(known)}")
-        _require("num_speculative_tokens" in settings, "speculative_config lacks num_speculative_tokens, such as 4")
+            require(name in known, f"speculative_config has no key {name!r}; there are: {', '.join(known)}")
+        require("num_speculative_tokens" in settings, "speculative_config lacks num_speculative_tokens, such as 4")
         return cls(**settings)
 
     def __post_init__(self) -> None:
-        _require(self.method in METHODS, f"unknown speculative method {self.method!r}; known are {', '.join(METHODS)}")
+        require(self.method in METHODS, f"unknown speculative method {self.method!r}; known are {', '.join(METHODS)}")
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             value = getattr(self, name)
             if value is None and name != "num_speculative_tokens":
                 continue
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            _require(whole, f"{name} is {value!r}; it must be a whole number from 1 on")
-        _require(
+            require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number from 1 on")
+        require(
             self.lookup_min <= self.lookup_max,
             f"prompt_lookup_min ({self.lookup_min}) exceeds prompt_lookup_max ({self.lookup_max})",
         )
@@ -70,8 +69,3 @@ class SpeculativeConfig:
     def lookup_min(self) -> int:
         """The fewest."""
         return self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_LOOKUP
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise MinivllmError(message)

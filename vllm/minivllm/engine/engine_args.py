@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from minivllm.checks import is_count, is_number, require, require_flags
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import QUANTIZATIONS
@@ -93,40 +94,51 @@ class EngineArgs:
         return cls(model=model, **settings)
 
     def __post_init__(self) -> None:
-        _require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
-        _require(
+        require(
+            isinstance(self.model, str | Path),
+            f"model is {self.model!r}; it must be a directory, or a name on the Hugging Face hub",
+        )
+        require(
+            self.tokenizer is None or (isinstance(self.tokenizer, str | Path) and bool(str(self.tokenizer))),
+            f"tokenizer is {self.tokenizer!r}; it must be a directory, or a name on the Hugging Face hub",
+        )
+        require_flags(
+            self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "enforce_eager", "show_ledger"
+        )
+        require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        require(
             self.kv_cache_dtype in KV_CACHE_DTYPES,
             f"unknown kv_cache_dtype {self.kv_cache_dtype!r}; known are {', '.join(KV_CACHE_DTYPES)}",
         )
-        _require(
+        require(
             self.quantization in (None, *QUANTIZATIONS),
             f"unknown quantization {self.quantization!r}; known are {', '.join(QUANTIZATIONS)}",
         )
-        _require(
+        require(
             self.load_format in LOAD_FORMATS,
             f"unknown load_format {self.load_format!r}; known are {', '.join(LOAD_FORMATS)}",
         )
-        _require(
-            _is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
+        require(
+            is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
             f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
         )
-        _require(
+        require(
             self.attention_backend in ATTENTION_BACKENDS,
             f"unknown attention_backend {self.attention_backend!r}; known are None and 'naive'",
         )
         SpeculativeConfig.of(self.speculative_config)
-        _require(_is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
-        for name, least in (
-            ("max_model_len", 2),
-            ("block_size", 1),
-            ("max_num_seqs", 1),
-            ("max_num_batched_tokens", 1),
-            ("num_gpu_blocks_override", 2),
-            ("tensor_parallel_size", 1),
+        require(is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
+        for name, least, by_default in (
+            ("max_model_len", 2, True),
+            ("block_size", 1, False),
+            ("max_num_seqs", 1, True),
+            ("max_num_batched_tokens", 1, True),
+            ("num_gpu_blocks_override", 2, True),
+            ("tensor_parallel_size", 1, False),
         ):
             value = getattr(self, name)
-            _require(
-                value is None or _is_count(value, least),
+            require(
+                (value is None and by_default) or is_count(value, least),
                 f"{name} is {value!r}; it must be a whole number of at least {least}",
             )
 
@@ -143,8 +155,8 @@ class EngineArgs:
         """
         default_tokens, default_seqs = _batch_defaults(gpu_memory)
         max_model_len = self.max_model_len or config.max_position_embeddings
-        _require(max_model_len > 0, "the model config does not say how long a text may be; give max_model_len")
-        _require(
+        require(max_model_len > 0, "the model config does not say how long a text may be; give max_model_len")
+        require(
             not config.max_position_embeddings or max_model_len <= config.max_position_embeddings,
             f"max_model_len is {max_model_len}; the model was made for {config.max_position_embeddings} tokens at most",
         )
@@ -200,16 +212,3 @@ def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
     if gpu_memory is None:
         return 2048, 256
     return (16384, 1024) if gpu_memory >= 70 * GIB else (8192, 256)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise MinivllmError(message)

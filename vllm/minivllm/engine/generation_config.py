@@ -4,12 +4,12 @@ In vLLM v0.33.0: `ModelConfig.get_diff_sampling_param` in `vllm/config/model.py`
 `SamplingParams.update_from_generation_config`.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import ModelConfig, hub_file
+from minivllm.checks import is_count
+from minivllm.config import ModelConfig, hub_file, read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.sampling_params import SamplingParams
 
@@ -26,14 +26,21 @@ class GenerationConfig:
 
     @classmethod
     def of(cls, path_or_name: str | Path, config: ModelConfig) -> "GenerationConfig":
-        """Read the file beside the model; without one, only what the model config says."""
+        """Read the file beside the model; without one, only what the model config says.
+
+        Ids outside the vocabulary are left out: no such token can come.
+
+        Raises:
+            MinivllmError: the file is there, and broken.
+        """
         contents = _read(path_or_name)
         eos = contents.get("eos_token_id")
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        ids: list[Any] = [*config.eos_token_ids, *(eos if isinstance(eos, list) else [eos])]
         sampling = {name: contents[name] for name in SAMPLING_FIELDS if contents.get(name) is not None}
         if contents.get("max_new_tokens") is not None:
             sampling["max_tokens"] = contents["max_new_tokens"]
-        return cls(tuple(dict.fromkeys((*config.eos_token_ids, *ids))), sampling)
+        in_vocabulary = (token for token in ids if is_count(token, 0) and token < config.vocab_size)
+        return cls(tuple(dict.fromkeys(in_vocabulary)), sampling)
 
     def default_sampling_params(self) -> SamplingParams:
         """The parameters of a request that brings none."""
@@ -44,6 +51,6 @@ def _read(path_or_name: str | Path) -> dict[str, Any]:
     directory = Path(path_or_name).expanduser()
     try:
         path = directory / FILENAME if directory.is_dir() else hub_file(str(path_or_name), FILENAME)
-        return json.loads(path.read_text())
-    except (OSError, ValueError, MinivllmError):
+    except MinivllmError:
         return {}
+    return read_json_object(path) if path.is_file() else {}

@@ -48,6 +48,10 @@ class InputProcessor:
         Raises:
             MinivllmError: the prompt or the parameters cannot be; the message says what would be right.
         """
+        if not isinstance(lora_request, LoRARequest | None):
+            raise MinivllmError(f"lora_request is {lora_request!r}; it must be a LoRARequest, or None")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise MinivllmError(f"priority is {priority!r}; it must be a whole number, a lower one goes first")
         text, token_ids, cache_salt = parse_prompt(prompt)
         if token_ids is None:
             token_ids = self._encode(text or "")
@@ -118,4 +122,4 @@ class InputProcessor:
             assert self.tokenizer is not None
             for text in (word, " " + word.lstrip()):
                 spellings.add(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids))
-        return tuple(sorted(spellings))
+        return tuple(sorted(filter(None, spellings)))

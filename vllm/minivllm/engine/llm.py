@@ -63,8 +63,10 @@ class LLM:
             MinivllmError: any of the prompts or parameters cannot be. Nothing was computed then, and nothing is queued.
         """
         items = as_prompts(prompts)
-        params = _one_each(self.get_default_sampling_params() if sampling_params is None else sampling_params, items)
-        loras, priorities = _one_each(lora_request, items), _one_each(0 if priority is None else priority, items)
+        wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", wanted, items)
+        loras = _one_each("lora_request", lora_request, items)
+        priorities = _one_each("priority", 0 if priority is None else priority, items)
         request_ids: list[str] = []
         try:
             for index, (prompt, wishes, lora, rank) in enumerate(zip(items, params, loras, priorities, strict=True)):
@@ -127,10 +129,12 @@ def _progress(disable: bool) -> Progress:
     )
 
 
-def _one_each(value: Any, prompts: Sequence[Prompt]) -> list[Any]:
+def _one_each(name: str, value: Any, prompts: Sequence[Prompt]) -> list[Any]:
     """The value for each prompt, where it is one for all; raises where there are several, but not as many."""
     if isinstance(value, list | tuple):
         if len(value) != len(prompts):
-            raise MinivllmError(f"there are {len(prompts)} prompts, but {len(value)} of what goes with them")
+            raise MinivllmError(
+                f"there are {len(prompts)} prompts, but {len(value)} in {name}: give one for each, or one for all"
+            )
         return list(value)
     return [value] * len(prompts)

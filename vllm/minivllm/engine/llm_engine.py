@@ -53,17 +53,26 @@ class LLMEngine:
         Raises:
             MinivllmError: it cannot be run; nothing of it is in the queue then.
         """
-        if request_id in self._children:
-            raise MinivllmError(f"request {request_id!r} exists already; ids must be unique among unfinished requests")
+        if not isinstance(request_id, str):
+            raise MinivllmError(f"the request id is {request_id!r}; it must be a text")
         text, request = self.input_processor.process_inputs(
             request_id, prompt, params, lora_request=lora_request, priority=priority
         )
         parent = ParentRequest(request_id, params.n)
         children = child_requests(request)
-        for index, child in enumerate(children):
-            self.core.add_request(child)
-            self.output_processor.add_request(child, text, index, parent)
-        self._children[request_id] = [child.request_id for child in children]
+        ids = [child.request_id for child in children]
+        in_use = self._children.keys() | self.output_processor.states.keys()
+        taken = next((name for name in (request_id, *ids) if name in in_use), None)
+        if taken is not None:
+            raise MinivllmError(f"request {taken!r} exists already; ids must be unique among unfinished requests")
+        self._children[request_id] = ids
+        try:
+            for index, child in enumerate(children):
+                self.core.add_request(child)
+                self.output_processor.add_request(child, text, index, parent)
+        except BaseException:
+            self.abort_requests([request_id])
+            raise
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without further output; unknown ids are ignored."""

@@ -22,6 +22,7 @@ class TokensPrompt(TypedDict, total=False):
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 EXPECTED = 'a prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}'
 
 
@@ -33,7 +34,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]  # type: ignore[list-item]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise MinivllmError(f"prompts are {type(prompts).__name__}; {EXPECTED}, or a list of such")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
@@ -47,9 +48,12 @@ def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | No
         MinivllmError: it has neither, or both.
     """
     if isinstance(prompt, str):
-        return prompt, None, None
+        return _encodable(prompt, "the prompt"), None, None
     if not isinstance(prompt, Mapping):
         return None, _token_ids(prompt), None
+    unknown = [key for key, value in prompt.items() if key not in KEYS and value is not None]
+    if unknown:
+        raise MinivllmError(f"the prompt has the key {unknown[0]!r}, which means nothing here; {EXPECTED}")
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
     if (text is None) == (ids is None):
         raise MinivllmError(f"the prompt has the keys {', '.join(map(repr, prompt)) or 'none'}; {EXPECTED}")
@@ -57,13 +61,25 @@ def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | No
         raise MinivllmError(f'"prompt" is {type(text).__name__}; it must be a text')
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise MinivllmError(f'"cache_salt" is {salt!r}; it must be a text that is not empty')
-    return text, None if ids is None else _token_ids(ids), salt
+    token_ids = None if ids is None else _token_ids(ids)
+    return text and _encodable(text, '"prompt"'), token_ids, salt and _encodable(salt, '"cache_salt"')
+
+
+def _encodable(text: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        broken = f"half a character ({text[error.start]!r} at {error.start})"
+        raise MinivllmError(f"{name} is no text: it has {broken}, as a wrongly decoded file has") from None
+    return text
 
 
 def _token_ids(ids: object) -> list[int]:
-    if not isinstance(ids, Sequence) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise MinivllmError(f"the prompt is {_shortened(ids)}; {EXPECTED}")
-    return list(ids)
+    if isinstance(ids, Sequence) and not isinstance(ids, bytes | bytearray):
+        numbers = list(ids)
+        if all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            return numbers
+    raise MinivllmError(f"the prompt is {_shortened(ids)}; {EXPECTED}")
 
 
 def _shortened(value: object) -> str:

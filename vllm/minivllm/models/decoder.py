@@ -216,5 +216,9 @@ def _check_supported(config: ModelConfig) -> None:
         raise UnsupportedModelError(f"{name} cannot be run; the decoder runs the families {', '.join(FAMILIES)}")
     if config.hidden_act != "silu":
         raise UnsupportedModelError(f"{name} has the activation {config.hidden_act!r}; the decoder computes silu")
+    if config.num_experts or config.kv_lora_rank is not None:
+        raise UnsupportedModelError(f"{name} has experts, or latent attention; the decoder computes neither")
+    if config.cache_exception:
+        raise UnsupportedModelError(f"{name} cannot be run: {config.cache_exception}")
     if config.layer_types and len(set(config.layer_types)) > 1:
         raise UnsupportedModelError(f"{name} has layers with and without a window; the decoder runs one kind")

@@ -5,7 +5,6 @@ tensor-parallel group has a part of each. A `Slot` says which rows of a paramete
 part of itself, as vLLM's `weight_loader` functions do (`vllm/model_executor/layers/linear.py`).
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minivllm.config import ModelConfig, config_path, hub_file
+from minivllm.config import ModelConfig, config_path, hub_file, read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
 from minivllm.models.parallel import GroupCoordinator, kv_part
@@ -127,6 +126,11 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if tensor.shape != targets[name].shape:
             shapes = f"{tuple(tensor.shape)}, the config says {tuple(targets[name].shape)}"
             raise MinivllmError(f"the tensor {name!r} of the checkpoint has the shape {shapes}")
+        if tensor.is_floating_point() != targets[name].target.is_floating_point():
+            raise MinivllmError(
+                f"the tensor {name!r} of the checkpoint is stored as {tensor.dtype}, which the model config does not "
+                "speak of: a quantized checkpoint needs its quantization_config"
+            )
         targets[name].fill(tensor)
         missing.remove(name)
     if missing:
@@ -189,10 +193,9 @@ def weight_files(path_or_name: str | Path) -> list[Path]:
         return [fetch(SINGLE_FILE)]
     index = fetch(INDEX_FILE)
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+        return [fetch(name) for name in sorted(set(read_json_object(index)["weight_map"].values()))]
+    except (KeyError, AttributeError, TypeError) as error:
         raise MinivllmError(f"{index} is no index of safetensors files: {error!r}") from error
-    return [fetch(name) for name in sorted(names)]
 
 
 def stored_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:

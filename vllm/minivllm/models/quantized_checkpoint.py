@@ -142,21 +142,22 @@ def _gptq(said: Mapping[str, Any]) -> PackedFormat:
 
 
 def _compressed_tensors(said: Mapping[str, Any]) -> PackedFormat:
-    groups = list((said.get("config_groups") or {}).values())
+    groups = _part("config_groups", said, dict)
     if len(groups) != 1:
         raise _NotThisOne(f"compressed-tensors and {len(groups)} kinds of linears")
-    weights = groups[0].get("weights") or {}
-    stored = groups[0].get("format") or said.get("format")
+    group = _part(next(iter(groups)), groups, dict)
+    weights = _part("weights", group, dict)
+    stored = group.get("format") or said.get("format")
     if stored != "pack-quantized":
         raise _NotThisOne(f"compressed-tensors and the format {stored!r}")
     if weights.get("type", "int") != "int" or not weights.get("symmetric", True):
         raise _NotThisOne("compressed-tensors and weights that are not symmetric integers")
-    for name, value in (*groups[0].items(), ("kv_cache_scheme", said.get("kv_cache_scheme"))):
+    for name, value in (*group.items(), ("kv_cache_scheme", said.get("kv_cache_scheme"))):
         if value and name in ("input_activations", "output_activations", "kv_cache_scheme"):
             raise _NotThisOne(f"compressed-tensors and {name}")
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise _NotThisOne(f"compressed-tensors and actorder={weights['actorder']!r}")
-    others = [name for name in said.get("ignore") or () if not name.rstrip("$").endswith("lm_head")]
+    others = [name for name in _part("ignore", said, list) if not str(name).rstrip("$").endswith("lm_head")]
     if others:
         raise _NotThisOne(f"compressed-tensors but for {others[0]!r}")
     strategy = weights.get("strategy")
@@ -165,6 +166,14 @@ def _compressed_tensors(said: Mapping[str, Any]) -> PackedFormat:
     return _format(
         COMPRESSED_TENSORS, weights.get("num_bits"), weights.get("group_size") if strategy == "group" else -1
     )
+
+
+def _part(name: str, said: Mapping[str, Any], kind: type) -> Any:
+    """What stands under a name, empty where nothing does."""
+    value = said.get(name) or kind()
+    if not isinstance(value, kind):
+        raise _NotThisOne(f"{COMPRESSED_TENSORS} and {name}={value!r}")
+    return value
 
 
 def _format(method: str, bits: Any, group_size: Any) -> PackedFormat:

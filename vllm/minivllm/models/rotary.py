@@ -108,6 +108,6 @@ def _sharpening(factor: float, weight: float) -> float:
 
 
 def _parameter(scaling: Mapping[str, Any], name: str) -> float:
-    if scaling.get(name) is None:
+    if not scaling.get(name):
         raise MinivllmError(f"the model config's rope scaling {scaling.get('rope_type')!r} lacks {name!r}")
     return scaling[name]

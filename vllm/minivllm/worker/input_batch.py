@@ -17,6 +17,9 @@ import numpy as np
 from minivllm.core.output import NewRequestData, SchedulerOutput
 from minivllm.worker.sampling_states import SamplingStates
 
+NUMBERS_OF_ROW = 32
+"""About so many 4-byte numbers beside its tables, the row of `SamplingStates` among them."""
+
 
 @dataclass(slots=True)
 class StepInputs:
@@ -64,6 +67,11 @@ class InputBatch:
         self.sampling = SamplingStates(max_num_reqs)
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
+
+    @staticmethod
+    def num_bytes(max_num_reqs: int, max_model_len: int, block_size: int) -> int:
+        """What the tables of such a batch take: a number for each token and for each block, and a few for each row."""
+        return max_num_reqs * (max_model_len + -(-max_model_len // block_size) + NUMBERS_OF_ROW) * 4
 
     def update(self, output: SchedulerOutput) -> None:
         """Takes in what changed since the step before: who is gone, who came, who got blocks."""

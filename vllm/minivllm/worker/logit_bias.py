@@ -4,7 +4,7 @@ In vLLM v0.33.0: `vllm/v1/sample/logits_processor/builtin.py` (`LogitBiasLogitsP
 `vllm/v1/sample/ops/bad_words.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ def apply_logit_bias(
         if wishes.allowed_token_ids is not None:
             _allow_only(logits[row], wishes.allowed_token_ids)
         if wishes.logit_bias:
-            ids = _ids(list(wishes.logit_bias), logits)
+            ids = _ids(wishes.logit_bias, logits)
             logits[row, ids] += torch.tensor(list(wishes.logit_bias.values()), device=logits.device)
         impossible = _completing_bad_words(wishes.bad_words_token_ids, output)
         if len(output) < wishes.min_tokens:
@@ -32,7 +32,7 @@ def apply_logit_bias(
             logits[row, _ids(impossible, logits)] = -torch.inf
 
 
-def _allow_only(logits: torch.Tensor, token_ids: Sequence[int]) -> None:
+def _allow_only(logits: torch.Tensor, token_ids: Iterable[int]) -> None:
     ids = _ids(token_ids, logits)
     allowed = logits[ids]
     logits.fill_(-torch.inf)
@@ -45,5 +45,5 @@ def _completing_bad_words(bad_words: Sequence[Sequence[int]], output: np.ndarray
     return [word[-1] for word in bad_words if len(word) == 1 or tail[-(len(word) - 1) :] == list(word[:-1])]
 
 
-def _ids(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+def _ids(token_ids: Iterable[int], logits: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(list(token_ids), dtype=torch.int64, device=logits.device)

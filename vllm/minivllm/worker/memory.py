@@ -56,7 +56,7 @@ def measure_memory(
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
     else:
-        name, memory = "this machine, memory that is available", _available_memory() // ranks
+        name, memory = "CPU (memory that is available)", (available_memory() or UNKNOWN_MEMORY) // ranks
     if device.type == "cpu" and ranks > 1:
         name = f"{name}, one of {ranks} ranks' share"
     return MemoryUse(name, memory, _bytes_outside_torch(device), weights, activation_peak, dtype, cuda_graphs)
@@ -140,14 +140,40 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     kv_cache_dtype: str = "auto",
 ) -> list[LayerCache]:
-    """Zeroed keys and values of every layer, each [num_blocks, block_size, kv_heads, head_dim]; and int8's scales."""
+    """Zeroed keys and values of every layer, each [num_blocks, block_size, kv_heads, head_dim]; and int8's scales.
+
+    Raises:
+        MinivllmError: the device has not so much memory.
+    """
     heads, stored_as = config.num_key_value_heads, STORED_AS.get(kv_cache_dtype, dtype)
     shapes = [((num_blocks, block_size, heads, config.head_dim), stored_as)] * 2
     if stored_as == torch.int8:
         shapes += [((num_blocks, heads, block_size), torch.float32)] * 2
-    return [
-        LayerCache(*(_zeros(shape, device, kind) for shape, kind in shapes)) for _ in range(config.num_hidden_layers)
-    ]
+    layers = range(config.num_hidden_layers)
+    refuse_beyond_memory(
+        sum(math.prod(shape) * kind.itemsize for shape, kind in shapes) * len(layers),
+        device,
+        f"a KV cache of {num_blocks} blocks of {block_size} tokens",
+        "give it fewer, or leave num_gpu_blocks_override out",
+    )
+    return [LayerCache(*(_zeros(shape, device, kind) for shape, kind in shapes)) for _ in layers]
+
+
+def refuse_beyond_memory(num_bytes: int, device: torch.device, what: str, advice: str) -> None:
+    """Refuses what the device has no memory for: on a CPU it would be granted, and the process killed in using it.
+
+    Raises:
+        MinivllmError: as said.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        name, available = device_name(device), torch.cuda.mem_get_info(device)[0] + unused
+    else:
+        name, available = "this machine", available_memory()
+    if available is not None and num_bytes > available:
+        raise MinivllmError(
+            f"{what} takes {num_bytes / GIB:,.2f} GiB, and {name} has {available / GIB:,.2f} left: {advice}"
+        )
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -175,23 +201,26 @@ def _bytes_outside_torch(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def _available_memory() -> int:
-    """Main memory that programs can still have, in bytes: what the system says, and what the container may use."""
-    return min(_system_available(), _container_available())
+def available_memory() -> int | None:
+    """Main memory that programs can still have, in bytes: what the system says, and what the container may use.
+
+    None where neither says.
+    """
+    return min((known for known in (_system_available(), _container_available()) if known is not None), default=None)
 
 
-def _system_available() -> int:
+def _system_available() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return UNKNOWN_MEMORY
+        return None
 
 
-def _container_available() -> int:
+def _container_available() -> int | None:
     folder = Path("/sys/fs/cgroup")
     try:
         limit, current = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
-        return max(0, int(limit) - int(current)) if limit != "max" else 2**62
+        return max(0, int(limit) - int(current)) if limit != "max" else None
     except (OSError, ValueError):
-        return 2**62
+        return None

@@ -18,7 +18,7 @@ from minivllm.worker.attention import AttentionMetadata, PagedAttention
 from minivllm.worker.cpu import pack_linears
 from minivllm.worker.cuda_graphs import CudaGraphs, Record, capture_sizes
 from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
-from minivllm.worker.memory import allocate_kv_caches, check_kv_cache_dtype
+from minivllm.worker.memory import allocate_kv_caches, check_kv_cache_dtype, refuse_beyond_memory
 from minivllm.worker.ngram_proposer import NgramProposer
 from minivllm.worker.prompt_logprobs import PromptLogprobs
 from minivllm.worker.rejection_sampler import kept_slices
@@ -49,6 +49,12 @@ class ModelRunner:
         self.block_size = block_size
         self.kv_cache_dtype = kv_cache_dtype
         check_kv_cache_dtype(kv_cache_dtype, self.device)
+        refuse_beyond_memory(
+            InputBatch.num_bytes(max_num_seqs, max_model_len, block_size),
+            torch.device("cpu"),
+            f"the batch of max_num_seqs = {max_num_seqs} requests of {max_model_len} tokens",
+            "lower max_num_seqs",
+        )
         self.batch = InputBatch(max_num_seqs, max_model_len, block_size)
         self.prompt_logprobs = PromptLogprobs()
         self.attention_backend, self.use_kv_cache = attention_backend, use_kv_cache

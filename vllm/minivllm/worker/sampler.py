@@ -126,10 +126,13 @@ def _sample_random(logits: torch.Tensor, metadata: SamplingMetadata) -> list[int
 
 
 def _draw(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The token at each row's place, 0 to 1, on its cumulated probabilities: in float64, which rounds none away."""
+    """The token at each row's place, 0 to 1, on its cumulated probabilities: in float64, which rounds none away.
+
+    A row in which no token is possible gets the last one: a request that forbids everything ends no other.
+    """
     cumulated = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     target = places.unsqueeze(-1) * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, target, right=True).squeeze(-1)
+    return torch.searchsorted(cumulated, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def _column(values: np.ndarray, logits: torch.Tensor) -> torch.Tensor:

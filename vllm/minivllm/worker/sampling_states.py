@@ -10,6 +10,7 @@ from minivllm.worker.sampler import Needs, SamplingMetadata
 
 WITH_PARAMS = Needs.BIAS | Needs.PENALTIES | Needs.LOGPROBS
 WITH_TOKENS = Needs.BIAS | Needs.PENALTIES
+MOST = np.iinfo(np.int64).max
 
 
 class SamplingStates:
@@ -29,7 +30,7 @@ class SamplingStates:
         self.params[row] = params
         self.needs[row] = Needs.of(params)
         self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
+        self.top_k[row] = min(params.top_k, MOST)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seeds[row] = (params.seed or 0) % 2**64
