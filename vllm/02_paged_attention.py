@@ -672,9 +672,9 @@ def break_it(cache_of: Callable[[], PagedCache], tokenizer, mine: list[int], str
     for name, cache in (("counted", cache_of()), ("forgotten", forgetful)):
         reads, writes = leak(cache, mine, stranger, 16)
         found[name] = {"reads": tokenizer.decode(reads), "writes": tokenizer.decode(writes)}
-    lines = {"reads": "reads, where its prompt lay", "writes": "and goes on"}
+    lines = {"reads": "finds", "writes": "goes on"}
     rows = [
-        (line, *(repr(found[n][key]).replace("[", r"\[") for n in ("counted", "forgotten")))
+        (line, *(found[name][key].rstrip().replace("[", r"\[") for name in ("counted", "forgotten")))
         for key, line in lines.items()
     ]
     title = "A request is forked, its first half ends, a stranger comes in"

@@ -16,13 +16,19 @@ def table(
     *,
     words: bool = False,
 ) -> None:
-    """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless they hold `words`."""
-    grid = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+    """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless they hold `words`.
+
+    Title and caption have the whole width of the terminal: inside the table rich would break them at its edge.
+    """
+    grid = Table()
     for index, column in enumerate(columns):
         grid.add_column(column, justify="left" if index == 0 or words else "right")
     for row in rows:
         grid.add_row(*(str(cell) for cell in row))
+    console.print(title, style="bold", markup=False)
     console.print(grid)
+    if caption:
+        console.print(caption, style="dim italic", markup=False)
 
 
 def heading(text: str) -> None:
