@@ -12,7 +12,7 @@ endif
 UV_RUN := uv run
 BENCHMARKS := scheduler simulator kernels steps
 GPU_ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,cuda_graphs tensor_parallel kv_cache_dtype)
-LESSON = $(firstword $(wildcard vllm/$(N)_*.py))
+LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
 .PHONY: help setup setup-cpu run test lesson check lab notebooks claims measure bench peers ablation gpu doctor lint format card
 
@@ -69,8 +69,11 @@ ablation: setup ## which lever bought what: a quarter of an hour, into README.md
 	@$(UV_RUN) python benchmarks/ablation.py --json benchmarks/results/ablation.cpu.json --readme --plot lessons/figures/05_ablation.svg
 
 gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch, triton, transformers, numpy, pytest, rich)
-	@PYTHONPATH=vllm python3 -P -m pytest tests/kernels tests/lessons $(GPU_ENGINE_TESTS) -m gpu
-	@PYTHONPATH=vllm python3 -P benchmarks/kernels.py --device cuda
+	@if python3 -c "import torch" 2>/dev/null; then python=python3; else python="$(UV_RUN) python"; fi; \
+	$$python -c "import sys, torch; torch.cuda.is_available() or sys.exit('torch sees no GPU here: make doctor says more')" || exit 2; \
+	export PYTHONPATH=vllm; \
+	$$python -P -m pytest tests/kernels tests/lessons $(GPU_ENGINE_TESTS) -m gpu; \
+	$$python -P benchmarks/kernels.py --device cuda
 
 doctor: ## what this machine can run, and what to do about the rest
 	@if command -v uv >/dev/null; then $(UV_RUN) python tools/doctor.py; else python3 tools/doctor.py; fi

@@ -26,6 +26,7 @@ from minivllm.engine.quality import RoundedCache, decoder_loss, held_out_tokens,
 from minivllm.engine.recording import STEP_PARTS, bare_engine, launch_seconds, own_clock, record_run, step_parts
 from minivllm.engine.shared_prefixes import WORK, serve
 from minivllm.errors import MinivllmError
+from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int, run
 from minivllm.lab.device import device_name, pick_device
@@ -225,9 +226,9 @@ def measure_cache(llm: LLM, model: str, texts: list[list[int]], context: int, de
         f"read by the engine: loss {full.loss:.4f}, in int8 {added:+.4f}, same favourite token at {agreement:.1%}; "
     )
     caption += f"a decode step of 8 requests at {context} tokens is {faster:.2f} × as fast"
-    rows = [(k, *sizes[k].values(), f"{fits[k]:.2f} ×") for k in kinds]
+    rows = [(k, *(f"{size:,}" for size in sizes[k].values()), f"{fits[k]:.2f} ×") for k in kinds]
     table("Bytes of a token", ("KV cache", "this model", "Llama-3.1-8B", "fits, of bfloat16"), rows, caption)
-    gains = ", ".join(f"{gain:.2f} × with {tokens}" for tokens, gain in modelled.items())
+    gains = ", ".join(f"{gain:.2f} × with {int(tokens):,}" for tokens, gain in modelled.items())
     console.print(f"fp8 for Llama-3.1-8B on an H100, 8 requests, a decode step (modelled): {gains} tokens each")
     return {"bytes": sizes, "capacity": fits, "loss": full.loss, "added": added, "agreement": agreement,
             "faster": faster, "context": context, "modelled": modelled}  # fmt: skip
@@ -320,12 +321,24 @@ def measure_weights(model: Decoder, texts: list[list[int]], group: int) -> dict:
                 found[name] |= {f"error_{outlier}": error, f"added_{outlier}": decoder_loss(model, texts) - base}
         bits, error, added, _, worse = found[name].values()
         rows.append((name, f"{bits:.2f}", f"{error:.1%}", f"{added:+.4f}", f"{worse:+.4f}"))
-    x, weight, (integers, scales) = torch.randn(1, 2048), torch.randn(2048, 2048), quantize(torch.randn(2048, 2048))
-    slow, fast = (median_seconds(f) for f in (lambda: x @ (integers * scales[:, None]).T, lambda: x @ weight.T))
-    caption = f"one row times 2,048² int8 weights, dequantized first: {slow / fast:.1f} × as long as float32 on a CPU"
+    x, weight = torch.randn(1, 2048), torch.randn(2048, 2048)
+    integers, scales = quantize(weight)
+    unpacked_first, inside, plain = (
+        median_seconds(product)
+        for product in (
+            lambda: x @ (integers * scales[:, None]).T,
+            lambda: quantized_linear(x, integers, scales[:, None]),
+            lambda: x @ weight.T,
+        )
+    )
+    slower, in_place = unpacked_first / plain, inside / plain
+    caption = (
+        f"one row times 2,048² int8 weights on a CPU, of float32's time: {slower:.1f} × if dequantized first, "
+        f"{in_place:.2f} × by the engine, which unpacks inside the product"
+    )
     columns = ("stored as", "bits", "error", "loss added", "one channel × 50")
     table(f"Weights of the layers (loss {base:.4f})", columns, rows, caption)
-    return {"ways": found, "loss": base, "slower": slow / fast}
+    return {"ways": found, "loss": base, "slower": slower, "unpacked_inside": in_place}
 
 
 def verify_kernels(device: torch.device) -> dict:

@@ -270,6 +270,8 @@ POOL = Box(MARGIN, 70, WIDTH - 2 * MARGIN, 212)
 FACTS_AT = 322
 PLOT = Box(MARGIN + 40, 420, WIDTH - 2 * MARGIN - 60, 94)
 OWNERS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, SERIES[6])
+LEAST = -20.0
+"""Percent: where the costs begin. Below zero lies what is cheaper than a contiguous cache."""
 MOST_TIPS = 1100
 """Up to so many blocks each is drawn by itself, with a tooltip."""
 
@@ -351,19 +353,22 @@ def _draw_facts(drawing: Drawing, state: State) -> None:
 def _draw_costs(drawing: Drawing, state: State) -> None:
     source = f"; time as measured on {state.price_of}" if state.price else ""
     drawing.heading((MARGIN, PLOT.y - 36), "What a block size costs", f"in percent{source}")
-    axes = Axes(drawing, PLOT, Scale(1, BLOCK_SIZES[-1], log=True), Scale(0, 80))
-    axes.frame(
-        "block size", "", x_ticks=BLOCK_SIZES, y_ticks=(0, 20, 40, 60, 80), y_format=lambda value: f"{value:.0f} %"
-    )
+    axes = Axes(drawing, PLOT, Scale(1, BLOCK_SIZES[-1], log=True), Scale(LEAST, 80))
+    ticks = (LEAST, 0, 20, 40, 60, 80)
+    axes.frame("block size", "", x_ticks=BLOCK_SIZES, y_ticks=ticks, y_format=lambda value: f"{value:.0f} %")
     sizes = [float(size) for size in BLOCK_SIZES]
     axes.line(sizes, [100 * state.empty_by_size[size] for size in BLOCK_SIZES], ORANGE)
     if state.price:
-        dearer = {float(size): max(0.0, 100 * (ratio - 1)) for size, ratio in state.price.items()}
+        dearer = {float(size): max(LEAST, 100 * (ratio - 1)) for size, ratio in state.price.items()}
         axes.line(list(dearer), list(dearer.values()), BLUE)
     axes.mark_x(state.block_size, "")
     entries = [
         Segment(f"held slots that are empty (now {state.empty:.1%})", 0, ORANGE),
-        *([Segment(f"more time for attention ({_dearer(state):+.0%})", 0, BLUE)] if state.price else []),
+        *(
+            [Segment(f"time of attention against a contiguous cache (now {_dearer(state):+.0%})", 0, BLUE)]
+            if state.price
+            else []
+        ),
     ]
     legend(drawing, (MARGIN, PLOT.y - 14), entries, PLOT.width)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from minivllm.errors import MinivllmError
 from minivllm.simulate.workloads import WORKLOADS, RequestLengths
 from widgets import paged_attention
 
+FIGURE = Path(__file__).resolve().parents[2] / "lessons" / "figures" / "02_pool.svg"
 TOO_LARGE = {"block_size": 512, "requests": "alpaca"}
 SHARED = {"requests": "azure-code", "samples": 8}
 NOTHING_FITS = {"block_size": 512, "samples": 8, "slots": 2048, "share": False}
@@ -129,10 +131,17 @@ def test_the_measured_price_is_what_the_lesson_left():
     assert f"as measured on {where}" in paged_attention.figure(paged_attention.sweep())
 
 
+def test_the_picture_in_the_lesson_is_the_widgets():
+    state = paged_attention.sweep(**paged_attention.IN_THE_LESSON)
+    assert FIGURE.read_text() == paged_attention.figure(state), (
+        "uv run python -P -m widgets.paged_attention lessons/figures/02_pool.svg"
+    )
+
+
 def test_without_results_there_is_no_price(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(paged_attention, "_prices", lambda: ("", {}))
     picture = paged_attention.figure(paged_attention.sweep())
-    assert "more time for attention" not in picture
+    assert "time of attention" not in picture
 
 
 def test_the_challenge_is_open_at_first_and_can_be_met():

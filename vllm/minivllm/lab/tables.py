@@ -22,7 +22,7 @@ def table(
     """
     grid = Table()
     for index, column in enumerate(columns):
-        grid.add_column(column, justify="left" if index == 0 or words else "right")
+        grid.add_column(column, justify="left" if index == 0 or words else "right", no_wrap=index == 0 and not words)
     for row in rows:
         grid.add_row(*(str(cell) for cell in row))
     console.print(title, style="bold", markup=False)
