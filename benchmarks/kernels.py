@@ -30,7 +30,8 @@ import torch.nn.functional as F
 
 from minivllm.kernels.attention import configurations, unified_attention
 from minivllm.kernels.attention_ahead import compile_attention, compile_combine
-from minivllm.kernels.cache import quantize, reshape_and_cache
+from minivllm.kernels.cache import reshape_and_cache
+from minivllm.kernels.cpu_cache import quantize
 from minivllm.kernels.torch_attention import gather_attention
 from minivllm.lab.allocator import keep_freed_memory
 from minivllm.lab.aot import TARGETS

@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from minivllm.lab.tables import console, table
 
 ENGINES = Path(__file__).resolve().parent / "peer_engines"
 VLLM_PYTHON = Path(__file__).resolve().parents[1] / ".peers" / "bin" / "python"
+SETTLED_SECONDS = 0.5
+"""Between two engines: OpenMP's threads go on spinning for up to 0.2 s after their last work."""
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
     "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -162,6 +165,7 @@ def measure(peers: list[Peer], work: dict[str, Any], rounds: int, folder: Path) 
         for _ in track(range(rounds), "rounds"):
             for one in running:
                 for what, times in seconds[one.peer.title].items():
+                    time.sleep(SETTLED_SECONDS)
                     answer = one.ask(what)
                     times.append(answer["seconds"])
                     if what == "all":

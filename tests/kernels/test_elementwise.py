@@ -25,7 +25,7 @@ def form(request, monkeypatch):
     """Each of the three forms, as `backend` and what the CPU chooses."""
     if request.param == "numba":
         pytest.importorskip("numba")
-    monkeypatch.setattr(elementwise, "_has_numba", lambda: request.param == "numba")
+    monkeypatch.setattr(elementwise, "has_numba", lambda: request.param == "numba")
     return "triton" if request.param == "triton" else "cpu"
 
 

@@ -8,10 +8,11 @@ from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
 from kernels.test_attention import BATCHES, UNTOUCHED, make
 
 from minivllm.errors import MinivllmError
-from minivllm.kernels import cpu_attention
+from minivllm.kernels import cpu_attention, cpu_cache
 from minivllm.kernels.attention import configurations, unified_attention
 from minivllm.kernels.attention_ahead import compile_attention
-from minivllm.kernels.cache import quantize, quantize_and_cache_kernel, reshape_and_cache, reshape_and_cache_kernel
+from minivllm.kernels.cache import quantize_and_cache_kernel, reshape_and_cache, reshape_and_cache_kernel
+from minivllm.kernels.cpu_cache import quantize
 from minivllm.lab.aot import TARGETS
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # NumPy, on a head that is all zero
@@ -42,7 +43,11 @@ def write(key, value, caches, slots, backend):
 
 @pytest.mark.parametrize("head_dim", [32, 80, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype):
+@pytest.mark.parametrize("form", ["numba", "torch"])
+def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype, form, monkeypatch):
+    if form == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(cpu_cache, "has_numba", lambda: form == "numba")
     key, value = rows(13, head_dim, dtype)
     slots = torch.randperm(BLOCKS * BLOCK)[:13]
     slots[4] = -1

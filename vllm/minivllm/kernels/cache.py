@@ -20,7 +20,7 @@ numbers beyond its largest, 448, are written as that.
 In vLLM v0.33.0: `vllm/v1/attention/ops/triton_reshape_and_cache_flash.py`, `reshape_and_cache_kernel_flash`;
 "int8_per_token_head" and "fp8" among its values of `kv_cache_dtype`.
 
-The CPU twin is `index_copy_`, which `benchmarks/kernels.py` measures beside `index_put_` and a plain copy.
+The CPU twin is in `cpu_cache.py`; `benchmarks/kernels.py` measures it beside a plain copy.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from __future__ import annotations
 import torch
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.cpu_cache import FP8_LARGEST, write_cpu
 from minivllm.lab.gpu import tl, triton
 
 COPY_CHUNK = 4096
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 """What a cache may be stored in beside its model's own type."""
-FP8_LARGEST = 448.0
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def reshape_and_cache(
     _check_write(key, value, key_cache, value_cache, slot_mapping)
     check_scales(key_cache, key_scales, value_scales)
     if choose_backend(backend, key) == "cpu":
-        _write_cpu(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
+        write_cpu(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales)
         return
     if key_scales is not None and len(slot_mapping):
         quantize_and_cache_kernel[(len(slot_mapping), key.shape[1])](
@@ -167,42 +167,6 @@ def reshape_and_cache(
         )
 
 
-def _write_cpu(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
-) -> None:
-    tokens = len(slot_mapping)
-    key, value, slots = key[:tokens], value[:tokens], slot_mapping.long()
-    if tokens and int(slots.min()) < 0:
-        real = slots >= 0
-        key, value, slots = key[real], value[real], slots[real]
-    for source, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
-        block_size = cache.shape[1]
-        if scales is not None:
-            source, scales[slots // block_size, :, slots % block_size] = quantize(source)
-        elif cache.dtype != source.dtype:
-            source = source.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(cache.dtype).view(torch.uint8)
-            cache = cache.view(torch.uint8)  # torch moves bytes about on a CPU, not float8
-        if cache.is_contiguous():
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, source)
-        else:
-            cache[slots // block_size, slots % block_size] = source
-
-
-def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[..., n]` as int8 from −127 to 127, and the fp32 scale `[...]` of each, largest / 127."""
-    rows = rows.float()
-    largest = rows.abs().amax(-1, keepdim=True)
-    # Not 127.0 / largest: torch makes a reciprocal of that, rounds twice, and halves fall to the other side.
-    inverse = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
-    return torch.floor(rows * inverse + 0.5).to(torch.int8), (largest / 127.0).squeeze(-1)
-
-
 def _check_write(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -226,7 +190,7 @@ def _check_write(
         raise MinivllmError(f"{len(slot_mapping)} slots for {len(key)} tokens")
     if key.stride(2) != 1 or key.stride(1) != key.shape[2] or value.stride()[1:] != key.stride()[1:]:
         raise MinivllmError("the heads of a token must lie side by side in key and value (call .contiguous())")
-    if key_cache[0].numel() and not key_cache[0].is_contiguous():
+    if key_cache.stride()[1:] != (key_cache.shape[2] * key_cache.shape[3], key_cache.shape[3], 1):
         raise MinivllmError("a block of the cache must be contiguous")
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 from array import array
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from minivllm.kernels.torch_attention import gather_attention
-from minivllm.kernels.torch_threads import run_on_threads
+from minivllm.kernels.torch_threads import has_numba, run_programs
 
 LOG2E = 1.4426950408889634
 ELEMENTS = {torch.float32: "float32", torch.bfloat16: "uint16", torch.int8: "int8"}
@@ -62,28 +61,22 @@ def numba_attention(
     """The compiled loops of `numba_attention.py`, for heads that are a multiple of 16 wide."""
     in_place = out.dtype == torch.float32 and out.is_contiguous()
     result = out if in_place else torch.empty(out.shape, dtype=torch.float32)
-    q = q.float().contiguous()
+    q = q.float() if q.stride()[1:] == (q.shape[2], 1) else q.float().contiguous()
     factors = array("f", [scale * LOG2E, soft_cap or 0.0])
-    block = array(
-        "q",
+    run_programs(
+        _programs(k_cache.dtype),
         [
-            0, q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1], len(seq_lens),
+            q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1], len(seq_lens),
             *k_cache.stride()[:3], block_table.stride(0), sliding_window or 2**30,
             query_start_loc.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), q.data_ptr(), result.data_ptr(),
             factors.buffer_info()[0], k_cache.data_ptr(), v_cache.data_ptr(),
             *(0 if scales is None else scales.data_ptr() for scales in (k_scales, v_scales)),
+            q.stride(0),
         ],
     )  # fmt: skip
-    run_on_threads(_programs(k_cache.dtype), block.buffer_info()[0], torch.get_num_threads())
     if not in_place:
         tokens = int(query_start_loc[-1])
         out[:tokens] = result[:tokens]
-
-
-@functools.cache
-def has_numba() -> bool:
-    """Whether the compiled loops can run here."""
-    return find_spec("numba") is not None
 
 
 @functools.cache

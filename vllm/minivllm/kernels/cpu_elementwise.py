@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import njit, types
 
 from minivllm.kernels.programs import array_at, compile_programs, intrinsic, sources_changed, take_number
-from minivllm.kernels.torch_threads import run_on_threads
+from minivllm.kernels.torch_threads import run_programs
 
 TOKENS = 16  # of a program
 BLOCK_SIZE = 8  # numbers in the block that the programs read
@@ -167,9 +167,7 @@ def _rotate_heads_programs() -> Any:
 
 def _run(programs: Any, tokens: int, *numbers: int) -> None:
     """Run the programs for so many tokens, on no more threads than there are programs."""
-    block = array("q", [0, tokens, *numbers])
-    threads = min(torch.get_num_threads(), -(-tokens // TOKENS))
-    run_on_threads(programs, block.buffer_info()[0], max(threads, 1))
+    run_programs(programs, (tokens, *numbers), most_threads=-(-tokens // TOKENS))
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -26,15 +26,13 @@ fp32 product again, without the memory saved. bf16 wins from 16 rows on: its pro
 from __future__ import annotations
 
 import functools
-from array import array
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from minivllm.kernels.packed_weights import dequantize_weight
-from minivllm.kernels.torch_threads import run_on_threads
+from minivllm.kernels.torch_threads import has_numba, run_programs
 
 INTEGERS = {torch.int8: "int8", torch.uint8: "uint8"}
 SCALES = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "int16"}
@@ -58,18 +56,11 @@ def numba_quantized_linear(
     numbers = x.float()
     out = torch.empty(len(x), len(packed))
     addresses = (tensor.data_ptr() for tensor in (numbers, out, packed, scales))
-    block = array("q", [0, len(x), len(packed), x.shape[1], x.shape[1] // scales.shape[1], *addresses])
-    programs = _programs(packed.dtype, scales.dtype)
-    run_on_threads(programs, block.buffer_info()[0], torch.get_num_threads())
+    sizes = (len(x), len(packed), x.shape[1], x.shape[1] // scales.shape[1])
+    run_programs(_programs(packed.dtype, scales.dtype), (*sizes, *addresses))
     if bias is not None:
         out += bias
     return out.to(x.dtype)
-
-
-@functools.cache
-def has_numba() -> bool:
-    """Whether the compiled loops can run here."""
-    return find_spec("numba") is not None
 
 
 @functools.cache

@@ -24,13 +24,13 @@ In vLLM v0.33.0: `fused_add_rms_norm`, `silu_and_mul`, `rotary_embedding`, regis
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from minivllm.kernels.cache import choose_backend
+from minivllm.kernels.torch_threads import has_numba
 from minivllm.lab.gpu import tl, triton
 
 CHUNK = 2048  # elements of a program: 16 bytes a thread and load
@@ -145,12 +145,7 @@ def _choose(backend: str | None, tensor: torch.Tensor) -> str:
     """ "triton", "numba" or "torch"."""
     if choose_backend(backend, tensor) == "triton":
         return "triton"
-    return "numba" if tensor.dtype is torch.float32 and _has_numba() else "torch"
-
-
-@functools.cache
-def _has_numba() -> bool:
-    return find_spec("numba") is not None
+    return "numba" if tensor.dtype is torch.float32 and has_numba() else "torch"
 
 
 @functools.cache

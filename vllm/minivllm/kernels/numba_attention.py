@@ -16,7 +16,7 @@ nothing when that key comes, and no −inf − −inf can arise.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -42,7 +42,7 @@ from minivllm.kernels.programs import array_at, compile_programs, sources_change
 
 TILE = 64  # keys at a time: their scores, and in a prefill their K and V, stay in the first-level cache
 BLOCK_Q = 16  # positions of a program
-BLOCK_SIZE = 21  # numbers in the block that `run_programs` reads
+BLOCK_SIZE = 22  # numbers in the block that `run_programs` reads
 UNSEEN = np.float32(-1e30)
 LOG2E = 1.4426950408889634
 jit = njit(fastmath=True, error_model="numpy", nogil=True)
@@ -62,11 +62,11 @@ def find_sequence(query_start_loc, index, num_seqs):
 
 
 @jit
-def locate(slots, first, key_end, block_table, place, k_cache, v_cache, head_dim):
-    """Where in the caches the keys of the tile at `first` begin, and have the memory fetch them.
+def locate(slots, first, key_end, block_table, place):
+    """Where in the caches the keys of the tile at `first` begin. What is left of `slots` is filled with the last key.
 
     `place` is (begin of the sequence's row in the table, block_size, block_stride, slot_stride, begin of the head in a
-    slot). `slots` is filled up to a multiple of four with the last key.
+    slot).
     """
     table_at, block_size, block_stride, slot_stride, head_at = place
     count = max(0, min(TILE, key_end - first))
@@ -81,12 +81,15 @@ def locate(slots, first, key_end, block_table, place, k_cache, v_cache, head_dim
         key += here
         block += 1
         offset = 0
-    for key in range(count):
-        for dim in range(0, head_dim, 16):
-            prefetch(k_cache, slots[key] + dim)
-            prefetch(v_cache, slots[key] + dim)
-    for key in range(count, (count + 3) // 4 * 4):
-        slots[key] = slots[count - 1]
+    for key in range(count, TILE):
+        slots[key] = slots[max(count - 1, 0)]
+
+
+@jit
+def fetch(cache, at, head_dim):
+    """Have the memory fetch one key or value, without waiting for it."""
+    for dim in range(0, head_dim, 16):
+        prefetch(cache, at + dim)
 
 
 @jit
@@ -115,9 +118,15 @@ def scale_columns(numbers, scales, count):
 
 
 @jit
-def score(scores, queries, at, k_cache, slots, count, head_dim):
-    """scores of 4 rows: lane 4 r + n of group key // 4 is row r's score of the group's n-th key."""
+def score(scores, queries, at, k_cache, slots, count, head_dim, later, ahead):
+    """scores of 4 rows: lane 4 r + n of group key // 4 is row r's score of the group's n-th key.
+
+    `ahead`: meanwhile have the keys of the next tile, `later`, fetched; so in `add_values`.
+    """
     for key in range(0, count, 4):
+        if ahead:
+            for near in range(key, key + 4):
+                fetch(k_cache, later[near], head_dim)
         a, b, c, d = zero(), zero(), zero(), zero()
         for dim in range(0, head_dim, 4):
             query = load(queries, at + 4 * dim)
@@ -164,7 +173,7 @@ def weigh(scores, count, peaks, totals, shrinks, at):
 
 
 @jit
-def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim):
+def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim, later, ahead):
     """acc of 4 rows, [4, head_dim] from `at` on: shrunk, plus weight × value of every key."""
     for dim in range(0, head_dim, 16):
         first = at + dim
@@ -173,6 +182,8 @@ def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim):
         c = multiply(load(acc, first + 2 * head_dim), load_one(shrinks, 8))
         d = multiply(load(acc, first + 3 * head_dim), load_one(shrinks, 12))
         for key in range(count):
+            if ahead:
+                prefetch(v_cache, later[key] + dim)
             value = load(v_cache, slots[key] + dim)
             weight = key // 4 * 16 + key % 4
             a = multiply_add(load_one(weights, weight), value, a)
@@ -186,11 +197,11 @@ def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim):
 
 
 @jit
-def take_rows(q, q_at, heads, group, head_dim, rows, first_position, window, scale, queries, positions, oldest):
+def take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, scale, queries, positions, oldest):
     """Set up a program's rows: `queries` as `score` reads them (4 rows × 4 dimensions), and what each row may see."""
     for row in range((rows + 3) // 4 * 4):
         real = min(row, rows - 1)
-        source = q_at + real // group * heads * head_dim + real % group * head_dim
+        source = q_at + real // group * q_stride + real % group * head_dim
         target = row // 4 * 4 * head_dim + row % 4 * 4
         for dim in range(head_dim):
             queries[target + dim // 4 * 16 + dim % 4] = q[source + dim] * scale
@@ -209,39 +220,30 @@ def put_rows(out, out_at, heads, group, head_dim, rows, acc, totals):
             out[target + dim] = acc[row * head_dim + dim] / total
 
 
+class Program(NamedTuple):
+    """Some queries of one sequence, with a group's heads of each, and the keys that they see; no rows: none is left."""
+
+    rows: int
+    first_token: int
+    first_position: int
+    key_begin: int
+    key_end: int
+    sequence: int
+    kv_head: int
+    place: tuple[int, int, int, int, int]  # for `locate`
+
+
 @jit
-def run_programs(block, k_cache, v_cache):
-    """Take programs of the grid (tokens // BLOCK_Q + sequences) × kv_heads, late positions first, until none is left.
-
-    block, int64: the next program; heads, kv_heads, head_dim, block_size, sequences; [6] strides of a block, a slot and
-    a head in the caches, and of a row of the block table; the window; [11] addresses of query_start_loc, seq_lens,
-    block_table, q (float32), out (float32), (scale, soft_cap), k_cache, v_cache, and the scales of both (0: none).
-    """
-    heads, kv_heads, head_dim, block_size, num_seqs = block[1], block[2], block[3], block[4], block[5]
+def next_program(block, query_start_loc, seq_lens):
+    """Take the next program of the grid that has rows, late positions first. `block` is `run_programs`'s."""
+    heads, kv_heads, block_size, num_seqs = block[1], block[2], block[4], block[5]
     block_stride, slot_stride, head_stride, table_stride, window = block[6], block[7], block[8], block[9], block[10]
-    query_start_loc = array_at(block[11], num_seqs + 1, np.int32)
-    seq_lens = array_at(block[12], num_seqs, np.int32)
-    block_table = array_at(block[13], num_seqs * table_stride, np.int32)
-    q = array_at(block[14], query_start_loc[num_seqs] * heads * head_dim, np.float32)
-    out = array_at(block[15], query_start_loc[num_seqs] * heads * head_dim, np.float32)
-    scale, soft_cap = array_at(block[16], 2, np.float32)[0], array_at(block[16], 2, np.float32)[1]
-
-    k_scales, v_scales = array_at(block[19], 1, np.float32), array_at(block[20], 1, np.float32)
-    scaled = block[19] != 0
-    key_scales, value_scales = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
-
     group = heads // kv_heads
     query_blocks = query_start_loc[num_seqs] // BLOCK_Q + num_seqs
-    most_rows = (BLOCK_Q * group + 3) // 4 * 4
-    queries, acc = np.empty(most_rows * head_dim, np.float32), np.empty(most_rows * head_dim, np.float32)
-    positions, oldest = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
-    peaks, totals = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
-    scores, shrinks = np.empty(4 * TILE, np.float32), np.empty(16, np.float32)
-    slots, later = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     while True:
         program = take_number(block)
         if program >= query_blocks * kv_heads:
-            return
+            return Program(0, 0, 0, 0, 0, 0, 0, (0, block_size, block_stride, slot_stride, 0))
         kv_head = program % kv_heads
         index = query_blocks - 1 - program // kv_heads
         sequence = find_sequence(query_start_loc, index, num_seqs)
@@ -252,28 +254,72 @@ def run_programs(block, k_cache, v_cache):
             continue
         rows = min(BLOCK_Q, query_len - first_query) * group
         first_position = seq_lens[sequence] - query_len + first_query
-        key_end = first_position + rows // group
-        at = ((start + first_query) * heads + kv_head * group) * head_dim
-        take_rows(q, at, heads, group, head_dim, rows, first_position, window, scale, queries, positions, oldest)
+        key_begin, key_end = max(0, first_position - window + 1) // TILE * TILE, first_position + rows // group
+        place = (sequence * table_stride, block_size, block_stride, slot_stride, kv_head * head_stride)
+        return Program(rows, start + first_query, first_position, key_begin, key_end, sequence, kv_head, place)
+
+
+@jit
+def run_programs(block, k_cache, v_cache):
+    """Take programs of the grid (tokens // BLOCK_Q + sequences) × kv_heads until none is left.
+
+    block, int64: the next program; heads, kv_heads, head_dim, block_size, sequences; [6] strides of a block, a slot and
+    a head in the caches, and of a row of the block table; the window; [11] addresses of query_start_loc, seq_lens,
+    block_table, q (float32), out (float32), (scale, soft_cap), k_cache, v_cache, and the scales of both (0: none); [21]
+    numbers from token to token in q.
+
+    While a tile is computed the memory fetches the next one: of the same program, or the first of the program to come.
+    """
+    heads, kv_heads, head_dim, num_seqs = block[1], block[2], block[3], block[5]
+    table_stride, window = block[9], block[10]
+    query_start_loc = array_at(block[11], num_seqs + 1, np.int32)
+    seq_lens = array_at(block[12], num_seqs, np.int32)
+    block_table = array_at(block[13], num_seqs * table_stride, np.int32)
+    q, q_stride = array_at(block[14], 1, np.float32), block[21]
+    out = array_at(block[15], query_start_loc[num_seqs] * heads * head_dim, np.float32)
+    scale, soft_cap = array_at(block[16], 2, np.float32)[0], array_at(block[16], 2, np.float32)[1]
+
+    k_scales, v_scales = array_at(block[19], 1, np.float32), array_at(block[20], 1, np.float32)
+    scaled = block[19] != 0
+    key_scales, value_scales = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
+
+    group = heads // kv_heads
+    most_rows = (BLOCK_Q * group + 3) // 4 * 4
+    queries, acc = np.empty(most_rows * head_dim, np.float32), np.empty(most_rows * head_dim, np.float32)
+    positions, oldest = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
+    peaks, totals = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
+    scores, shrinks = np.empty(4 * TILE, np.float32), np.empty(16, np.float32)
+    slots, later = np.zeros(TILE, np.int64), np.zeros(TILE, np.int64)
+    coming = next_program(block, query_start_loc, seq_lens)
+    locate(later, coming.key_begin, coming.key_end, block_table, coming.place)
+    while coming.rows:
+        program, coming = coming, next_program(block, query_start_loc, seq_lens)
+        rows, key_end, place = program.rows, program.key_end, program.place
+        first_position, head_at = program.first_position, program.kv_head * group * head_dim
+        q_at, out_at = program.first_token * q_stride + head_at, program.first_token * heads * head_dim + head_at
+        take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, scale, queries, positions, oldest)
         acc[:] = 0
         totals[:] = 0
         peaks[:] = UNSEEN
-
-        place = (sequence * table_stride, block_size, block_stride, slot_stride, kv_head * head_stride)
-        key_begin = max(0, first_position - window + 1) // TILE * TILE
-        locate(later, key_begin, key_end, block_table, place, k_cache, v_cache, head_dim)
-        for tile in range(key_begin, key_end, TILE):
+        for tile in range(program.key_begin, key_end, TILE):
             slots, later = later, slots
-            locate(later, tile + TILE, key_end, block_table, place, k_cache, v_cache, head_dim)
+            if tile + TILE < key_end:
+                locate(later, tile + TILE, key_end, block_table, place)
+            else:
+                locate(later, coming.key_begin, coming.key_end, block_table, coming.place)
             count = min(TILE, key_end - tile)
+            for key in range(count, TILE):  # the others are fetched by the way
+                fetch(k_cache, later[key], head_dim)
+                fetch(v_cache, later[key], head_dim)
             if scaled:
                 into = (key_scales, value_scales, k_scales, v_scales)
-                locate_scales(*into, tile, count, block_table, place, kv_heads, kv_head)
+                locate_scales(*into, tile, count, block_table, place, kv_heads, program.kv_head)
             for row in range(0, rows, 4):
                 lowest, highest = positions[4 * row], positions[4 * row + 12]
                 if tile > highest or tile + count <= lowest - window + 1:
                     continue
-                score(scores, queries, row * head_dim, k_cache, slots, count, head_dim)
+                ahead = row == 0
+                score(scores, queries, row * head_dim, k_cache, slots, count, head_dim, later, ahead)
                 if scaled:
                     scale_columns(scores, key_scales, count)
                 if soft_cap > 0:
@@ -283,8 +329,8 @@ def run_programs(block, k_cache, v_cache):
                 weigh(scores, count, peaks, totals, shrinks, 4 * row)
                 if scaled:
                     scale_columns(scores, value_scales, count)
-                add_values(acc, row * head_dim, scores, shrinks, v_cache, slots, count, head_dim)
-        put_rows(out, at, heads, group, head_dim, rows, acc, totals)
+                add_values(acc, row * head_dim, scores, shrinks, v_cache, slots, count, head_dim, later, ahead)
+        put_rows(out, out_at, heads, group, head_dim, rows, acc, totals)
 
 
 @functools.cache

@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,12 +22,28 @@ import torch
 LIBRARY = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
 
 
+@functools.cache
+def has_numba() -> bool:
+    """Whether there is something to run on the threads: loops that numba compiles."""
+    return find_spec("numba") is not None
+
+
+def run_programs(function: Callable[[int], object], numbers: Iterable[int], most_threads: int | None = None) -> None:
+    """Run what `programs.compile_programs` made, on PyTorch's threads or on fewer.
+
+    The block that it reads is a 0, from which the programs are counted, and `numbers`.
+    """
+    block = array("q", [0, *numbers])
+    threads = torch.get_num_threads()
+    run_on_threads(function, block.buffer_info()[0], threads if most_threads is None else min(threads, most_threads))
+
+
 def run_on_threads(function: Callable[[int], object], address: int, threads: int) -> None:
     """Call the C function `function(address)` on `threads` threads at once, and wait for all.
 
     `function` is a `ctypes` function that may run on any thread, such as `numba.cfunc(...).ctypes`.
     """
-    if threads == 1:
+    if threads <= 1:
         function(address)
         return
     region = _parallel_region()

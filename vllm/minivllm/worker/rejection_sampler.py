@@ -25,7 +25,7 @@ def kept_slices(drawn: Sequence[int], num_sampled: np.ndarray, drafts: Sequence[
     """
     starts = (np.cumsum(num_sampled) - num_sampled).tolist()
     return [
-        slice(start, start + num_accepted(theirs, drawn[start : start + len(theirs)]) + 1)
+        slice(start, start + (num_accepted(theirs, drawn[start : start + len(theirs)]) if theirs else 0) + 1)
         for start, theirs in zip(starts, drafts, strict=True)
     ]
 
