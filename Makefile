@@ -10,6 +10,7 @@ export UV_NO_GROUP := torch
 endif
 
 UV_RUN := uv run
+WORKERS ?= 2
 BENCHMARKS := scheduler simulator kernels steps
 GPU_ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,cuda_graphs tensor_parallel kv_cache_dtype)
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
@@ -32,8 +33,8 @@ setup-cpu: ## the small way: torch without CUDA (about 2 GB)
 run: setup ## lesson 01 on the embedded model
 	@$(UV_RUN) python vllm/01_kv_cache.py
 
-test: setup ## every test that this machine can run
-	@$(UV_RUN) pytest
+test: setup ## every test that this machine can run, two at a time
+	@$(UV_RUN) pytest -n $(WORKERS) --dist worksteal
 
 lesson: setup ## one lesson's script: make lesson N=01
 	@test -n "$(LESSON)" || { echo "no lesson '$(N)': say for example make lesson N=01" >&2; exit 2; }

@@ -15,6 +15,13 @@ BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a kernel in Triton's interpreter")
     config.stash[LEFT_OUT] = {}
+    compute_on_one_thread()
+
+
+def compute_on_one_thread() -> None:
+    """Here and in the processes that tests start: two workers of xdist share two cores, and the models are small."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 def missing_here() -> dict[str, str]:
@@ -31,14 +38,22 @@ def missing_here() -> dict[str, str]:
     return reasons
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that need what is not here."""
+    """Deselect the tests that need what is not here, and those that do again what a browser test of this run does."""
     for mark, reason in missing_here().items():
-        left_out = {item for item in items if item.get_closest_marker(mark)}
-        if left_out:
-            config.hook.pytest_deselected(items=list(left_out))
-            items[:] = [item for item in items if item not in left_out]
-            config.stash[LEFT_OUT][reason] = len(left_out)
+        leave_out(mark, reason, config, items)
+    if any(item.get_closest_marker("browser") for item in items):
+        leave_out("without_browser", "do without a browser what others do in one", config, items)
+
+
+def leave_out(mark: str, reason: str, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the items of this mark, and note how many they are."""
+    left_out = {item for item in items if item.get_closest_marker(mark)}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+        config.stash[LEFT_OUT][reason] = len(left_out)
 
 
 def browser_is_wanting(config: pytest.Config) -> bool:

@@ -15,6 +15,7 @@ def test_lessons_and_notebooks_agree():
     assert notebooks.drift(ROOT, []) == [], f"to mend: {notebooks.MEND}"
 
 
+@pytest.mark.without_browser
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_every_cell_runs(path: Path):
     assert notebooks.execute(path) < notebooks.SECONDS_PER_CELL
