@@ -95,8 +95,9 @@ def test_gated_product_of_extreme_gates():
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("positions_of", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("head_dim", [8, *HEAD_DIMS])
-def test_rotation(form, head_dim):
+def test_rotation(form, positions_of, head_dim):
     angles = torch.rand(50, head_dim // 2, dtype=torch.float64) * 6
     table = torch.cat((angles.cos(), angles.sin()), -1).float()
     for tokens in TOKENS[: 3 if form == "triton" else None]:
@@ -106,7 +107,7 @@ def test_rotation(form, head_dim):
         turns = torch.polar(torch.ones(()).double(), angles[positions])[:, None]
         first, second = heads.double().chunk(2, -1)
         turned = torch.complex(first, second) * turns
-        rotate_heads(heads, positions, table, backend=form)
+        rotate_heads(heads, positions.to(positions_of), table, backend=form)
         assert_close(heads, torch.cat((turned.real, turned.imag), -1))
         assert torch.equal(fused[:, 3:], before[:, 3:])
 

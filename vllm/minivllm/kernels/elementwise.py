@@ -115,7 +115,7 @@ def silu_and_mul(gate_up: torch.Tensor, *, backend: str | None = None) -> torch.
 def rotate_heads(
     heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, backend: str | None = None
 ) -> None:
-    """Turns heads [tokens, heads, head_dim] in place; positions int64 [tokens]; table [positions, head_dim].
+    """Turns heads [tokens, heads, head_dim] in place; positions [tokens], int64 or int32; table [positions, head_dim].
 
     `(a, b) -> (a cos - b sin, b cos + a sin)`, a and b the halves of a head. The heads of a token lie side by side;
     tokens may have something between them.
@@ -133,7 +133,7 @@ def rotate_heads(
             )
         return
     if _choose(backend, heads) == "numba":
-        _cpu().rotate_heads(heads, positions, table)
+        _cpu().rotate_heads(heads, positions.long(), table)
         return
     cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = heads.chunk(2, dim=-1)
