@@ -50,6 +50,27 @@ def test_norm_of_the_sum(form, width):
         assert_close(residual, total)
 
 
+def test_rows_apart_and_positions_of_any_kind():
+    """The compiled loops read memory by address: what does not lie as they expect it must not reach them as it is."""
+    table, heads = random(50, 16), random(40, 3, 16)
+    positions = torch.arange(40) * 7 % 50
+    expected = heads.clone()
+    rotate_heads(expected, positions, table, backend="cpu")
+    for given in (positions.int(), positions.short(), torch.stack((positions, positions), 1)[:, 0]):
+        turned = heads.clone()
+        rotate_heads(turned, given, table, backend="cpu")
+        assert torch.equal(turned, expected)
+    turned = heads.clone().transpose(1, 2).contiguous().transpose(1, 2)
+    rotate_heads(turned, positions, table, backend="cpu")
+    assert_close(turned, expected.double())
+    wide, residual, weight = random(40, 128), random(40, 64), random(128)[::2]
+    total, norm = norm_in_float64(wide[:, :64], residual, weight)
+    assert_close(add_rms_norm(wide[:, :64], residual, weight, EPS, backend="cpu"), norm)
+    assert_close(residual, total)
+    gate, up = wide[:, 64:].double().chunk(2, -1)
+    assert_close(silu_and_mul(wide[:, 64:], backend="cpu"), gate * torch.sigmoid(gate) * up, scale=2)
+
+
 def test_the_number_of_threads_stays():
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -85,7 +85,8 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: str | None = None
 ) -> torch.Tensor:
     """Adds `x` to `residual`, in place, and returns the sum's norm; all [tokens, width], weight [width]."""
-    if _choose(backend, x) == "triton":
+    form = _choose(backend, x, residual, weight)
+    if form == "triton":
         out = torch.empty_like(x)
         width = x.shape[-1]
         if len(x):
@@ -93,20 +94,20 @@ def add_rms_norm(
                 out, residual, x, weight, eps, WIDTH=width, PADDED_WIDTH=triton.next_power_of_2(width)
             )
         return out
-    if _choose(backend, x) == "numba":
+    if form == "numba":
         return _cpu().add_rms_norm(x, residual, weight, eps)
     return F.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
 
 def silu_and_mul(gate_up: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """`silu(gate) × up` of gate_up [tokens, 2 × width]: [tokens, width]."""
-    width = gate_up.shape[-1] // 2
-    if _choose(backend, gate_up) == "triton":
+    width, form = gate_up.shape[-1] // 2, _choose(backend, gate_up)
+    if form == "triton":
         out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
         if len(gate_up):
             silu_and_mul_kernel[(len(gate_up), triton.cdiv(width, CHUNK))](out, gate_up, WIDTH=width, CHUNK=CHUNK)
         return out
-    if _choose(backend, gate_up) == "numba":
+    if form == "numba":
         return _cpu().silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
@@ -115,13 +116,14 @@ def silu_and_mul(gate_up: torch.Tensor, *, backend: str | None = None) -> torch.
 def rotate_heads(
     heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, backend: str | None = None
 ) -> None:
-    """Turns heads [tokens, heads, head_dim] in place; positions [tokens], int64 or int32; table [positions, head_dim].
+    """Turns heads [tokens, heads, head_dim] in place; positions [tokens], whole numbers; table [positions, head_dim].
 
     `(a, b) -> (a cos - b sin, b cos + a sin)`, a and b the halves of a head. The heads of a token lie side by side;
     tokens may have something between them.
     """
     tokens, num_heads, head_dim = heads.shape
-    if _choose(backend, heads) == "triton":
+    form = _choose(backend, heads[:1], table)
+    if form == "triton":
         if tokens:
             rotate_heads_kernel[(tokens, num_heads)](
                 heads,
@@ -132,8 +134,8 @@ def rotate_heads(
                 PADDED_HALF=triton.next_power_of_2(head_dim // 2),
             )
         return
-    if _choose(backend, heads) == "numba":
-        _cpu().rotate_heads(heads, positions.long(), table)
+    if form == "numba":
+        _cpu().rotate_heads(heads, positions.to(torch.int64).contiguous(), table)
         return
     cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = heads.chunk(2, dim=-1)
@@ -141,11 +143,12 @@ def rotate_heads(
     heads.copy_(turned)
 
 
-def _choose(backend: str | None, tensor: torch.Tensor) -> str:
-    """ "triton", "numba" or "torch"."""
-    if choose_backend(backend, tensor) == "triton":
+def _choose(backend: str | None, *tensors: torch.Tensor) -> str:
+    """ "triton", "numba" or "torch". numba's loops get addresses, so they must find fp32 numbers side by side there."""
+    if choose_backend(backend, tensors[0]) == "triton":
         return "triton"
-    return "numba" if tensor.dtype is torch.float32 and has_numba() else "torch"
+    plain = all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors)
+    return "numba" if plain and has_numba() else "torch"
 
 
 @functools.cache
