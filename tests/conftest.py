@@ -1,6 +1,7 @@
 """Tests that this machine cannot run are left out, and one line for each kind of them says so at the end."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -41,10 +42,18 @@ def missing_here() -> dict[str, str]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that need what is not here, and those that do again what a browser test of this run does."""
+    refuse_names_that_change(items)
     for mark, reason in missing_here().items():
         leave_out(mark, reason, config, items)
     if any(item.get_closest_marker("browser") for item in items):
         leave_out("without_browser", "do without a browser what others do in one", config, items)
+
+
+def refuse_names_that_change(items: list[pytest.Item]) -> None:
+    """The workers of xdist know a test by its name, which must not hold where an object happens to lie."""
+    changing = next((item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)), None)
+    if changing:
+        raise pytest.UsageError(f"this test has another name in every process; give it `ids`: {changing}")
 
 
 def leave_out(mark: str, reason: str, config: pytest.Config, items: list[pytest.Item]) -> None:

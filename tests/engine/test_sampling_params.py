@@ -48,7 +48,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG, ids=lambda value: str(value))
+@pytest.mark.parametrize(("given", "said"), WRONG, ids=[said for _, said in WRONG])
 def test_a_wrong_value_is_named(given, said):
     with pytest.raises(MinivllmError, match=said.replace("(", r"\(")):
         SamplingParams(**given)
