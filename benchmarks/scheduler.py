@@ -1,6 +1,6 @@
 """What the scheduler itself costs: time of one `schedule()` and `update_from_output()`, with nothing but decodes.
 
-    uv run python benchmarks/scheduler.py
+    uv run python benchmarks/scheduler.py     # beside vLLM's own scheduler where `make peers` has installed it
 
 No model runs. Prompt lengths are staggered, so that every step some requests fill a block, take a new one and hash the
 old. Processor time, not the wall clock, and the fastest of several runs: what else the machine does only adds to it.
@@ -9,93 +9,123 @@ The table is followed by one line of JSON.
 
 import argparse
 import json
-import statistics
-import time
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
 
+from peers import ENGINES, VLLM_PYTHON
+from scheduler_timing import fastest_run
+
+from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.lab.cli import Parser, run
+from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.results import record, write_json
-from minivllm.lab.tables import table
+from minivllm.lab.tables import console, table
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 
-BATCHES = (16, 64, 256, 1024)
+BATCHES = (16, 64, 256)
 BLOCK_SIZE = 16
 STEPS = 4 * BLOCK_SIZE
 
 
-def decoding_scheduler(num_requests: int, num_steps: int, enable_prefix_caching: bool) -> Scheduler:
-    """A scheduler with `num_requests` running requests, their prompts computed, and room for `num_steps` more steps."""
+def work_of(num_requests: int, repeats: int, enable_prefix_caching: bool) -> dict[str, Any]:
+    """Requests that are all under way after one step, and room for all steps to come; `config` as in the traces."""
+    num_steps = repeats * STEPS
     blocks_per_request = 3 + -(-num_steps // BLOCK_SIZE)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=num_requests,
-            max_num_batched_tokens=num_requests * 2 * BLOCK_SIZE,
-            max_model_len=blocks_per_request * BLOCK_SIZE,
-        ),
-        CacheConfig(
-            num_gpu_blocks=1 + num_requests * blocks_per_request,
-            block_size=BLOCK_SIZE,
-            enable_prefix_caching=enable_prefix_caching,
-        ),
+    lengths = [BLOCK_SIZE + index % BLOCK_SIZE for index in range(num_requests)]
+    return {
+        "config": {
+            "block_size": BLOCK_SIZE,
+            "num_blocks": 1 + num_requests * blocks_per_request,
+            "enable_prefix_caching": enable_prefix_caching,
+            "max_num_seqs": num_requests,
+            "max_num_batched_tokens": max(num_requests * 2 * BLOCK_SIZE, blocks_per_request * BLOCK_SIZE),
+            "max_model_len": blocks_per_request * BLOCK_SIZE,
+            "long_prefill_token_threshold": 0,
+            "policy": "fcfs",
+            "enable_chunked_prefill": True,
+        },
+        "prompts": [[(index * n + position) % 4096 for position in range(n)] for index, n in enumerate(lengths)],
+        "max_tokens": num_steps + BLOCK_SIZE,
+        "steps": STEPS,
+        "repeats": repeats,
+    }
+
+
+def scheduler_for(work: dict[str, Any]) -> Scheduler:
+    """Our scheduler with the work's requests."""
+    config = work["config"]
+    cache = CacheConfig(
+        num_gpu_blocks=config["num_blocks"],
+        block_size=config["block_size"],
+        enable_prefix_caching=config["enable_prefix_caching"],
     )
-    for index in range(num_requests):
-        length = BLOCK_SIZE + index % BLOCK_SIZE
-        prompt = [index * length + position for position in range(length)]
-        scheduler.add_request(Request(f"request-{index}", prompt, max_tokens=num_steps + BLOCK_SIZE))
-    step_seconds(scheduler)
+    limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    scheduler = Scheduler(SchedulerConfig(**{name: config[name] for name in limits}), cache)
+    for index, prompt in enumerate(work["prompts"]):
+        scheduler.add_request(Request(f"request-{index}", prompt, max_tokens=work["max_tokens"]))
     return scheduler
 
 
-def step_seconds(scheduler: Scheduler) -> tuple[float, float]:
-    """Seconds that `schedule` and `update_from_output` take in one step; every request samples one token between."""
-    start = time.thread_time()
-    output = scheduler.schedule()
-    scheduled = time.thread_time()
-    sampled = ModelRunnerOutput({request_id: [index] for index, request_id in enumerate(output.num_scheduled_tokens)})
-    returned = time.thread_time()
-    scheduler.update_from_output(output, sampled)
-    return scheduled - start, time.thread_time() - returned
+def sampled(request_ids: list[str]) -> ModelRunnerOutput:
+    """One token for each request."""
+    return ModelRunnerOutput({request_id: [index] for index, request_id in enumerate(request_ids)})
 
 
-def measure(num_requests: int, repeats: int, enable_prefix_caching: bool) -> dict[str, float]:
-    """Microseconds a step: the means over `STEPS` steps in the fastest of `repeats` runs."""
-    scheduler = decoding_scheduler(num_requests, repeats * STEPS, enable_prefix_caching)
-    runs: list[tuple[float, float]] = []
-    for _ in range(repeats):
-        halves = [step_seconds(scheduler) for _ in range(STEPS)]
-        runs.append((statistics.fmean(s for s, _ in halves) * 1e6, statistics.fmean(u for _, u in halves) * 1e6))
-    assert len(scheduler.running) == num_requests
-    schedule, update = min(runs, key=sum)
-    return {"schedule_us": round(schedule, 1), "update_us": round(update, 1), "step_us": round(schedule + update, 1)}
+def measure_vllm(python: Path, works: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same works by vLLM's scheduler, in its own environment: version, and figures in the order of `works`."""
+    asked = json.dumps({"model": str(EMBEDDED_MODEL), "works": works})
+    with tempfile.TemporaryDirectory() as folder:  # not the repository, whose folder vllm/ would pose as the library
+        command = [str(python), str(ENGINES / "vllm_scheduler.py")]
+        done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, cwd=folder)
+    if done.returncode:
+        raise MinivllmError(f"vLLM's scheduler did not run: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measures all batch sizes, with the prefix cache on."""
-    figures = {str(batch): measure(batch, arguments.repeats, True) for batch in BATCHES}
-    for batch in BATCHES:
-        figures[str(batch)]["step_us_no_prefix_cache"] = measure(batch, arguments.repeats, False)["step_us"]
-    rows = [
-        (
-            batch,
-            figures[str(batch)]["schedule_us"],
-            figures[str(batch)]["update_us"],
-            figures[str(batch)]["step_us"],
-            f"{figures[str(batch)]['step_us'] / batch:.2f}",
-            figures[str(batch)]["step_us_no_prefix_cache"],
-        )
-        for batch in BATCHES
-    ]
-    columns = ("running requests", "schedule µs", "update µs", "step µs", "µs a request", "step µs, no prefix cache")
-    table("The scheduler's own time per decode step", columns, rows)
+    """Measures all batch sizes, with the prefix cache and without; ours, vLLM's, and ours again."""
+    cases = [(batch, caching) for batch in BATCHES for caching in (True, False)]
+    works = [work_of(batch, arguments.repeats, caching) for batch, caching in cases]
+    ours = [fastest_run(scheduler_for(work), sampled, work["steps"], work["repeats"]) for work in works]
+    theirs: dict[str, Any] = {"version": None, "figures": [{}] * len(works)}
+    python = Path(arguments.vllm_python).absolute()
+    if python.exists():
+        theirs = measure_vllm(python, works)
+        again = [fastest_run(scheduler_for(work), sampled, work["steps"], work["repeats"]) for work in works]
+        ours = [min(pair, key=lambda one: one["step_us"]) for pair in zip(ours, again, strict=True)]
+    else:
+        console.print(f"left out: vLLM, which has no environment at {python.parent.parent} (make peers)")
+    figures: dict[str, Any] = {str(batch): {} for batch in BATCHES}
+    rows = []
+    for (batch, caching), mine, other in zip(cases, ours, theirs["figures"], strict=True):
+        figures[str(batch)]["prefix_caching" if caching else "no_prefix_caching"] = {"minivllm": mine, "vllm": other}
+        ratio = f"{other['step_us'] / mine['step_us']:.1f} ×" if other else "—"
+        times = [f"{one:,.0f}" for one in (mine["schedule_us"], mine["update_us"], mine["step_us"])]
+        theirs_us = f"{other['step_us']:,.0f}" if other else "—"
+        each = f"{mine['step_us'] / batch:.2f}"
+        rows.append((batch, "on" if caching else "off", *times, each, theirs_us, ratio))
+    columns = ("running", "prefixes", "schedule", "update", "step", "a request", "vLLM's step", "is")
+    table("A scheduler's own time per decode step, µs", columns, rows)
     if arguments.json:
-        write_json(arguments.json, "scheduler", figures)
-    print(json.dumps(record("scheduler", figures)))
+        write_json(arguments.json, "scheduler", figures, vllm=theirs["version"])
+    print(json.dumps(record("scheduler", figures, vllm=theirs["version"])))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument(
+        "--repeats", type=positive_int, default=7, help=f"the fastest of this many runs of {STEPS} steps"
+    )
+    flags.add_argument("--vllm-python", default=VLLM_PYTHON, help="Python that has vLLM (default: .peers/bin/python)")
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    return flags
 
 
 if __name__ == "__main__":
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, help=f"the fastest of this many runs of {STEPS} steps")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    run(main, parser)
+    run(main, parser())

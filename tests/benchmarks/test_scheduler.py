@@ -1,0 +1,49 @@
+"""The scheduler's benchmark: the work is what it says, and what is told of it is what was measured."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from minivllm.lab.exercise import load
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results/scheduler.cpu.json"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield load(ROOT / "benchmarks/scheduler.py")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_all_decode_from_the_second_step_on(benchmark, caching):
+    work = benchmark.work_of(20, repeats=1, enable_prefix_caching=caching)
+    scheduler = benchmark.scheduler_for(work)
+    for step in range(1 + work["steps"]):
+        output = scheduler.schedule()
+        counts = list(output.num_scheduled_tokens.values())
+        assert counts == ([len(prompt) for prompt in work["prompts"]] if step == 0 else [1] * 20)
+        scheduler.update_from_output(output, benchmark.sampled(list(output.num_scheduled_tokens)))
+    assert len(scheduler.running) == 20
+
+
+def test_what_is_timed_is_both_halves_of_the_step(benchmark):
+    work = benchmark.work_of(4, repeats=2, enable_prefix_caching=True)
+    found = benchmark.fastest_run(benchmark.scheduler_for(work), benchmark.sampled, work["steps"], 2)
+    assert found["step_us"] == pytest.approx(found["schedule_us"] + found["update_us"], abs=0.2)
+    assert min(found.values()) > 0
+
+
+def test_the_time_grows_no_faster_than_the_requests_and_is_below_vllms():
+    figures = json.loads(RESULTS.read_text())["figures"]
+    for case in ("prefix_caching", "no_prefix_caching"):
+        ours = {int(batch): both[case]["minivllm"]["step_us"] for batch, both in figures.items()}
+        assert ours[256] / ours[64] < 4.4
+        assert ours[64] / ours[16] < 4.4
+        assert all(both[case]["minivllm"]["step_us"] < both[case]["vllm"]["step_us"] for both in figures.values())
