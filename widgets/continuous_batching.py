@@ -2,15 +2,19 @@
 
 The engine's own scheduler decides every step, under a virtual clock; a step's time is that of Llama-3.1-8B on an H100,
 modelled. Load is given as a share of what the slots could serve if none ever stood empty.
+
+The picture in the lesson's text: `uv run python -P -m widgets.continuous_batching lessons/figures/04_slots.svg`
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.palette import BLUE, GREEN, PURPLE, SKY, VERMILLION
@@ -262,3 +266,7 @@ def show() -> LessonWidget:
         verdict=verdict,
         challenge=CHALLENGE,
     )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(figure(sweep()))

@@ -3,12 +3,15 @@
 The bytes come from the loop counters of `minivllm.simulate.attention_traffic`, which the lesson's script holds against
 loops that count their own trips. The row of scores is one that the embedded model computed:
 `vllm/03_flash_attention.py --row` wrote it.
+
+The picture in the lesson's text: `uv run python -P -m widgets.flash_attention lessons/figures/03_tiles.svg`
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -412,3 +415,7 @@ def show() -> LessonWidget:
         verdict=verdict,
         challenge=CHALLENGE,
     )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(figure(sweep()))

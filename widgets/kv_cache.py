@@ -2,14 +2,18 @@
 
 Everything here is asked of `minivllm.simulate`: the ledger that equals vLLM's start-up log, and request lengths as
 they are seen in the world.
+
+The picture in the lesson's text: `uv run python -P -m widgets.kv_cache lessons/figures/01_ledger.svg`
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, islice, takewhile
+from pathlib import Path
 
 from minivllm.config import ModelConfig
 from minivllm.lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
@@ -397,3 +401,7 @@ def show() -> LessonWidget:
         verdict=verdict,
         challenge=CHALLENGE,
     )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(figure(sweep()))

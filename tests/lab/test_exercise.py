@@ -54,6 +54,15 @@ def test_what_is_missing_is_said_in_one_line(tmp_path, source, said):
     assert "\n" not in found
 
 
+def test_a_forgotten_return_is_asked_for(tmp_path):
+    def check_list(answer):
+        """Two is in the list."""
+        assert 2 in answer.double(2)
+
+    found = problem(tmp_path, "def double(x): [x, x]", check_list)
+    assert found.endswith("does a function of yours end without its return?)")
+
+
 def test_a_bare_assert_shows_its_own_line(tmp_path):
     (tmp_path / "checks.py").write_text("def check_double(answer):\n    assert answer.double(2) == 4\n")
     check = load(tmp_path / "checks.py").check_double

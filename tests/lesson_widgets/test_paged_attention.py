@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,6 @@ from minivllm.errors import MinivllmError
 from minivllm.simulate.workloads import WORKLOADS, RequestLengths
 from widgets import paged_attention
 
-FIGURE = Path(__file__).resolve().parents[2] / "lessons" / "figures" / "02_pool.svg"
 TOO_LARGE = {"block_size": 512, "requests": "alpaca"}
 SHARED = {"requests": "azure-code", "samples": 8}
 NOTHING_FITS = {"block_size": 512, "samples": 8, "slots": 2048, "share": False}
@@ -129,13 +127,6 @@ def test_the_measured_price_is_what_the_lesson_left():
     assert set(price) == set(paged_attention.BLOCK_SIZES)
     assert where
     assert f"as measured on {where}" in paged_attention.figure(paged_attention.sweep())
-
-
-def test_the_picture_in_the_lesson_is_the_widgets():
-    state = paged_attention.sweep(**paged_attention.IN_THE_LESSON)
-    assert FIGURE.read_text() == paged_attention.figure(state), (
-        "uv run python -P -m widgets.paged_attention lessons/figures/02_pool.svg"
-    )
 
 
 def test_without_results_there_is_no_price(monkeypatch: pytest.MonkeyPatch):

@@ -175,6 +175,8 @@ def _described(error: BaseException, files: set[str]) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename in files]
     place = f"line {own[-1].lineno}: {own[-1].line}" if own else f"in the check, at: {frames[-1].line}"
+    if not own and "NoneType" in str(error):
+        place += "; does a function of yours end without its return?"
     return f"{type(error).__name__}: {_one_line(error)} ({place})"
 
 

@@ -1,0 +1,28 @@
+"""The widgets' pictures that the lessons' texts show are what the widgets draw today."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+FIGURES = Path(__file__).resolve().parents[2] / "lessons" / "figures"
+
+
+@pytest.mark.parametrize(
+    ("widget", "picture"),
+    [
+        ("kv_cache", "01_ledger.svg"),
+        ("paged_attention", "02_pool.svg"),
+        ("flash_attention", "03_tiles.svg"),
+        ("continuous_batching", "04_slots.svg"),
+        ("prefix_caching", "05_prefix_cache.svg"),
+        ("optimization_catalog", "05_levers.svg"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_picture_in_the_lesson_is_the_widgets(widget: str, picture: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [widget, str(tmp_path / picture)])
+    runpy.run_module(f"widgets.{widget}", run_name="__main__")
+    drawn, shown = ((folder / picture).read_text() for folder in (tmp_path, FIGURES))
+    assert drawn == shown, f"uv run python -P -m widgets.{widget} lessons/figures/{picture}"
