@@ -393,3 +393,28 @@ def test_arguments_that_make_no_sense(changes):
         memory_ledger(known_model("Qwen3-8B"), "H100", **{"max_model_len": 1024, **changes})
     with pytest.raises(MinivllmError):
         max_concurrency(100, 0)
+
+
+WHOLE = known_model("Llama-3.1-8B")
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda: kv_cache_tokens("1", WHOLE), "kv_bytes is '1'"),
+        (lambda: kv_cache_tokens(float("nan"), WHOLE), "kv_bytes is nan"),
+        (lambda: max_concurrency(None, 100), "tokens is None"),
+        (lambda: max_concurrency(-1, 100), "tokens is -1"),
+        (lambda: weight_bytes(WHOLE, []), r"unknown dtype of weights \[\]"),
+        (lambda: rotary_table_bytes(WHOLE, "int3"), "unknown dtype of weights 'int3'"),
+        (lambda: memory_ledger(WHOLE, None), "no figures for the GPU None"),
+        (lambda: memory_ledger(WHOLE, "H100", gpu_memory_utilization="x"), "up to 1, not 'x'"),
+        (lambda: memory_ledger(WHOLE, "H100", gpu_memory_utilization=True), "up to 1, not True"),
+        (lambda: memory_ledger(WHOLE, "H100", weights=-1), "weights is -1"),
+        (lambda: memory_ledger(WHOLE, "H100", non_torch="1"), "non_torch is '1'"),
+        (lambda: known_model(None), "no known shape for the model None"),
+    ],
+)
+def test_nonsense_is_named(ask, said):
+    with pytest.raises(MinivllmError, match=said):
+        ask()

@@ -119,7 +119,7 @@ def get_hardware(name: str) -> Hardware:
     Raises:
         MinivllmError: there is none; the message lists those that there are.
     """
-    plain = "".join(character for character in name.lower() if character.isalnum())
+    plain = "".join(character for character in str(name).lower() if character.isalnum())
     plain = plain.removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
     for known, hardware in HARDWARE.items():
         if plain == "".join(character for character in known.lower() if character.isalnum()):

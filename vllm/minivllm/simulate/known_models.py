@@ -99,7 +99,7 @@ def known_model(name: str) -> ModelConfig:
     Raises:
         MinivllmError: the model is not in the list; the message gives the list.
     """
-    wanted = name.lower()
+    wanted = str(name).lower()
     for full_name, config in CONFIGS.items():
         if wanted in (full_name.lower(), full_name.split("/")[1].lower()):
             return ModelConfig.from_dict(config)

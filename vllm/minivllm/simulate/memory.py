@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from minivllm.checks import is_count, is_number, require
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.simulate import parameters
@@ -76,6 +77,7 @@ def kv_cache_tokens(kv_bytes: int, model: Model, block_size: int = 16, kv_dtype:
 
     vLLM counts block 0 too, although that is its null block and never holds a token of a request.
     """
+    require(is_number(kv_bytes), f"kv_bytes is {kv_bytes!r}; it must be a number of bytes")
     if kv_bytes < 0:
         raise MinivllmError(f"nothing is left for the KV cache: {kv_bytes / GIB:.2f} GiB")
     block_bytes = kv_bytes_per_token(model, kv_dtype, tp) * _positive("block_size", block_size)
@@ -84,6 +86,7 @@ def kv_cache_tokens(kv_bytes: int, model: Model, block_size: int = 16, kv_dtype:
 
 def max_concurrency(tokens: int, max_model_len: int) -> float:
     """How many requests of the greatest length fit at once: vLLM's "Maximum concurrency for N tokens per request"."""
+    require(is_number(tokens) and tokens >= 0, f"tokens is {tokens!r}; it must be a number, and not negative")
     return tokens / _positive("max_model_len", max_model_len)
 
 
@@ -110,9 +113,7 @@ def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
                 f"give a dtype, or the size itself"
             )
         dtype = serving_dtype(config)
-    if dtype not in DTYPE_BYTES:
-        raise MinivllmError(f"unknown dtype of weights {dtype!r}; known: auto, {', '.join(DTYPE_BYTES)}")
-    return sum(parameters.parameter_groups(config, tp).values()) * DTYPE_BYTES[dtype]
+    return sum(parameters.parameter_groups(config, tp).values()) * _bytes_of(dtype)
 
 
 def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
@@ -124,8 +125,7 @@ def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
     if config.model_type in ("gpt2", "opt"):
         return 0  # learned positions are parameters
     width = config.head_dim if config.kv_lora_rank is None else config.qk_rope_head_dim or 0
-    size = DTYPE_BYTES[serving_dtype(config) if dtype == "auto" else dtype]
-    return config.max_position_embeddings * width * size
+    return config.max_position_embeddings * width * _bytes_of(serving_dtype(config) if dtype == "auto" else dtype)
 
 
 def serving_dtype(model: Model) -> str:
@@ -260,17 +260,22 @@ def memory_ledger(
         UnsupportedModelError: the memory of this model cannot be counted.
     """
     config = _config(model)
-    hardware = get_hardware(hardware) if isinstance(hardware, str) else hardware
-    if not 0 < gpu_memory_utilization <= 1:
-        raise MinivllmError(f"gpu_memory_utilization is a share above 0 and up to 1, not {gpu_memory_utilization}")
+    hardware = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
+    if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
+        raise MinivllmError(f"gpu_memory_utilization is a share above 0 and up to 1, not {gpu_memory_utilization!r}")
+    given = {"weights": weights, "activation_peak": activation_peak, "non_torch": non_torch, "cuda_graphs": cuda_graphs}
+    for name, value in given.items():
+        if value is not None and not (is_number(value) and value >= 0):
+            raise MinivllmError(f"{name} is {value!r}; it must be a number of bytes, or None")
     if max_model_len is None:
         config.require("max_position_embeddings")
         max_model_len = config.max_position_embeddings
     per_token = kv_bytes_per_token(config, kv_dtype, tp)
     block_bytes = per_token * _positive("block_size", block_size)
     budget = int(hardware.memory_bytes * gpu_memory_utilization)
+    loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else int(weights)
     before_cache = (
-        LedgerRow("weights and rotary table", _loaded_bytes(config, weight_dtype, tp) if weights is None else weights),
+        LedgerRow("weights and rotary table", loaded),
         _row(
             "activations", activation_peak, estimated_activation_peak(config, max_num_batched_tokens, max_num_seqs, tp)
         ),
@@ -312,7 +317,7 @@ def _loaded_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
 
 
 def _row(name: str, given: int | None, estimate: int) -> LedgerRow:
-    return LedgerRow(name, estimate, estimated=True) if given is None else LedgerRow(name, given)
+    return LedgerRow(name, estimate, estimated=True) if given is None else LedgerRow(name, int(given))
 
 
 def _config(model: Model) -> ModelConfig:
@@ -331,6 +336,12 @@ def _refuse_forgetful(config: ModelConfig) -> None:
         raise UnsupportedModelError(f"{name}: {reason}, so its cache is not so many bytes a token")
 
 
+def _bytes_of(dtype: str) -> int:
+    if dtype not in tuple(DTYPE_BYTES):
+        raise MinivllmError(f"unknown dtype of weights {dtype!r}; known: auto, {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
 def _head_bytes(head_dim: int, kv_dtype: str) -> int:
     """Bytes of one head's key (or value) of one token."""
     if kv_dtype == "nvfp4":
@@ -343,6 +354,5 @@ def _head_bytes(head_dim: int, kv_dtype: str) -> int:
 
 
 def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise MinivllmError(f"{name} must be a positive whole number, not {value!r}")
+    require(is_count(value, 1), f"{name} must be a positive whole number, not {value!r}")
     return value
