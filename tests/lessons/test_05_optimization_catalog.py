@@ -7,7 +7,7 @@ from lessons.harness import assert_refuses, checks_that_catch, figures_of_quick_
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.kernels import cache as engine_cache
-from minivllm.kernels import packed_weights
+from minivllm.kernels import cpu_cache, packed_weights
 from minivllm.kernels.attention import unified_attention
 from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.lab.exercise import load
@@ -107,7 +107,7 @@ def test_the_cpu_forms_agree():
     """`quantize` in PyTorch is the engine's CPU form, but for rounding at halves."""
     rows = torch.randn(500, 3, 32)
     rows[::7, 1] = 0
-    (integers, scales), (theirs, their_scales) = lesson.quantize(rows), engine_cache.quantize(rows)
+    (integers, scales), (theirs, their_scales) = lesson.quantize(rows), cpu_cache.quantize(rows)
     assert torch.equal(scales, their_scales)
     assert (integers.int() - theirs).abs().max() <= 1
     assert (integers != theirs).float().mean() < 1e-3
