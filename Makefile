@@ -44,7 +44,7 @@ check: setup ## your solution of one exercise: make check N=01
 	@$(UV_RUN) python -m minivllm.lab.exercise $(or $(N),--help)
 
 lab: setup ## JupyterLab on the notebooks
-	@$(UV_RUN) jupyter lab --LabApp.default_url=/lab/tree/notebooks
+	@$(UV_RUN) jupyter lab --LabApp.default_url=/lab/tree/notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 notebooks: setup ## build the notebooks from the lessons
 	@$(UV_RUN) python tools/notebooks.py --write
