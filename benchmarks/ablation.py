@@ -34,9 +34,10 @@ from minivllm.engine.core_request import EngineCoreRequest
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.device import pick_device
 from minivllm.lab.figures import panels
+from minivllm.lab.marks import put_between_marks
 from minivllm.lab.palette import BLUE, GREY, VERMILLION
 from minivllm.lab.progress import track
-from minivllm.lab.results import record
+from minivllm.lab.results import read_record, record, write_record
 from minivllm.lab.tables import console, table
 from minivllm.sampling_params import SamplingParams
 
@@ -267,13 +268,6 @@ def simulator_error() -> float:
     return statistics.median(abs(one["run"]) for one in found["runs"].values() if one["foretold"])
 
 
-def with_table(page: str, text: str) -> str:
-    """The page with the table between its marks."""
-    begin, end = "<!-- ablation -->\n", "\n<!-- /ablation -->"
-    before, rest = page.split(begin, 1)
-    return before + begin + text + end + rest.split(end, 1)[1]
-
-
 def draw(figures: dict[str, Any], path: str) -> None:
     """The ladder as a waterfall, one panel for each kind of work; bars span what a lever adds or takes."""
     with panels(path, columns=len(figures), width=5.6, height=4.4) as axes:
@@ -312,16 +306,16 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, or read what was measured; compare, show."""
-    found = json.loads(Path(arguments.source).read_text()) if arguments.source else measured(arguments)
+    found = read_record(arguments.source, "ablation") if arguments.source else measured(arguments)
     show(found)
     console.print(f"{found['bytes'] / 2**20:.0f} MiB for weights and cache; {found['rounds']} rounds")
     print(json.dumps(found))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
+        write_record(arguments.json, found)
     if arguments.plot:
         draw(found["figures"], arguments.plot)
     if arguments.readme:
-        README.write_text(with_table(README.read_text(), markdown(found)))
+        README.write_text(put_between_marks(README.read_text(), "ablation", markdown(found)))
 
 
 def parser() -> argparse.ArgumentParser:

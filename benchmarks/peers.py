@@ -32,11 +32,13 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.device import pick_device
+from minivllm.lab.marks import put_between_marks
 from minivllm.lab.progress import track
-from minivllm.lab.results import record, write_json
+from minivllm.lab.results import read_record, record, write_record
 from minivllm.lab.tables import console, table
 
 ENGINES = Path(__file__).resolve().parent / "peer_engines"
+PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
 VLLM_PYTHON = Path(__file__).resolve().parents[1] / ".peers" / "bin" / "python"
 SETTLED_SECONDS = 0.5
 """Between two engines: OpenMP's threads go on spinning for up to 0.2 s after their last work."""
@@ -207,8 +209,8 @@ def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
     return {"copy_bandwidth": bandwidth, "bytes": moved, "floor_seconds": moved / bandwidth, "steps": len(steps)}
 
 
-def show(found: dict[str, dict[str, Any]]) -> None:
-    """The table."""
+def table_of(found: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows."""
     ours, plain = (list(found.values())[i]["all"] for i in (0, 1))
     rows = [
         (
@@ -222,12 +224,34 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         )
         for title, one in found.items()
     ]
-    columns = ("engine", "tokens/s", "rounds", "of one by one", "ours of it", "alone", "same tokens")
-    table("Output tokens a second: all requests at once, and one alone", columns, rows)
+    return ("engine", "tokens/s", "rounds", "of one by one", "ours of it", "alone", "same tokens"), rows
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Start all, run in turns, compare."""
+def show(found: dict[str, dict[str, Any]]) -> None:
+    """The table."""
+    table("Output tokens a second: all requests at once, and one alone", *table_of(found))
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The comparison as PERFORMANCE.md shows it."""
+    figures, where = found["figures"], found["machine"]
+    columns, rows = table_of(figures["peers"])
+    lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
+    versions = where["versions"]
+    vllm = {one["version"] for title, one in figures["peers"].items() if title.startswith("vLLM")}
+    return "\n".join(
+        [
+            *(f"| {' | '.join(line)} |" for line in lines),
+            "",
+            f"Measured by `make peers` on {where['cpu']}, {where['cores']} cores: torch {versions['torch']}, "
+            f"transformers {versions['transformers']}, vLLM {', '.join(vllm) or 'absent'}; medians of "
+            f"{figures['rounds']} rounds.",
+        ]
+    )
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The record of a whole run: start all, run in turns."""
     device = pick_device(arguments.device).type
     rounds = arguments.rounds or (1 if arguments.quick else 5)
     with tempfile.TemporaryDirectory() as name:
@@ -236,15 +260,24 @@ def main(arguments: argparse.Namespace) -> None:
         peers = peers_of(device, Path(arguments.vllm_python).absolute())
         found = measure(peers, work, rounds, folder)
         floor = memory_floor(work, peers[0].dtype) if device == "cuda" else None
-    show(found)
     figures: dict[str, Any] = {"peers": found, "rounds": rounds, "requests": len(work["requests"])}
     if floor:
         tokens = sum(request["output"] for request in work["requests"])
         figures["floor"] = floor | {"share": floor["floor_seconds"] * found[peers[0].title]["all"] / tokens}
-        console.print(f"our engine runs at {figures['floor']['share']:.0%} of what its memory traffic allows")
-    print(json.dumps(record("peers", figures)))
+    return record("peers", figures)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure or read, show, keep."""
+    found = read_record(arguments.source, "peers") if arguments.source else measured(arguments)
+    show(found["figures"]["peers"])
+    if "floor" in found["figures"]:
+        console.print(f"our engine runs at {found['figures']['floor']['share']:.0%} of what its memory traffic allows")
+    print(json.dumps(found))
     if arguments.json:
-        write_json(arguments.json, "peers", figures)
+        write_record(arguments.json, found)
+    if arguments.page:
+        PERFORMANCE.write_text(put_between_marks(PERFORMANCE.read_text(), "peers", markdown(found)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -255,6 +288,10 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--quick", action="store_true", help="an eighth of the requests, one round")
     flags.add_argument("--vllm-python", metavar="FILE", default=str(VLLM_PYTHON), help="the interpreter that has vLLM")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    flags.add_argument(
+        "--from", dest="source", metavar="FILE", help="show an earlier run's figures instead of measuring"
+    )
+    flags.add_argument("--page", action="store_true", help="put the table into PERFORMANCE.md")
     flags.add_argument("--seed", type=int, default=0, help="seed of lengths and prompts (default: 0)")
     return flags
 

@@ -29,6 +29,7 @@ from minivllm.engine.engine_args import DTYPES, EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.marks import put_between_marks
 from minivllm.lab.progress import track
 from minivllm.lab.results import machine, record, write_json
 from minivllm.lab.tables import table
@@ -172,10 +173,7 @@ def ledger_text(ledger: dict[str, dict[str, Any]], where: dict[str, Any]) -> str
 
 def write_ledger(text: str) -> None:
     """Puts the table between its marks in PERFORMANCE.md."""
-    begin, end = "<!-- ledger -->\n", "\n<!-- /ledger -->"
-    page = PERFORMANCE.read_text()
-    before, rest = page.split(begin, 1)
-    PERFORMANCE.write_text(before + begin + text + end + rest.split(end, 1)[1])
+    PERFORMANCE.write_text(put_between_marks(PERFORMANCE.read_text(), "ledger", text))
 
 
 def main(arguments: argparse.Namespace) -> None:

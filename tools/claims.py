@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import string
 import sys
 import tomllib
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
+from minivllm.lab.marks import put_between_marks
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS = ROOT / "lessons" / "claims.toml"
@@ -85,12 +85,7 @@ def claims_table(rows: list[dict]) -> str:
 
 def filled(text: str, number: str, rows: list[dict]) -> str:
     """The lesson's text with its table put between the markers."""
-    pattern = re.compile(rf"(<!-- claims:{number} -->\n).*?(<!-- /claims -->)", re.DOTALL)
-    if not pattern.search(text):
-        raise MinivllmError(
-            f"lesson {number} has claims but no place for them: <!-- claims:{number} --> … <!-- /claims -->"
-        )
-    return pattern.sub(lambda match: f"{match[1]}{claims_table(rows)}\n{match[2]}", text)
+    return put_between_marks(text, f"claims:{number}", claims_table(rows))
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.lab.exercise import load
+from minivllm.lab.marks import put_between_marks
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/ablation.cpu.json"
@@ -73,7 +74,9 @@ def test_the_model_without_groups_keeps_four_times_as_much(ablation, tmp_path):
 def test_the_readme_and_the_figure_show_what_was_measured(ablation, tmp_path):
     found = json.loads(RESULTS.read_text())
     page = (ROOT / "README.md").read_text()
-    assert ablation.with_table(page, ablation.markdown(found)) == page, "benchmarks/ablation.py --from … --readme"
+    assert put_between_marks(page, "ablation", ablation.markdown(found)) == page, (
+        "benchmarks/ablation.py --from … --readme"
+    )
     ablation.draw(found["figures"], str(tmp_path / "ablation.svg"))
     committed = ROOT / "lessons/figures/05_ablation.svg"
     assert (tmp_path / "ablation.svg").read_text() == committed.read_text(), "benchmarks/ablation.py --from … --plot"

@@ -73,6 +73,24 @@ def ensure_writable(path: str | Path) -> None:
 
 def write_json(path: str | Path, name: str, figures: dict, **context: object) -> None:
     """Write `record(...)` to `path`; its folder is made when it is missing."""
+    write_record(path, record(name, figures, **context))
+
+
+def write_record(path: str | Path, found: dict) -> None:
+    """Write what `record` made, or `read_record` read."""
     path = Path(path)
     ensure_writable(path)
-    path.write_text(json.dumps(record(name, figures, **context), indent=2) + "\n")
+    path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def read_record(path: str | Path, name: str) -> dict:
+    """What an earlier run wrote. Raises a MinivllmError where there is no record of that name."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise MinivllmError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise MinivllmError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("name") != name:
+        raise MinivllmError(f'{path} holds no figures of "{name}"; give a file that its --json wrote')
+    return found

@@ -1,0 +1,36 @@
+"""Pages that are partly written, and records that are read again."""
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.marks import put_between_marks
+from minivllm.lab.results import read_record, record, write_record
+
+PAGE = "before\n<!-- claims:03 -->\nold\nlines\n<!-- /claims -->\nafter\n"
+
+
+def test_only_what_is_between_the_marks_changes():
+    changed = put_between_marks(PAGE, "claims:03", "new")
+    assert changed == "before\n<!-- claims:03 -->\nnew\n<!-- /claims -->\nafter\n"
+    assert put_between_marks(changed, "claims:03", "old\nlines") == PAGE
+
+
+@pytest.mark.parametrize("page", ["", PAGE.replace("03", "04"), PAGE + PAGE, PAGE.replace("/claims", "/claim")])
+def test_a_page_without_one_place_is_refused(page):
+    with pytest.raises(MinivllmError, match="<!-- claims:03 -->"):
+        put_between_marks(page, "claims:03", "new")
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    found = record("speed", {"a": 1.5}, rounds=3)
+    write_record(tmp_path / "new" / "speed.json", found)
+    assert read_record(tmp_path / "new" / "speed.json", "speed") == found
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"name": "size"}'])
+def test_what_is_no_such_record_is_refused(tmp_path, text):
+    path = tmp_path / "speed.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(MinivllmError, match="speed"):
+        read_record(path, "speed")
