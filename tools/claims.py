@@ -19,6 +19,7 @@ import tomllib
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser
 from minivllm.lab.marks import put_between_marks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,7 +91,7 @@ def filled(text: str, number: str, rows: list[dict]) -> str:
 
 def main() -> int:
     """Fill the tables, or say which are stale."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="fill the tables")
     action.add_argument("--check", action="store_true", help="fail when a table is stale")

@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = "100"
@@ -80,7 +81,7 @@ def filled(text: str, outputs: dict[str, str]) -> str:
 
 def main() -> int:
     """Measure one lesson."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("number", help="the lesson's number, as in 01")
     parser.add_argument("--machine", default="cpu", help="whose results these are (default: cpu)")
     arguments = parser.parse_args()

@@ -15,7 +15,7 @@ from typing import Any
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 
 SCHEDULER_KEYS = (
@@ -106,12 +106,12 @@ def _sample(scheduler: Scheduler, scheduled: dict[str, int]) -> ModelRunnerOutpu
 
 def main() -> int:
     """Prints the trace of the workload that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", type=Path)
     path = parser.parse_args().workload
     try:
         steps = replay(json.loads(path.read_text()))
-    except (OSError, json.JSONDecodeError, KeyError, MinivllmError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         print(f"{path}: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     json.dump({"steps": steps}, sys.stdout)
