@@ -31,6 +31,18 @@ def ablation():
 shapley = load(ROOT / "benchmarks/shapley.py")
 
 
+def test_every_round_runs_all_in_an_order_of_its_own(ablation):
+    sets = ablation.configurations([lever.name for lever in ablation.LEVERS])
+    turns = ablation.turns_of(sets, rounds=2, seed=0)
+    orders = [[on for index, on in turns if index == which] for which in (0, 1)]
+    assert orders[0] != orders[1]
+    for order in orders:
+        counts = {on: order.count(on) for on in sets}
+        assert sorted(counts.values()) == [1] * (len(sets) - 1) + [3]
+        (reference,) = (on for on, count in counts.items() if count == 3)
+        assert reference == {lever.name for lever in ablation.LEVERS} - set(ablation.ALONE)
+
+
 @given(st.integers(1, 4).flatmap(lambda n: st.lists(st.floats(-9, 9), min_size=2**n, max_size=2**n)))
 @settings(deadline=None)
 def test_a_shapley_value_is_the_mean_over_all_orders(numbers):
