@@ -46,7 +46,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 RESULTS = Path(__file__).resolve().parent / "results"
 ALONE = ("tensor parallel", "CUDA graphs")
 """What not every machine gains from: switched on at the end of the ladder, and left out of the rest."""
-SLOW = 4.0  # seconds: what takes longer runs in two rounds only
+SLOW, VERY_SLOW = 4.0, 20.0  # seconds: what takes longer runs in two rounds only, or in one
 On = frozenset[str]
 Measured = dict[str, Any]
 
@@ -123,8 +123,8 @@ def measure(turns: list[tuple[int, On]], work: list[Work], folder: Path, device:
     """Every configuration on every kind of work, in turns: runs by configuration and work."""
     runs: dict[On, dict[str, list]] = {on: {one.name: [] for one in work} for _, on in turns}
     for round_index, on in track(turns, "runs"):
-        slow = any(runs[on][one.name] and runs[on][one.name][0]["seconds"] > SLOW for one in work)
-        if slow and round_index >= 2:
+        longest = max((run["seconds"] for runs_of_work in runs[on].values() for run in runs_of_work), default=0.0)
+        if round_index >= (1 if longest > VERY_SLOW else 2 if longest > SLOW else math.inf):
             continue
         core = engine_of(on, folder, device)
         serve(core, Work("warm up", [[1, 2, 3]], [4]))
