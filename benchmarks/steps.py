@@ -54,9 +54,10 @@ AS_IT_IS = Variant("as it is")
 KEPT = [
     Variant("without packed linears", ("minivllm.worker.model_runner", "pack_linears", lambda model: 0)),
     Variant("without compiled attention", ("minivllm.kernels.cpu_attention", "has_numba", lambda: False)),
+    Variant("without compiled cache writes", ("minivllm.kernels.cpu_cache", "has_numba", lambda: False)),
     Variant("without one-pass norms, gates, rotations", ("minivllm.kernels.elementwise", "has_numba", lambda: False)),
     Variant("without threads for them", ("minivllm.kernels.cpu_elementwise", "TOKENS", 1 << 30)),
-    Variant("without keeping freed memory", ("minivllm.engine.core", "keep_freed_memory", lambda: None)),
+    Variant("without keeping freed memory", ("minivllm.worker.worker", "keep_freed_memory", lambda: None)),
 ]
 REJECTED = [
     Variant("threads that sleep between operators", environment=("OMP_WAIT_POLICY", "passive")),

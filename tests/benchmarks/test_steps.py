@@ -1,0 +1,37 @@
+"""The ledger's variants replace what is there, and its table is that of the results."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from minivllm.lab.exercise import load
+from minivllm.lab.marks import put_between_marks
+from minivllm.lab.results import read_record
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def steps():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield load(BENCHMARKS / "steps.py")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_what_a_variant_replaces_is_there(steps):
+    for variant in (*steps.KEPT, *steps.REJECTED):
+        assert (variant.patch is None) != (variant.environment is None)
+        if variant.patch:
+            module, name, value = variant.patch
+            assert getattr(importlib.import_module(module), name) != value, variant.title
+
+
+def test_the_page_shows_the_ledger_that_was_measured(steps):
+    found = read_record(BENCHMARKS / "results/steps.cpu.json", "steps")
+    page = (BENCHMARKS / "PERFORMANCE.md").read_text()
+    assert set(found["figures"]) == set(steps.VARIANTS)
+    assert put_between_marks(page, "ledger", steps.ledger_text(found["figures"], found["machine"])) == page
