@@ -158,3 +158,31 @@ def test_they_end_with_their_parent(stuck, leave):
         parent.kill()
         parent.communicate(timeout=10)
     assert have_ended(pids)
+
+
+STARTING = """
+import time
+from minivllm.worker.rank_processes import RankProcesses
+if __name__ == "__mp_main__":  # what a rank imports first
+    print("starting", flush=True)
+    time.sleep(60)
+if __name__ == "__main__":
+    RankProcesses(time.sleep, (), 2)
+"""
+
+
+def test_an_interrupt_while_they_start_is_told_once(tmp_path):
+    """A terminal sends Ctrl-C to all of them; it is the parent's to answer."""
+    script = tmp_path / "starting.py"
+    script.write_text(STARTING)
+    command = [sys.executable, "-P", str(script)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["starting\n"] * 2
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+    assert said.count("Traceback") == 1
+    assert said.rstrip().endswith("KeyboardInterrupt")

@@ -24,7 +24,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
@@ -108,7 +108,12 @@ class RankProcesses:
         ours, theirs = spawn.Pipe()
         name = f"minivllm rank {rank}"
         process = spawn.Process(target=_live, args=(make, arguments, theirs), name=name, daemon=True)
-        process.start()
+        resource_tracker.ensure_running()  # whose own start would let Ctrl-C through again
+        allowed = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()  # a rank inherits that: Ctrl-C is for the process that a person started
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, allowed)
         theirs.close()  # or the rank's end would not close the pipe
         self.processes.append(process)
         self._pipes.append(ours)
