@@ -110,7 +110,7 @@ def serve(core: EngineCore, work: Work) -> Measured:
 def turns_of(sets: list[On], rounds: int, seed: int) -> list[tuple[int, On]]:
     """(round, configuration) of all runs. Each round has an order of its own, and what all are compared with thrice.
 
-    What ran before is felt: for some seconds after an engine that gathers keys, another is a fifth slower.
+    What ran before is felt: for some seconds after an engine that gathers keys, another has been up to a fifth slower.
     """
     everything = max((on for on in sets if on.isdisjoint(ALONE)), key=len)
     order, turns = random.Random(seed), []

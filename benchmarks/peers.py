@@ -41,7 +41,7 @@ ENGINES = Path(__file__).resolve().parent / "peer_engines"
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
 VLLM_PYTHON = Path(__file__).resolve().parents[1] / ".peers" / "bin" / "python"
 SETTLED_SECONDS = 0.5
-"""Between two engines: OpenMP's threads go on spinning for up to 0.2 s after their last work."""
+"""Between two engines: OpenMP's threads go on spinning after their last work, Intel's by default for 0.2 s."""
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
     "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
