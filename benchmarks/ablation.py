@@ -39,7 +39,7 @@ from minivllm.lab.marks import put_between_marks
 from minivllm.lab.palette import BLUE, GREY, VERMILLION
 from minivllm.lab.progress import track
 from minivllm.lab.results import read_record, record, write_record
-from minivllm.lab.tables import console, table
+from minivllm.lab.tables import console, markdown_table, table
 from minivllm.sampling_params import SamplingParams
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -260,19 +260,14 @@ def _our_order(figures: dict[str, Any]) -> list[str]:
 
 def markdown(found: dict[str, Any]) -> str:
     """The comparison as the README shows it."""
-    columns, rows = _comparison(found)
     where = found["machine"]
-    lines = [
-        "| " + " | ".join(columns) + " |",
-        "| --- |" + " ---: |" * (len(columns) - 1),
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
+    return (
+        f"{markdown_table(*_comparison(found))}\n\n"
         f"Measured by `make ablation` on {where['cpu']}, {where['cores']} cores, torch {where['versions']['torch']}: "
         f"factors of output tokens a second, with {found['bytes'] / 2**20:.0f} MiB for weights and cache. *Modelled*: "
         "Llama-3.1-8B on an H100, leave one out, chat / mixed; the simulator's error on this machine's engine, on runs "
-        f"held aside, is {simulator_error():.0%} at the median.",
-    ]
-    return "\n".join(lines)
+        f"held aside, is {simulator_error():.0%} at the median."
+    )
 
 
 def simulator_error() -> float:

@@ -35,7 +35,7 @@ from minivllm.lab.device import pick_device
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.progress import track
 from minivllm.lab.results import read_record, record, write_record
-from minivllm.lab.tables import console, table
+from minivllm.lab.tables import console, markdown_table, table
 
 ENGINES = Path(__file__).resolve().parent / "peer_engines"
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
@@ -235,18 +235,13 @@ def show(found: dict[str, dict[str, Any]]) -> None:
 def markdown(found: dict[str, Any]) -> str:
     """The comparison as PERFORMANCE.md shows it."""
     figures, where = found["figures"], found["machine"]
-    columns, rows = table_of(figures["peers"])
-    lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
     versions = where["versions"]
     vllm = {one["version"] for title, one in figures["peers"].items() if title.startswith("vLLM")}
-    return "\n".join(
-        [
-            *(f"| {' | '.join(line)} |" for line in lines),
-            "",
-            f"Measured by `make peers` on {where['cpu']}, {where['cores']} cores: torch {versions['torch']}, "
-            f"transformers {versions['transformers']}, vLLM {', '.join(vllm) or 'absent'}; medians of "
-            f"{figures['rounds']} rounds.",
-        ]
+    return (
+        f"{markdown_table(*table_of(figures['peers']))}\n\n"
+        f"Measured by `make peers` on {where['cpu']}, {where['cores']} cores: torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, vLLM {', '.join(vllm) or 'absent'}; medians of "
+        f"{figures['rounds']} rounds."
     )
 
 

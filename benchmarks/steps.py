@@ -32,7 +32,7 @@ from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.progress import track
 from minivllm.lab.results import machine, record, write_json
-from minivllm.lab.tables import table
+from minivllm.lab.tables import markdown_table, table
 from minivllm.lab.timing import Stopwatch
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.attention import PagedAttention
@@ -157,19 +157,17 @@ def measure_ledger(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def ledger_text(ledger: dict[str, dict[str, Any]], where: dict[str, Any]) -> str:
     """The ledger as a table in Markdown."""
-    lines = [
-        f"Measured by `benchmarks/steps.py --ledger` on {where['cpu']}, {where['cores']} cores, torch "
-        f"{where['versions']['torch']}; milliseconds of a mean step.",
-        "",
-        f"| variant | {' | '.join(PARTS)} | a step | tokens/s | of the engine |",
-        "| --- |" + " ---: |" * (len(PARTS) + 3),
-    ]
     whole = ledger[AS_IT_IS.title]["tokens_per_second"]
+    rows = []
     for title, figures in ledger.items():
         parts, rate = figures["milliseconds"], figures["tokens_per_second"]
-        cells = [*(f"{parts[part]:.2f}" for part in PARTS), f"{sum(parts.values()):.2f}"]
-        lines.append(f"| {title} | {' | '.join(cells)} | {rate:,.0f} | {rate / whole:.2f} × |")
-    return "\n".join(lines)
+        times = [f"{one:.2f}" for one in (*(parts[part] for part in PARTS), sum(parts.values()))]
+        rows.append((title, *times, f"{rate:,.0f}", f"{rate / whole:.2f} ×"))
+    return (
+        f"Measured by `benchmarks/steps.py --ledger` on {where['cpu']}, {where['cores']} cores, torch "
+        f"{where['versions']['torch']}; milliseconds of a mean step.\n\n"
+        + markdown_table(("variant", *PARTS, "a step", "tokens/s", "of the engine"), rows)
+    )
 
 
 def write_ledger(text: str) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser
 from minivllm.lab.marks import put_between_marks
+from minivllm.lab.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS = ROOT / "lessons" / "claims.toml"
@@ -78,10 +79,8 @@ def measured(row: dict) -> str:
 
 def claims_table(rows: list[dict]) -> str:
     """The Markdown table of one lesson's claims."""
-    lines = ["| " + " | ".join(HEADER) + " |", "| --- | --- | --- | --- |"]
-    for row in rows:
-        lines.append(f"| “{row['words']}” | {row['source']} | {measured(row)} | **{row['verdict']}.** {row['why']} |")
-    return "\n".join(lines)
+    cells = [(f"“{row['words']}”", row["source"], measured(row), f"**{row['verdict']}.** {row['why']}") for row in rows]
+    return markdown_table(HEADER, cells, words=True)
 
 
 def filled(text: str, number: str, rows: list[dict]) -> str:

@@ -33,6 +33,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from minivllm.lab.allocator import keep_freed_memory
 from minivllm.lab.corpus import corpus_files, held_out_texts, is_held_out, read_texts
+from minivllm.lab.tables import markdown_table
 
 HERE = Path(__file__).resolve().parent
 END_OF_TEXT = "<|endoftext|>"
@@ -371,22 +372,27 @@ def write_card() -> None:
         "(PSF licence). One file in fifty was held out. They know nothing but the look of Python, and that is their",
         "use: text that anyone recognises, a draft that is really accepted, a quantization error that is a real loss.",
         "",
-        f"| {' | '.join(CARD_COLUMNS)} |",
-        "|" + " --- |" * len(CARD_COLUMNS),
     ]
+    rows = []
     for name, fact in facts.items():
         shape, loss = SHAPES[name], fact["held_out_loss"]
         bits = loss / math.log(2) / fact["held_out_bytes_per_token"]
         size = (HERE / name / "model.safetensors").stat().st_size / 1e6
-        lines.append(
-            f"| `{name}` | {shape.num_hidden_layers} × {shape.hidden_size} "
-            f"| {shape.num_attention_heads} / {shape.num_key_value_heads} "
-            f"| {fact['parameters'] / 1e6:.2f} M | {size:.1f} | {fact['tokens_seen'] / 1e6:.1f} M "
-            f"| {fact['tokens_seen'] / fact['tokens_in_corpus']:.1f} | {loss:.3f} | {bits:.3f} "
-            f"| {fact['device']}, {fact['minutes']:.0f} min |"
-        )
+        rows.append((
+            f"`{name}`",
+            f"{shape.num_hidden_layers} × {shape.hidden_size}",
+            f"{shape.num_attention_heads} / {shape.num_key_value_heads}",
+            f"{fact['parameters'] / 1e6:.2f} M",
+            f"{size:.1f}",
+            f"{fact['tokens_seen'] / 1e6:.1f} M",
+            f"{fact['tokens_seen'] / fact['tokens_in_corpus']:.1f}",
+            f"{loss:.3f}",
+            f"{bits:.3f}",
+            f"{fact['device']}, {fact['minutes']:.0f} min",
+        ))  # fmt: skip
     fact = facts["tiny-python"]
     lines += [
+        markdown_table(CARD_COLUMNS, rows, words=True),
         "",
         f"Loss is in nats per token, on {fact['held_out_files']} files never trained on, "
         f"in windows of {LONG_CONTEXT:,} tokens.",

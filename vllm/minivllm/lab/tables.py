@@ -1,4 +1,4 @@
-"""Tables on the terminal, all in one style."""
+"""Tables on the terminal, all in one style, and in Markdown."""
 
 from collections.abc import Iterable, Sequence
 
@@ -29,6 +29,12 @@ def table(
     console.print(grid)
     if caption:
         console.print(caption, style="dim italic", markup=False)
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, words: bool = False) -> str:
+    """The lines of a Markdown table of `rows` under `columns`, aligned as `table` aligns them."""
+    alignment = ["---", *["---" if words else "---:"] * (len(columns) - 1)]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (columns, alignment, *rows))
 
 
 def heading(text: str) -> None:
