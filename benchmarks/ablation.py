@@ -41,9 +41,9 @@ from minivllm.lab.progress import track
 from minivllm.lab.results import read_record, record, write_record
 from minivllm.lab.tables import console, markdown_table, table
 from minivllm.sampling_params import SamplingParams
+from minivllm.simulate.lever_checks import median_error
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-RESULTS = Path(__file__).resolve().parent / "results"
 ALONE = ("tensor parallel", "CUDA graphs")
 """What not every machine gains from: switched on at the end of the ladder, and left out of the rest."""
 SLOW, VERY_SLOW = 4.0, 20.0  # seconds: what takes longer runs in two rounds only, or in one
@@ -265,15 +265,9 @@ def markdown(found: dict[str, Any]) -> str:
         f"{markdown_table(*_comparison(found))}\n\n"
         f"Measured by `make ablation` on {where['cpu']}, {where['cores']} cores, torch {where['versions']['torch']}: "
         f"factors of output tokens a second, with {found['bytes'] / 2**20:.0f} MiB for weights and cache. *Modelled*: "
-        "Llama-3.1-8B on an H100, leave one out, chat / mixed; the simulator's error on this machine's engine, on runs "
-        f"held aside, is {simulator_error():.0%} at the median."
+        "Llama-3.1-8B on an H100, leave one out, chat / mixed; the simulator is off by "
+        f"{median_error():.0%} (median) on published figures."
     )
-
-
-def simulator_error() -> float:
-    """The simulator's median error on runs that it was not fitted to (`benchmarks/simulator.py`)."""
-    found = json.loads((RESULTS / "simulator.cpu.json").read_text())["figures"]
-    return statistics.median(abs(one["run"]) for one in found["runs"].values() if one["foretold"])
 
 
 def draw(figures: dict[str, Any], path: str) -> None:
