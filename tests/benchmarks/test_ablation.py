@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.lab.exercise import load
 from minivllm.lab.marks import put_between_marks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,16 +18,13 @@ RESULTS = ROOT / "benchmarks/results/ablation.cpu.json"
 
 
 @pytest.fixture(scope="module")
-def ablation():
-    """The benchmark as a module; it finds its neighbours on the path, as a script does."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield load(ROOT / "benchmarks/ablation.py")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+def ablation(load_benchmark):
+    return load_benchmark("ablation")
 
 
-shapley = load(ROOT / "benchmarks/shapley.py")
+@pytest.fixture(scope="module")
+def shapley(load_benchmark):
+    return load_benchmark("shapley")
 
 
 def test_every_round_runs_all_in_an_order_of_its_own(ablation):
@@ -45,7 +41,7 @@ def test_every_round_runs_all_in_an_order_of_its_own(ablation):
 
 @given(st.integers(1, 4).flatmap(lambda n: st.lists(st.floats(-9, 9), min_size=2**n, max_size=2**n)))
 @settings(deadline=None)
-def test_a_shapley_value_is_the_mean_over_all_orders(numbers):
+def test_a_shapley_value_is_the_mean_over_all_orders(shapley, numbers):
     levers = [f"lever {index}" for index in range(int(math.log2(len(numbers))))]
     worth = dict(zip(shapley.subsets(levers), numbers, strict=True))
     values = shapley.shapley_values(levers, worth)

@@ -1,11 +1,9 @@
 """PERFORMANCE.md shows what was measured."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from minivllm.lab.exercise import load
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.results import read_record
 
@@ -13,9 +11,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.mark.parametrize("name", ["peers"])
-def test_the_table_is_that_of_the_results(name, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    benchmark = load(BENCHMARKS / f"{name}.py")
+def test_the_table_is_that_of_the_results(name, load_benchmark):
     page = (BENCHMARKS / "PERFORMANCE.md").read_text()
     found = read_record(BENCHMARKS / f"results/{name}.cpu.json", name)
-    assert put_between_marks(page, name, benchmark.markdown(found)) == page
+    assert put_between_marks(page, name, load_benchmark(name).markdown(found)) == page

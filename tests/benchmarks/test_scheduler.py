@@ -1,24 +1,16 @@
 """The scheduler's benchmark: the work is what it says, and what is told of it is what was measured."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from minivllm.lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results/scheduler.cpu.json"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/scheduler.cpu.json"
 
 
 @pytest.fixture(scope="module")
-def benchmark():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        yield load(ROOT / "benchmarks/scheduler.py")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+def benchmark(load_benchmark):
+    return load_benchmark("scheduler")
 
 
 @pytest.mark.parametrize("caching", [True, False])

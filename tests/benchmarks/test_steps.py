@@ -1,12 +1,10 @@
 """The ledger's variants replace what is there, and its table is that of the results."""
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
 
-from minivllm.lab.exercise import load
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.results import read_record
 
@@ -14,12 +12,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def steps():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield load(BENCHMARKS / "steps.py")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+def steps(load_benchmark):
+    return load_benchmark("steps")
 
 
 def test_what_a_variant_replaces_is_there(steps):

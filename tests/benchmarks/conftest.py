@@ -1,0 +1,22 @@
+"""Benchmarks as modules."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from minivllm.lab.exercise import load
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def load_benchmark() -> Iterator[Callable[[str], ModuleType]]:
+    """Loads a benchmark by its name; it finds its neighbours on the path, as a script does."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield lambda name: load(BENCHMARKS / f"{name}.py")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
