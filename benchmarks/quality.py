@@ -5,8 +5,8 @@
 The same texts are read by one engine for each way to store the KV cache and the weights, on this machine. The table is
 followed by one line of JSON. Loss is in nats per token; agreement is the share of positions at which the likeliest
 token is the one of the first row. Bytes of weights are those of the projections in the layers, which is what
-`quantization` stores otherwise, and, in the JSON, all that the engine counts: embedding, rotary table, and the second
-copy of small fp32 weights that it keeps laid out for oneDNN.
+`quantization` stores otherwise, and, in the JSON, all that the engine counts: embedding and rotary table too, and in
+fp32 the head, whose weights are the embedding's, once more, packed for oneDNN.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.quality import held_out_tokens, read
+from minivllm.kernels.cpu_linear import PackedLinear
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.progress import track
 from minivllm.lab.results import record, write_json
@@ -53,10 +54,10 @@ def main(arguments: argparse.Namespace) -> None:
             "loss_added": round(added, 5),
             "agreement": round(agreement, 4),
         }
-        bytes_of = (f"{projections:,}", core.ledger.bytes_per_token)
-        rows.append((name, *bytes_of, f"{reading.loss:.4f}", f"{added:+.4f}", f"{agreement:.1%}"))
+        sizes = (f"{projections / 1e6:.2f}", core.ledger.bytes_per_token)
+        rows.append((name, *sizes, f"{reading.loss:.4f}", f"{added:+.4f}", f"{agreement:.1%}"))
     title = f"{arguments.texts} held-out texts of {arguments.tokens} tokens"
-    table(title, ("stored as", "bytes of projections", "KV bytes a token", "loss", "added", "agreement"), rows)
+    table(title, ("stored as", "MB of matrices", "KV bytes a token", "loss", "added", "agreement"), rows)
     outcome = {"texts": arguments.texts, "tokens": arguments.tokens, "ways": figures}
     if arguments.json:
         write_json(arguments.json, "quality", outcome)
@@ -64,9 +65,10 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def projection_bytes(model: Decoder) -> int:
-    """Bytes of the layers' matrices as they are stored, each once, with their scales."""
-    in_layers = dict(model.layers.named_parameters())
-    return sum(parameter.nbytes for name, parameter in in_layers.items() if "_proj." in name)
+    """Bytes of the layers' matrices as they are stored: packed for oneDNN, or plain, or integers with their scales."""
+    plain = sum(parameter.nbytes for name, parameter in model.layers.named_parameters() if "_proj." in name)
+    forwards = [module.forward for module in model.layers.modules()]
+    return plain + sum(forward.nbytes for forward in forwards if isinstance(forward, PackedLinear))
 
 
 def parser() -> argparse.ArgumentParser:

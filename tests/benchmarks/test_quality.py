@@ -1,0 +1,34 @@
+"""The quality benchmark: the bytes that it tells are those of the matrices, however the engine keeps them."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from minivllm import LLM
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.lab.results import read_record
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/quality.cpu.json"
+
+
+@pytest.fixture(scope="module")
+def quality(load_benchmark):
+    return load_benchmark("quality")
+
+
+@pytest.fixture(scope="module")
+def numbers() -> int:
+    """Of the matrices in the layers, as the checkpoint has them."""
+    tensors = load_file(EMBEDDED_MODEL / "model.safetensors")
+    return sum(tensor.numel() for name, tensor in tensors.items() if "_proj." in name)
+
+
+@pytest.mark.parametrize(("way", "least", "most"), [
+    ("float32", 32, 32), ("weights int8", 8, 8.2), ("weights int4", 4, 5), ("bfloat16, KV too", 16, 16),
+])  # fmt: skip
+def test_bits_of_a_number_in_the_layers(quality, numbers, way, least, most):
+    llm = LLM(EMBEDDED_MODEL, device="cpu", show_ledger=False, **{"dtype": "float32", **quality.WAYS[way]})
+    found = quality.projection_bytes(llm.llm_engine.core.runner.model)
+    assert least <= 8 * found / numbers <= most
+    assert read_record(RESULTS, "quality")["figures"]["ways"][way]["projection_bytes"] == found
