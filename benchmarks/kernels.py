@@ -42,7 +42,7 @@ from minivllm.lab.gpu import HAS_TRITON
 from minivllm.lab.progress import track
 from minivllm.lab.results import ensure_writable, record, write_json
 from minivllm.lab.tables import table
-from minivllm.lab.timing import median_seconds, wall_seconds
+from minivllm.lab.timing import in_turns, median_seconds
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BLOCK_SIZE = 16
@@ -110,11 +110,8 @@ def stored_as(kv: torch.dtype, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple
 
 
 def medians_in_turn(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each function; all run once, then all again, so that what the machine does hits all alike."""
-    for function in functions.values():
-        function()
-    rounds = [{name: wall_seconds(function) for name, function in functions.items()} for _ in range(repeats)]
-    return {name: statistics.median(one[name] for one in rounds) for name in functions}
+    """Median seconds of each function."""
+    return {name: statistics.median(seconds) for name, seconds in in_turns(functions, repeats).items()}
 
 
 # ---- on a CPU --------------------------------------------------------------------------------------------------------

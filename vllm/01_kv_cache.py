@@ -24,12 +24,12 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int, run
-from minivllm.lab.device import device_name, pick_device
 from minivllm.lab.device_rates import measure_device
 from minivllm.lab.figures import panels
-from minivllm.lab.gpu import HAS_TRITON, INTERPRETED, tl, triton
+from minivllm.lab.gpu import tl, triton
+from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
-from minivllm.lab.results import write_json
+from minivllm.lab.proof import furthest, prove, show_errors
 from minivllm.lab.roofline import measure_share, ridge, share_table
 from minivllm.lab.tables import closing, console, heading, table
 from minivllm.lab.timing import median_seconds
@@ -254,12 +254,9 @@ def verify_kernels(device: torch.device) -> dict:
         exact = [x.double() for x in (q, k, v, keys, values)]
         expected = torch.stack([decode_step(*one, length) for *one, length in zip(*exact, lengths, strict=True)])
         given = (q, k, v, keys, values, torch.tensor(lengths, dtype=torch.int32))
-        error = (decode_batch(*(x.to(device) for x in given)).cpu() - expected).abs().max().item()
-        assert error < 2e-3, f"the kernels are wrong by {error}"
-        errors[f"{heads} query heads, {kv_heads} KV heads of {head_dim}"] = error
-    how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
-    table(f"Both kernels, {how}", ("float16", "off float64 by"), [(s, f"{e:.0e}") for s, e in errors.items()])
-    return {"largest_error": max(errors.values())}
+        found = decode_batch(*(x.to(device) for x in given))
+        errors[f"{heads} query heads, {kv_heads} KV heads of {head_dim}"] = furthest(found, expected)
+    return {"largest_error": show_errors("Both kernels", errors, 2e-3)}
 
 
 # %% 5. The measurement: decode waits for memory, so more sequences at once are nearly free
@@ -381,9 +378,7 @@ def draw(found: dict, path: str) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, served = pick_device(arguments.device), known_model(arguments.serve)
-    console.print(f"[bold]Lesson 01. The KV cache[/bold], on {device_name(device)}")
-    torch.manual_seed(arguments.seed)
+    device, served = begin("Lesson 01. The KV cache", arguments), known_model(arguments.serve)
     ledger = memory_ledger(served, arguments.gpu, max_model_len=arguments.max_model_len)
     (model, config), tokenizer = load_model(arguments.model, device, "float32"), load_tokenizer(arguments.model)
     prompt = tokenizer.encode(arguments.prompt).ids
@@ -399,7 +394,7 @@ def main(arguments: argparse.Namespace) -> None:
     heading("3. What it costs: bytes per token")
     found = {"generation": generation, "bytes_per_token": list_models()}
     heading("4. The kernels, verified")
-    found["kernels"] = verify_kernels(device) if HAS_TRITON else console.print("Triton has no build for this platform")
+    found["kernels"] = prove(verify_kernels, device)
     heading("5. What limits decode")
     found |= {"intensity": measure_intensity(device), "sequences": measure_sequences(model)}
     heading("6. The ledger")
@@ -415,16 +410,12 @@ def main(arguments: argparse.Namespace) -> None:
         f"{card['running']} requests with reserved slots fill the {card['name']}, where {card['alpaca']['unreserved']} "
         "short ones would fit. Lesson 02 makes them fit.",
     )
-    if arguments.plot:
-        draw(found, arguments.plot)
-    if arguments.json:
-        write_json(arguments.json, "01_kv_cache", found)
+    keep(__file__, found, arguments, draw)
 
 
 def parser() -> argparse.ArgumentParser:
     """The lesson's own knobs, beside those that every lesson has."""
-    flags = lesson_parser(__doc__)
-    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="a model directory (default: the embedded model)")
+    flags = lesson_parser(__doc__, EMBEDDED_MODEL)
     flags.add_argument("--prompt", default="def ", help="text to continue")
     flags.add_argument("--tokens", type=positive_int, help="how many to generate (default: 256, 64 quick, 1024 full)")
     flags.add_argument("--gpu", default="L4", help="the card of the ledger")

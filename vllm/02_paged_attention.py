@@ -11,27 +11,29 @@ kernel, and what one forgotten reference does.
 """
 
 import argparse
-import dataclasses
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from rich.markup import escape
 from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.kernels.attention import unified_attention
-from minivllm.lab import figures, palette
+from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int, run
-from minivllm.lab.device import device_name, pick_device
-from minivllm.lab.gpu import INTERPRETED, tl, triton
+from minivllm.lab.figures import curves, panels
+from minivllm.lab.gpu import tl, triton
+from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
-from minivllm.lab.results import write_json
+from minivllm.lab.proof import furthest, prove, refusal, show_errors
 from minivllm.lab.tables import closing, console, heading, table
-from minivllm.lab.timing import median_seconds
+from minivllm.lab.timing import in_turns
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
@@ -55,22 +57,22 @@ STRANGER = (
 LONGEST = 2048  # tokens of the longest request that is served
 
 
-# region: reservations
 class Reservations:
     """The naive way: a request keeps one region of neighbouring slots, the first that is long enough, until it ends."""
 
     def __init__(self, slots: int, region: Callable[[RequestLengths], int]) -> None:
         self.slots, self.region = slots, region
-        self.holes = [(0, slots)]  # (first slot, length) of each free stretch, in order
+        self.taken: list[tuple[int, int]] = []  # (first slot, slots) of each region, in order
 
     def admit(self, one: Running) -> bool:
-        """Reserve the whole region now."""
-        size = self.region(one.lengths)
-        for index, (first, length) in enumerate(self.holes):
-            if length >= size:
-                self.holes[index : index + 1] = [(first + size, length - size)] if length > size else []
-                one.home = (first, size)
+        """Reserve the whole region now, in the first hole that is long enough."""
+        size, hole = self.region(one.lengths), 0
+        for first, length in [*self.taken, (self.slots, 0)]:
+            if first - hole >= size:
+                one.home = (hole, size)
+                insort(self.taken, one.home)
                 return True
+            hole = first + length
         return False
 
     def grow(self, one: Running) -> bool:
@@ -78,33 +80,19 @@ class Reservations:
         return True
 
     def release(self, one: Running) -> None:
-        """Give the region back, and join holes that touch."""
-        holes: list[tuple[int, int]] = []
-        for first, length in sorted([*self.holes, one.home]):
-            if holes and sum(holes[-1]) == first:
-                first, before = holes.pop()
-                length += before
-            holes.append((first, length))
-        self.holes = holes
+        """Give the region back."""
+        self.taken.remove(one.home)
 
     def held(self, one: Running) -> int:
         """All of the region, written or not."""
         return one.home[1]
 
 
-# endregion
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (number - 1).bit_length()
-
-
 # What is reserved, by name. Nobody knows an output's length in advance: all but the first are for comparison.
 REGIONS: dict[str, Callable[[RequestLengths], int]] = {
     "max": lambda request: LONGEST,
-    "pow2": lambda request: request.prompt_tokens + power_of_two(request.output_tokens),
-    "buddy": lambda request: power_of_two(request.total),  # regions of a buddy allocator are powers of two
+    "pow2": lambda request: request.prompt_tokens + triton.next_power_of_2(request.output_tokens),
+    "buddy": lambda request: triton.next_power_of_2(request.total),  # all regions of a buddy allocator are such
     "exact": lambda request: request.total,
 }
 TITLES = {
@@ -238,35 +226,34 @@ def paged(slots: int, block_size: int) -> TablesOnDemand:
     return TablesOnDemand(slots, block_size, lambda: BlockTable(pool, block_size))
 
 
-def measure_memory(slots: int, block_size: int, steps: int, seed: int) -> dict:
-    """What the slots hold under every allocator, and how many requests run at once."""
-    found: dict = {}
-    for name, requests in track(replayed(WORKLOADS, steps, slots, seed).items(), "replaying requests"):
-        memories = {kind: Reservations(slots, region) for kind, region in REGIONS.items()}
-        memories["paged"] = paged(slots, block_size)
-        replays = {kind: replay(memory, requests, steps) for kind, memory in memories.items()}
-        kinds = {kind: dataclasses.asdict(one) for kind, one in replays.items()}
-        for kind, one in kinds.items():
-            measures = ("tokens", "running", "served_per_1000_steps")
-            one["paged_over_this"] = {measure: kinds["paged"][measure] / one[measure] for measure in measures}
-            one |= {"empty": 1 - one["tokens"], "empty_of_held": replays[kind].empty}  # shares, for the claims
-        found[name] = kinds
-    columns = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}
-    rows = [
-        (TITLES[kind], *(f"{one[share]:.1%}" for share in columns), f"{one['running']:.1f}")
-        for kind, one in found["sharegpt"].items()
-    ]
-    title = f"What {slots:,} slots hold, requests like {WORKLOADS['sharegpt'].title}"
-    table(title, ("reserved", *columns.values(), "run"), rows)
-    rows = [(TITLES[kind], *(f"{kinds[kind]['tokens']:.1%}" for kinds in found.values())) for kind in TITLES]
-    table("Slots that hold a token, requests like", ("reserved", *(WORKLOADS[name].title for name in found)), rows)
-    return found
-
-
 def replayed(names: Iterable[str], steps: int, slots: int, seed: int) -> dict[str, list[RequestLengths]]:
     """Enough requests of each kind for so many steps, those of at most LONGEST tokens."""
     sampled = {name: WORKLOADS[name].sample(max(1000, steps * slots // 2000), seed) for name in names}
     return {name: [one for one in requests if one.total <= LONGEST] for name, requests in sampled.items()}
+
+
+SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}  # of all slots
+
+
+def measure_memory(slots: int, block_size: int, steps: int, seed: int) -> dict:
+    """What the slots hold under every allocator, and how many requests run at once."""
+    found: dict = {}
+    for name, requests in track(replayed(WORKLOADS, steps, slots, seed).items(), "replaying requests"):
+        memories: dict = {kind: Reservations(slots, region) for kind, region in REGIONS.items()}
+        memories["paged"] = paged(slots, block_size)
+        found[name] = {kind: replay(memory, requests, steps).figures() for kind, memory in memories.items()}
+        for one in found[name].values():
+            gains = {
+                key: found[name]["paged"][key] / one[key] for key in ("tokens", "running", "served_per_1000_steps")
+            }
+            one["paged_over_this"] = gains
+    kinds = found["sharegpt"].items()
+    rows = [(TITLES[kind], *(f"{one[share]:.1%}" for share in SHARES), f"{one['running']:.1f}") for kind, one in kinds]
+    title = f"What {slots:,} slots hold, requests like {WORKLOADS['sharegpt'].title}"
+    table(title, ("reserved", *SHARES.values(), "run"), rows)
+    rows = [(TITLES[kind], *(f"{kinds[kind]['tokens']:.1%}" for kinds in found.values())) for kind in TITLES]
+    table("Slots that hold a token, requests like", ("reserved", *(WORKLOADS[name].title for name in found)), rows)
+    return found
 
 
 # %% 4. The kernels: attend through a block table, and copy blocks
@@ -378,24 +365,19 @@ def verify_kernels(device: torch.device) -> dict:
         q = torch.randn(4, heads, head_dim).half()
         expected = gather_decode(q.double(), keys.double(), values.double(), block_table, lengths)
         found = paged_decode(*(tensor.to(device) for tensor in (q, keys, values, block_table, lengths)))
-        error = (found.cpu() - expected).abs().max().item()
-        assert error < 2e-3, f"the kernel is wrong by {error} with blocks of {block_size}"
-        errors[f"{heads} query heads, {kv_heads} KV heads of {head_dim}, blocks of {block_size}"] = error
+        shape = f"{heads} query heads, {kv_heads} KV heads of {head_dim}, blocks of {block_size}"
+        errors[shape] = furthest(found, expected)
     cache = torch.randn(6, 9, 4, 2, 40, device=device)
     expected = cache.clone()
     expected[:, [2, 7, 8]] = cache[:, [1, 1, 5]]
     copy_blocks(cache, [(1, 2), (1, 7), (5, 8)])
     assert torch.equal(cache, expected), "blocks were not copied as told"
-    how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
-    rows = [(shape, f"{error:.0e}") for shape, error in errors.items()]
-    table(f"Both kernels, {how}", ("float16", "off float64 by"), rows, "copied blocks: bit for bit")
-    return {"largest_error": max(errors.values())}
+    return {"largest_error": show_errors("Both kernels", errors, 2e-3, caption="copied blocks: bit for bit")}
 
 
 # %% 5. Sharing: parallel samples and beam search
 
 
-# region: cache
 class PagedCache:
     """Keys and values of all sequences in one tensor, and the pool that says whose is what."""
 
@@ -448,9 +430,6 @@ class PagedCache:
     def tokens_of(self, one: BlockTable) -> list[int]:
         """What lies where this sequence's table points."""
         return self.written.view(-1)[slot_mapping(one.block_ids(), range(one.num_tokens), self.block_size)].tolist()
-
-
-# endregion
 
 
 def blocks_held(pool: BlockPool) -> int:
@@ -525,8 +504,7 @@ def measure_sharing(cache_of, prompt: list[int], widths: list[int], steps: int, 
     found: dict = {"samples": {}, "beams": {}}
     for name in ("alpaca", "sharegpt"):
         requests = WORKLOADS[name].sample(40, seed)
-        saved = {str(samples): saved_by_samples(requests, samples, block_size) for samples in (2, 4, 6)}
-        found["samples"][name] = saved
+        found["samples"][name] = {str(n): saved_by_samples(requests, n, block_size) for n in (2, 4, 6)}
     rows = [(WORKLOADS[n].title, *(f"{s:.1%}" for s in saved.values())) for n, saved in found["samples"].items()]
     table("Blocks saved when samples share their prompt", ("requests like", "2 samples", "4", "6"), rows)
     rows = []
@@ -579,15 +557,13 @@ def measure_price(device: torch.device, sizes: tuple[int, ...], rounds: int) -> 
     one_each = starts[:-1, None].contiguous()
     runs = {name: attending(data.clone(), one_each, paged=False) for name in ("contiguous", "contiguous again")}
     runs |= {str(size): attending(*in_blocks(data, size)) for size in sizes}
-    expected, seconds = runs["contiguous"](), {size: [] for size in runs}
+    expected = runs["contiguous"]()
     for size, attend in runs.items():
-        assert (attend() - expected).abs().max() < 1e-2, f"blocks of {size} give another result"
-    for _ in track(range(rounds), "timing"):  # in turns, and the best counts: other work can only slow a round down
-        for size, attend in runs.items():
-            seconds[size].append(median_seconds(attend, repeats=1, warmup=0, device=device))
-    best = {name: min(times) for name, times in seconds.items()}
-    ratio = {name: best[name] / best["contiguous"] for name in map(str, sizes)}
-    again = best["contiguous again"] / best["contiguous"]
+        assert furthest(attend(), expected) < 1e-2, f"blocks of {size} give another result"
+    # The best round counts: other work can only slow one down.
+    best = {name: min(seconds) for name, seconds in in_turns(runs, rounds, device).items()}
+    ratio = {name: seconds / best["contiguous"] for name, seconds in best.items()}
+    again, _ = ratio.pop("contiguous again"), ratio.pop("contiguous")
     shape = f"{sequences} sequences of {length:,} tokens, {heads} heads on {kv_heads}"
     return {"shape": shape, "contiguous_ms": best["contiguous"] * 1e3, "again": again, "ratio": ratio}
 
@@ -602,17 +578,12 @@ def measure_block_sizes(device: torch.device, slots: int, sizes: tuple[int, ...]
         (size, *(f"{shares[size]:.1%}" for shares in empty.values()), f"{LONGEST // int(size):,}", f"{ratio:.2f} ×")
         for size, ratio in price["ratio"].items()
     ]
-    titles = [WORKLOADS[name].title for name in empty]
+    columns = ("block", *(WORKLOADS[name].title for name in empty), "table entries", "time")
     caption = (
         f"time: {price['shape']}, blocks scattered, against a contiguous cache ({price['contiguous_ms']:.2f} ms); "
+        f"against a second contiguous cache, which says how far to trust it: {price['again']:.2f} ×"
     )
-    caption += f"against a second contiguous cache, which says how far to trust it: {price['again']:.2f} ×"
-    table(
-        "Held slots that are empty, the table, and the time of attention",
-        ("block", *titles, "table entries", "time"),
-        rows,
-        caption,
-    )
+    table("Held slots that are empty, the table, and the time of attention", columns, rows, caption)
     return {"price": price, "empty": empty}
 
 
@@ -631,7 +602,6 @@ def double_free(pool: BlockPool) -> list[int]:
     return sorted(set(one.block_ids()) & set(other.block_ids()))
 
 
-# region: leak
 def leak(cache: PagedCache, mine: list[int], stranger: list[int], new_tokens: int) -> tuple[list[int], list[int]]:
     """Fork a request, end its first half, let a stranger in, go on with the second half.
 
@@ -648,34 +618,23 @@ def leak(cache: PagedCache, mine: list[int], stranger: list[int], new_tokens: in
     return cache.tokens_of(second)[: len(mine)], written
 
 
-# endregion
-
-
 def break_it(cache_of: Callable[[], PagedCache], tokenizer, mine: list[int], stranger: list[int]) -> dict:
-    """A double free, a forgotten reference and a pool that runs dry: with the checks, and without them."""
-    trusting, forgetful, dry = BlockPool(9), cache_of(), BlockPool(5)
+    """A double free, a pool that runs dry and a forgotten reference: with the checks, and without them."""
+    trusting, dry, forgetful = BlockPool(9), BlockTable(BlockPool(5), 16), cache_of()
     trusting.free_blocks = lambda blocks: trusting.free.extendleft(list(blocks)[::-1])  # takes back what it is given
+    dry.append(64)
     forgetful.pool.touch = lambda blocks: None  # does not count a fork
     found: dict = {"double_free": double_free(trusting)}
     console.print(f"freed twice without a check, the blocks {found['double_free']} went to two sequences at once")
-    one, other = BlockTable(dry, 16), BlockTable(dry, 16)
-    one.append(32)
-    other.append(32)
-    for name, act in {
-        "freed twice": lambda: double_free(BlockPool(9)),
-        "the pool is dry": lambda: one.append(1),
-    }.items():
-        try:
-            act()
-        except MinivllmError as error:
-            console.print(f"{name}: {error}")
+    console.print(f"freed twice: {refusal(lambda: double_free(BlockPool(9)))}")
+    console.print(f"the pool is dry: {refusal(lambda: dry.append(1))}")
     for name, cache in (("counted", cache_of()), ("forgotten", forgetful)):
         reads, writes = leak(cache, mine, stranger, 16)
         found[name] = {"reads": tokenizer.decode(reads), "writes": tokenizer.decode(writes)}
-    lines = {"reads": "finds", "writes": "goes on"}
+    texts = {"finds": "reads", "goes on": "writes"}
     rows = [
-        (line, *(found[name][key].rstrip().replace("[", r"\[") for name in ("counted", "forgotten")))
-        for key, line in lines.items()
+        (line, *(escape(found[name][text].rstrip()) for name in ("counted", "forgotten")))
+        for line, text in texts.items()
     ]
     title = "A request is forked, its first half ends, a stranger comes in"
     table(title, ("the second half", "its reference counted", "forgotten"), rows, words=True)
@@ -687,40 +646,30 @@ def break_it(cache_of: Callable[[], PagedCache], tokenizer, mine: list[int], str
 
 def draw(found: dict, path: str) -> None:
     """What the slots hold under each allocator, and what a block size costs in empty slots and in time."""
-    with figures.panels(path, 3, height=4) as (left, middle, right):
-        kinds, start = found["memory"]["sharegpt"], [0.0] * len(found["memory"]["sharegpt"])
-        labels = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}
+    kinds, price, empty = found["memory"]["sharegpt"], found["blocks"]["price"], found["blocks"]["empty"]
+    start = [0.0] * len(kinds)
+    with panels(path, 3, height=4) as (left, middle, right):
         colours = (palette.BLUE, palette.SKY, palette.ORANGE, palette.PALE)
-        for (share, label), colour in zip(labels.items(), colours, strict=True):
+        for (share, label), colour in zip(SHARES.items(), colours, strict=True):
             widths = [one[share] for one in kinds.values()]
             left.barh([TITLES[kind] for kind in kinds], widths, left=start, color=colour, label=label)
             start = [before + width for before, width in zip(start, widths, strict=True)]
         left.set(title="What the slots hold", xlabel="share of the slots, requests like ShareGPT", xlim=(0, 1))
         left.invert_yaxis()
         left.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.2))
-        price, empty = found["blocks"]["price"], found["blocks"]["empty"]
-        sizes = [int(size) for size in price["ratio"]]
-        for (name, shares), colour in zip(empty.items(), palette.SERIES, strict=False):
-            middle.plot(
-                sizes, [100 * share for share in shares.values()], "o-", color=colour, label=WORKLOADS[name].title
-            )
+        curves(middle, {WORKLOADS[name].title: shares for name, shares in empty.items()}, factor=100, octaves=True)
         middle.set(title="Empty slots in held blocks", xlabel="block size", ylabel="%", ylim=0)
-        right.plot(sizes, list(price["ratio"].values()), "s-", color=palette.VERMILLION, label="with a table")
+        curves(right, {"with a table": price["ratio"]}, octaves=True)
         right.axhline(1, color=palette.GREY, linestyle="--", label="contiguous")
         right.axhline(price["again"], color=palette.GREY, linestyle=":", label="contiguous, once more")
         top = 1.3 * max(price["ratio"].values())
         right.set(title="Time of decode attention", xlabel="block size", ylabel="against contiguous", ylim=(0, top))
-        for axes in (middle, right):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
-            axes.legend()
+        right.legend(fontsize=8)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, slots, seed = pick_device(arguments.device), arguments.slots, arguments.seed
-    console.print(f"[bold]Lesson 02. PagedAttention[/bold], on {device_name(device)}")
-    torch.manual_seed(seed)
+    device, slots, seed = begin("Lesson 02. PagedAttention", arguments), arguments.slots, arguments.seed
     model, config = load_model(arguments.model, device, "auto" if device.type == "cuda" else "float32")
     tokenizer = load_tokenizer(arguments.model)
     prompt, stranger = (tokenizer.encode(text).ids for text in (arguments.prompt, arguments.stranger))
@@ -741,7 +690,7 @@ def main(arguments: argparse.Namespace) -> None:
     heading("1–3. The same requests on the same memory")
     found["memory"] = measure_memory(slots, arguments.block_size, steps, seed)
     heading("4. The kernels, verified")
-    found["kernels"] = verify_kernels(device)
+    found["kernels"] = prove(verify_kernels, device)
     heading("5. Sharing")
     found["sharing"] = measure_sharing(cache_of, prompt, widths, beam_steps, arguments.block_size, seed)
     console.print(f"the likeliest begins: {tokenizer.decode(found['sharing']['best'])[:64]!r}", markup=False)
@@ -758,16 +707,12 @@ def main(arguments: argparse.Namespace) -> None:
         f"{ratio['1']:.2f} times.",
         f"One forgotten reference, and a request reads a stranger's text: {leaked[:48]!r}.",
     )
-    if arguments.plot:
-        draw(found, arguments.plot)
-    if arguments.json:
-        write_json(arguments.json, "02_paged_attention", found, block_size=arguments.block_size, slots=slots)
+    keep(__file__, found, arguments, draw, block_size=arguments.block_size, slots=slots)
 
 
 def parser() -> argparse.ArgumentParser:
     """The lesson's own knobs, beside those that every lesson has."""
-    flags = lesson_parser(__doc__)
-    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="a model directory (default: the embedded model)")
+    flags = lesson_parser(__doc__, EMBEDDED_MODEL)
     flags.add_argument("--prompt", default=PROMPT, help="text that the beam search continues")
     flags.add_argument("--stranger", default=STRANGER, help="text of the other request where a reference is forgotten")
     flags.add_argument("--block-size", type=positive_int, default=16, help="token slots in a block (default: 16)")

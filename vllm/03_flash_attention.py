@@ -30,10 +30,12 @@ from minivllm.lab import palette
 from minivllm.lab.allocator import keep_freed_memory
 from minivllm.lab.aot import SHARED_MEMORY, compile_for
 from minivllm.lab.cli import lesson_parser, positive_int, run
-from minivllm.lab.device import device_name, pick_device
+from minivllm.lab.device import device_name
 from minivllm.lab.figures import panels
 from minivllm.lab.gpu import HAS_TRITON, INTERPRETED, tl, triton
+from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
+from minivllm.lab.proof import furthest, show_errors
 from minivllm.lab.results import write_json
 from minivllm.lab.slow_memory import in_slow_memory
 from minivllm.lab.tables import closing, console, heading, table
@@ -322,11 +324,9 @@ def verify(device: torch.device) -> dict:
             ways["T × T stored, by torch"] = stored_attention(q, k, v)
             for name, out in ways.items():
                 key = f"{name}, {str(dtype).removeprefix('torch.')}"
-                errors[key] = max(errors.get(key, 0.0), (out.cpu() - expected).abs().max().item())
+                errors[key] = max(errors.get(key, 0.0), furthest(out, expected))
     errors["in the engine's pool, float32"], share = compare_with_paged(device)
-    assert max(errors.values()) < 2e-2, f"the kernel is wrong: {errors}"
-    how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
-    table(f"The kernel, {how}", ("", "off float64 by"), [(name, f"{error:.0e}") for name, error in errors.items()])
+    show_errors("The kernel", errors, 2e-2, column="")
     names = {"ours": "in one pass", "stored": "T × T stored, by torch", "paged": "in the engine's pool"}
     return {key: errors[f"{name}, float32"] for key, name in names.items()} | {"table_share": share}
 
@@ -342,7 +342,7 @@ def compare_with_paged(device: torch.device) -> tuple[float, float]:
     caches[:, order] = torch.stack([k, v]).view(2, 5, 16, 2, 64)
     starts, lengths, blocks = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 80], [80], [order]))
     paged = unified_attention(q, *caches, starts, lengths, blocks, 64**-0.5, backend="triton")
-    return (paged - expected).abs().max().item(), blocks.nbytes / (k.nbytes + v.nbytes)
+    return furthest(paged, expected), blocks.nbytes / (k.nbytes + v.nbytes)
 
 
 def merged(*parts: tuple[Tensor, Tensor]) -> Tensor:
@@ -549,7 +549,7 @@ def compile_tiles(target: str, tiles: list[tuple[int, int, int]]) -> dict:
 # %% The talk, in order
 
 
-def draw(found: dict, row: dict, path: str) -> None:
+def draw(row: dict, found: dict, path: str) -> None:
     """A row of scores with its running maximum; bytes moved and bytes kept, against the length."""
     traffic, scores, tile = found["traffic"], np.array(row["scores"]), np.arange(len(row["scores"])) // 4
     with panels(path, 3) as (left, middle, right):
@@ -570,7 +570,7 @@ def draw(found: dict, row: dict, path: str) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, quick, found = pick_device(arguments.device), arguments.quick, {}
+    quick, found = arguments.quick, {}
     on_chip = arguments.on_chip_kib * 1024
     largest_block_q(on_chip // 4, 64, 16), largest_block_q(on_chip, max(HEAD_DIMS), 16)  # or it is too small to fit
     if not 1 <= len(arguments.text) <= 1000:
@@ -580,8 +580,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.block_q * arguments.block_k < 64:
         raise MinivllmError("a tile needs 64 scores or more, or NumPy counts for hours: raise --block-q or --block-k")
     keep_freed_memory()
-    console.print(f"[bold]Lesson 03. FlashAttention[/bold], on {device_name(device)}")
-    torch.manual_seed(arguments.seed)
+    device = begin("Lesson 03. FlashAttention", arguments)
     model, tokenizer = load_model(arguments.model, device, "float32")[0], load_tokenizer(arguments.model)
     heading("1. The T × T matrix")
     found["memory"] = run_out_of_memory(arguments.heads, arguments.budget_mib * MIB)
@@ -617,15 +616,12 @@ def main(arguments: argparse.Namespace) -> None:
     )
     if arguments.row:
         write_json(arguments.row, "attention_row", row)
-    if arguments.plot:
-        draw(found, row, arguments.plot)
-    if arguments.json:
-        write_json(arguments.json, "03_flash_attention", found)
+    keep(__file__, found, arguments, partial(draw, row))
 
 
 def parser() -> argparse.ArgumentParser:
     """The lesson's own knobs, beside those that every lesson has."""
-    flags = lesson_parser(__doc__)
+    flags = lesson_parser(__doc__, EMBEDDED_MODEL)
     flags.add_argument("--heads", type=positive_int, default=8, help="heads whose scores must fit the budget")
     flags.add_argument("--budget-mib", type=positive_int, default=1024, help="memory for stored scores")
     flags.add_argument("--head-dim", type=positive_int, default=64, help="width of a head in the counted loops")
@@ -633,7 +629,6 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--block-k", type=positive_int, default=64, help="keys a tile in the counted loops")
     flags.add_argument("--on-chip-kib", type=positive_int, default=228, help="memory on the chip, for the powers")
     flags.add_argument("--target", choices=tuple(SHARED_MEMORY), default="sm_90", help="whose compiler judges tiles")
-    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="a model directory (default: the embedded model)")
     flags.add_argument("--text", default=TEXT, help="what the model reads")
     flags.add_argument("--row", metavar="FILE", help="also write one row of the model's scores, which the widget shows")
     return flags

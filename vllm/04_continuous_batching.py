@@ -26,11 +26,11 @@ from minivllm.engine.recording import bare_engine, foretell, record_run
 from minivllm.errors import MinivllmError
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int, run
-from minivllm.lab.device import device_name, pick_device
-from minivllm.lab.figures import panels
-from minivllm.lab.gpu import HAS_TRITON, INTERPRETED, tl, triton
+from minivllm.lab.figures import curves, panels
+from minivllm.lab.gpu import tl, triton
+from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
-from minivllm.lab.results import write_json
+from minivllm.lab.proof import furthest, prove, refusal, show_errors
 from minivllm.lab.tables import closing, console, heading, table
 from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate import scenes
@@ -255,14 +255,12 @@ def verify_kernel(device: torch.device) -> dict:
     for heads, kv_heads, head_dim in track([(4, 4, 64), (6, 2, 80)], "verifying the kernel"):
         q, k, v = (torch.randn(n, h, head_dim).half() for n, h in ((40, heads), (159, kv_heads), (159, kv_heads)))
         expected = ragged_attention(q.double(), k.double(), v.double(), *layout)
-        error = (ragged_launch(*(x.to(device) for x in (q, k, v, *layout))).cpu() - expected).abs().max().item()
-        errors[f"{heads} heads on {kv_heads}, of {head_dim}"] = error
-        assert error < 4e-3, f"the kernel is wrong by {error}"
-    how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
-    rows, padded = [(shape, f"{error:.0e}") for shape, error in errors.items()], max(queries) * len(queries)
+        found = ragged_launch(*(x.to(device) for x in (q, k, v, *layout)))
+        errors[f"{heads} heads on {kv_heads}, of {head_dim}"] = furthest(found, expected)
+    padded = max(queries) * len(queries)
     caption = f"new tokens of six requests: {queries}. End to end {sum(queries)} rows, padded {padded}"
-    table(f"The ragged kernel, {how}", ("float16", "off float64 by"), rows, caption)
-    return {"largest_error": max(errors.values()), "rows": sum(queries), "padded": padded}
+    largest = show_errors("The ragged kernel", errors, 4e-3, caption=caption)
+    return {"largest_error": largest, "rows": sum(queries), "padded": padded}
 
 
 # %% 4 and 5. On the engine: batching, then paging, on the same memory; and how well a simulator foretells it
@@ -344,15 +342,6 @@ def starved(token_budget: int = 5, steps: int = 20) -> dict[str, int]:
     return got
 
 
-def refused(model: str, device: torch.device) -> str:
-    """What the engine says to a pool in which one request of the greatest length does not fit."""
-    try:
-        bare_engine(model, device, CacheConfig(num_gpu_blocks=20), max_model_len=MAX_LEN)
-    except MinivllmError as error:
-        return str(error)
-    raise AssertionError("the engine would take a request that can never finish")
-
-
 # %% 7. Asynchronous scheduling: decide on the next step while this one is computed
 
 
@@ -386,7 +375,7 @@ def show_pipelines(schedule_ms: float = 2.0, forward_ms: float = 5.0, tokens: in
     found = {name: pipeline(*kind, tokens, schedule_ms, forward_ms) for name, kind in kinds.items()}
     rows = [(n, f"{x['ms_per_token']:.2f}", x["steps"], x["empty"]) for n, x in found.items()]
     title = f"Scheduling takes {schedule_ms:g} ms, the forward pass {forward_ms:g} ms"
-    table(title, ("steps", "ms a token", "steps", "schedules in vain"), rows)
+    table(title, ("one step and the next", "ms a token", "steps", "schedules in vain"), rows)
     return found
 
 
@@ -405,19 +394,13 @@ def draw(found: dict, path: str) -> None:
             title, end = f"{name}: {one['steps']} steps, {one['used']:.0%} used", found["timelines"]["static"]["steps"]
             axes.set(title=title, xlabel="step", ylabel="slots", xlim=(0, end), yticks=[])
             axes.invert_yaxis()
-        for (title, one), colour in zip(found["slots"].items(), palette.SERIES, strict=False):
-            shares = [100 * share for share in one["theory"].values()]
-            right.plot([int(batch) for batch in one["theory"]], shares, "o-", color=colour, label=title)
-        right.set(title="Static: slots used", xlabel="requests in the batch", ylabel="%", ylim=(0, 102), xscale="log")
-        right.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
-        right.legend(fontsize=8)
+        curves(right, {title: one["theory"] for title, one in found["slots"].items()}, factor=100, octaves=True)
+        right.set(title="Static: slots used", xlabel="requests in the batch", ylabel="%", ylim=(0, 102))
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, quick, seed = pick_device(arguments.device), arguments.quick, arguments.seed
-    console.print(f"[bold]Lesson 04. Continuous batching[/bold], on {device_name(device)}")
-    torch.manual_seed(seed)
+    device, quick, seed = begin("Lesson 04. Continuous batching", arguments), arguments.quick, arguments.seed
     ModelConfig.from_pretrained(arguments.model)  # says at once that there is none
     requests = arguments.requests or (16 if quick else 256 if arguments.full else 72)
     if requests < 12:
@@ -426,7 +409,7 @@ def main(arguments: argparse.Namespace) -> None:
     found: dict = {"timelines": show_timelines((3, 14, 5, 8, 12, 4, 6, 2, 9, 5), 4)}
     found["slots"] = measure_slots(128 if quick else 512, arguments.slots, seed)
     heading("3. One forward pass for requests of any length")
-    found["kernel"] = verify_kernel(device) if HAS_TRITON else console.print("Triton has no build for this platform")
+    found["kernel"] = prove(verify_kernel, device)
     heading("4 and 5. Batching, then paging, on the engine")
     found["engine"] = measure_engine(arguments.model, requests, device, seed)
     heading("6. Break it (Llama-3.1-8B on an H100, modelled)")
@@ -434,8 +417,10 @@ def main(arguments: argparse.Namespace) -> None:
     blocks = memory_ledger(llama, card, max_model_len=8192).num_blocks
     cost, cache = RooflineCost.of(llama, card), CacheConfig(num_gpu_blocks=blocks, enable_prefix_caching=False)
     found |= {"overload": overload(cost, cache, 60 if quick else 200, seed), "long_prompt": long_prompt(cost, cache)}
-    found |= {"starved": starved(), "refused": refused(arguments.model, device)}
-    console.print(f"larger than the pool: {found['refused']}")
+    small = CacheConfig(num_gpu_blocks=20)  # not one request of the greatest length fits: it could never finish
+    refused = refusal(lambda: bare_engine(arguments.model, device, small, max_model_len=MAX_LEN))
+    found |= {"starved": starved(), "refused": refused}
+    console.print(f"larger than the pool: {refused}")
     heading("7. Asynchronous scheduling")
     found["pipeline"] = show_pipelines()
     chat, ratio, gaps = found["slots"]["Azure conversation"], found["engine"], found["long_prompt"]
@@ -447,16 +432,12 @@ def main(arguments: argparse.Namespace) -> None:
         f"A prompt of 4,096 tokens holds 16 chats up for {1e3 * gaps['8192']['longest_gap']:.0f} ms, with a budget of "
         f"512 for {1e3 * gaps['512']['longest_gap']:.0f} ms at a time (modelled).",
     )
-    if arguments.plot:
-        draw(found, arguments.plot)
-    if arguments.json:
-        write_json(arguments.json, "04_continuous_batching", found)
+    keep(__file__, found, arguments, draw)
 
 
 def parser() -> argparse.ArgumentParser:
     """The lesson's own knobs, beside those that every lesson has."""
-    flags = lesson_parser(__doc__)
-    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="a model directory (default: the embedded model)")
+    flags = lesson_parser(__doc__, EMBEDDED_MODEL)
     flags.add_argument("--slots", type=positive_int, default=8, help="requests in a batch whose slots are counted")
     flags.add_argument("--requests", type=positive_int, help="for the engine (default: 72, 16 quick, 256 full)")
     return flags

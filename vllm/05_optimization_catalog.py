@@ -29,11 +29,11 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int, run
-from minivllm.lab.device import device_name, pick_device
-from minivllm.lab.figures import panels
-from minivllm.lab.gpu import HAS_TRITON, INTERPRETED, tl, triton
+from minivllm.lab.figures import curves, panels
+from minivllm.lab.gpu import tl, triton
+from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
-from minivllm.lab.results import write_json
+from minivllm.lab.proof import furthest, prove, show_errors
 from minivllm.lab.tables import closing, console, heading, table
 from minivllm.lab.timing import median_seconds
 from minivllm.models.attention import CausalAttention
@@ -354,11 +354,10 @@ def verify_kernels(device: torch.device) -> dict:
     x, (integers, scale) = torch.randn(5, 200).half(), quantize(torch.randn(70, 200))
     product = w8a16(x.to(device), integers.to(device), scale.to(device)).cpu()
     right = x.double() @ (integers * scale[:, None]).double().T
-    errors = {"decode over int8": (out - exact).abs().max(), "product with int8": (product / right - 1).abs().median()}
-    assert max(errors.values()) < 4e-3, f"a kernel is wrong: {errors}"
-    how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
-    table(f"The kernels, {how}", ("float16", "off float64 by"), [(n, f"{e:.0e}") for n, e in errors.items()])
-    return {name: error.item() for name, error in errors.items()}
+    relative = (product / right - 1).abs().median().item()
+    errors = {"decode over int8": furthest(out, exact), "product with int8": relative}
+    show_errors("The kernels", errors, 4e-3)
+    return errors
 
 
 # %% 5. CUDA graphs: one launch instead of hundreds
@@ -596,27 +595,20 @@ def salted(llm: LLM, prompt: list[int]) -> dict:
 def draw(found: dict, path: str) -> None:
     """Hit rates when prefixes outgrow the pool; loss by bits of the weights; gain of graphs by batch."""
     with panels(path, 3) as (left, middle, right):
-        hits = [100 * hit for hit in found["thrash"].values()]
-        left.plot([int(n) for n in found["thrash"]], hits, "o-", color=palette.BLUE)
+        curves(left, {"hits": found["thrash"]}, factor=100)
         left.set(title="Prefixes outgrow the pool", xlabel="prefixes of 8 blocks, pool of 63", ylabel="% hits", ylim=-2)
         for (name, one), colour in zip(found["weights"]["ways"].items(), palette.SERIES, strict=False):
             middle.plot(one["bits"], one["added_1"], "o", color=colour, label=name)
             middle.plot(one["bits"], one["added_50"], "x", color=colour)
         middle.set(title="Weights (×: outlier channel)", xlabel="bits a weight", ylabel="loss added, nats a token")
-        for (name, gains), colour in zip(found["graphs"]["gain"].items(), palette.SERIES, strict=False):
-            right.plot([int(n) for n in gains], list(gains.values()), "o-", color=colour, label=name)
-        right.set(title="Graphs on an H100 (modelled)", xlabel="requests", ylabel="× as fast", xscale="log", ylim=0)
-        right.set_xticks([1, 8, 64, 256], ["1", "8", "64", "256"])
-        right.minorticks_off()
         middle.legend(fontsize=8)
-        right.legend(fontsize=8)
+        curves(right, found["graphs"]["gain"], octaves=True)
+        right.set(title="Graphs on an H100 (modelled)", xlabel="requests", ylabel="× as fast", ylim=0)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, quick, path = pick_device(arguments.device), arguments.quick, arguments.model
-    console.print(f"[bold]Lesson 05. Optimization catalog[/bold], on {device_name(device)}")
-    torch.manual_seed(arguments.seed)
+    device, quick, path = begin("Lesson 05. Optimization catalog", arguments), arguments.quick, arguments.model
     ModelConfig.from_pretrained(path)  # says at once that there is none
     if arguments.group % 2 or not 2 <= arguments.users <= 32 or arguments.drafts > 32:
         raise MinivllmError("--group is an even number, --users is 2 to 32 and --drafts at most 32")
@@ -631,7 +623,7 @@ def main(arguments: argparse.Namespace) -> None:
     found["prefix"] = measure_prefixes(llm, without, text * 4, min(arguments.users, 4) if quick else arguments.users)
     heading("3. The KV cache in int8")
     model = load_model(path, device, "float32")[0]
-    found["kernels"] = verify_kernels(device) if HAS_TRITON else console.print("Triton has no build for this platform")
+    found["kernels"] = prove(verify_kernels, device)
     found["kv"] = measure_cache(llm, path, some, 128 if quick else 768, device)
     found["outlier"] = measure_outlier(model, some)
     heading("4. Weights in int8 and int4")
@@ -657,16 +649,12 @@ def main(arguments: argparse.Namespace) -> None:
         f"Drafts from the text itself, {fresh['accepted']:.0%} of them right, changed no token of fresh text: "
         + ", ".join(f"{gain:.2f} × as fast with {batch} at once" for batch, gain in fresh["faster"].items()) + ".",
     )  # fmt: skip
-    if arguments.plot:
-        draw(found, arguments.plot)
-    if arguments.json:
-        write_json(arguments.json, "05_optimization_catalog", found)
+    keep(__file__, found, arguments, draw)
 
 
 def parser() -> argparse.ArgumentParser:
     """The lesson's own knobs, beside those that every lesson has."""
-    flags = lesson_parser(__doc__)
-    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="a model directory (default: the embedded model)")
+    flags = lesson_parser(__doc__, EMBEDDED_MODEL)
     flags.add_argument("--users", type=positive_int, default=8, help="who share prefixes (default: 8; quick: 4)")
     flags.add_argument("--drafts", type=positive_int, default=4, help="most drafts in a step (default: 4)")
     flags.add_argument("--group", type=positive_int, default=64, help="weights that share an int4 scale (default: 64)")

@@ -44,7 +44,7 @@ def running(prompt, output):
     return Running(RequestLengths(prompt, output), prompt)
 
 
-def test_regions_never_overlap_and_holes_join_again():
+def test_regions_never_overlap_and_leave_one_hole():
     memory = lesson.Reservations(100, lambda request: request.total)
     kept = [running(10, 10), running(20, 10), running(5, 5), running(30, 10)]
     assert all(memory.admit(one) for one in kept)
@@ -53,7 +53,8 @@ def test_regions_never_overlap_and_holes_join_again():
     assert not memory.admit(running(1, 0)), "the memory is full"
     for one in (kept[1], kept[3], kept[2], kept[0]):
         memory.release(one)
-    assert memory.holes == [(0, 100)]
+    assert memory.taken == []
+    assert memory.admit(running(60, 40)), "the holes are one again"
 
 
 def test_free_memory_in_two_holes_is_no_room():

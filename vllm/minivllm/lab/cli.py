@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.device import DEVICES
@@ -39,8 +40,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def lesson_parser(doc: str) -> argparse.ArgumentParser:
-    """A parser with the common flags; --help shows `doc`, the script's docstring. Add the lesson's own knobs to it."""
+def lesson_parser(doc: str, model: Path) -> argparse.ArgumentParser:
+    """A parser with the common flags; --help shows `doc`, the script's docstring. Add the lesson's own knobs to it.
+
+    `model` is the directory of the model that the lesson runs unless `--model` names another one.
+    """
     parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=DEVICES, default="auto", help="where to run (default: the GPU, if any)")
     amount = parser.add_mutually_exclusive_group()
@@ -51,6 +55,7 @@ def lesson_parser(doc: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="FILE", help="also write the measured figures to FILE")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    parser.add_argument("--model", default=str(model), help="a model directory (default: the embedded model)")
     return parser
 
 

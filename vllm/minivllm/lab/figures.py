@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,3 +45,18 @@ def panels(path: str | Path, columns: int, width: float = 4.2, height: float = 3
         figure = Figure(figsize=(columns * width, height), layout="constrained")
         yield list(figure.subplots(1, columns, squeeze=False)[0])
         figure.savefig(path, dpi=150, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
+
+
+def curves(axes: Any, lines: Mapping[str, Mapping[Any, float]], factor: float = 1.0, octaves: bool = False) -> None:
+    """Draw `{name: {x: y}}` as a line through points for each name; x may be text, as results files have it.
+
+    `factor` multiplies y (100 for per cent). With `octaves` a doubling of x is always the same step, and each x a tick.
+    """
+    for (name, points), colour in zip(lines.items(), palette.SERIES, strict=False):
+        axes.plot([int(x) for x in points], [factor * y for y in points.values()], "o-", color=colour, label=name)
+    if octaves:
+        ticks = sorted({int(x) for points in lines.values() for x in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+    if len(lines) > 1:
+        axes.legend(fontsize=8)

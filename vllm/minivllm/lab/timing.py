@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +28,22 @@ def wall_seconds(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def in_turns(
+    functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each function's calls; all run once, then all again, so that what the machine does hits all alike.
+
+    A round to warm up comes first. Clocks as in `median_seconds`.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    for _ in range(rounds):
+        for name, function in functions.items():
+            seconds[name].append(median_seconds(function, repeats=1, warmup=0, device=device))
+    return seconds
 
 
 class Stopwatch:

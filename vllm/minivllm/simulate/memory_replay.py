@@ -6,7 +6,7 @@ the memory alone.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from minivllm.errors import MinivllmError
@@ -114,6 +114,10 @@ class Occupancy:
     def empty(self) -> float:
         """The share of the held slots in which no token lies."""
         return (self.later + self.never) / (1 - self.outside)
+
+    def figures(self) -> dict[str, float]:
+        """As they go into a results file, with the shares that hold no token: of all slots, and of those held."""
+        return {**asdict(self), "empty": 1 - self.tokens, "empty_of_held": self.empty}
 
 
 def replay(memory: Memory, requests: Iterable[RequestLengths], steps: int) -> Occupancy:

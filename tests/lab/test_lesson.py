@@ -1,0 +1,48 @@
+"""What a lesson's script does first and last."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.cli import lesson_parser
+from minivllm.lab.lesson import begin, keep
+
+
+def arguments(*flags):
+    return lesson_parser("A lesson.", Path("some/model")).parse_args(["--device", "cpu", *flags])
+
+
+def test_it_begins_with_its_title_and_a_seed(capsys):
+    assert begin("Lesson 00", arguments("--seed", "3")) == torch.device("cpu")
+    assert capsys.readouterr().out.startswith("Lesson 00, on CPU")
+    drawn = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_a_device_that_is_not_there_is_no_lesson(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MinivllmError, match="no CUDA device"):
+        begin("Lesson 00", arguments("--device", "cuda"))
+
+
+def test_what_was_found_goes_where_the_command_line_says(tmp_path):
+    numbers, drawn = tmp_path / "numbers.json", []
+
+    def draw(found, path):
+        drawn.append((found, path))
+
+    keep("vllm/00_x.py", {"a": 1}, arguments(), draw)
+    assert not drawn
+    keep("vllm/00_x.py", {"a": 1}, arguments("--json", str(numbers), "--plot", "x.svg"), draw, slots=5)
+    assert drawn == [({"a": 1}, "x.svg")]
+    record = json.loads(numbers.read_text())
+    assert (record["name"], record["figures"], record["slots"]) == ("00_x", {"a": 1}, 5)
+
+
+def test_the_model_is_the_lessons_unless_another_is_named():
+    assert arguments().model == "some/model"
+    assert arguments("--model", "mine").model == "mine"

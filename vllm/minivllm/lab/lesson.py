@@ -1,0 +1,38 @@
+"""What every lesson's script does first and last, so that between the two it is nothing but its lesson."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minivllm.lab.device import device_name, pick_device
+from minivllm.lab.results import write_json
+from minivllm.lab.tables import console
+
+if TYPE_CHECKING:
+    import torch
+
+
+def begin(title: str, arguments: argparse.Namespace) -> torch.device:
+    """Print the title, seed torch with `--seed`, and return the device that `--device` asks for."""
+    import torch
+
+    device = pick_device(arguments.device)
+    console.print(f"[bold]{title}[/bold], on {device_name(device)}")
+    torch.manual_seed(arguments.seed)
+    return device
+
+
+def keep(
+    script: str, found: dict, arguments: argparse.Namespace, draw: Callable[[dict, str], None], **context: object
+) -> None:
+    """Write what was found where the command line asks for it: as a figure (`--plot`), and as numbers (`--json`).
+
+    `script` is the script's `__file__`, after which the numbers are named; `context` is written beside them.
+    """
+    if arguments.plot:
+        draw(found, arguments.plot)
+    if arguments.json:
+        write_json(arguments.json, Path(script).stem, found, **context)

@@ -1,0 +1,56 @@
+"""How a script proves what it says: its kernels against float64, and what must be refused against a refusal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.gpu import HAS_TRITON, INTERPRETED
+from minivllm.lab.tables import console, table
+
+if TYPE_CHECKING:
+    import torch
+
+
+def prove(proof: Callable[[torch.device], dict], device: torch.device) -> dict | None:
+    """Run the proof of a script's kernels; where Triton has no build none can run, and one line says so."""
+    if HAS_TRITON:
+        return proof(device)
+    console.print("Triton has no build for this platform: its kernels do not run here, everything else does")
+    return None
+
+
+def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest difference between two tensors, wherever each of them is; NaN is infinitely far from everything."""
+    return (found.cpu() - exact.cpu()).abs().nan_to_num(math.inf).max().item()
+
+
+def show_errors(
+    what: str, errors: Mapping[str, float], bound: float, column: str = "float16", caption: str | None = None
+) -> float:
+    """Print how far from float64 each result is, and return the largest distance.
+
+    Raises:
+        AssertionError: one is not below `bound`.
+    """
+    for name, error in errors.items():
+        assert error < bound, f"{what}: wrong by {error} ({name})"
+    how = "line by line in Triton's interpreter" if INTERPRETED else "compiled"
+    rows = [(name, f"{error:.0e}") for name, error in errors.items()]
+    table(f"{what}, {how}", (column, "off float64 by"), rows, caption)
+    return max(errors.values())
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """What an act that must be refused is told.
+
+    Raises:
+        AssertionError: it was not refused.
+    """
+    try:
+        act()
+    except MinivllmError as error:
+        return str(error)
+    raise AssertionError("this must be refused, and was not")
