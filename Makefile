@@ -11,7 +11,7 @@ endif
 
 UV_RUN := uv run
 WORKERS ?= 2
-BENCHMARKS := scheduler simulator kernels steps
+BENCHMARKS := scheduler simulator kernels quality
 GPU_ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,cuda_graphs tensor_parallel kv_cache_dtype)
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
@@ -55,7 +55,7 @@ claims: setup ## fill the lessons' tables of claims from benchmarks/results
 measure: setup ## run one lesson and refresh every figure quoted from it: make measure N=01
 	@$(UV_RUN) python tools/measure.py $(N)
 
-bench: setup ## this machine's short benchmarks, results into benchmarks/results (peers and ablation: on their own)
+bench: setup ## this machine's short benchmarks, results into benchmarks/results (peers, ablation, ledger of a step: on their own)
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(UV_RUN) python benchmarks/$$script.py --json benchmarks/results/$$script.cpu.json; done
 
 peers: setup .peers ## our engine beside transformers and vLLM's CPU build (its own environment: 4 GB)
