@@ -83,7 +83,8 @@ def measure_vllm(python: Path, works: list[dict[str, Any]]) -> dict[str, Any]:
         command = [str(python), str(ENGINES / "vllm_scheduler.py")]
         done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
-        raise MinivllmError(f"vLLM's scheduler did not run: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip() or f"ended with {done.returncode}"
+        raise MinivllmError(f"vLLM's scheduler did not run: {said.splitlines()[-1]}")
     return json.loads(done.stdout)
 
 

@@ -5,7 +5,7 @@
     uv run python benchmarks/steps.py --ledger    # what each optimisation bought, into PERFORMANCE.md
 
 The work of `benchmarks/peers.py`: prompts and outputs of 16 to 256 tokens, greedy, all requests at once. Every part is
-timed by the wall clock in every step; what is shown are the sums over the fastest of several runs, and their shares.
+timed by the wall clock in every step; what is shown is the mean step of the fastest of several runs.
 The table is followed by one line of JSON. The ledger runs the engine as it is beside variants of it, each in a process
 of its own, in turns: without one optimisation, or with one that was tried and rejected.
 """
@@ -64,6 +64,14 @@ REJECTED = [
     Variant("one thread", environment=("OMP_NUM_THREADS", "1")),
 ]
 VARIANTS = {variant.title: variant for variant in (AS_IT_IS, *KEPT, *REJECTED)}
+
+
+def check_environment(variant: Variant) -> None:
+    """Raises a `MinivllmError` unless this process was started with the variant's variable set."""
+    if variant.environment and os.environ.get(variant.environment[0]) != variant.environment[1]:
+        raise MinivllmError(
+            f"start this with {'='.join(variant.environment)}: that makes the variant {variant.title!r}"
+        )
 
 
 def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
@@ -147,7 +155,8 @@ def measure_ledger(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         command += ["--requests", str(arguments.requests), "--dtype", arguments.dtype, "--seed", str(arguments.seed)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise MinivllmError(f"{variant.title}: {done.stderr.strip().splitlines()[-1]}")
+            said = done.stderr.strip() or f"ended with {done.returncode}"
+            raise MinivllmError(f"{variant.title}: {said.splitlines()[-1]}")
         figures = json.loads(done.stdout.splitlines()[-1])["figures"]
         before = best.get(variant.title)
         if before is None or figures["tokens_per_second"] > before["tokens_per_second"]:
@@ -183,7 +192,9 @@ def main(arguments: argparse.Namespace) -> None:
             show(one, f"A step of {arguments.requests} requests, {arguments.dtype}, {title}")
         write_ledger(ledger_text(figures, machine()))
     else:
-        figures = figures_of(VARIANTS[arguments.variant], arguments)
+        variant = VARIANTS[arguments.variant]
+        check_environment(variant)
+        figures = figures_of(variant, arguments)
         show(figures, f"A step of {arguments.requests} requests, {arguments.dtype}, mean of {figures['steps']}")
     context = {"dtype": arguments.dtype, "requests": arguments.requests}
     print(json.dumps(record("steps", figures, **context)))

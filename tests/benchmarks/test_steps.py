@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from minivllm.errors import MinivllmError
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.results import read_record
 
@@ -29,3 +30,13 @@ def test_the_page_shows_the_ledger_that_was_measured(steps):
     page = (BENCHMARKS / "PERFORMANCE.md").read_text()
     assert set(found["figures"]) == set(steps.VARIANTS)
     assert put_between_marks(page, "ledger", steps.ledger_text(found["figures"], found["machine"])) == page
+
+
+def test_a_variant_that_is_an_environment_is_not_measured_in_another(steps, monkeypatch):
+    for variant in steps.VARIANTS.values():
+        if variant.environment:
+            monkeypatch.delenv(variant.environment[0], raising=False)
+            with pytest.raises(MinivllmError, match="=".join(variant.environment)):
+                steps.check_environment(variant)
+            monkeypatch.setenv(*variant.environment)
+        steps.check_environment(variant)
