@@ -32,7 +32,7 @@ from shapley import shapley_values, subsets
 
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_request import EngineCoreRequest
-from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.cli import Parser, figure_file, positive_int, run
 from minivllm.lab.device import pick_device
 from minivllm.lab.figures import panels
 from minivllm.lab.marks import put_between_marks
@@ -46,6 +46,8 @@ from minivllm.simulate.lever_checks import median_error
 README = Path(__file__).resolve().parents[1] / "README.md"
 ALONE = ("tensor parallel", "CUDA graphs")
 """What not every machine gains from: switched on at the end of the ladder, and left out of the rest."""
+NOT_IN_BASE = frozenset({"weights int8", "speculation"})
+"""Off under Shapley's subsets, since neither pays on every machine."""
 SLOW, VERY_SLOW = 4.0, 20.0  # seconds: what takes longer runs in two rounds only, or in one
 On = frozenset[str]
 Measured = dict[str, Any]
@@ -59,17 +61,21 @@ def ladder(names: Iterable[str]) -> list[On]:
     return rungs
 
 
+def everything_of(names: Iterable[str]) -> On:
+    """All levers but those of `ALONE`: the whole that one at a time is left out of."""
+    return frozenset(names) - set(ALONE)
+
+
+def base_of(names: Iterable[str]) -> On:
+    """What Shapley's subsets are added to: the plain engine, whose outputs are the reference."""
+    return everything_of(names) - set(INTERACTING) - NOT_IN_BASE
+
+
 def configurations(names: list[str]) -> list[On]:
     """All that have to run: rungs of the ladder, everything but one, and the subsets for Shapley; each once."""
-    common = [name for name in names if name not in ALONE]
-    everything: On = frozenset(common)
-    base = everything - set(INTERACTING) - NOT_IN_BASE
-    sets = [*ladder(names), *(everything - {name} for name in common), *(base | some for some in subsets(INTERACTING))]
-    return list(dict.fromkeys(sets))
-
-
-NOT_IN_BASE = frozenset({"weights int8", "speculation"})
-"""Off under Shapley's subsets, since neither pays on every machine."""
+    everything, base = everything_of(names), base_of(names)
+    left_out = [everything - {name} for name in names if name in everything]
+    return list(dict.fromkeys([*ladder(names), *left_out, *(base | some for some in subsets(INTERACTING))]))
 
 
 def serve(core: EngineCore, work: Work) -> Measured:
@@ -157,9 +163,7 @@ def shapley_of(runs: dict[On, dict[str, list]], work: str, base: On) -> dict[str
 
 def figures_of(runs: dict[On, dict[str, list]], names: list[str], work: list[Work]) -> dict[str, Any]:
     """All that the tables show, by kind of work."""
-    everything: On = frozenset(name for name in names if name not in ALONE)
-    base = everything - set(INTERACTING) - NOT_IN_BASE
-    plain = everything - {name for name in everything if not BY_NAME[name].exact}
+    everything, base = everything_of(names), base_of(names)
     found: dict[str, Any] = {}
     for one in work:
         reference = runs[base][one.name][0]["outputs"]
@@ -173,11 +177,11 @@ def figures_of(runs: dict[On, dict[str, list]], names: list[str], work: list[Wor
                     "factor": whole / figures[everything - {name}]["tokens_per_second"],
                     **figures[everything - {name}],
                 }
-                for name in sorted(everything, key=names.index)
+                for name in names
+                if name in everything
             },
             "shapley": shapley_of(runs, one.name, base),
             "everything": figures[everything],
-            "exact_levers": figures.get(plain),
         }
     return found
 
@@ -325,8 +329,10 @@ def parser() -> argparse.ArgumentParser:
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the engine runs")
     flags.add_argument("--rounds", type=positive_int, help="turns of every configuration (default: 3, quick: 1)")
-    flags.add_argument("--quick", action="store_true", help="a quarter of the requests, one round")
-    flags.add_argument("--plot", metavar="FILE", help="also draw the waterfall to FILE (.png or .svg)")
+    flags.add_argument("--quick", action="store_true", help="a sixth of the requests, one round, no ranks")
+    flags.add_argument(
+        "--plot", metavar="FILE", type=figure_file, help="also draw the waterfall to FILE (.png or .svg)"
+    )
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument(
         "--from", dest="source", metavar="FILE", help="show what was measured before instead of measuring"
