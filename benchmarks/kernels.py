@@ -6,10 +6,10 @@
 On a CPU: attention over the paged cache against its own traffic floor (torch summing up as many bytes as K and V have)
 and against gathering each sequence and calling torch's attention; writing the cache; and the attention kernel compiled
 ahead of time for four GPUs. On a GPU: decode as a share of the bandwidth of a copy, prefill as a share of the best of
-torch's own attentions, and what splitting the keys of one long sequence gains; steps that are too short to hide their
-launch are replayed from a CUDA graph, as the engine does.
+torch's own attentions, and what splitting the keys of one long sequence gains; our launches are replayed from a CUDA
+graph, as the engine's decode steps are.
 
-All that a row compares is measured in turn, in one run; the figures are medians. The tables are followed by one line of
+The figures are medians; on a CPU all that a row compares is measured in turn. The tables are followed by one line of
 JSON, which also goes to benchmarks/results/kernels.<cpu or the GPU's name>.json (not with --quick, unless --json names
 a file). Needs torch, triton, numpy and rich; on a CPU also numba.
 """

