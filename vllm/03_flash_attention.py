@@ -35,7 +35,7 @@ from minivllm.lab.figures import panels
 from minivllm.lab.gpu import HAS_TRITON, INTERPRETED, tl, triton
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
-from minivllm.lab.proof import furthest, show_errors
+from minivllm.lab.proof import furthest, prove, show_errors
 from minivllm.lab.results import write_json
 from minivllm.lab.slow_memory import in_slow_memory
 from minivllm.lab.tables import closing, console, heading, table
@@ -92,47 +92,36 @@ def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 # endregion
 
 
-def check_budget(length: int, heads: int, budget: int) -> int:
-    """Bytes of float32 scores and weights of all heads.
-
-    Raises:
-        MinivllmError: they are more than `budget` bytes; names the longest sequence that fits.
-    """
-    needed, longest = heads * naive_traffic(length, 1, 4).extra, longest_naive(budget, heads, 4)
-    if needed > budget:
-        lack = f"{length:,} tokens need {needed / MIB:,.0f} MiB and there are {budget / MIB:,.0f}"
-        raise MinivllmError(f"{lack}: {longest:,} tokens fit")
-    return needed
-
-
 def run_out_of_memory(heads: int, budget: int) -> dict:
-    """Double the sequence until its scores are refused. Bytes are counted: nothing is allocated."""
-    length, rows = 512, []
-    try:
-        while True:
-            rows.append((f"{length:,}", f"{check_budget(length, heads, budget) / MIB:,.0f}"))
-            length *= 2
-    except MinivllmError as error:
-        table(f"{heads} heads, float32", ("tokens", "scores and weights, MiB"), [*rows, (f"{length:,}", "refused")])
-        console.print(f"It refuses: {error}")
-    return {"refused_at": length, "longest": longest_naive(budget, heads, 4)}
+    """Double the sequence until its float32 scores and weights exceed `budget` bytes. Counted: nothing is allocated."""
+    longest, length, rows = longest_naive(budget, heads, 4), 512, []
+    while (needed := heads * naive_traffic(length, 1, 4).extra) <= budget:
+        rows.append((f"{length:,}", f"{needed / MIB:,.0f}"))
+        length *= 2
+    table(f"{heads} heads, float32", ("tokens", "scores and weights, MiB"), [*rows, (f"{length:,}", "refused")])
+    lack = f"{length:,} tokens need {needed / MIB:,.0f} MiB and there are {budget / MIB:,.0f}"
+    console.print(f"It refuses: {lack}: {longest:,} tokens fit")
+    return {"refused_at": length, "longest": longest}
 
 
 # %% 2. The softmax wants its maximum, and the maximum is known only at the end of the row
 
 
+# The largest score whose exponential each dtype can hold.
+LIMITS = {dtype.__name__: math.log(float(np.finfo(dtype).max)) for dtype in (np.float16, np.float32)}
+
+
 def overflow() -> dict:
-    """Exponentials of scores just under and just over the largest that each dtype can take, shifted and not."""
-    rows, limits = [], {}
-    for dtype in (np.float16, np.float32):
-        limits[dtype.__name__] = limit = math.log(float(np.finfo(dtype).max))
+    """The softmax of a score just under and just over each dtype's limit, without the shift and with it."""
+    rows = []
+    for dtype, limit in LIMITS.items():
         for score in (limit - 0.1, limit + 0.1):
             row = np.array([[0.0, score]], dtype)
             with np.errstate(over="ignore", invalid="ignore"):
                 plain = np.exp(row[0, 1]) / np.exp(row).sum()
-            rows.append((dtype.__name__, f"{score:.1f}", plain, stable_softmax(row)[0, 1]))
+            rows.append((dtype, f"{score:.1f}", plain, stable_softmax(row)[0, 1]))
     table("Softmax of 0 and x: the weight of x", ("dtype", "x", "exp(x) as it is", "maximum off first"), rows)
-    return limits
+    return LIMITS
 
 
 # %% 3. The idea: keep a running maximum, and rescale what was summed under the old one
@@ -352,9 +341,6 @@ def merged(*parts: tuple[Tensor, Tensor]) -> Tensor:
     return torch.from_numpy(whole)
 
 
-FLOAT16_ENDS = math.log(65504.0)  # a score whose exponential is the largest number of float16
-
-
 @torch.inference_mode()
 def attend_in_model(model: Decoder, encoded: Encoding, text: str) -> tuple[dict, dict]:
     """A model with our kernel as its attention: (how close its logits come, one row of its scores)."""
@@ -364,13 +350,13 @@ def attend_in_model(model: Decoder, encoded: Encoding, text: str) -> tuple[dict,
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         rows.extend(torch.einsum("hd,khd->hk", q[-1], k) / math.sqrt(q.shape[-1]))
         values.extend(v[:, :, :3].transpose(0, 1))
-        return flash_attention(q, k, v, **SMALL_TILES)[0]
+        return flash_attention(q, k, v, **SMALL_TILES)[0] if HAS_TRITON else stored_attention(q, k, v)
 
     positions, plain = torch.arange(len(tokens), device=tokens.device), CausalAttention(model.config)
     ours, usual = (model.compute_logits(model(tokens, positions, how)) for how in (attend, plain))
     off, largest = (ours - usual).abs().max().item(), max(row.max().item() for row in rows)
     assert off < 1e-3, f"the model's logits are off by {off}"
-    large = [row.max().item() > FLOAT16_ENDS for row in rows]  # of those, if any, the one with the most to see
+    large = [row.max().item() > LIMITS["float16"] for row in rows]  # of those, if any, the one with the most to see
     liveliest = max(range(len(rows)), key=lambda index: (large[index], visible_steps(rows[index])))
     layer, head = divmod(liveliest, model.config.num_attention_heads)
     row = {
@@ -433,21 +419,21 @@ def measure_traffic(head_dim: int, block_q: int, block_k: int, longest: int) -> 
     lengths = [2**power for power in range(10, longest.bit_length())]
     naive = [naive_traffic(length, head_dim) for length in lengths]
     tiled = [flash_traffic(length, head_dim, block_q, block_k) for length in lengths]
-    rows = []
-    for length, a, b in zip(lengths, naive, tiled, strict=True):
-        moved = f"{a.moved / MIB:,.1f}", f"{b.moved / MIB:,.1f}", f"{a.moved / b.moved:.1f} ×"
-        rows.append((f"{length:,}", *moved, f"{a.extra / MIB:,.0f}", f"{b.extra / MIB:.3f}"))
+    less = [a.moved / b.moved for a, b in zip(naive, tiled, strict=True)]
+    rows = [
+        (f"{n:,}", f"{a.moved / MIB:,.1f}", f"{b.moved / MIB:,.1f}", f"{ratio:.1f} ×", f"{a.extra / MIB:,.0f}",
+         f"{b.extra / MIB:.3f}")
+        for n, a, b, ratio in zip(lengths, naive, tiled, less, strict=True)
+    ]  # fmt: skip
     columns = ("tokens", "T × T moves", "tiles move", "less by", "T × T keeps", "tiles keep")
     caption = (
         f"tiles of {block_q} × {block_k}; up to 2,048 tokens the loops themselves counted the same\n"
         f"at 2,048, in float32, NumPy allocated {peaks['naive']:.1f} MiB for T × T, {peaks['tiled']:.1f} for tiles"
     )
     table(f"One head of {head_dim}, causal, 16 bits: MiB", columns, rows, caption)
-    both = {"naive": naive, "tiled": tiled}
-    moved = {name: [one.moved for one in traffic] for name, traffic in both.items()}
-    kept = {name: [one.extra for one in traffic] for name, traffic in both.items()}
-    less = naive[-1].moved / tiled[-1].moved
-    return {"lengths": lengths, "moved": moved, "kept": kept, "less": less, "peak_mib": peaks}
+    moved = {"naive": [one.moved for one in naive], "tiled": [one.moved for one in tiled]}
+    kept = {"naive": [one.extra for one in naive], "tiled": [one.extra for one in tiled]}
+    return {"lengths": lengths, "moved": moved, "kept": kept, "less": less[-1], "peak_mib": peaks}
 
 
 def fit_powers(traffic: dict, on_chip: int) -> dict:
@@ -554,12 +540,8 @@ def draw(row: dict, found: dict, path: str) -> None:
     traffic, scores, tile = found["traffic"], np.array(row["scores"]), np.arange(len(row["scores"])) // 4
     with panels(path, 3) as (left, middle, right):
         left.bar(np.arange(len(scores)), scores, color=[(palette.SKY, palette.BLUE)[index % 2] for index in tile])
-        left.step(
-            np.arange(len(scores)),
-            [scores[tile <= index].max() for index in tile],
-            where="mid",
-            color=palette.VERMILLION,
-        )
+        running = [scores[tile <= index].max() for index in tile]
+        left.step(np.arange(len(scores)), running, where="mid", color=palette.VERMILLION)
         left.set(title="One row of scores, and the running m", xlabel="keys, four to a tile", xticks=[])
         for axes, kind in ((middle, "moved"), (right, "kept")):
             axes.loglog(traffic["lengths"], traffic[kind]["naive"], "o-", base=2, color=palette.VERMILLION)
@@ -590,11 +572,12 @@ def main(arguments: argparse.Namespace) -> None:
     found["model"], row = attend_in_model(model, tokenizer.encode(arguments.text), arguments.text)
     off, largest = found["model"].values()
     beyond = " and ".join(dtype for dtype, limit in found["overflow"].items() if largest > limit) or "no dtype here"
-    words = f"The model on our kernel: logits within {off:.0e}. Its scores reach {largest:.1f}: exp overflows {beyond}."
+    ours = "The model on our kernel" if HAS_TRITON else "The model on stored scores"
+    words = f"{ours}: logits within {off:.0e}. Its scores reach {largest:.1f}: exp overflows {beyond}."
     console.print(words, soft_wrap=True)
     step_through(row)
     heading("6–7. The kernel, verified")
-    found["errors"] = verify(device)
+    found["errors"] = prove(verify, device)
     heading("8. Bytes, then time")
     longest = 2**14 if quick else 2**17
     found["traffic"] = measure_traffic(arguments.head_dim, arguments.block_q, arguments.block_k, longest)

@@ -75,13 +75,12 @@ def test_the_widgets_row_by_row_form_is_the_lessons():
         assert plain.output == pytest.approx(lesson.finish(state)[0][0], abs=1e-12)
 
 
-def test_the_budget_names_the_longest_sequence_that_fits():
-    budget = 64 * 2**20
-    with pytest.raises(MinivllmError, match=r"4,096 tokens need 1,024 MiB and there are 64: 1,024 tokens fit"):
-        lesson.check_budget(4096, 8, budget)
-    assert lesson.check_budget(1024, 8, budget) == budget
-    with pytest.raises(MinivllmError):
-        lesson.check_budget(1025, 8, budget)
+def test_the_budget_names_the_longest_sequence_that_fits(capsys):
+    assert lesson.run_out_of_memory(8, 64 * 2**20) == {"refused_at": 2048, "longest": 1024}
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1,024 │ 64 │" in said, "the whole budget may be used"
+    assert "2,048 tokens need 256 MiB and there are 64: 1,024 tokens fit" in said
+    assert lesson.run_out_of_memory(8, 64 * 2**20 - 1) == {"refused_at": 1024, "longest": 1023}
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
