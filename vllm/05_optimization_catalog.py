@@ -93,12 +93,9 @@ def measure_prefixes(llm: LLM, without: LLM, text: Sequence[int], users: int) ->
     found, rows = {}, []
     for name, work in track(WORK.items(), "sharing prefixes"):
         runs = [[serve(one, work, text, users) for one in (llm, without)] for _ in range(3)]
+        sooner = statistics.median(off.first_token_seconds / on.first_token_seconds for on, off in runs)
         on, off = runs[0]
-        hit, sooner = (
-            on.hits / on.queries,
-            statistics.median(b.first_token_seconds / a.first_token_seconds for a, b in runs),
-        )
-        same = statistics.mean(a == b for a, b in zip(on.answers, off.answers, strict=True))
+        hit, same = on.hits / on.queries, statistics.mean(a == b for a, b in zip(on.answers, off.answers, strict=True))
         found[name] = {"tokens": on.queries, "skipped": on.hits, "hit": hit, "sooner": sooner, "same": same}
         rows.append((name, f"{on.queries:,}", f"{on.hits:,}", f"{hit:.1%}", f"{sooner:.1f} ×", f"{same:.0%}"))
     columns = ("work", "prompt tokens", "not computed", "hit rate", "first token sooner", "same answers")
@@ -209,25 +206,28 @@ def per_tensor(x: Tensor) -> Tensor:
 
 def measure_cache(llm: LLM, model: str, texts: list[list[int]], context: int, device: torch.device) -> dict:
     """The engine's int8 cache: bytes of a token, loss and agreement on held-out text, and the time of a decode step."""
-    settings = {"device": device.type, "num_gpu_blocks_override": 300, "max_model_len": 1024, "show_ledger": False}
-    full, quantized = read(llm, texts), read(LLM(model, kv_cache_dtype="int8", **settings), texts)
-    kinds, here, steps = ("float32", "bfloat16", "fp8", "int8"), llm.llm_engine.model_config, {}
+    kinds, here = ("float32", "bfloat16", "fp8", "int8"), llm.llm_engine.model_config
     sizes = {k: {"here": kv_bytes_per_token(here, k), "llama": kv_bytes_per_token(LLAMA, k)} for k in kinds}
     fits = {k: sizes["bfloat16"]["llama"] / sizes[k]["llama"] for k in kinds}
-    for kind in ("auto", "int8"):
-        pool = CacheConfig(num_gpu_blocks=1 + 8 * (context // 16 + 2), enable_prefix_caching=False)
+    settings = {"device": device.type, "num_gpu_blocks_override": 300, "max_model_len": 1024, "show_ledger": False}
+    full, quantized = read(llm, texts), read(LLM(model, kv_cache_dtype="int8", **settings), texts)
+    added, agreement = quantized.loss - full.loss, quantized.agreement(full)
+    pool = CacheConfig(num_gpu_blocks=1 + 8 * (context // 16 + 2), enable_prefix_caching=False)
+
+    def step_seconds(kind: str) -> float:
         core = bare_engine(model, device, pool, kv_cache_dtype=kind, max_model_len=context + 32)
-        steps[kind] = record_run(core, [(context, 24)] * 8).decode_seconds
+        return record_run(core, [(context, 24)] * 8).decode_seconds
+
+    faster = step_seconds("auto") / step_seconds("int8")
+    caption = (
+        f"read by the engine: loss {full.loss:.4f}, in int8 {added:+.4f}, same favourite token at {agreement:.1%}; "
+        f"a decode step of 8 requests at {context} tokens is {faster:.2f} × as fast"
+    )
+    rows = [(k, *(f"{size:,}" for size in sizes[k].values()), f"{fits[k]:.2f} ×") for k in kinds]
+    table("Bytes of a token", ("KV cache", "this model", "Llama-3.1-8B", "fits, of bfloat16"), rows, caption)
     shapes = {str(tokens): StepShape.of([(1, tokens)] * 8) for tokens in (512, 4096, 20480)}
     wide, slim = (RooflineCost.of(LLAMA, H100, kv_dtype=kind) for kind in ("bfloat16", "fp8"))
     modelled = {tokens: wide.seconds(shape) / slim.seconds(shape) for tokens, shape in shapes.items()}
-    added, agreement, faster = quantized.loss - full.loss, quantized.agreement(full), steps["auto"] / steps["int8"]
-    caption = (
-        f"read by the engine: loss {full.loss:.4f}, in int8 {added:+.4f}, same favourite token at {agreement:.1%}; "
-    )
-    caption += f"a decode step of 8 requests at {context} tokens is {faster:.2f} × as fast"
-    rows = [(k, *(f"{size:,}" for size in sizes[k].values()), f"{fits[k]:.2f} ×") for k in kinds]
-    table("Bytes of a token", ("KV cache", "this model", "Llama-3.1-8B", "fits, of bfloat16"), rows, caption)
     gains = ", ".join(f"{gain:.2f} × with {int(tokens):,}" for tokens, gain in modelled.items())
     console.print(f"fp8 for Llama-3.1-8B on an H100, 8 requests, a decode step (modelled): {gains} tokens each")
     return {"bytes": sizes, "capacity": fits, "loss": full.loss, "added": added, "agreement": agreement,
@@ -236,12 +236,11 @@ def measure_cache(llm: LLM, model: str, texts: list[list[int]], context: int, de
 
 def measure_outlier(model: Decoder, texts: list[list[int]]) -> dict:
     """Loss that an int8 cache adds, by how far a scale reaches: as the model is, and with one channel × 50."""
-    ways, found = {"a scale a token and head": per_token_and_head, "a scale a tensor": per_tensor}, {}
+    ways = {"a scale a token and head": per_token_and_head, "a scale a tensor": per_tensor}
+    plain, lengths, found = decoder_loss(model, texts), [len(one) for one in texts], {}
     for name, rounded in ways.items():
-        caches = {str(size): RoundedCache(model.config, [len(one) for one in texts], rounded, size) for size in (1, 50)}
-        found[name] = {
-            size: decoder_loss(model, texts, one) - decoder_loss(model, texts) for size, one in caches.items()
-        }
+        caches = {str(size): RoundedCache(model.config, lengths, rounded, size) for size in (1, 50)}
+        found[name] = {size: decoder_loss(model, texts, cache) - plain for size, cache in caches.items()}
     rows = [(name, *(f"{value:+.4f}" for value in one.values())) for name, one in found.items()]
     table("Loss that an int8 cache adds", ("", "as it is", "one channel × 50"), rows)
     return found
@@ -323,22 +322,16 @@ def measure_weights(model: Decoder, texts: list[list[int]], group: int) -> dict:
         rows.append((name, f"{bits:.2f}", f"{error:.1%}", f"{added:+.4f}", f"{worse:+.4f}"))
     x, weight = torch.randn(1, 2048), torch.randn(2048, 2048)
     integers, scales = quantize(weight)
-    unpacked_first, inside, plain = (
-        median_seconds(product)
-        for product in (
-            lambda: x @ (integers * scales[:, None]).T,
-            lambda: quantized_linear(x, integers, scales[:, None]),
-            lambda: x @ weight.T,
-        )
-    )
-    slower, in_place = unpacked_first / plain, inside / plain
+    first = median_seconds(lambda: x @ (integers * scales[:, None]).T)
+    inside = median_seconds(lambda: quantized_linear(x, integers, scales[:, None]))
+    plain = median_seconds(lambda: x @ weight.T)
     caption = (
-        f"one row times 2,048² int8 weights on a CPU, of float32's time: {slower:.1f} × if dequantized first, "
-        f"{in_place:.2f} × by the engine, which unpacks inside the product"
+        f"one row times 2,048² int8 weights on a CPU, of float32's time: {first / plain:.1f} × if dequantized first, "
+        f"{inside / plain:.2f} × by the engine, which unpacks inside the product"
     )
     columns = ("stored as", "bits", "error", "loss added", "one channel × 50")
     table(f"Weights of the layers (loss {base:.4f})", columns, rows, caption)
-    return {"ways": found, "loss": base, "slower": slower, "unpacked_inside": in_place}
+    return {"ways": found, "loss": base, "slower": first / plain, "unpacked_inside": inside / plain}
 
 
 def verify_kernels(device: torch.device) -> dict:

@@ -18,7 +18,7 @@ def prove(proof: Callable[[torch.device], dict], device: torch.device) -> dict |
     """Run the proof of a script's kernels; where Triton has no build none can run, and one line says so."""
     if HAS_TRITON:
         return proof(device)
-    console.print("Triton has no build for this platform: its kernels do not run here, everything else does")
+    console.print("Triton has no build for this platform: its kernels are not run")
     return None
 
 
