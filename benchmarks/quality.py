@@ -6,7 +6,7 @@ The same texts are read by one engine for each way to store the KV cache and the
 followed by one line of JSON. Loss is in nats per token; agreement is the share of positions at which the likeliest
 token is the one of the first row. Bytes of weights are those of the projections in the layers, which is what
 `quantization` stores otherwise, and, in the JSON, all that the engine counts: embedding and rotary table too, and in
-fp32 the head, whose weights are the embedding's, once more, packed for oneDNN.
+fp32 the head, whose weights are the embedding's, once more, in panels.
 """
 
 import argparse
@@ -15,12 +15,12 @@ import json
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.quality import held_out_tokens, read
-from minivllm.kernels.cpu_linear import PackedLinear
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.progress import track
 from minivllm.lab.results import record, write_json
 from minivllm.lab.tables import table
 from minivllm.models.decoder import Decoder
+from minivllm.worker.cpu import packed_forms
 
 WAYS = {
     "float32": {},
@@ -65,10 +65,9 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def projection_bytes(model: Decoder) -> int:
-    """Bytes of the layers' matrices as they are stored: packed for oneDNN, or plain, or integers with their scales."""
+    """Bytes of the layers' matrices as they are stored: in panels, or plain, or integers with their scales."""
     plain = sum(parameter.nbytes for name, parameter in model.layers.named_parameters() if "_proj." in name)
-    forwards = [module.forward for module in model.layers.modules()]
-    return plain + sum(forward.nbytes for forward in forwards if isinstance(forward, PackedLinear))
+    return plain + sum(form.nbytes for form in packed_forms(model.layers))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,41 +1,63 @@
-"""Matrix products with weights that oneDNN has laid out once, for models in fp32 on a CPU.
+"""Matrix products of fp32 models on a CPU: which of two forms runs, and how it is called.
 
-`F.linear` calls MKL, which brings the weight into its own layout at every call; oneDNN takes one that was packed before.
-The packed form replaces the plain one. Measured on two cores (AMD Zen 4, torch 2.15), µs for all 17 products of the
-embedded model one after another, as in a step (a single one, repeated, stays in the core's own cache and tells less):
-
-    rows            1          2          4          8
-    F.linear      961      1,560      1,966      1,785
-    packed        476        495        557        695
-
-and on one core, µs a call, weight [1376, 256] / [4096, 256]:
-
-    rows           16          128           1,024
-    F.linear    168 / 550   1,069 / 4,389    9,927 / 31,409
-    packed      132 / 348     895 / 2,999    7,608 / 21,618
+Compiled loops over weights in panels (`numba_linear.py`) on x86 processors where numba is installed, else `F.linear`.
+The panels replace the plain weight.
 
 In vLLM v0.33.0: `vllm/_custom_ops.py` (`create_onednn_mm`), called by `vllm/model_executor/layers/utils.py`.
 """
 
 from __future__ import annotations
 
+import functools
+import platform
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.kernels.torch_threads import has_numba, run_programs
 
-class PackedLinear:
-    """`x @ weight.T + bias` for x [rows, in] float32, weight [out, in]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        self.bias, self.nbytes = bias, weight.nbytes
+class PanelLinear:
+    """`x @ weight.T + bias` for x `[rows, in]`, weight `[out, in]`, all float32.
+
+    Gated, it is `silu(gate) * up` of the two halves of that, without a bias.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
+        assert not gated or bias is None
+        self.parts = 2 if gated else 1
+        self.panels = torch.stack([_panels(part) for part in weight.detach().chunk(self.parts)], dim=1)
+        self.outputs, self.bias, self.nbytes = len(weight) // self.parts, bias, self.panels.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] to [rows, out]."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        """`[rows, in]` to `[rows, out]`, of which a gated one has half."""
+        x, out = x.contiguous(), torch.empty(len(x), self.outputs)
+        addresses = (tensor.data_ptr() for tensor in (x, out, self.panels))
+        run_programs(_loops().programs(), (*out.shape, x.shape[1], self.parts, *addresses))
+        return out if self.bias is None else out.add_(self.bias)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this torch has oneDNN's packed products, and the weight a type that they gain from."""
-    on_cpu = weight.device.type == "cpu" and weight.dtype is torch.float32
-    return on_cpu and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    """Whether there are loops for this weight that gain something over `F.linear`: measured on x86 only."""
+    return weight.device.type == "cpu" and weight.dtype is torch.float32 and _is_x86() and has_numba()
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """`[out, in]` to `[panels, in, PANEL]`, the last outputs filled up with zeros."""
+    width = _loops().PANEL
+    filled = F.pad(weight, (0, 0, 0, -len(weight) % width))
+    return filled.view(-1, width, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+@functools.cache
+def _loops() -> Any:
+    """numba takes a second to import, so only who needs it does."""
+    from minivllm.kernels import numba_linear
+
+    return numba_linear

@@ -14,6 +14,7 @@ from typing import Any
 
 import numba.extending
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
@@ -94,6 +95,11 @@ def _call(builder, name, *lanes):
 
 def _constant(number: float):
     return ir.Constant(_FLOATS, [number] * WIDTH)
+
+
+def has_wide_registers() -> bool:
+    """Whether each of these is one register of the processor, of which there are 32 then; else they are two or four."""
+    return get_host_cpu_features().get("avx512f", False)
 
 
 @intrinsic
@@ -213,19 +219,35 @@ def exp2_of_difference(typing_context, first, second):
     """2 ** (first − second), within 2e-7 of it, for differences up to 0; below −126 it stays at 2 ** −126."""
 
     def generate(context, builder, signature, arguments):
-        power = _call(builder, "maxnum", builder.fsub(*arguments), _constant(-126.0))
-        whole = _call(builder, "floor", builder.fadd(power, _constant(0.5)))
-        rest = builder.fsub(power, whole)  # −0.5 to 0.5, where six terms of the series do
-        result = _constant(_LN2_SERIES[-1])
-        for coefficient in reversed(_LN2_SERIES[:-1]):
-            result = _call(builder, "fma", result, rest, _constant(coefficient))
-        exponent = builder.shl(builder.fptosi(whole, _INTS), ir.Constant(_INTS, [23] * WIDTH))
-        return builder.bitcast(builder.add(builder.bitcast(result, _INTS), exponent), _FLOATS)
+        return _exp2(builder, _call(builder, "maxnum", builder.fsub(*arguments), _constant(-126.0)))
 
     return Lanes(Lanes, Lanes), generate
 
 
+@intrinsic
+def sigmoid(typing_context, lanes):
+    """1 / (1 + e ** −number), within 3e-7 of it."""
+
+    def generate(context, builder, signature, arguments):
+        power = builder.fmul(arguments[0], _constant(-1.0 / math.log(2)))
+        power = _call(builder, "minnum", _call(builder, "maxnum", power, _constant(-126.0)), _constant(126.0))
+        return builder.fdiv(_constant(1.0), builder.fadd(_constant(1.0), _exp2(builder, power)))
+
+    return Lanes(Lanes), generate
+
+
 _LN2_SERIES = [math.log(2) ** n / math.factorial(n) for n in range(7)]
+
+
+def _exp2(builder, power):
+    """2 ** power, for powers from −126 to 126."""
+    whole = _call(builder, "floor", builder.fadd(power, _constant(0.5)))
+    rest = builder.fsub(power, whole)  # −0.5 to 0.5, where six terms of the series do
+    result = _constant(_LN2_SERIES[-1])
+    for coefficient in reversed(_LN2_SERIES[:-1]):
+        result = _call(builder, "fma", result, rest, _constant(coefficient))
+    exponent = builder.shl(builder.fptosi(whole, _INTS), ir.Constant(_INTS, [23] * WIDTH))
+    return builder.bitcast(builder.add(builder.bitcast(result, _INTS), exponent), _FLOATS)
 
 
 @intrinsic
@@ -285,3 +307,35 @@ def keep_between(typing_context, lanes, low, number, high, other):
         return builder.select(inside, lanes, _shuffle(builder, single, single, [0] * WIDTH))
 
     return Lanes(Lanes, Lanes, Lanes, Lanes, types.float32), generate
+
+
+@numba.extending.intrinsic(prefer_literal=True)
+def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at, columns, rows):
+    """sums [rows, columns × 16] = rows of x, `width` numbers each, × a panel [width, columns × 16].
+
+    `columns` and `rows` must be constants: the sums of a tile are so many variables, to be kept in registers.
+    """
+    if not (isinstance(columns, types.IntegerLiteral) and isinstance(rows, types.IntegerLiteral)):
+        return None
+    places = [(row, column) for row in range(rows.literal_value) for column in range(columns.literal_value)]
+
+    def generate(context, builder, signature, arguments):
+        sums_value, sums_start, x_value, x_start, depth, panel_value, panel_start = arguments[:7]
+        integer = depth.type
+        totals = {place: cgutils.alloca_once_value(builder, _constant(0.0)) for place in places}
+        starts = [builder.add(x_start, builder.mul(depth, integer(row))) for row in range(rows.literal_value)]
+        with cgutils.for_range(builder, depth) as loop:
+            line = builder.add(panel_start, builder.mul(loop.index, integer(columns.literal_value * WIDTH)))
+            ats = [builder.add(line, integer(column * WIDTH)) for column in range(columns.literal_value)]
+            weights = [_load(context, builder, panel, panel_value, at, WIDTH) for at in ats]
+            ones = [_load(context, builder, x, x_value, builder.add(start, loop.index), 1) for start in starts]
+            numbers = [_shuffle(builder, one, one, [0] * WIDTH) for one in ones]
+            for (row, column), total in totals.items():
+                builder.store(_call(builder, "fma", numbers[row], weights[column], builder.load(total)), total)
+        for index, total in enumerate(totals.values()):
+            at = builder.add(sums_start, integer(index * WIDTH))
+            address = _address(context, builder, sums, sums_value, at, _FLOATS)
+            builder.store(builder.load(total), address, align=4)
+        return context.get_dummy_value()
+
+    return types.void(sums, types.intp, x, types.intp, types.intp, panel, types.intp, columns, rows), generate

@@ -165,7 +165,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[tokens, hidden_size]` in and out."""
-        return self.group.all_reduce(self.down_proj(silu_and_mul(self.gate_up_proj(hidden))))
+        return self.group.all_reduce(self.down_proj(self.gate(hidden)))
+
+    def gate(self, x: Tensor) -> Tensor:
+        """`silu(gate(x)) * up(x)`: `[tokens, hidden_size]` to `[tokens, intermediate_size]`."""
+        return silu_and_mul(self.gate_up_proj(x))
 
 
 class RMSNorm(nn.Module):
