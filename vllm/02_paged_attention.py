@@ -41,17 +41,6 @@ from minivllm.models.tokenizer import load_tokenizer
 from minivllm.simulate.memory_replay import Running, TablesOnDemand, replay
 from minivllm.simulate.workloads import WORKLOADS, RequestLengths
 
-PROMPT = (
-    'class Stack:\n    """Keeps things in the order in which they came; the last one leaves first."""\n\n'
-    "    def __init__(self, items=None):\n        self.items = list(items or [])\n\n"
-    "    def push(self, item):\n        self."
-)
-STRANGER = (
-    'class Account:\n    """The account of one customer; nobody else may see it."""\n\n'
-    "    def __init__(self, owner, password):\n        self.owner = owner\n        self.password = password\n\n"
-    "    def check(self, password):\n        if self.password"
-)
-
 # %% 1. The pain: one unbroken region for each request
 
 LONGEST = 2048  # tokens of the longest request that is served
@@ -499,6 +488,13 @@ def full_copy(cache: PagedCache, parent: BlockTable) -> BlockTable:
     return child
 
 
+PROMPT = (
+    'class Stack:\n    """Keeps things in the order in which they came; the last one leaves first."""\n\n'
+    "    def __init__(self, items=None):\n        self.items = list(items or [])\n\n"
+    "    def push(self, item):\n        self."
+)
+
+
 def measure_sharing(cache_of, prompt: list[int], widths: list[int], steps: int, block_size: int, seed: int) -> dict:
     """Blocks that sharing saves: for parallel samples of many requests, and in a beam search that really runs."""
     found: dict = {"samples": {}, "beams": {}}
@@ -600,6 +596,13 @@ def double_free(pool: BlockPool) -> list[int]:
     one.append(40)
     other.append(40)
     return sorted(set(one.block_ids()) & set(other.block_ids()))
+
+
+STRANGER = (
+    'class Account:\n    """The account of one customer; nobody else may see it."""\n\n'
+    "    def __init__(self, owner, password):\n        self.owner = owner\n        self.password = password\n\n"
+    "    def check(self, password):\n        if self.password"
+)
 
 
 def leak(cache: PagedCache, mine: list[int], stranger: list[int], new_tokens: int) -> tuple[list[int], list[int]]:

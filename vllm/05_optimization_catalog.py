@@ -524,25 +524,33 @@ def measure_speculation(model: Decoder, path: str, texts: list[list[int]], draft
     speculative = {"num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     plain, guess = LLM(path, **settings), LLM(path, **settings, speculative_config=speculative)
     params, clock = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True), own_clock(plain.llm_engine.core)
+
+    def timed(llm: LLM, prompts: list[list[int]], batch: int) -> tuple[float, list]:
+        """Seconds, and the tokens that came out."""
+        start, said = clock(), []
+        for first in range(0, len(prompts), batch):
+            said += llm.generate(prompts[first : first + batch], params, use_tqdm=False)
+        return clock() - start, [one.outputs[0].token_ids for one in said]
+
     found: dict = {}
     kinds = {"repeats itself": [one[:48] * 3 for one in texts], "fresh": [one[:144] for one in texts]}
     for kind, prompts in track(kinds.items(), "speculating"):
         with torch.inference_mode():
             alone, spoken = (generate(model, prompts[0], 24, number) for number in (0, drafts))
-        found[kind] = {"lesson_same": alone[0] == spoken[0], "lesson_passes": spoken[1], "faster": {}}
+        one = found[kind] = {
+            "lesson_same": alone[0] == spoken[0],
+            "lesson_passes": spoken[1],
+            "faster": {},
+            "same": True,
+        }
         for batch in (1, len(texts)):
-            runs: dict = {plain: [], guess: []}
-            for llm in (plain, guess) * 2:
-                start, said = clock(), []
-                for first in range(0, len(prompts), batch):
-                    said += llm.generate(prompts[first : first + batch], params, use_tqdm=False)
-                runs[llm].append((clock() - start, [one.outputs[0].token_ids for one in said]))
+            turns = [[timed(llm, prompts, batch) for llm in (plain, guess)] for _ in range(2)]
+            (slow, expected), (fast, _) = (min(runs) for runs in zip(*turns, strict=True))
+            one["faster"][str(batch)] = slow / fast
+            one["same"] &= all(tokens == expected for turn in turns for _, tokens in turn)
             stats = guess.llm_engine.make_stats().spec_decoding_stats
-            (slow, expected), (fast, tokens) = min(runs[plain]), min(runs[guess])
-            found[kind]["faster"][str(batch)] = slow / fast
             made, right = 2 * len(texts) * count, stats.num_accepted_tokens
-            found[kind] |= {"same": tokens == expected, "accepted": right / stats.num_draft_tokens}
-            found[kind] |= {"a_pass": made / (made - right)}
+            one |= {"accepted": right / stats.num_draft_tokens, "a_pass": made / (made - right)}
     rows = []
     for kind, one in found.items():
         gains = (f"{gain:.2f} ×" for gain in one["faster"].values())
