@@ -12,6 +12,7 @@ torch 2.15), µs, keys and values of the embedded model's 2 heads of 32:
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,8 +20,6 @@ import torch
 from minivllm.kernels.torch_threads import has_numba, run_programs
 
 FP8_LARGEST = 448.0
-TOKENS = 32
-"""Of a program of `numba_cache.py`."""
 
 
 def write_cpu(
@@ -38,15 +37,14 @@ def write_cpu(
     words, odd = divmod(key.shape[2] * key.element_size(), 4)
     if has_numba() and key_scales is not None and value_scales is not None:
         arguments = (key.float(), value.float(), key_cache, value_cache, slots)
-        _run(_programs().quantizations(), *arguments, key.shape[2], key_scales, value_scales)
+        _run(*arguments, key.shape[2], key_scales, value_scales)
     elif has_numba() and key_cache.dtype == key.dtype and not odd:
-        _run(_programs().copies(), key, value, key_cache, value_cache, slots, words)
+        _run(key, value, key_cache, value_cache, slots, words)
     else:
         torch_write(key, value, key_cache, value_cache, slots, key_scales, value_scales)
 
 
 def _run(
-    programs: Any,
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -55,13 +53,14 @@ def _run(
     head_dim: int,
     *scales: torch.Tensor,
 ) -> None:
-    """Call programs on their block; `head_dim` in the numbers that they count in, and strides too."""
+    """Call the compiled programs on their block; `head_dim` in the numbers that they count in, and strides too."""
+    loops = _loops()
     tokens, kv_heads, elements = key.shape
     strides = (tensor.stride(0) * head_dim // elements for tensor in (key, value, key_cache))
     addresses = [tensor.data_ptr() for tensor in (slots.contiguous(), key, value, key_cache, value_cache, *scales)]
     addresses += [0] * (2 - len(scales))
     numbers = (tokens, key_cache.shape[1], kv_heads, head_dim, *strides, *addresses)
-    run_programs(programs, numbers, most_threads=-(-tokens // TOKENS))
+    run_programs(loops.programs(), numbers, most_threads=-(-tokens // loops.TOKENS))
 
 
 def torch_write(
@@ -99,7 +98,8 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.floor(rows * inverse + 0.5).to(torch.int8), (largest / 127.0).squeeze(-1)
 
 
-def _programs() -> Any:
+@functools.cache
+def _loops() -> Any:
     """numba takes a second to import, so only who needs it does."""
     from minivllm.kernels import numba_cache
 

@@ -21,7 +21,8 @@ from minivllm.kernels.programs import array_at, compile_programs, intrinsic, sou
 from minivllm.kernels.torch_threads import run_programs
 
 TOKENS = 16  # of a program
-BLOCK_SIZE = 8  # numbers in the block that the programs read
+BLOCK_SIZE = 9  # numbers in the block that the programs read
+ADD_RMS_NORM, SILU_AND_MUL, ROTATE_HEADS = range(3)  # what the block's second number asks for
 LOOP = {"fastmath": True, "error_model": "numpy", "nogil": True}
 ONE = np.float32(1.0)
 
@@ -68,11 +69,11 @@ def add_rms_norm_row(out, residual, x, weight, eps):
 
 @njit(**LOOP)
 def run_add_rms_norm(block):
-    """block, int64: the next program; tokens, width; addresses of out, residual, x, weight, eps."""
-    tokens, width = block[1], block[2]
-    out, residual = array_at(block[3], (tokens, width), np.float32), array_at(block[4], (tokens, width), np.float32)
-    x, weight = array_at(block[5], (tokens, width), np.float32), array_at(block[6], width, np.float32)
-    eps = array_at(block[7], 1, np.float32)[0]
+    """block, int64: the next program, the operation; tokens, width; addresses of out, residual, x, weight, eps."""
+    tokens, width = block[2], block[3]
+    out, residual = array_at(block[4], (tokens, width), np.float32), array_at(block[5], (tokens, width), np.float32)
+    x, weight = array_at(block[6], (tokens, width), np.float32), array_at(block[7], width, np.float32)
+    eps = array_at(block[8], 1, np.float32)[0]
     while True:
         first = take_number(block) * TOKENS
         if first >= tokens:
@@ -90,10 +91,10 @@ def silu_and_mul_row(out, gate, up):
 
 @njit(**LOOP)
 def run_silu_and_mul(block):
-    """block, int64: the next program; tokens, width; addresses of out, gate_up."""
-    tokens, width = block[1], block[2]
-    out = array_at(block[3], (tokens, width), np.float32)
-    gate_up = array_at(block[4], (tokens, 2 * width), np.float32)
+    """block, int64: the next program, the operation; tokens, width; addresses of out, gate_up."""
+    tokens, width = block[2], block[3]
+    out = array_at(block[4], (tokens, width), np.float32)
+    gate_up = array_at(block[5], (tokens, 2 * width), np.float32)
     while True:
         first = take_number(block) * TOKENS
         if first >= tokens:
@@ -117,75 +118,60 @@ def rotate_token(heads, num_heads, cos, sin):
 
 @njit(**LOOP)
 def run_rotate_heads(block):
-    """block, int64: the next program; tokens, heads, head_dim, numbers from token to token; addresses of heads,
-    positions (int64), table."""
-    tokens, num_heads, head_dim, stride = block[1], block[2], block[3], block[4]
-    positions = array_at(block[6], tokens, np.int64)
+    """block, int64: the next program, the operation; tokens, heads, head_dim, numbers from token to token; addresses of
+    heads, positions (int64), table."""
+    tokens, num_heads, head_dim, stride = block[2], block[3], block[4], block[5]
+    positions = array_at(block[7], tokens, np.int64)
     half = head_dim // 2
     while True:
         first = take_number(block) * TOKENS
         if first >= tokens:
             return
         for token in range(first, min(first + TOKENS, tokens)):
-            heads = array_at(block[5] + 4 * token * stride, num_heads * head_dim, np.float32)
-            turn = array_at(block[7] + 4 * positions[token] * head_dim, head_dim, np.float32)
+            heads = array_at(block[6] + 4 * token * stride, num_heads * head_dim, np.float32)
+            turn = array_at(block[8] + 4 * positions[token] * head_dim, head_dim, np.float32)
             rotate_token(heads, num_heads, turn[:half], turn[half:])
 
 
 @functools.cache
-def _add_rms_norm_programs() -> Any:
+def _programs() -> Any:
+    """All three as one C function of the block's address."""
     changed = sources_changed()
 
     def programs(address):
         _ = changed
-        run_add_rms_norm(array_at(address, BLOCK_SIZE, np.int64))
+        block = array_at(address, BLOCK_SIZE, np.int64)
+        if block[1] == ADD_RMS_NORM:
+            run_add_rms_norm(block)
+        elif block[1] == SILU_AND_MUL:
+            run_silu_and_mul(block)
+        else:
+            run_rotate_heads(block)
 
     return compile_programs(programs)
 
 
-@functools.cache
-def _silu_and_mul_programs() -> Any:
-    changed = sources_changed()
-
-    def programs(address):
-        _ = changed
-        run_silu_and_mul(array_at(address, BLOCK_SIZE, np.int64))
-
-    return compile_programs(programs)
-
-
-@functools.cache
-def _rotate_heads_programs() -> Any:
-    changed = sources_changed()
-
-    def programs(address):
-        _ = changed
-        run_rotate_heads(array_at(address, BLOCK_SIZE, np.int64))
-
-    return compile_programs(programs)
-
-
-def _run(programs: Any, tokens: int, *numbers: int) -> None:
-    """Run the programs for so many tokens, on no more threads than there are programs."""
-    run_programs(programs, (tokens, *numbers), most_threads=-(-tokens // TOKENS))
+def _run(operation: int, tokens: int, *numbers: int) -> None:
+    """Run the operation's programs for so many tokens, on no more threads than there are programs."""
+    run_programs(_programs(), (operation, tokens, *numbers), most_threads=-(-tokens // TOKENS))
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `elementwise.add_rms_norm`."""
     out, small = torch.empty_like(x), array("f", [eps])
     addresses = (tensor.data_ptr() for tensor in (out, residual, x, weight))
-    _run(_add_rms_norm_programs(), *x.shape, *addresses, small.buffer_info()[0])
+    _run(ADD_RMS_NORM, *x.shape, *addresses, small.buffer_info()[0])
     return out
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """As `elementwise.silu_and_mul`."""
     out = torch.empty(len(gate_up), gate_up.shape[1] // 2)
-    _run(_silu_and_mul_programs(), *out.shape, out.data_ptr(), gate_up.data_ptr())
+    _run(SILU_AND_MUL, *out.shape, out.data_ptr(), gate_up.data_ptr())
     return out
 
 
 def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
     """As `elementwise.rotate_heads`."""
     addresses = (tensor.data_ptr() for tensor in (heads, positions, table))
-    _run(_rotate_heads_programs(), *heads.shape, heads.stride(0), *addresses)
+    _run(ROTATE_HEADS, *heads.shape, heads.stride(0), *addresses)

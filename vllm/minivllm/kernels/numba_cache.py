@@ -2,7 +2,8 @@
 
 They run on the block of int64 that `cpu_cache.py` writes: the next program; tokens, block_size, kv_heads, head_dim;
 [5] numbers from token to token in key and in value, from block to block in the caches; [8] addresses of slot_mapping
-(int64), key, value, both caches, both scales. What is copied as it is is counted in words of 4 bytes, moved as float32, whatever it is.
+(int64), key, value, both caches, [13] both scales (0: none). Where there are scales, keys and values are quantized, else
+copied as they are: counted in words of 4 bytes, and moved as float32, whatever they are.
 """
 
 from __future__ import annotations
@@ -92,24 +93,16 @@ def _floats(first, second):
 
 
 @functools.cache
-def copies() -> Any:
-    """`run_copies` as a C function of the block's address."""
+def programs() -> Any:
+    """`run_quantizations` where the block has scales, else `run_copies`: a C function of the block's address."""
     changed = sources_changed()
 
     def programs(address):
         _ = changed
-        run_copies(array_at(address, BLOCK_SIZE, np.int64))
-
-    return compile_programs(programs)
-
-
-@functools.cache
-def quantizations() -> Any:
-    """`run_quantizations` as a C function of the block's address."""
-    changed = sources_changed()
-
-    def programs(address):
-        _ = changed
-        run_quantizations(array_at(address, BLOCK_SIZE, np.int64))
+        block = array_at(address, BLOCK_SIZE, np.int64)
+        if block[13] != 0:
+            run_quantizations(block)
+        else:
+            run_copies(block)
 
     return compile_programs(programs)
