@@ -377,6 +377,7 @@ def unified_attention(
     num_kv_splits: int | None = None,
     max_seq_len: int | None = None,
     backend: str | None = None,
+    checked: bool = False,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch over paged K and V; layouts as in the head of this file.
 
@@ -393,6 +394,7 @@ def unified_attention(
         backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter. "naive"
             is what there was before, to measure against: PyTorch, one sequence after another, its keys and values
             gathered and the matrix of all scores written out.
+        checked: a call with the same shapes and types has passed the checks, as the layer before has of the same step.
 
     Returns:
         `out`, of q's dtype.
@@ -400,14 +402,10 @@ def unified_attention(
     Raises:
         MinivllmError: shapes, types or values that cannot work.
     """
-    _check(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale)
-    check_scales(k_cache, k_scales, v_scales)
-    if sliding_window is not None and sliding_window < 1:
-        raise MinivllmError(f"sliding_window must be at least 1, got {sliding_window}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise MinivllmError(f"soft_cap must be greater than 0, got {soft_cap}")
-    if num_kv_splits is not None and num_kv_splits < 1:
-        raise MinivllmError(f"num_kv_splits must be at least 1, got {num_kv_splits}")
+    if not checked:
+        _check(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale)
+        check_scales(k_cache, k_scales, v_scales)
+        _check_choices(sliding_window, soft_cap, num_kv_splits)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if len(q) == 0 or len(seq_lens) == 0:
@@ -587,3 +585,12 @@ def _check(
         raise MinivllmError(f"head_dim must be 1 to 256, got {q.shape[2]}")
     if not scale > 0:
         raise MinivllmError(f"scale must be greater than 0, got {scale}")
+
+
+def _check_choices(sliding_window: int | None, soft_cap: float | None, num_kv_splits: int | None) -> None:
+    if sliding_window is not None and sliding_window < 1:
+        raise MinivllmError(f"sliding_window must be at least 1, got {sliding_window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise MinivllmError(f"soft_cap must be greater than 0, got {soft_cap}")
+    if num_kv_splits is not None and num_kv_splits < 1:
+        raise MinivllmError(f"num_kv_splits must be at least 1, got {num_kv_splits}")

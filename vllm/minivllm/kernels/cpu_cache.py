@@ -32,8 +32,9 @@ def write_cpu(
     value_scales: torch.Tensor | None,
 ) -> None:
     """As `cache.reshape_and_cache`, whose checks these arguments have passed."""
-    tokens = len(slot_mapping)
-    key, value, slots = key[:tokens], value[:tokens], slot_mapping.long()
+    slots = slot_mapping.long()
+    if len(key) > len(slots):
+        key, value = key[: len(slots)], value[: len(slots)]
     words, odd = divmod(key.shape[2] * key.element_size(), 4)
     if has_numba() and key_scales is not None and value_scales is not None:
         arguments = (key.float(), value.float(), key_cache, value_cache, slots)

@@ -60,9 +60,18 @@ class PagedAttention:
     def __call__(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """As `minivllm.models.attention.AttentionFunction`: q attends to all keys so far, k and v included."""
         assert self.metadata is not None
-        step = self.metadata
+        step, checked = self.metadata, layer_index > 0
         keys, values, key_scales, value_scales = self.kv_caches[layer_index]
-        reshape_and_cache(k, v, keys, values, step.slot_mapping, key_scales=key_scales, value_scales=value_scales)
+        reshape_and_cache(
+            k,
+            v,
+            keys,
+            values,
+            step.slot_mapping,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            checked=checked,
+        )
         return unified_attention(
             q,
             keys,
@@ -76,4 +85,5 @@ class PagedAttention:
             sliding_window=self.sliding_window,
             max_seq_len=step.max_seq_len,
             backend=self.backend,
+            checked=checked,
         )

@@ -22,7 +22,7 @@ from minivllm.worker.memory import allocate_kv_caches, check_kv_cache_dtype, ref
 from minivllm.worker.ngram_proposer import NgramProposer
 from minivllm.worker.prompt_logprobs import PromptLogprobs
 from minivllm.worker.rejection_sampler import kept_slices
-from minivllm.worker.sampler import SamplingMetadata, sample
+from minivllm.worker.sampler import NOTHING_NEEDED, SamplingMetadata, sample
 from minivllm.worker.sampling_states import SamplingStates
 
 
@@ -192,6 +192,8 @@ class ModelRunner:
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
         batch, rows = self.batch, inputs.rows[inputs.sampling]
+        if not batch.sampling.needs_of(rows):
+            return NOTHING_NEEDED
         num_tokens = consecutive(batch.num_tokens[rows], inputs.num_sampled)
         rows = np.repeat(rows, inputs.num_sampled)
         return batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens[rows], num_tokens)

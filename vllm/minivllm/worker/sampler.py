@@ -72,6 +72,11 @@ class SamplingMetadata:
     output_token_ids: Sequence[np.ndarray] = ()
 
 
+_NONE = np.empty(0)
+NOTHING_NEEDED = SamplingMetadata(Needs(0), _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+"""Of rows that all take the most likely token: nothing of them is looked at, so nothing is gathered."""
+
+
 @dataclass(slots=True)
 class SamplerOutput:
     """One token a row; `logprobs` is empty, or has None for the rows that did not ask."""

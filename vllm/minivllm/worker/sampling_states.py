@@ -35,6 +35,10 @@ class SamplingStates:
         self.min_p[row] = params.min_p
         self.seeds[row] = (params.seed or 0) % 2**64
 
+    def needs_of(self, rows: np.ndarray) -> Needs:
+        """What these rows ask for, together."""
+        return Needs(int(np.bitwise_or.reduce(self.needs[rows], initial=0)))
+
     def metadata(
         self, rows: np.ndarray, token_ids: np.ndarray, num_prompt_tokens: np.ndarray, num_tokens: np.ndarray
     ) -> SamplingMetadata:
@@ -43,7 +47,7 @@ class SamplingStates:
         token_ids [max_num_reqs, max_model_len]: prompts, outputs and drafts. `num_prompt_tokens`, `num_tokens` [rows]:
         how many of a row's tokens are its prompt, and how many stand before the place that is sampled.
         """
-        needs = Needs(int(np.bitwise_or.reduce(self.needs[rows], initial=0)))
+        needs = self.needs_of(rows)
         metadata = SamplingMetadata(
             needs,
             self.temperature[rows],
