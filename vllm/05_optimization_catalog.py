@@ -574,8 +574,8 @@ def thrash(llm: LLM, text: Sequence[int], rounds: int) -> dict:
             llm.generate([[*text[first : first + 128], *text[own : own + 8]]], params, use_tqdm=False)
         stats = llm.llm_engine.make_stats().prefix_cache_stats
         found[str(prefixes)] = stats.hits / stats.queries
-    title = f"Hit rate in a pool of 63 blocks: each prefix has 8, and they come in turn, {rounds} times"
-    table(title, [f"{n} prefixes" for n in found], [[f"{hit:.0%}" for hit in found.values()]])
+    title = f"A pool of 63 blocks, and prefixes of 8 blocks that come in turn, {rounds} times"
+    table(title, ("prefixes", *found), [("hit rate", *(f"{hit:.0%}" for hit in found.values()))])
     return found
 
 
