@@ -54,11 +54,6 @@ from minivllm.simulate.attention_traffic import (
 )  # fmt: skip
 
 MIB = 2**20
-TEXT = "def total(prices, count):\n    result = 0\n    for price in prices:\n        result +="
-SMALL_TILES = {"block_q": 32, "block_k": 32}  # for short texts
-PAPERS_GB = 40.3  # figure 2, what standard attention moved, forward and backward
-HEAD_DIMS = [32, 64, 128, 256]
-TILES = [(64, 32, 2), (128, 64, 2), (128, 128, 2), (128, 128, 4), (256, 64, 2)]  # queries, keys, loads in flight
 
 # %% 1. The pain: a matrix of T × T
 
@@ -296,6 +291,9 @@ def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Te
 
 # %% 7. The proof: against float64, in two parts that are merged, and inside a real model
 
+SMALL_TILES = {"block_q": 32, "block_k": 32}  # for short texts
+TEXT = "def total(prices, count):\n    result = 0\n    for price in prices:\n        result +="
+
 
 def verify(device: torch.device) -> dict:
     """The kernel on awkward shapes against float64: in one pass, and over two parts of the keys, then merged."""
@@ -354,8 +352,12 @@ def attend_in_model(model: Decoder, encoded: Encoding, text: str) -> tuple[dict,
 
     positions, plain = torch.arange(len(tokens), device=tokens.device), CausalAttention(model.config)
     ours, usual = (model.compute_logits(model(tokens, positions, how)) for how in (attend, plain))
-    off, largest = (ours - usual).abs().max().item(), max(row.max().item() for row in rows)
+    off, largest = furthest(ours, usual), max(row.max().item() for row in rows)
     assert off < 1e-3, f"the model's logits are off by {off}"
+    beyond = " and ".join(dtype for dtype, limit in LIMITS.items() if largest > limit) or "no dtype here"
+    kernel = "our kernel" if HAS_TRITON else "stored scores"
+    words = f"The model on {kernel}: logits within {off:.0e}. Its scores reach {largest:.1f}: exp overflows {beyond}."
+    console.print(words, soft_wrap=True)
     large = [row.max().item() > LIMITS["float16"] for row in rows]  # of those, if any, the one with the most to see
     liveliest = max(range(len(rows)), key=lambda index: (large[index], visible_steps(rows[index])))
     layer, head = divmod(liveliest, model.config.num_attention_heads)
@@ -436,6 +438,9 @@ def measure_traffic(head_dim: int, block_q: int, block_k: int, longest: int) -> 
     return {"lengths": lengths, "moved": moved, "kept": kept, "less": less[-1], "peak_mib": peaks}
 
 
+HEAD_DIMS = [32, 64, 128, 256]
+
+
 def fit_powers(traffic: dict, on_chip: int) -> dict:
     """With which power of T, of the head dim and of the memory on the chip do the counted bytes grow?"""
 
@@ -455,6 +460,9 @@ def fit_powers(traffic: dict, on_chip: int) -> dict:
     rows = [[form.format(**powers) for form in row] for row in forms]
     table("\nFitted: T tokens, d head dim, M bytes on the chip", ("", "bytes moved", "bytes kept"), rows)
     return powers
+
+
+PAPERS_GB = 40.3  # figure 2, what standard attention moved, forward and backward
 
 
 def compare_with_paper() -> dict:
@@ -516,6 +524,9 @@ def row_without_keys() -> dict:
     return {"unguarded_is_nan": math.isnan(unguarded), "guarded": float(state.l[0])}
 
 
+TILES = [(64, 32, 2), (128, 64, 2), (128, 128, 2), (128, 128, 4), (256, 64, 2)]  # queries, keys, loads in flight
+
+
 def compile_tiles(target: str, tiles: list[tuple[int, int, int]]) -> dict:
     """What the compiler says of our kernel with these tiles, without a GPU: what fits, and what spills."""
     shape = {"queries": 4096, "keys": 4096, "scale": 0.1, "CAUSAL": True, "HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128}
@@ -570,11 +581,6 @@ def main(arguments: argparse.Namespace) -> None:
     found["overflow"] = overflow()
     heading("3–5. Tile by tile")
     found["model"], row = attend_in_model(model, tokenizer.encode(arguments.text), arguments.text)
-    off, largest = found["model"].values()
-    beyond = " and ".join(dtype for dtype, limit in found["overflow"].items() if largest > limit) or "no dtype here"
-    ours = "The model on our kernel" if HAS_TRITON else "The model on stored scores"
-    words = f"{ours}: logits within {off:.0e}. Its scores reach {largest:.1f}: exp overflows {beyond}."
-    console.print(words, soft_wrap=True)
     step_through(row)
     heading("6–7. The kernel, verified")
     found["errors"] = prove(verify, device)
