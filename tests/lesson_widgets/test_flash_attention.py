@@ -1,10 +1,6 @@
-"""Lesson 03's widget shows what the counters say and what the online softmax does, breaks where it should, is quick."""
+"""Lesson 03's widget shows what the counters say and what the online softmax does, and breaks where it should."""
 
 import math
-import statistics
-import subprocess
-import sys
-import time
 import xml.etree.ElementTree as ET
 
 import ipywidgets
@@ -174,27 +170,3 @@ def walk(widget):
     yield widget
     for child in getattr(widget, "children", ()):
         yield from walk(child)
-
-
-def test_a_redraw_takes_less_than_100_ms():
-    shown = flash_attention.show()
-    seconds = []
-    for block in (16, 32, 48, 64, 80, 96, 112, 128):
-        start = time.process_time()  # others use this machine too
-        shown.knobs["block_q"].value = block
-        shown.knobs["tiles_seen"].value = block % 7
-        seconds.append((time.process_time() - start) / 2)
-    assert statistics.median(seconds) < 0.1
-
-
-def test_importing_needs_no_torch_and_little_time():
-    code = (
-        "import sys, time; start = time.process_time(); from widgets import flash_attention; "
-        "seconds = time.process_time() - start; flash_attention.show(); "
-        "print(seconds, {'torch', 'triton', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))"
-    )
-    runs = [subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True) for _ in range(2)]
-    assert [run.stderr for run in runs] == ["", ""]
-    seconds, heavy = zip(*(run.stdout.split(maxsplit=1) for run in runs), strict=True)
-    assert [found.strip() for found in heavy] == ["set()", "set()"]
-    assert min(map(float, seconds)) < 1.5

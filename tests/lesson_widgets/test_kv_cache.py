@@ -1,9 +1,5 @@
-"""Lesson 01's widget shows what the ledger says, breaks where it should, and is quick."""
+"""Lesson 01's widget shows what the ledger says, and breaks where it should."""
 
-import statistics
-import subprocess
-import sys
-import time
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -139,27 +135,3 @@ def test_the_challenge_is_open_at_first_and_can_be_met():
 def test_the_challenge_is_not_met_by_an_empty_card(knobs: dict):
     """Nothing reserved, or a lone slot with room left over, is not what was asked for."""
     assert not kv_cache.CHALLENGE.check(kv_cache.sweep(**knobs)).met
-
-
-# Both times are of the processor: they hold on a machine that is busy with something else.
-def test_a_redraw_takes_less_than_100_ms():
-    shown = kv_cache.show()
-    seconds = []
-    for length in kv_cache.CONTEXTS * 2:
-        start = time.process_time()
-        shown.knobs["max_model_len"].value = length
-        seconds.append(time.process_time() - start)
-    assert statistics.median(seconds) < 0.1
-
-
-def test_importing_needs_no_torch_and_little_time():
-    code = (
-        "import sys, time; start = time.process_time(); from widgets import kv_cache; "
-        "seconds = time.process_time() - start; kv_cache.show(); "
-        "print(seconds, {'torch', 'triton', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))"
-    )
-    runs = [subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True) for _ in range(2)]
-    assert [run.stderr for run in runs] == ["", ""]
-    seconds, heavy = zip(*(run.stdout.split(maxsplit=1) for run in runs), strict=True)
-    assert [found.strip() for found in heavy] == ["set()", "set()"]
-    assert min(map(float, seconds)) < 1.5

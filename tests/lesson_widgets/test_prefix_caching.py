@@ -1,9 +1,5 @@
-"""Lesson 05's prefix cache shows what the block pool finds, falls off its cliff where it should, and is quick."""
+"""Lesson 05's prefix cache shows what the block pool finds, and falls off its cliff where it should."""
 
-import statistics
-import subprocess
-import sys
-import time
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -121,26 +117,3 @@ def test_the_challenge_is_open_at_first_and_can_be_met():
     assert "Met." in shown.progress.value
     shown.set(kind="chat")
     assert "Not yet." in shown.progress.value
-
-
-def test_a_redraw_takes_less_than_100_ms():
-    """Time of this process alone, each position for the first time: other work on the machine is not the widget's."""
-    shown, seconds = widget.show(), []
-    moves = [{"pool": 2048}, {"turns": 2}, {"kind": "documents"}, {"users": 16}, {"prefix": 256}]
-    for move in moves:
-        start = time.process_time()
-        shown.set(**move)
-        seconds.append(time.process_time() - start)
-    assert statistics.median(seconds) < 0.1
-
-
-def test_importing_needs_no_torch_and_little_time():
-    code = (
-        "import sys, time; start = time.process_time(); from widgets import prefix_caching as w; "
-        "seconds = time.process_time() - start; w.show(); "
-        "print(seconds, {'torch', 'triton', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))"
-    )
-    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    seconds, heavy = run.stdout.split(maxsplit=1)
-    assert heavy.strip() == "set()"
-    assert float(seconds) < 1.5

@@ -1,0 +1,64 @@
+"""What holds for every widget: it is drawn again at once, and needs neither torch nor much time to import.
+
+Times are of the processor: they hold on a machine that is busy with something else.
+"""
+
+import importlib
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from widgets import base, kv_cache, paged_attention
+
+BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128)
+MOVES = {
+    "kv_cache": [{"max_model_len": length} for length in kv_cache.CONTEXTS * 2],
+    "paged_attention": [{"block_size": size} for size in paged_attention.BLOCK_SIZES * 2],
+    "flash_attention": [move for block in BLOCKS for move in ({"block_q": block}, {"tiles_seen": block % 7})],
+    "continuous_batching": [{"slots": slots} for slots in (1, 2, 4, 8, 16)],
+    "prefix_caching": [{"pool": 2048}, {"turns": 2}, {"kind": "documents"}, {"users": 16}, {"prefix": 256}],
+    "optimization_catalog": [
+        {"requests": "mixed"},
+        {"paging": False},
+        {"slots": 16},
+        {"speculative_tokens": 3},
+        {"acceptance": 0.7},
+    ],
+}
+"""Turns of the knobs for each widget, most of them to where they have not been."""
+
+
+def test_every_widget_is_here():
+    modules = Path(base.__file__).parent.glob("*.py")
+    assert {path.stem for path in modules if "\ndef show() -> LessonWidget:" in path.read_text()} == set(MOVES)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_redraw_takes_less_than_100_ms(name: str):
+    shown, seconds = importlib.import_module(f"widgets.{name}").show(), []
+    for move in MOVES[name]:
+        before = shown.state
+        start = time.process_time()
+        shown.set(**move)
+        seconds.append(time.process_time() - start)
+        assert shown.state is not None, shown.verdict.value
+        assert shown.state is not before
+    assert statistics.median(seconds) < 0.1
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_importing_needs_no_torch_and_little_time(name: str):
+    code = (
+        f"import sys, time; start = time.process_time(); from widgets import {name} as widget; "
+        "seconds = time.process_time() - start; widget.show(); "
+        "print(seconds, {'torch', 'triton', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))"
+    )
+    runs = [subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True) for _ in range(2)]
+    assert [run.stderr for run in runs] == ["", ""]
+    seconds, heavy = zip(*(run.stdout.split(maxsplit=1) for run in runs), strict=True)
+    assert [found.strip() for found in heavy] == ["set()", "set()"]
+    assert min(map(float, seconds)) < 1.5
