@@ -1,6 +1,7 @@
 """Reading `config.json`: the four families, old and new spellings, and what is said of configs that cannot work."""
 
 import json
+import math
 
 import pytest
 
@@ -223,8 +224,13 @@ def test_embedded_models_have_their_place():
         ({"rope_parameters": "x"}, "'rope_parameters' must be a mapping"),
         ({"rope_scaling": []}, "'rope_scaling' must be a mapping"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "'factor' .* must be 0 or more, not 'x'"),
-        ({"rope_theta": "x"}, "'rope_theta' must be a number"),
-        ({"rms_norm_eps": "x"}, "'rms_norm_eps' must be a number"),
+        *(
+            ({name: value}, f"'{name}' must be a number above 0, not ")
+            for name in ("rms_norm_eps", "rope_theta")
+            for value in ("x", True, 0, -1e-6, math.nan, math.inf, 10**400)
+        ),
+        ({"layer_norm_epsilon": -1, "rms_norm_eps": None}, "'rms_norm_eps' must be a number above 0, not -1"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "'rope_theta' must be a number above 0, not 0"),
         ({"sliding_window": "x"}, "'sliding_window' must be a whole number"),
         ({"eos_token_id": "x"}, "'eos_token_id' must be a token id or several"),
         ({"eos_token_id": [1, 2.0]}, "'eos_token_id' must be a token id or several"),

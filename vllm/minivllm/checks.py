@@ -1,6 +1,6 @@
 """What the checks of settings ask of a value, and how they refuse it."""
 
-import math
+import sys
 
 from minivllm.errors import MinivllmError
 
@@ -20,7 +20,7 @@ def require_flags(settings: object, *names: str) -> None:
 
 def is_number(value: object) -> bool:
     """Whether it is a number, and finite; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_count(value: object, least: int) -> bool:

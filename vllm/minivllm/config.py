@@ -41,8 +41,6 @@ KINDS = {
     "rope_parameters": (Mapping, "a mapping"),
     "rope_scaling": (Mapping, "a mapping"),
     "sliding_window": (int, "a whole number"),
-    "rms_norm_eps": (int | float, "a number"),
-    "rope_theta": (int | float, "a number"),
 }
 ROPE_NUMBERS = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast",
@@ -139,7 +137,7 @@ class ModelConfig:
             architecture=(hf.get("architectures") or [ARCHITECTURES.get(hf.get("model_type", ""), "")])[0],
             model_type=hf.get("model_type") or "",
             dtype=_dtype(hf),
-            rms_norm_eps=float(hf.get("rms_norm_eps") or 1e-6),
+            rms_norm_eps=_positive(hf, "rms_norm_eps", 1e-6),
             hidden_act=hf.get("hidden_act") or hf.get("activation_function") or "silu",
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
@@ -268,6 +266,16 @@ def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
     return value
 
 
+def _positive(hf: Mapping[str, Any], name: str, default: float) -> float:
+    """A number that the config may give: the default where it does not, an error where it is not above 0."""
+    value = hf.get(name)
+    if value is None:
+        return default
+    if not (is_number(value) and value > 0):
+        raise MinivllmError(f"the model config's {name!r} must be a number above 0, not {value!r}")
+    return float(value)
+
+
 def _required_count(hf: Mapping[str, Any], name: str) -> int:
     if hf.get(name) is None:
         raise MinivllmError(f"the model config lacks {name!r}")
@@ -330,7 +338,7 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
         value = given.get(name)
         if value is not None and not (is_number(value) and value >= 0):
             raise MinivllmError(f"{name!r} in the model config's rope parameters must be 0 or more, not {value!r}")
-    theta = float(given.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    theta = _positive(given, "rope_theta", _positive(hf, "rope_theta", 10000.0))
     scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "type")}
     scaling["rope_type"] = given.get("rope_type") or given.get("type") or "default"
     return theta, None if scaling["rope_type"] == "default" else scaling
