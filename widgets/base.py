@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ipywidgets
 
+from minivllm.checks import is_number, require
 from minivllm.errors import MinivllmError
 from minivllm.lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 
@@ -192,6 +193,20 @@ class LessonWidget(ipywidgets.VBox):
         if bundle is not None and self._svg:
             bundle["image/svg+xml"] = self._svg
         return bundle
+
+
+def require_numbers(most: Mapping[str, float], **values: Any) -> None:
+    """Refuses what is no number, or more than its greatest: for that a sweep has neither time nor memory.
+
+    A whole greatest asks for a whole number. The least that makes sense is for each sweep to say.
+
+    Raises:
+        MinivllmError: as said.
+    """
+    for name, value in values.items():
+        whole = isinstance(most[name], int)
+        fits = is_number(value) and (isinstance(value, int) or not whole) and value <= most[name]
+        require(fits, f"{name} must be a {'whole ' * whole}number of at most {most[name]:,}, not {value!r}")
 
 
 def choice(label: str, options: Sequence[Any], value: Any, tip: str = "") -> ipywidgets.Dropdown:

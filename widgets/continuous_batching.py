@@ -25,11 +25,12 @@ from minivllm.simulate.known_models import known_model
 from minivllm.simulate.slots import seat
 from minivllm.simulate.virtual_clock import SimulatedRequest, Simulation, percentile, simulate
 from minivllm.simulate.workloads import gamma_arrivals
-from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, slider, steps
+from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, require_numbers, slider, steps
 from widgets.svg import QUIET, Axes, Box, Drawing, Scale, Segment, legend
 
 REQUESTS, MEAN_OUTPUT, PROMPT, LONGEST = 60, 24, 32, 240
 POLICIES = ("static", "continuous")
+MOST = {"load": 100.0, "spread": 10.0, "slots": 256, "burstiness": 100.0}
 START = {"load": 0.7, "spread": 1.0, "slots": 4, "policy": "static", "burstiness": 1.0}
 
 
@@ -84,6 +85,7 @@ def sweep(
     """
     if policy not in POLICIES:
         raise MinivllmError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
+    require_numbers(MOST, load=load, spread=spread, slots=slots, burstiness=burstiness)
     if load <= 0 or spread < 0 or slots < 1:
         raise MinivllmError(f"load ({load}) and slots ({slots}) are above 0, spread ({spread}) is at least 0")
     lengths = _lengths(spread)

@@ -30,7 +30,7 @@ from minivllm.simulate.attention_traffic import (
 )
 from minivllm.simulate.hardware import HARDWARE, Hardware, get_hardware
 from minivllm.simulate.online_softmax import RunningSoftmax, online_softmax
-from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, steps
+from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, require_numbers, steps
 from widgets.svg import QUIET, SMALL, Axes, Box, Drawing, Scale, Segment, legend, stacked_bar, tokens
 
 ROW = Path(__file__).with_name("attention_row.json")
@@ -39,6 +39,17 @@ KIB = 1024
 LIMITS = {"float16": math.log(65504), "float32": math.log(3.4028e38)}
 """Scores whose exponential is the largest number of each dtype."""
 PART_COLOURS = {"Q": BLUE, "K, V": SKY, "scores": ORANGE, "O": GREEN, "m, l": PURPLE}
+MOST = {
+    "length": 2**20,
+    "head_dim": 1024,
+    "heads": 1024,
+    "block_q": 2**20,
+    "block_k": 2**20,
+    "on_chip_kib": 2**20,
+    "keys_a_tile": 1024,
+    "tiles_seen": 1024,
+    "times": 1e6,
+}
 START = {
     "length": 8192,
     "head_dim": 128,
@@ -151,6 +162,8 @@ def sweep(
     Raises:
         MinivllmError: a value makes no sense.
     """
+    require_numbers(MOST, length=length, head_dim=head_dim, heads=heads, block_q=block_q, block_k=block_k)
+    require_numbers(MOST, on_chip_kib=on_chip_kib, keys_a_tile=keys_a_tile, tiles_seen=tiles_seen, times=times)
     if on_chip_kib < 1 or heads < 1:
         raise MinivllmError(f"heads and on_chip_kib must be at least 1, got {heads} and {on_chip_kib}")
     if tiles_seen < 0 or times <= 0:

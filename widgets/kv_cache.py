@@ -15,6 +15,7 @@ from functools import cache
 from itertools import accumulate, islice, takewhile
 from pathlib import Path
 
+from minivllm.checks import require
 from minivllm.config import ModelConfig
 from minivllm.lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from minivllm.simulate.calculator import find_model
@@ -22,7 +23,7 @@ from minivllm.simulate.hardware import GIB, HARDWARE, Hardware, get_hardware
 from minivllm.simulate.known_models import CONFIGS
 from minivllm.simulate.memory import MemoryLedger, max_concurrency, memory_ledger
 from minivllm.simulate.workloads import WORKLOADS, workload
-from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, entry, slider, steps
+from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, entry, require_numbers, slider, steps
 from widgets.svg import MID, QUIET, SMALL, Axes, Box, Drawing, Scale, Segment, legend, stacked_bar, tokens
 
 CONTEXTS = tuple(2**power for power in range(8, 21))  # 256 to 1M tokens
@@ -30,6 +31,7 @@ SAMPLED_REQUESTS = 4000
 MOST_SLOTS_DRAWN = 240
 BEFORE_CACHE = (("weights", BLUE), ("activations", PURPLE), ("outside torch", GREY), ("CUDA graphs", ORANGE))
 """How the picture names and colours what the ledger lists before the KV cache."""
+MOST = {"tp": 1024, "utilization": 100.0, "max_model_len": 2**28}
 START = {
     "model": "meta-llama/Llama-3.1-8B",
     "other_model": "",
@@ -131,6 +133,9 @@ def sweep(
     Raises:
         MinivllmError: a value makes no sense, or the model's memory cannot be counted.
     """
+    require_numbers(MOST, tp=tp, utilization=utilization, max_model_len=max_model_len)
+    require(utilization > 0, f"utilization must be above 0, not {utilization!r}")
+    require(isinstance(model, str) and isinstance(other_model, str), f"model is a name, not {model!r}")
     name = other_model.strip() or model
     config, hardware, kind = _model(name), get_hardware(gpu), workload(requests)
     settings = {"max_model_len": max_model_len, "tp": tp, "kv_dtype": kv_dtype, "check": False}

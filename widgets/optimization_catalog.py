@@ -18,6 +18,7 @@ from typing import Any
 
 import ipywidgets
 
+from minivllm.checks import require, require_flags
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab.palette import BLUE, GREEN, INK, VERMILLION
@@ -34,7 +35,7 @@ from minivllm.simulate.levers import (
     shared_chat,
     throughput,
 )
-from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, slider, steps
+from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, require_numbers, slider, steps
 from widgets.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Scale, Segment, ink_on, legend, short, text_width
 
 MODEL = "Llama-3.1-8B"
@@ -47,6 +48,15 @@ SHORTER = 4
 ORDERS = {"ranking": "as the ranking has them", "reversed": "the other way round"}
 ON: dict[str, Any] = {rung.field: rung.on for rung in LADDER}
 OFF: dict[str, Any] = {rung.field: getattr(Levers(), rung.field) for rung in LADDER}
+MOST = {
+    "slots": 64,
+    "max_model_len": 2**20,
+    "acceptance": 1.0,
+    "weight_bits": 16,
+    "speculative_tokens": 16,
+    "tensor_parallel": 64,
+}
+KV_DTYPES = {"16 bits": "auto", "int8, a scale a head": "int8", "fp8": "fp8"}
 SERVER: dict[str, Any] = {
     "gpu": "L4",
     "requests": "chats",
@@ -138,10 +148,15 @@ def sweep(
     unknown = sorted(set(levers) - set(OFF))
     if unknown:
         raise MinivllmError(f"no such lever: {', '.join(unknown)}; there are {', '.join(OFF)}")
-    if slots < 1 or not 0 <= acceptance <= 1:
-        raise MinivllmError(f"slots ({slots}) are at least 1, acceptance ({acceptance}) is from 0 to 1")
+    wanted: dict[str, Any] = {field: levers.get(field, START[field]) for field in OFF}
+    numbers = {field: value for field, value in wanted.items() if field in MOST}
+    require_numbers(MOST, slots=slots, max_model_len=max_model_len, acceptance=acceptance, **numbers)
+    require(acceptance >= 0, f"acceptance is from 0 to 1, not {acceptance}")
+    for name, value in (("slots", slots), ("max_model_len", max_model_len), ("GPUs", wanted["tensor_parallel"])):
+        require(value >= 1, f"{name} must be at least 1, not {value}")
+    require_flags(Levers(**wanted), *(field for field in OFF if isinstance(OFF[field], bool)))
+    require(wanted["kv_dtype"] in KV_DTYPES.values(), f"kv_dtype is one of {', '.join(KV_DTYPES.values())}")
     work = _workload(requests, slots, max_model_len, acceptance)
-    wanted = {field: levers[field] if field in levers else START[field] for field in OFF}
     so_far = Levers()
     start, refusal = _served(gpu, work, so_far)
     before, rungs = start, []
@@ -356,10 +371,11 @@ CHALLENGE = Challenge(
 def show() -> LessonWidget:
     """The widget: knobs for the server, a switch for every lever, the waterfall, and the challenge."""
     titles = {rung.field: rung.title for rung in LADDER}
-    kv = [("16 bits", "auto"), ("int8, a scale a head", "int8"), ("fp8", "fp8")]
     bits = [("16 bits", 16), ("8 bits", 8), ("4 bits", 4)]
     valued = {
-        "kv_dtype": choice("KV cache in", kv, START["kv_dtype"], "what keys and values are stored in"),
+        "kv_dtype": choice(
+            "KV cache in", list(KV_DTYPES.items()), START["kv_dtype"], "what keys and values are stored in"
+        ),
         "weight_bits": choice("Weights in", bits, START["weight_bits"], "of the linear layers, weight-only"),
         "speculative_tokens": choice("Drafts", [("none", 0), ("3", 3), ("5", 5)], 0, "verified in one step"),
         "tensor_parallel": choice("GPUs", [1, 2, 4], 1, "tensor parallel: they share the model"),

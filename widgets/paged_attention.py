@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from minivllm.checks import require
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.errors import MinivllmError
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SERIES, SKY, VERMILLION
 from minivllm.simulate.workloads import WORKLOADS, RequestLengths, workload
-from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, steps
+from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, require_numbers, steps
 from widgets.svg import MID, QUIET, RULE, SMALL, Axes, Box, Drawing, Scale, Segment, cells, legend, short
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -31,6 +32,7 @@ LONGEST = 2048  # tokens of the longest request that is let in, and what each wo
 TICKS, TICKS_OF_A_LIFE = 60, 15
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 IN_THE_LESSON = {"requests": "azure-conversation", "samples": 4}
+MOST = {"block_size": 2**16, "samples": 64, "slots": 2**16}
 START = {"block_size": 16, "requests": "sharegpt", "samples": 1, "share": True, "slots": 8192}
 
 
@@ -191,6 +193,8 @@ def sweep(
     Raises:
         MinivllmError: a value makes no sense.
     """
+    require_numbers(MOST, block_size=block_size, samples=samples, slots=slots)
+    require(isinstance(share, bool), f"share is True or False, not {share!r}")
     for name, value in (("block_size", block_size), ("samples", samples), ("slots", slots)):
         if value < 1:
             raise MinivllmError(f"{name} must be at least 1, not {value}")

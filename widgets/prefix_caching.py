@@ -23,7 +23,7 @@ from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.sharing import Sharing, sessions, sharing
 from minivllm.simulate.virtual_clock import simulate
-from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, steps
+from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, require_numbers, steps
 from widgets.svg import MID, QUIET, SMALL, Axes, Box, Drawing, Scale, Segment, legend, stacked_bar, tokens
 
 BLOCK_SIZE = 16
@@ -36,6 +36,7 @@ LABELS = {
     "agent": "agents",
     "none": "nothing",
 }
+MOST = {"users": 64, "turns": 16, "prefix": 4096, "pool": 2**24}
 START: dict[str, Any] = {"kind": "chat", "users": 8, "turns": 3, "prefix": 512, "pool": 16384}
 THRASH: dict[str, Any] = {"kind": "documents", "users": 16, "turns": 4, "prefix": 512, "pool": 4096}
 
@@ -105,6 +106,7 @@ def sweep(
     Raises:
         MinivllmError: a value makes no sense, or the pool cannot hold a single request.
     """
+    require_numbers(MOST, users=users, turns=turns, prefix=prefix, pool=pool)
     which = sharing(kind)
     if pool < BLOCK_SIZE:
         raise MinivllmError(f"the pool ({pool} tokens) holds at least one block of {BLOCK_SIZE}")

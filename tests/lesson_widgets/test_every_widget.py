@@ -3,7 +3,10 @@
 Times are of the processor: they hold on a machine that is busy with something else.
 """
 
+import contextlib
 import importlib
+import inspect
+import math
 import statistics
 import subprocess
 import sys
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from minivllm.errors import MinivllmError
 from widgets import base, kv_cache, paged_attention
 
 BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128)
@@ -30,6 +34,35 @@ MOVES = {
     ],
 }
 """Turns of the knobs for each widget, most of them to where they have not been."""
+
+
+TYPED = ("other_model", "levers")
+"""Arguments of a sweep that are no knob with values of its own."""
+
+
+def knobs_of(widget) -> list[str]:
+    names = [name for name in inspect.signature(widget.sweep).parameters if name not in TYPED]
+    return [*names, *getattr(widget, "OFF", {})]
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_no_knob_can_say_is_refused_in_one_line(name: str):
+    widget = importlib.import_module(f"widgets.{name}")
+    for knob in knobs_of(widget):
+        for value in (None, math.nan, "nonsense", 10**9, -(10**9)):
+            with pytest.raises(MinivllmError) as refusal:
+                print(knob, value, widget.sweep(**{knob: value}))
+            assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_the_most_that_is_let_in_is_no_burden(name: str):
+    widget = importlib.import_module(f"widgets.{name}")
+    for knob, value in widget.MOST.items():
+        start = time.process_time()
+        with contextlib.suppress(MinivllmError):  # what it says alone may not fit the other knobs
+            widget.figure(widget.sweep(**{knob: value}))
+        assert time.process_time() - start < 2, knob
 
 
 def test_every_widget_is_here():
