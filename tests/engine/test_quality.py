@@ -94,3 +94,18 @@ def test_weights_are_rounded_for_a_while(decoder):
         assert error == pytest.approx(0.1)
         assert decoder_loss(decoder, TEXTS) != pytest.approx(plain, abs=1e-3)
     assert all(torch.equal(weight, before[name]) for name, weight in decoder.named_parameters())
+
+
+def test_weights_are_as_they_were_where_rounding_fails(decoder):
+    before = {name: weight.clone() for name, weight in decoder.named_parameters()}
+    seen = []
+
+    def rounded(weight):
+        if seen:
+            raise ZeroDivisionError
+        seen.append(weight)
+        return weight * 0.9
+
+    with pytest.raises(ZeroDivisionError), rounded_weights(decoder, rounded, outlier=64.0):
+        pass
+    assert all(torch.equal(weight, before[name]) for name, weight in decoder.named_parameters())

@@ -114,18 +114,18 @@ def rounded_weights(model: Decoder, rounded: Callable[[Tensor], Tensor], outlier
     weights = dict(model.layers.named_parameters())
     linears = [weight for name, weight in weights.items() if name.endswith("proj.weight")]
     originals = {name: weight.clone() for name, weight in weights.items()}
-    for name, weight in weights.items():
-        if name.endswith(("qkv_proj.weight", "gate_up_proj.weight")):
-            weight[:, 0] *= outlier
-        elif name.endswith("layernorm.weight"):
-            weight[0] /= outlier
-    wrong = size = 0.0
-    for weight in linears:
-        approximate = rounded(weight)
-        wrong += (approximate - weight).square().sum().item()
-        size += weight.square().sum().item()
-        weight.copy_(approximate)
     try:
+        for name, weight in weights.items():
+            if name.endswith(("qkv_proj.weight", "gate_up_proj.weight")):
+                weight[:, 0] *= outlier
+            elif name.endswith("layernorm.weight"):
+                weight[0] /= outlier
+        wrong = size = 0.0
+        for weight in linears:
+            approximate = rounded(weight)
+            wrong += (approximate - weight).square().sum().item()
+            size += weight.square().sum().item()
+            weight.copy_(approximate)
         yield math.sqrt(wrong / size)
     finally:
         for name, original in originals.items():
