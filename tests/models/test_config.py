@@ -230,7 +230,10 @@ def test_embedded_models_have_their_place():
             for value in ("x", True, 0, -1e-6, math.nan, math.inf, 10**400)
         ),
         ({"layer_norm_epsilon": -1, "rms_norm_eps": None}, "'rms_norm_eps' must be a number above 0, not -1"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "'rope_theta' must be a number above 0, not 0"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+            "'rope_theta' must be a number above 0, not 0",
+        ),
         ({"sliding_window": "x"}, "'sliding_window' must be a whole number"),
         ({"eos_token_id": "x"}, "'eos_token_id' must be a token id or several"),
         ({"eos_token_id": [1, 2.0]}, "'eos_token_id' must be a token id or several"),
