@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.memory_replay import Running, replay
+from minivllm.simulate.memory_replay import Occupancy, Running, replay
 from minivllm.simulate.workloads import RequestLengths
 
 
@@ -47,6 +47,15 @@ def test_one_request_after_the_other():
     assert found.served_per_1000_steps == pytest.approx(500, rel=0.03)
     assert found.tokens == pytest.approx(3.5 / 4, rel=0.01)
     assert found.tokens + found.later + found.never + found.outside == pytest.approx(1)
+
+
+def test_what_is_empty_is_told_of_all_slots_and_of_those_held():
+    found = Occupancy(
+        tokens=0.6, later=0.1, never=0.1, outside=0.2, running=3.0, served_per_1000_steps=9.0, evicted=0
+    ).figures()
+    assert found["empty"] == pytest.approx(0.4)
+    assert found["empty_of_held"] == pytest.approx(0.2 / 0.8)
+    assert (found["tokens"], found["running"], found["served_per_1000_steps"]) == (0.6, 3.0, 9.0)
 
 
 def test_the_last_one_admitted_gives_way_and_loses_no_token():
