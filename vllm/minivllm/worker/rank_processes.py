@@ -111,7 +111,7 @@ class RankProcesses:
         resource_tracker.ensure_running()  # whose own start would let Ctrl-C through again
         allowed = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            process.start()  # a rank inherits that: Ctrl-C is for the process that a person started
+            process.start()  # a rank inherits that: Ctrl-C goes to every process of a terminal, and the parent decides
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, allowed)
         theirs.close()  # or the rank's end would not close the pipe
@@ -215,7 +215,6 @@ def _end(owner: int, processes: Sequence[BaseProcess], pipes: Sequence[Connectio
 
 def _live(make: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
     """The whole life of a rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process of a terminal; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     rank = arguments[-1]
     try:
