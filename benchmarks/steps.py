@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from peers import requests_of
 
 from minivllm.config import EMBEDDED_MODEL
@@ -34,7 +35,8 @@ from minivllm.lab.progress import track
 from minivllm.lab.results import machine, record, write_json
 from minivllm.lab.tables import markdown_table, table
 from minivllm.lab.timing import Stopwatch
-from minivllm.sampling_params import SamplingParams
+from minivllm.models.decoder import Decoder, Linear
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.worker.attention import PagedAttention
 
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
@@ -50,16 +52,37 @@ class Variant:
     environment: tuple[str, str] | None = None
 
 
+class OneDNNLinear:
+    """A product whose weight oneDNN has laid out once, as `F.linear` with a packed weight."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.bias = linear.bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in] to [rows, out]."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def pack_for_onednn(model: Decoder) -> int:
+    """In the place of `pack_linears`: the products of a library instead of our own."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.forward = OneDNNLinear(module)
+    return 0
+
+
 AS_IT_IS = Variant("as it is")
 KEPT = [
     Variant("without packed linears", ("minivllm.worker.model_runner", "pack_linears", lambda model: 0)),
     Variant("without compiled attention", ("minivllm.kernels.cpu_attention", "has_numba", lambda: False)),
     Variant("without compiled cache writes", ("minivllm.kernels.cpu_cache", "has_numba", lambda: False)),
-    Variant("without one-pass norms, gates, rotations", ("minivllm.kernels.elementwise", "has_numba", lambda: False)),
+    Variant("without one-pass norms and rotations", ("minivllm.kernels.elementwise", "has_numba", lambda: False)),
     Variant("without threads for them", ("minivllm.kernels.cpu_elementwise", "TOKENS", 1 << 30)),
     Variant("without keeping freed memory", ("minivllm.worker.worker", "keep_freed_memory", lambda: None)),
 ]
 REJECTED = [
+    Variant("linears that oneDNN packs", ("minivllm.worker.model_runner", "pack_linears", pack_for_onednn)),
     Variant("threads that sleep between operators", environment=("OMP_WAIT_POLICY", "passive")),
     Variant("one thread", environment=("OMP_NUM_THREADS", "1")),
 ]
@@ -91,10 +114,12 @@ def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
 
 
 def run_once(engine: LLMEngine, requests: list[dict]) -> tuple[dict[str, float], int]:
-    """(seconds by part, steps) of serving these requests."""
+    """(seconds by part, steps) of serving these requests, of which text is made at their end, as in `LLM.generate`."""
     watch, steps = Stopwatch(), 0
     for index, one in enumerate(requests):
-        params = SamplingParams(temperature=0.0, max_tokens=one["output"], ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=one["output"], ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+        )
         engine.add_request(str(index), {"prompt_token_ids": one["prompt"]}, params)
     with ExitStack() as patches:
         for part, owner, name in watched_methods(engine):
