@@ -133,6 +133,44 @@ def test_rotation(form, positions_of, head_dim):
         assert torch.equal(fused[:, 3:], before[:, 3:])
 
 
+@pytest.mark.parametrize(("width", "head_dim"), [(48, 32), (256, 64), (688, 128)])
+def test_passes_over_bf16_round_once(width, head_dim):
+    """What comes out is the float64 outcome, rounded: off by no more than a unit in the last place of bf16."""
+    pytest.importorskip("numba")
+    numbers = {"dtype": torch.bfloat16}
+    x, residual, weight = random(33, width, **numbers), random(width, 33, **numbers).T.contiguous(), random(width, **numbers)
+    assert elementwise._cpu().can_run(width, x, residual, weight)
+    total, expected = norm_in_float64(x, residual, weight)
+    assert_rounded(add_rms_norm(x, residual, weight, EPS, backend="cpu"), expected)
+    assert torch.equal(residual.double(), total), "the sum is rounded before it is normalised"
+    gate_up = random(33, 2 * width, **numbers, scale=4.0)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_rounded(silu_and_mul(gate_up, backend="cpu"), gate * torch.sigmoid(gate) * up)
+    heads, table, positions = random(33, 3, head_dim, **numbers), random(50, head_dim, **numbers), torch.arange(33)
+    (first, second), (cos, sin) = heads.double().chunk(2, -1), table[positions].double().unsqueeze(1).chunk(2, -1)
+    rotate_heads(heads, positions, table, backend="cpu")
+    assert_rounded(heads, torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+
+
+def assert_rounded(found, exact):
+    """Equal to the exact number's bfloat16, but where fp32 has tipped a tie."""
+    assert found.dtype is torch.bfloat16
+    expected = exact.to(torch.bfloat16)
+    assert (found == expected).double().mean() > 0.99
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
+def test_bf16_keeps_what_is_no_number():
+    pytest.importorskip("numba")
+    x = torch.ones(1, 32, dtype=torch.bfloat16)
+    x[0, 3], x[0, 20] = torch.nan, torch.inf
+    total = torch.zeros_like(x)
+    add_rms_norm(x, total, torch.ones_like(x[0]), EPS, backend="cpu")
+    assert total[0, 3].isnan()
+    assert total[0, 20].isinf()
+    assert (total[0, :3] == 1).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernel_and_twin_are_alike(device, dtype):
     x, residual, weight = random(5, 80, dtype=dtype), random(80, 5, dtype=dtype).T.contiguous(), random(80, dtype=dtype)

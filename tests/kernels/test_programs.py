@@ -7,8 +7,11 @@ import sys
 import pytest
 
 COMPILE = """
-from minivllm.kernels import cpu_elementwise, numba_cache
-cpu_elementwise._programs(), numba_cache.programs()
+import numpy as np
+from minivllm.kernels import numba_attention, numba_cache, numba_elementwise, numba_linear
+numba_cache.programs(), numba_linear.programs()
+numba_elementwise.programs_for(np.float32), numba_elementwise.programs_for(np.uint16)
+numba_attention.programs_for(np.float32)
 """
 
 
@@ -19,5 +22,5 @@ def test_a_second_process_compiles_nothing(tmp_path):
     for _ in range(2):
         subprocess.run([sys.executable, "-P", "-c", COMPILE], env=environment, check=True)
         found.append({path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")})
-    assert len(found[0]) == 4, "an index and the code of each of the two"
+    assert len(found[0]) == 4 + 5, "an index for each of four files and the code of each of five functions"
     assert found[1] == found[0]

@@ -85,7 +85,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: str | None = None
 ) -> torch.Tensor:
     """Adds `x` to `residual`, in place, and returns the sum's norm; all [tokens, width], weight [width]."""
-    form = _choose(backend, x, residual, weight)
+    form = _choose(backend, x.shape[-1], x, residual, weight)
     if form == "triton":
         out = torch.empty_like(x)
         width = x.shape[-1]
@@ -101,7 +101,8 @@ def add_rms_norm(
 
 def silu_and_mul(gate_up: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """`silu(gate) × up` of gate_up [tokens, 2 × width]: [tokens, width]."""
-    width, form = gate_up.shape[-1] // 2, _choose(backend, gate_up)
+    width = gate_up.shape[-1] // 2
+    form = _choose(backend, width, gate_up)
     if form == "triton":
         out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
         if len(gate_up):
@@ -122,7 +123,7 @@ def rotate_heads(
     tokens may have something between them.
     """
     tokens, num_heads, head_dim = heads.shape
-    form = _choose(backend, heads[:1], table)
+    form = _choose(backend, head_dim // 2, heads[:1], table)
     if form == "triton":
         if tokens:
             rotate_heads_kernel[(tokens, num_heads)](
@@ -137,22 +138,22 @@ def rotate_heads(
     if form == "numba":
         _cpu().rotate_heads(heads, positions.to(torch.int64).contiguous(), table)
         return
-    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     first, second = heads.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     heads.copy_(turned)
 
 
-def _choose(backend: str | None, *tensors: torch.Tensor) -> str:
-    """ "triton", "numba" or "torch". numba's loops get addresses, so they must find fp32 numbers side by side there."""
+def _choose(backend: str | None, width: int, *tensors: torch.Tensor) -> str:
+    """ "triton", "numba" or "torch", for tensors whose rows are a multiple of `width`."""
     if choose_backend(backend, tensors[0]) == "triton":
         return "triton"
-    plain = all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors)
-    return "numba" if plain and has_numba() else "torch"
+    return "numba" if has_numba() and _cpu().can_run(width, *tensors) else "torch"
 
 
 @functools.cache
 def _cpu() -> Any:
+    """numba takes a second to import, so only who needs it does."""
     from minivllm.kernels import cpu_elementwise
 
     return cpu_elementwise

@@ -136,14 +136,27 @@ def load_one(typing_context, array, index):
 
 @intrinsic
 def store(typing_context, array, index, lanes):
-    """Write sixteen floats to `array` from `index` on."""
+    """Write sixteen numbers to `array`, of float32 or bfloat16, from `index` on."""
 
     def generate(context, builder, signature, arguments):
-        values, start, floats = arguments
-        builder.store(floats, _address(context, builder, array, values, start, _FLOATS), align=4)
+        values, start, numbers = arguments
+        size = 4
+        if array.dtype == types.uint16:
+            numbers, size = _to_bfloat16(builder, numbers), 2
+        builder.store(numbers, _address(context, builder, array, values, start, numbers.type), align=size)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, Lanes), generate
+
+
+def _to_bfloat16(builder, floats):
+    """The upper halves, rounded to the nearest, of two as near to the even one; what is not a number stays so."""
+    bits, sixteen = builder.bitcast(floats, _INTS), ir.Constant(_INTS, [16] * WIDTH)
+    odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(_INTS, [1] * WIDTH))
+    rounded = builder.add(builder.add(bits, ir.Constant(_INTS, [0x7FFF] * WIDTH)), odd)
+    nan = builder.fcmp_unordered("uno", floats, floats)
+    rounded = builder.select(nan, ir.Constant(_INTS, [0x7FC00000] * WIDTH), rounded)
+    return builder.trunc(builder.lshr(rounded, sixteen), ir.VectorType(ir.IntType(16), WIDTH))
 
 
 @intrinsic
@@ -190,6 +203,12 @@ def zero(typing_context):
 def add(typing_context, first, second):
     """first + second."""
     return Lanes(Lanes, Lanes), lambda context, builder, signature, arguments: builder.fadd(*arguments)
+
+
+@intrinsic
+def subtract(typing_context, first, second):
+    """first − second."""
+    return Lanes(Lanes, Lanes), lambda context, builder, signature, arguments: builder.fsub(*arguments)
 
 
 @intrinsic
@@ -271,6 +290,19 @@ def _by_fours(of_first: list[int], of_second: list[int]) -> list[int]:
 
 
 @intrinsic
+def sum_lanes(typing_context, lanes):
+    """The sum of all sixteen."""
+
+    def generate(context, builder, signature, arguments):
+        (floats,) = arguments
+        for distance in (8, 4, 2, 1):
+            floats = builder.fadd(floats, _shuffle(builder, floats, floats, [lane ^ distance for lane in range(WIDTH)]))
+        return builder.extract_element(floats, ir.IntType(32)(0))
+
+    return types.float32(Lanes), generate
+
+
+@intrinsic
 def max_fours(typing_context, lanes):
     """In each four lanes, the largest of the four."""
 
@@ -284,14 +316,24 @@ def max_fours(typing_context, lanes):
     return Lanes(Lanes), generate
 
 
+def _same(builder, number):
+    single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.IntType(32)(0))
+    return _shuffle(builder, single, single, [0] * WIDTH)
+
+
+@intrinsic
+def same(typing_context, number):
+    """A float32 in all lanes."""
+    return Lanes(types.float32), lambda context, builder, signature, arguments: _same(builder, arguments[0])
+
+
 @intrinsic
 def four_numbers(typing_context, first):
     """first, first + 1, first + 2, first + 3, four times over."""
 
     def generate(context, builder, signature, arguments):
-        single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), arguments[0], ir.IntType(32)(0))
         steps = ir.Constant(_FLOATS, [float(lane % 4) for lane in range(WIDTH)])
-        return builder.fadd(_shuffle(builder, single, single, [0] * WIDTH), steps)
+        return builder.fadd(_same(builder, arguments[0]), steps)
 
     return Lanes(types.float32), generate
 
@@ -303,8 +345,7 @@ def keep_between(typing_context, lanes, low, number, high, other):
     def generate(context, builder, signature, arguments):
         lanes, low, number, high, other = arguments
         inside = builder.and_(builder.fcmp_ordered("<", low, number), builder.fcmp_ordered("<=", number, high))
-        single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), other, ir.IntType(32)(0))
-        return builder.select(inside, lanes, _shuffle(builder, single, single, [0] * WIDTH))
+        return builder.select(inside, lanes, _same(builder, other))
 
     return Lanes(Lanes, Lanes, Lanes, Lanes, types.float32), generate
 
