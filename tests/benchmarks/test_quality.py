@@ -25,7 +25,7 @@ def numbers() -> int:
 
 
 @pytest.mark.parametrize(("way", "least", "most"), [
-    ("float32", 32, 32.6), ("weights int8", 8, 8.2), ("weights int4", 4, 5), ("bfloat16, KV too", 16, 16),
+    ("float32", 32, 32.6), ("weights int8", 8, 8.2), ("weights int4", 4, 5), ("bfloat16, KV too", 16, 16.4),
 ])  # fmt: skip
 def test_bits_of_a_number_in_the_layers(quality, numbers, way, least, most):
     llm = LLM(EMBEDDED_MODEL, device="cpu", show_ledger=False, **{"dtype": "float32", **quality.WAYS[way]})

@@ -13,7 +13,7 @@ def test_a_packed_model_computes_what_it_did_and_gives_its_plain_weights_up():
     before = sum(parameter.nbytes for parameter in packed.layers.parameters())
     packed_bytes = pack_linears(packed)
     assert len(packed_forms(packed)) == 4 * 4 + 1
-    assert packed_bytes == sum(form.panels.nbytes for form in packed_forms(packed))
+    assert packed_bytes == sum(form.panels.nbytes + form.bias.nbytes for form in packed_forms(packed))
     assert [name for name, _ in packed.named_parameters() if "proj" in name] == []
     head = plain.embed_tokens.weight.nbytes
     assert before <= packed_bytes + sum(p.nbytes for p in packed.layers.parameters()) - head <= 1.02 * before

@@ -12,6 +12,7 @@ from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Linear
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.quantized import QuantizedLinear, quantize_linears
+from minivllm.worker.cpu import packed_forms
 
 SETTINGS = {"device": "cpu", "show_ledger": False, "skip_tokenizer_init": True, "max_model_len": 96}
 SHARED = [(7 * position + 5) % 900 for position in range(40)]
@@ -65,11 +66,12 @@ def test_the_engines_ledger_counts_the_packed_bytes(quantization):
     core = engine(quantization=quantization, dtype="bfloat16").llm_engine.core
     config = CONFIG
     norms = (2 * config.num_hidden_layers + 1) * config.hidden_size * 2
-    embedding = config.vocab_size * config.hidden_size * 2  # the head is the same tensor
+    embedding = config.vocab_size * config.hidden_size * 2  # the head is the same tensor, or packed beside it
+    head = sum(form.nbytes for form in packed_forms(core.runner.model))
     found = next(row.bytes for row in core.ledger.rows if "weights" in row.name)
     assert found == core.runner.weight_bytes()
     rotary = sum(buffer.nbytes for buffer in core.runner.model.buffers())
-    assert found == bytes_of_linears(quantization) + norms + embedding + rotary
+    assert found == bytes_of_linears(quantization) + norms + embedding + head + rotary
 
 
 @torch.inference_mode()

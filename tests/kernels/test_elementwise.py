@@ -138,7 +138,11 @@ def test_passes_over_bf16_round_once(width, head_dim):
     """What comes out is the float64 outcome, rounded: off by no more than a unit in the last place of bf16."""
     pytest.importorskip("numba")
     numbers = {"dtype": torch.bfloat16}
-    x, residual, weight = random(33, width, **numbers), random(width, 33, **numbers).T.contiguous(), random(width, **numbers)
+    x, residual, weight = (
+        random(33, width, **numbers),
+        random(width, 33, **numbers).T.contiguous(),
+        random(width, **numbers),
+    )
     assert elementwise._cpu().can_run(width, x, residual, weight)
     total, expected = norm_in_float64(x, residual, weight)
     assert_rounded(add_rms_norm(x, residual, weight, EPS, backend="cpu"), expected)

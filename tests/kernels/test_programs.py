@@ -9,7 +9,7 @@ import pytest
 COMPILE = """
 import numpy as np
 from minivllm.kernels import numba_attention, numba_cache, numba_elementwise, numba_linear
-numba_cache.programs(), numba_linear.programs()
+numba_cache.programs(), numba_linear.programs_for(np.float32)
 numba_elementwise.programs_for(np.float32), numba_elementwise.programs_for(np.uint16)
 numba_attention.programs_for(np.float32)
 """

@@ -1,7 +1,7 @@
-"""Matrix products of fp32 models on a CPU: which of two forms runs, and how it is called.
+"""Matrix products on a CPU: which of two forms runs, and how it is called.
 
-Compiled loops over weights in panels (`numba_linear.py`) on x86 processors where numba is installed, else `F.linear`.
-The panels replace the plain weight.
+Compiled loops over weights in panels (`numba_linear.py`) on x86 processors where numba is installed, for fp32, and for
+bf16 where the processor multiplies it; else `F.linear`. The panels replace the plain weight.
 
 In vLLM v0.33.0: `vllm/_custom_ops.py` (`create_onednn_mm`), called by `vllm/model_executor/layers/utils.py`.
 """
@@ -12,6 +12,7 @@ import functools
 import platform
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,39 +21,51 @@ from minivllm.kernels.torch_threads import has_numba, run_programs
 
 
 class PanelLinear:
-    """`x @ weight.T + bias` for x `[rows, in]`, weight `[out, in]`, all float32.
-
-    Gated, it is `silu(gate) * up` of the two halves of that, without a bias.
+    """`x @ weight.T + bias` for x `[rows, in]`, weight `[out, in]`, as `can_pack` wants it; or, gated, of the two halves
+    of that `silu(gate) * up`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
-        assert not gated or bias is None
         self.parts = 2 if gated else 1
-        self.panels = torch.stack([_panels(part) for part in weight.detach().chunk(self.parts)], dim=1)
-        self.outputs, self.bias, self.nbytes = len(weight) // self.parts, bias, self.panels.nbytes
+        self.outputs = len(weight) // self.parts
+        bias = torch.zeros(len(weight)) if bias is None else bias.detach().float()
+        self.panels = _pairs(_panels(weight.detach(), self.parts))
+        self.bias = _panels(bias.unsqueeze(1), self.parts)
+        self.nbytes = self.panels.nbytes + self.bias.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[rows, in]` to `[rows, out]`, of which a gated one has half."""
-        x, out = x.contiguous(), torch.empty(len(x), self.outputs)
-        addresses = (tensor.data_ptr() for tensor in (x, out, self.panels))
-        run_programs(_loops().programs(), (*out.shape, x.shape[1], self.parts, *addresses))
-        return out if self.bias is None else out.add_(self.bias)
+        x, out = x.contiguous(), torch.empty(len(x), self.outputs, dtype=x.dtype)
+        addresses = (tensor.data_ptr() for tensor in (x, out, self.panels, self.bias))
+        run_programs(_programs(x.dtype), (*out.shape, x.shape[1], self.parts, *addresses))
+        return out
 
 
 def can_pack(weight: Tensor) -> bool:
     """Whether there are loops for this weight that gain something over `F.linear`: measured on x86 only."""
-    return weight.device.type == "cpu" and weight.dtype is torch.float32 and _is_x86() and has_numba()
+    if weight.device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64") or not has_numba():
+        return False
+    in_pairs = weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0 and _loops().TAKES_BFLOAT16
+    return weight.dtype is torch.float32 or in_pairs
 
 
-def _panels(weight: Tensor) -> Tensor:
-    """`[out, in]` to `[panels, in, PANEL]`, the last outputs filled up with zeros."""
-    width = _loops().PANEL
-    filled = F.pad(weight, (0, 0, 0, -len(weight) % width))
-    return filled.view(-1, width, weight.shape[1]).transpose(1, 2).contiguous()
+def _panels(weight: Tensor, parts: int) -> Tensor:
+    """`[out, in]` to `[panels, parts, in, PANEL]`, the last outputs of each part filled up with zeros."""
+    size, width = _loops().PANEL, weight.shape[1]
+    filled = F.pad(weight.view(parts, -1, width), (0, 0, 0, -len(weight) // parts % size))
+    return filled.view(parts, -1, size, width).permute(1, 0, 3, 2).contiguous()
 
 
-def _is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64")
+def _pairs(panels: Tensor) -> Tensor:
+    """Of bfloat16 two numbers of an output side by side: `[panels, parts, in / 2, PANEL, 2]`."""
+    if panels.dtype is not torch.bfloat16:
+        return panels
+    return panels.unflatten(2, (-1, 2)).transpose(3, 4).contiguous()
+
+
+@functools.cache
+def _programs(dtype: torch.dtype) -> Any:
+    return _loops().programs_for(np.float32 if dtype is torch.float32 else np.uint16)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 
 import numba.extending
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
+from llvmlite.binding import get_host_cpu_features, initialize_native_asmparser
 from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
@@ -102,6 +102,11 @@ def has_wide_registers() -> bool:
     return get_host_cpu_features().get("avx512f", False)
 
 
+def has_products_of_pairs() -> bool:
+    """Whether the processor multiplies and adds pairs of bfloat16."""
+    return get_host_cpu_features().get("avx512bf16", False)
+
+
 @intrinsic
 def load(typing_context, array, index):
     """Sixteen numbers of `array` from `index` on."""
@@ -139,14 +144,37 @@ def store(typing_context, array, index, lanes):
     """Write sixteen numbers to `array`, of float32 or bfloat16, from `index` on."""
 
     def generate(context, builder, signature, arguments):
-        values, start, numbers = arguments
-        size = 4
-        if array.dtype == types.uint16:
-            numbers, size = _to_bfloat16(builder, numbers), 2
+        values, start, lanes = arguments
+        numbers, size = _as_element(builder, array, lanes)
         builder.store(numbers, _address(context, builder, array, values, start, numbers.type), align=size)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, Lanes), generate
+
+
+@intrinsic
+def store_some(typing_context, array, index, lanes, count):
+    """As `store`, but the first `count` of the sixteen only."""
+
+    def generate(context, builder, signature, arguments):
+        values, start, lanes, count = arguments
+        numbers, size = _as_element(builder, array, lanes)
+        place = _address(context, builder, array, values, start, numbers.type)
+        lane = ir.Constant(_INTS, list(range(WIDTH)))
+        wanted = builder.icmp_signed("<", lane, _same(builder, builder.trunc(count, ir.IntType(32)), _INTS))
+        kind = ir.FunctionType(ir.VoidType(), [numbers.type, place.type, ir.IntType(32), wanted.type])
+        name = f"llvm.masked.store.v{WIDTH}{'i16' if size == 2 else 'f32'}.p0"
+        builder.call(
+            cgutils.get_or_insert_function(builder.module, kind, name), [numbers, place, ir.IntType(32)(size), wanted]
+        )
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, Lanes, types.intp), generate
+
+
+def _as_element(builder, array, lanes):
+    """Floats as an array of float32 or bfloat16 holds them, and the bytes of one."""
+    return (_to_bfloat16(builder, lanes), 2) if array.dtype == types.uint16 else (lanes, 4)
 
 
 def _to_bfloat16(builder, floats):
@@ -316,8 +344,8 @@ def max_fours(typing_context, lanes):
     return Lanes(Lanes), generate
 
 
-def _same(builder, number):
-    single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.IntType(32)(0))
+def _same(builder, number, kind=_FLOATS):
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
     return _shuffle(builder, single, single, [0] * WIDTH)
 
 
@@ -351,32 +379,59 @@ def keep_between(typing_context, lanes, low, number, high, other):
 
 
 @numba.extending.intrinsic(prefer_literal=True)
-def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at, columns, rows):
-    """sums [rows, columns × 16] = rows of x, `width` numbers each, × a panel [width, columns × 16].
+def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at, bias, bias_at, columns, rows):
+    """sums [rows, columns × 16] = bias + rows of x, `width` numbers each, × a panel [width, columns × 16].
 
-    `columns` and `rows` must be constants: the sums of a tile are so many variables, to be kept in registers.
+    `columns` and `rows` must be constants: the sums of a tile are so many variables, to be kept in registers. x and the
+    panel are float32, or both bfloat16, of which an even `width` comes in pairs: a panel [width / 2, columns × 16, 2].
+    The processor then multiplies and adds two numbers at once (AVX512-BF16).
     """
     if not (isinstance(columns, types.IntegerLiteral) and isinstance(rows, types.IntegerLiteral)):
         return None
-    places = [(row, column) for row in range(rows.literal_value) for column in range(columns.literal_value)]
+    num_columns, num_rows = columns.literal_value, rows.literal_value
+    step, kind, one, multiply_add = (2, _INTS, ir.IntType(32), _add_products_of_pairs)
+    if panel.dtype == types.float32:
+        step, kind, one, multiply_add = 1, _FLOATS, ir.FloatType(), _add_products
 
     def generate(context, builder, signature, arguments):
-        sums_value, sums_start, x_value, x_start, depth, panel_value, panel_start = arguments[:7]
+        sums_value, sums_start, x_value, x_start, depth, panel_value, panel_start, bias_value, bias_start = arguments[
+            :9
+        ]
         integer = depth.type
-        totals = {place: cgutils.alloca_once_value(builder, _constant(0.0)) for place in places}
-        starts = [builder.add(x_start, builder.mul(depth, integer(row))) for row in range(rows.literal_value)]
-        with cgutils.for_range(builder, depth) as loop:
-            line = builder.add(panel_start, builder.mul(loop.index, integer(columns.literal_value * WIDTH)))
-            ats = [builder.add(line, integer(column * WIDTH)) for column in range(columns.literal_value)]
-            weights = [_load(context, builder, panel, panel_value, at, WIDTH) for at in ats]
-            ones = [_load(context, builder, x, x_value, builder.add(start, loop.index), 1) for start in starts]
-            numbers = [_shuffle(builder, one, one, [0] * WIDTH) for one in ones]
-            for (row, column), total in totals.items():
-                builder.store(_call(builder, "fma", numbers[row], weights[column], builder.load(total)), total)
-        for index, total in enumerate(totals.values()):
-            at = builder.add(sums_start, integer(index * WIDTH))
-            address = _address(context, builder, sums, sums_value, at, _FLOATS)
+
+        def plus(start, offset):
+            return builder.add(start, integer(offset) if isinstance(offset, int) else offset)
+
+        def read(array, value, at, kind):
+            return builder.load(_address(context, builder, array, value, at, kind), align=2 * step, typ=kind)
+
+        first = [read(bias, bias_value, plus(bias_start, column * WIDTH), _FLOATS) for column in range(num_columns)]
+        totals = [[cgutils.alloca_once_value(builder, start) for start in first] for _ in range(num_rows)]
+        starts = [plus(x_start, builder.mul(depth, integer(row))) for row in range(num_rows)]
+        with cgutils.for_range(builder, builder.sdiv(depth, integer(step))) as loop:
+            line = plus(panel_start, builder.mul(loop.index, integer(step * num_columns * WIDTH)))
+            weights = [read(panel, panel_value, plus(line, step * c * WIDTH), kind) for c in range(num_columns)]
+            place = builder.mul(loop.index, integer(step))
+            for start, row in zip(starts, totals, strict=True):
+                number = _same(builder, read(x, x_value, plus(start, place), one), kind)
+                for weight, total in zip(weights, row, strict=True):
+                    builder.store(multiply_add(builder, number, weight, builder.load(total)), total)
+        for index, total in enumerate(total for row in totals for total in row):
+            address = _address(context, builder, sums, sums_value, plus(sums_start, index * WIDTH), _FLOATS)
             builder.store(builder.load(total), address, align=4)
         return context.get_dummy_value()
 
-    return types.void(sums, types.intp, x, types.intp, types.intp, panel, types.intp, columns, rows), generate
+    integers = types.intp
+    given = (sums, integers, x, integers, integers, panel, integers, bias, integers, columns, rows)
+    return types.void(*given), generate
+
+
+def _add_products(builder, first, second, total):
+    return _call(builder, "fma", first, second, total)
+
+
+def _add_products_of_pairs(builder, first, second, total):
+    """In each lane the products of two pairs of bfloat16. LLVM has a function for it, but llvmlite not its type."""
+    initialize_native_asmparser()
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _INTS, _INTS])
+    return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [total, first, second], side_effect=False)
