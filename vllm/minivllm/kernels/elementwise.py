@@ -10,8 +10,8 @@ own: a launch on a GPU, some microseconds on a CPU.
 Layouts: rows are contiguous; a row of `gate_up` holds gate, then up; a row of the rotary `table` holds the cosines of a
 position, then the sines. The arithmetic is fp32. Grid: one program a token, for `rotate_heads` a token and head.
 
-On a CPU numba compiles the same passes (`cpu_elementwise.py`) for fp32; other types, and machines without numba, take
-the torch calls. Measured on one core, µs, 128 tokens of the embedded model:
+On a CPU numba compiles the same passes (`numba_elementwise.py`) for fp32 and bf16, of rows that sixteen divides; others,
+and machines without numba, take the torch calls. Measured on one core, µs, 128 tokens of the embedded model:
 
                     torch    one pass
     add_rms_norm       26         9
