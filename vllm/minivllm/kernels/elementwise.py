@@ -13,10 +13,10 @@ position, then the sines. The arithmetic is fp32. Grid: one program a token, for
 On a CPU numba compiles the same passes (`numba_elementwise.py`) for fp32 and bf16, of rows that sixteen divides; others,
 and machines without numba, take the torch calls. Measured on one core, µs, 128 tokens of the embedded model:
 
-                    torch    one pass
-    add_rms_norm       26         9
-    silu_and_mul       59        32
-    rotate_heads       68        13
+                    torch, fp32    one pass    torch, bf16    one pass
+    add_rms_norm             35          13             48          17
+    silu_and_mul             61          29             91          44
+    rotate_heads             76          16            105          17
 
 In vLLM v0.33.0: `fused_add_rms_norm`, `silu_and_mul`, `rotary_embedding`, registered in `csrc/torch_bindings.cpp`.
 """
