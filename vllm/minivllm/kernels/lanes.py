@@ -1,4 +1,4 @@
-"""Sixteen floats at once, for numba: what the CPU's attention and its quantized products compute with.
+"""Sixteen floats at once, for numba: what the CPU's attention, products and passes over a layer's data compute with.
 
 numba finds no vectors in attention's short loops (a head has 32 to 128 numbers, and it cannot know that the sums it
 writes are not the keys that it reads), so these functions say them: `Lanes` is LLVM's <16 x float>, which LLVM cuts to

@@ -6,7 +6,7 @@ panel from its begin to its end. A program takes some rows of x and one panel, a
 that is loaded meets six rows, and every number of x all outputs of the panel.
 
 Of bf16 a panel holds pairs, two inputs of an output side by side: processors that know bf16 multiply and add a pair at
-once, into sums of fp32. Rounded is once, when a sum is stored.
+once, into sums of fp32, which are rounded once, when they are stored.
 
 A gated MLP's weight has its panels in pairs, of gate and of up: one program computes both and stores silu(gate) × up,
 so that the two halves never go to memory.

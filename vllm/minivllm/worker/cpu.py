@@ -18,7 +18,7 @@ def pack_linears(model: Decoder) -> int:
     A weight is given up for its packed form, unless something else holds it too (tied embeddings).
     """
     for module in model.modules():
-        if isinstance(module, GatedMLP) and _is_plain(module.gate_up_proj) and module.gate_up_proj.bias is None:
+        if isinstance(module, GatedMLP) and _is_plain(module.gate_up_proj):
             module.gate = _packed(module.gate_up_proj, gated=True)
         elif _is_plain(module):
             module.forward = _packed(module)
