@@ -389,21 +389,22 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
     if not (isinstance(columns, types.IntegerLiteral) and isinstance(rows, types.IntegerLiteral)):
         return None
     num_columns, num_rows = columns.literal_value, rows.literal_value
-    step, kind, one, multiply_add = (2, _INTS, ir.IntType(32), _add_products_of_pairs)
     if panel.dtype == types.float32:
-        step, kind, one, multiply_add = 1, _FLOATS, ir.FloatType(), _add_products
+        step, kind, one, add_products = 1, _FLOATS, ir.FloatType(), _add_products
+    else:
+        step, kind, one, add_products = 2, _INTS, ir.IntType(32), _add_products_of_pairs
 
     def generate(context, builder, signature, arguments):
-        sums_value, sums_start, x_value, x_start, depth, panel_value, panel_start, bias_value, bias_start = arguments[
-            :9
-        ]
+        sums_value, sums_start, x_value, x_start, depth, panel_value, panel_start, bias_value, bias_start, *_ = (
+            arguments
+        )
         integer = depth.type
 
         def plus(start, offset):
             return builder.add(start, integer(offset) if isinstance(offset, int) else offset)
 
         def read(array, value, at, kind):
-            return builder.load(_address(context, builder, array, value, at, kind), align=2 * step, typ=kind)
+            return builder.load(_address(context, builder, array, value, at, kind), align=4, typ=kind)
 
         first = [read(bias, bias_value, plus(bias_start, column * WIDTH), _FLOATS) for column in range(num_columns)]
         totals = [[cgutils.alloca_once_value(builder, start) for start in first] for _ in range(num_rows)]
@@ -415,7 +416,7 @@ def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at
             for start, row in zip(starts, totals, strict=True):
                 number = _same(builder, read(x, x_value, plus(start, place), one), kind)
                 for weight, total in zip(weights, row, strict=True):
-                    builder.store(multiply_add(builder, number, weight, builder.load(total)), total)
+                    builder.store(add_products(builder, number, weight, builder.load(total)), total)
         for index, total in enumerate(total for row in totals for total in row):
             address = _address(context, builder, sums, sums_value, plus(sums_start, index * WIDTH), _FLOATS)
             builder.store(builder.load(total), address, align=4)
