@@ -33,13 +33,13 @@ from shapley import shapley_values, subsets
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_request import EngineCoreRequest
 from minivllm.lab.cli import Parser, figure_file, positive_int, run
-from minivllm.lab.device import pick_device
 from minivllm.lab.figures import panels
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.palette import BLUE, GREY, VERMILLION
 from minivllm.lab.progress import track
 from minivllm.lab.results import read_record, record, write_record
 from minivllm.lab.tables import console, markdown_table, table
+from minivllm.platforms.device import pick_device
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.lever_checks import median_error
 

@@ -28,21 +28,21 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from minivllm.kernels.attention import configurations, unified_attention
-from minivllm.kernels.attention_ahead import compile_attention, compile_combine
-from minivllm.kernels.cache import reshape_and_cache
-from minivllm.kernels.cpu_cache import quantize
-from minivllm.kernels.torch_attention import gather_attention
-from minivllm.lab.allocator import keep_freed_memory
+from minivllm.kernels.cpu.attention_gather import gather_attention
+from minivllm.kernels.cpu.cache_calls import quantize
+from minivllm.kernels.reshape_and_cache import reshape_and_cache
+from minivllm.kernels.unified_attention import configurations, unified_attention
 from minivllm.lab.aot import TARGETS
+from minivllm.lab.attention_ahead import compile_attention, compile_combine
 from minivllm.lab.cli import Parser, run
-from minivllm.lab.device import DEVICES, pick_device
 from minivllm.lab.device_rates import copy_bandwidth
-from minivllm.lab.gpu import HAS_TRITON
 from minivllm.lab.progress import track
 from minivllm.lab.results import ensure_writable, record, write_json
 from minivllm.lab.tables import table
 from minivllm.lab.timing import in_turns, median_seconds
+from minivllm.platforms.allocator import keep_freed_memory
+from minivllm.platforms.device import DEVICES, pick_device
+from minivllm.platforms.triton_utils import HAS_TRITON
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BLOCK_SIZE = 16

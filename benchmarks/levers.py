@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
-from minivllm.engine.engine_args import EngineArgs
 from minivllm.lab.corpus import held_out_texts
+from minivllm.memory import kv_bytes_per_token
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.levers import Levers, long_and_short, shared_chat, throughput
-from minivllm.simulate.memory import kv_bytes_per_token
 
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 64
@@ -136,7 +136,7 @@ def _weights(model: Path, quantization: str | None, device: str) -> int:
 
 def _engine(model: Path, device: str, **settings: Any) -> EngineCore:
     shape = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "dtype": "float32", "device": device}
-    return EngineCore(EngineArgs(model=model, skip_tokenizer_init=True, show_ledger=False, **shape, **settings))
+    return EngineCore(EngineArgs(model=model, skip_tokenizer_init=True, **shape, **settings))
 
 
 def ungrouped_model(folder: Path) -> Path:

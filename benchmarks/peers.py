@@ -32,11 +32,11 @@ from typing import Any
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
-from minivllm.lab.device import pick_device
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.progress import track
 from minivllm.lab.results import read_record, record, write_record
 from minivllm.lab.tables import console, markdown_table, table
+from minivllm.platforms.device import pick_device
 
 ENGINES = Path(__file__).resolve().parent / "peer_engines"
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
@@ -217,10 +217,10 @@ def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
     """What our engine's steps must read and write on a GPU, at the measured copy bandwidth."""
     import torch
 
-    from minivllm.engine.recording import bare_engine, record_run
+    from minivllm.config import CacheConfig
     from minivllm.lab.device_rates import copy_bandwidth
-    from minivllm.scheduler_config import CacheConfig
-    from minivllm.simulate.memory import kv_bytes_per_token
+    from minivllm.lab.recording import bare_engine, record_run
+    from minivllm.memory import kv_bytes_per_token
 
     device = torch.device("cuda")
     bandwidth = copy_bandwidth(device)

@@ -14,9 +14,9 @@ import json
 
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.engine.quality import held_out_tokens, read
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.progress import track
+from minivllm.lab.quality import held_out_tokens, read
 from minivllm.lab.results import record, write_json
 from minivllm.lab.tables import table
 from minivllm.models.decoder import Decoder
@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> None:
     figures, rows, first = {}, [], None
     for name, settings in track(WAYS.items(), "reading"):
         settings = {"dtype": "float32", **settings}
-        llm = LLM(arguments.model, device="cpu", max_num_seqs=8, show_ledger=False, **settings)
+        llm = LLM(arguments.model, device="cpu", max_num_seqs=8, **settings)
         core = llm.llm_engine.core
         projections = projection_bytes(core.runner.model)
         texts = held_out_tokens(llm, arguments.texts, arguments.tokens)

@@ -17,7 +17,7 @@ from typing import Any
 from peers import ENGINES, VLLM_PYTHON
 from scheduler_timing import fastest_run
 
-from minivllm.config import EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -25,7 +25,6 @@ from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.results import record, write_json
 from minivllm.lab.tables import console, table
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 
 BATCHES = (16, 64, 256)
 BLOCK_SIZE = 16

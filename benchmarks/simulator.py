@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.config import EMBEDDED_MODEL
-from minivllm.engine.recording import Recording, bare_engine, foretell, record_run
+from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
 from minivllm.lab.cli import Parser, run
 from minivllm.lab.progress import track
+from minivllm.lab.recording import Recording, bare_engine, foretell, record_run
 from minivllm.lab.results import record, write_json
 from minivllm.lab.tables import table
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import FittedCost, model_error
 
 MAX_LEN, CACHE = 512, CacheConfig(num_gpu_blocks=1025, enable_prefix_caching=False)

@@ -26,7 +26,7 @@ import torch
 from peers import requests_of
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.engine.engine_args import DTYPES, EngineArgs
+from minivllm.engine.arg_utils import DTYPES, EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
@@ -37,7 +37,7 @@ from minivllm.lab.tables import markdown_table, table
 from minivllm.lab.timing import Stopwatch
 from minivllm.models.decoder import Decoder, Linear
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.worker.attention import PagedAttention
+from minivllm.worker.paged_attention import PagedAttention
 
 PERFORMANCE = Path(__file__).resolve().parent / "PERFORMANCE.md"
 PARTS = ("schedule", "prepare", "attention", "rest of forward", "head", "sample", "update", "text", "between")
@@ -75,10 +75,10 @@ def pack_for_onednn(model: Decoder) -> int:
 AS_IT_IS = Variant("as it is")
 KEPT = [
     Variant("without packed linears", ("minivllm.worker.model_runner", "pack_linears", lambda model: 0)),
-    Variant("without compiled attention", ("minivllm.kernels.cpu_attention", "has_numba", lambda: False)),
-    Variant("without compiled cache writes", ("minivllm.kernels.cpu_cache", "has_numba", lambda: False)),
+    Variant("without compiled attention", ("minivllm.kernels.cpu.attention_calls", "has_numba", lambda: False)),
+    Variant("without compiled cache writes", ("minivllm.kernels.cpu.cache_calls", "has_numba", lambda: False)),
     Variant("without one-pass norms and rotations", ("minivllm.kernels.elementwise", "has_numba", lambda: False)),
-    Variant("without threads for them", ("minivllm.kernels.cpu_elementwise", "TOKENS", 1 << 30)),
+    Variant("without threads for them", ("minivllm.kernels.cpu.elementwise_calls", "TOKENS", 1 << 30)),
     Variant("without keeping freed memory", ("minivllm.worker.worker", "keep_freed_memory", lambda: None)),
 ]
 REJECTED = [
@@ -146,7 +146,6 @@ def figures_of(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any
                 max_num_seqs=256,
                 max_num_batched_tokens=2048,
                 enable_prefix_caching=False,
-                show_ledger=False,
             )
         )
         requests = requests_of(arguments.requests, 16, 256, engine.model_config.vocab_size, arguments.seed)

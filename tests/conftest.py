@@ -7,7 +7,7 @@ import pytest
 import torch
 from e2e.chromium import HOW_TO_GET_IT, find_chromium
 
-from minivllm.lab.gpu import HAS_TRITON, INTERPRETED
+from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))

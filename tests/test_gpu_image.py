@@ -31,7 +31,7 @@ def test_the_tests_of_kernels_lessons_and_engine_are_collected():
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert all(path in done.stdout for path in engine)
-    assert "tests/kernels/test_attention.py" in done.stdout
+    assert "tests/kernels/test_unified_attention.py" in done.stdout
     assert "tests/lessons/test_04_continuous_batching.py" in done.stdout
 
 

@@ -11,34 +11,26 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ROOT / "vllm" / "minivllm"
 
 # From the ground up: a floor imports itself and what stands before it.
-FLOORS = (
+ENGINE_FLOORS = (
     "errors",
-    "checks",
-    "lab",
-    "cache_kinds",
+    "logger",
     "config",
     "sampling_params",
-    "scheduler_config",
-    "speculative_config",
+    "inputs",
+    "outputs",
+    "platforms",
+    "memory",
     "core",
-    "simulate",
     "kernels",
     "models",
     "worker",
+    "executor",
     "engine",
     "entrypoints",
 )
-WITHOUT_TORCH = (
-    "errors",
-    "checks",
-    "cache_kinds",
-    "config",
-    "sampling_params",
-    "scheduler_config",
-    "speculative_config",
-    "core",
-    "simulate",
-)
+BESIDE_THE_ENGINE = ("simulate", "lab")
+FLOORS = (*ENGINE_FLOORS, *BESIDE_THE_ENGINE)
+WITHOUT_TORCH = ("errors", "logger", "config", "sampling_params", "inputs", "outputs", "memory", "core", "simulate")
 HEAVY = {"torch", "triton", "transformers", "numba"}
 
 
@@ -92,7 +84,20 @@ def test_no_torch(folder):
 
 def test_core_stays_free_of_torch_at_run_time():
     code = (
-        "import sys, minivllm.core, minivllm.simulate; print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+        "import sys, minivllm.core.scheduler, minivllm.memory, minivllm.simulate.virtual_clock; "
+        "print(sorted({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_generation_loads_nothing_of_what_stands_beside_the_engine():
+    code = (
+        "import sys\n"
+        "from minivllm import LLM, SamplingParams\n"
+        "from minivllm.config import EMBEDDED_MODEL\n"
+        "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64).generate('def', SamplingParams(max_tokens=4))\n"
+        "print(sorted(name for name in sys.modules if name.startswith(('minivllm.simulate', 'minivllm.lab'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

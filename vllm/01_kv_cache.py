@@ -21,23 +21,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int, run
 from minivllm.lab.device_rates import measure_device
 from minivllm.lab.figures import panels
-from minivllm.lab.gpu import tl, triton
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, show_errors
 from minivllm.lab.roofline import measure_share, ridge, share_table
 from minivllm.lab.tables import closing, console, heading, table
 from minivllm.lab.timing import median_seconds
+from minivllm.memory import MemoryLedger, memory_ledger
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm.simulate.hardware import GIB
+from minivllm.platforms.triton_utils import tl, triton
 from minivllm.simulate.known_models import CONFIGS, known_model
-from minivllm.simulate.memory import MemoryLedger, memory_ledger
 from minivllm.simulate.workloads import WORKLOADS
 
 # %% 1. The pain: without a cache, every new token pays for all the others again
@@ -335,7 +335,7 @@ def replay(max_model_len: int, seed: int) -> dict:
 
 def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict:
     """Reserve on a real card until it is full; then ask it for one request as long as its model allows."""
-    slots, card = ledger.max_model_len, ledger.hardware.name
+    slots, card = ledger.max_model_len, ledger.device.name
     running, found = ledger.longest_request // slots, {}
     for name, one in workloads.items():
         held = slots * (1 - one["unused"][str(slots)])  # by one request, when it ends
@@ -349,7 +349,7 @@ def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict
         console.print(f"at the model's own limit it refuses to start: {error}")
     memory = {row.name: row.bytes for row in ledger.rows}
     counts = {"name": card, "tokens": ledger.tokens, "running": running, "longest": ledger.longest_request}
-    return {**counts, "cache_share": ledger.kv_bytes / ledger.hardware.memory_bytes, "memory": memory, **found}
+    return {**counts, "cache_share": ledger.kv_bytes / ledger.device.memory_bytes, "memory": memory, **found}
 
 
 # %% The talk, in order

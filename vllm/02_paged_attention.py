@@ -24,11 +24,10 @@ from torch import Tensor
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
-from minivllm.kernels.attention import unified_attention
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int, run
 from minivllm.lab.figures import curves, panels
-from minivllm.lab.gpu import tl, triton
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, refusal, show_errors
@@ -38,6 +37,7 @@ from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
+from minivllm.platforms.triton_utils import tl, triton
 from minivllm.simulate.memory_replay import Running, TablesOnDemand, replay
 from minivllm.simulate.workloads import WORKLOADS, RequestLengths
 

@@ -25,14 +25,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
-from minivllm.kernels.attention import unified_attention
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab import palette
-from minivllm.lab.allocator import keep_freed_memory
 from minivllm.lab.aot import SHARED_MEMORY, compile_for
 from minivllm.lab.cli import lesson_parser, positive_int, run
-from minivllm.lab.device import device_name
 from minivllm.lab.figures import panels
-from minivllm.lab.gpu import HAS_TRITON, INTERPRETED, tl, triton
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, show_errors
@@ -44,6 +41,9 @@ from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
+from minivllm.platforms.allocator import keep_freed_memory
+from minivllm.platforms.device import device_name
+from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED, tl, triton
 from minivllm.simulate.attention_traffic import (
     exponent,
     flash_traffic,

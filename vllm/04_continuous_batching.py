@@ -21,23 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.engine.recording import bare_engine, foretell, record_run
+from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int, run
 from minivllm.lab.figures import curves, panels
-from minivllm.lab.gpu import tl, triton
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, refusal, show_errors
+from minivllm.lab.recording import bare_engine, foretell, record_run
 from minivllm.lab.tables import closing, console, heading, table
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.memory import memory_ledger
+from minivllm.platforms.triton_utils import tl, triton
 from minivllm.simulate import scenes
 from minivllm.simulate.cost_model import FittedCost, RooflineCost, model_error
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.memory import memory_ledger
 from minivllm.simulate.slots import seat
 from minivllm.simulate.workloads import WORKLOADS, Lengths, workload
 

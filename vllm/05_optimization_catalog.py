@@ -21,30 +21,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm import LLM
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.engine.quality import RoundedCache, decoder_loss, held_out_tokens, read, rounded_weights
-from minivllm.engine.recording import STEP_PARTS, bare_engine, launch_seconds, own_clock, record_run, step_parts
-from minivllm.engine.shared_prefixes import WORK, serve
+from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int, run
 from minivllm.lab.figures import curves, panels
-from minivllm.lab.gpu import tl, triton
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, show_errors
+from minivllm.lab.quality import RoundedCache, decoder_loss, held_out_tokens, read, rounded_weights
+from minivllm.lab.recording import STEP_PARTS, bare_engine, launch_seconds, own_clock, record_run, step_parts
+from minivllm.lab.shared_prefixes import WORK, serve
 from minivllm.lab.tables import closing, console, heading, table
 from minivllm.lab.timing import median_seconds
+from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
+from minivllm.platforms.triton_utils import tl, triton
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_config import CacheConfig
 from minivllm.simulate.cost_model import RooflineCost, StepShape
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.memory import kv_bytes_per_token
 
 LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
 
@@ -209,7 +208,7 @@ def measure_cache(llm: LLM, model: str, texts: list[list[int]], context: int, de
     kinds, here = ("float32", "bfloat16", "fp8", "int8"), llm.llm_engine.model_config
     sizes = {k: {"here": kv_bytes_per_token(here, k), "llama": kv_bytes_per_token(LLAMA, k)} for k in kinds}
     fits = {k: sizes["bfloat16"]["llama"] / sizes[k]["llama"] for k in kinds}
-    settings = {"device": device.type, "num_gpu_blocks_override": 300, "max_model_len": 1024, "show_ledger": False}
+    settings = {"device": device.type, "num_gpu_blocks_override": 300, "max_model_len": 1024}
     full, quantized = read(llm, texts), read(LLM(model, kv_cache_dtype="int8", **settings), texts)
     added, agreement = quantized.loss - full.loss, quantized.agreement(full)
     pool = CacheConfig(num_gpu_blocks=1 + 8 * (context // 16 + 2), enable_prefix_caching=False)
@@ -519,7 +518,7 @@ def generate(model: Decoder, prompt: list[int], count: int, drafts: int) -> tupl
 
 def measure_speculation(model: Decoder, path: str, texts: list[list[int]], drafts: int, count: int) -> dict:
     """The lesson's loop on a prompt; then the engine on all, one by one and at once, beside itself without drafts."""
-    settings = {"device": model.lm_head.weight.device.type, "enable_prefix_caching": False, "show_ledger": False,
+    settings = {"device": model.lm_head.weight.device.type, "enable_prefix_caching": False,
                 "num_gpu_blocks_override": 600, "max_model_len": 512, "skip_tokenizer_init": True}  # fmt: skip
     speculative = {"num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     plain, guess = LLM(path, **settings), LLM(path, **settings, speculative_config=speculative)
@@ -613,7 +612,7 @@ def main(arguments: argparse.Namespace) -> None:
     ModelConfig.from_pretrained(path)  # says at once that there is none
     if arguments.group % 2 or not 2 <= arguments.users <= 32 or arguments.drafts > 32:
         raise MinivllmError("--group is an even number, --users is 2 to 32 and --drafts at most 32")
-    settings = {"device": device.type, "max_model_len": 1024, "show_ledger": False}
+    settings = {"device": device.type, "max_model_len": 1024}
     llm = LLM(path, num_gpu_blocks_override=1500, **settings)
     without = LLM(path, num_gpu_blocks_override=1500, enable_prefix_caching=False, **settings)
     texts = held_out_tokens(llm, 16, 512)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ipywidgets
 
-from minivllm.checks import is_number, require
+from minivllm.config.checks import is_number, require
 from minivllm.errors import MinivllmError
 from minivllm.lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab.palette import BLUE, GREEN, PURPLE, SKY, VERMILLION
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import RooflineCost, StepShape
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model

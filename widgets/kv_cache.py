@@ -15,13 +15,14 @@ from functools import cache
 from itertools import accumulate, islice, takewhile
 from pathlib import Path
 
-from minivllm.checks import require
 from minivllm.config import ModelConfig
+from minivllm.config.checks import require
+from minivllm.config.units import GIB
+from minivllm.lab.calculator import find_model
 from minivllm.lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from minivllm.simulate.calculator import find_model
-from minivllm.simulate.hardware import GIB, HARDWARE, Hardware, get_hardware
+from minivllm.memory import MemoryLedger, max_concurrency, memory_ledger
+from minivllm.simulate.hardware import HARDWARE, Hardware, get_hardware
 from minivllm.simulate.known_models import CONFIGS
-from minivllm.simulate.memory import MemoryLedger, max_concurrency, memory_ledger
 from minivllm.simulate.workloads import WORKLOADS, workload
 from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, entry, require_numbers, slider, steps
 from widgets.svg import MID, QUIET, SMALL, Axes, Box, Drawing, Scale, Segment, legend, stacked_bar, tokens

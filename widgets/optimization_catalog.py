@@ -18,8 +18,8 @@ from typing import Any
 
 import ipywidgets
 
-from minivllm.checks import require, require_flags
 from minivllm.config import ModelConfig
+from minivllm.config.checks import require, require_flags
 from minivllm.errors import MinivllmError
 from minivllm.lab.palette import BLUE, GREEN, INK, VERMILLION
 from minivllm.simulate.hardware import get_hardware

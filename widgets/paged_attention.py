@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from minivllm.checks import require
+from minivllm.config.checks import require
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.errors import MinivllmError
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, SERIES, SKY, VERMILLION

@@ -15,9 +15,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab.palette import BLUE, GREEN, GREY, INK, SKY, VERMILLION
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import RooflineCost
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model

@@ -2,7 +2,7 @@
 
 from protocol import serve, workload
 
-from minivllm.engine.llm import LLM
+from minivllm.entrypoints.llm import LLM
 from minivllm.sampling_params import SamplingParams
 
 
@@ -19,7 +19,6 @@ def main() -> None:
         max_num_batched_tokens=work["max_num_batched_tokens"],
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
-        show_ledger=False,
     )
 
     def generate(requests: list[dict]) -> list[list[int]]:

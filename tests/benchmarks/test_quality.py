@@ -28,7 +28,7 @@ def numbers() -> int:
     ("float32", 32, 32.6), ("weights int8", 8, 8.2), ("weights int4", 4, 5), ("bfloat16, KV too", 16, 16.4),
 ])  # fmt: skip
 def test_bits_of_a_number_in_the_layers(quality, numbers, way, least, most):
-    llm = LLM(EMBEDDED_MODEL, device="cpu", show_ledger=False, **{"dtype": "float32", **quality.WAYS[way]})
+    llm = LLM(EMBEDDED_MODEL, device="cpu", **{"dtype": "float32", **quality.WAYS[way]})
     found = quality.projection_bytes(llm.llm_engine.core.runner.model)
     assert least <= 8 * found / numbers <= most
     assert read_record(RESULTS, "quality")["figures"]["ways"][way]["projection_bytes"] == found

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.lab.cli import Parser
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 
 SCHEDULER_KEYS = (
     "max_num_seqs",

@@ -5,10 +5,10 @@ from typing import Any
 from core.invariants import check_scheduler
 from core.worker_double import WorkerDouble
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import EngineCoreOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 
 CACHE_FIELDS = {"num_gpu_blocks", "block_size", "enable_prefix_caching"}
 

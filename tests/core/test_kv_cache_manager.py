@@ -2,9 +2,9 @@
 
 import pytest
 
+from minivllm.config import CacheConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request import Request, RequestStatus
-from minivllm.scheduler_config import CacheConfig
 
 
 def make(num_gpu_blocks: int = 11, **arguments: object) -> KVCacheManager:

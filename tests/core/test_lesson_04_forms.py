@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lessons.harness import script_path
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.lab.exercise import checks_of, load
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import FittedCost
 from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
 

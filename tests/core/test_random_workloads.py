@@ -16,11 +16,11 @@ from core.worker_double import WorkerDouble
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import EngineCoreOutput, SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 
 SEEDS = st.integers(0, 2**32)
 

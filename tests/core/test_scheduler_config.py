@@ -2,8 +2,8 @@
 
 import pytest
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 
 
 @pytest.mark.parametrize(

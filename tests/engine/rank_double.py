@@ -72,7 +72,7 @@ def leaving_double(rank: int) -> RankDouble:
 
 def main(ranks_stuck: bool, leave: bool) -> None:
     """A parent: prints its ranks' process ids, then leaves in order or waits to be killed."""
-    from minivllm.worker.rank_processes import RankProcesses
+    from minivllm.executor.rank_processes import RankProcesses
 
     ranks = RankProcesses(double, (), 2)
     print(*(process.pid for process in ranks.processes), flush=True)

@@ -17,7 +17,7 @@ from minivllm.errors import MinivllmError
 from minivllm.worker.cuda_graphs import capture_sizes, padded_size
 from minivllm.worker.input_batch import StepInputs
 
-SETTINGS = {"device": "cpu", "show_ledger": False, "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6}
+SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6}
 SHARED = [(7 * position + 5) % 900 for position in range(40)]
 PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], [5, 6], SHARED[3:35], [7] * 9]
 WISHES = [

@@ -45,7 +45,7 @@ PROMPTS = [
     [5, 6],
 ]
 NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-SETTINGS = {"show_ledger": False, "dtype": "float32", "device": "cpu"}
+SETTINGS = {"dtype": "float32", "device": "cpu"}
 
 
 @pytest.fixture(scope="module")

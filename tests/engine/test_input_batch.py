@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.worker.input_batch import InputBatch
 
 REQUESTS = st.lists(

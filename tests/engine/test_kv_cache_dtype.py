@@ -8,10 +8,10 @@ import torch
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.simulate.memory import kv_bytes_per_token
-from minivllm.worker.memory import allocate_kv_caches
+from minivllm.memory import kv_bytes_per_token
+from minivllm.worker.memory_profiling import allocate_kv_caches
 
-SETTINGS = {"device": "cpu", "show_ledger": False, "skip_tokenizer_init": True}
+SETTINGS = {"device": "cpu", "skip_tokenizer_init": True}
 SHARED = [(7 * position + 5) % 900 for position in range(40)]
 PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], [5, 6], SHARED[3:35]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

@@ -8,12 +8,11 @@ import pytest
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.core.lora_request import LoRARequest
-from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind
 
-SETTINGS = {"show_ledger": False, "device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
+SETTINGS = {"device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -215,7 +214,6 @@ def test_bad_input_is_one_clear_error(idle, prompts, params, said):
         ({"priority": "ab"}, "priority is 'ab'"),
         ({"priority": [1.5, 2]}, "priority is 1.5"),
         ({"priority": [1]}, "there are 2 prompts, but 1 in priority"),
-        ({"lora_request": "adapter"}, "lora_request is 'adapter'"),
     ],
     ids=str,
 )
@@ -292,10 +290,10 @@ def test_one_bad_prompt_names_itself_and_leaves_the_others_unharmed(idle):
 
 def test_a_request_that_could_never_fit_the_pool(idle):
     params = SamplingParams(max_tokens=200)
-    small = LLM(EMBEDDED_MODEL, show_ledger=False, max_model_len=64, num_gpu_blocks_override=5)
+    small = LLM(EMBEDDED_MODEL, max_model_len=64, num_gpu_blocks_override=5)
     assert small.generate([[1] * 60], params)[0].outputs[0].finish_reason == "length"
     with pytest.raises(MinivllmError, match=r"max_model_len = 65 .* set max_model_len to 64 or less"):
-        LLM(EMBEDDED_MODEL, show_ledger=False, max_model_len=65, num_gpu_blocks_override=5)
+        LLM(EMBEDDED_MODEL, max_model_len=65, num_gpu_blocks_override=5)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +328,7 @@ def test_a_request_that_could_never_fit_the_pool(idle):
 )
 def test_an_engine_that_cannot_be(changes, said):
     with pytest.raises(MinivllmError, match=said):
-        LLM(EMBEDDED_MODEL, show_ledger=False, **changes)
+        LLM(EMBEDDED_MODEL, **changes)
 
 
 def test_models_that_cannot_be(tmp_path):
@@ -362,13 +360,13 @@ def test_random_weights_need_no_checkpoint(tmp_path):
     assert len(tokens(llm.generate([[1, 2]], GREEDY)[0])) == 8
 
 
-def test_the_ledger_is_printed_once_and_adds_up(capsys):
+def test_the_ledger_is_logged_once_and_adds_up(capsys):
     llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=512, max_num_seqs=4)
-    printed = capsys.readouterr().out
-    assert "KV cache" in printed
-    assert "512 tokens per request" in printed
+    logged = capsys.readouterr().err
+    assert "KV cache" in logged
+    assert "512 tokens per request" in logged
     ledger = llm.llm_engine.core.ledger
-    assert sum(row.bytes for row in ledger.rows) == ledger.hardware.memory_bytes
+    assert sum(row.bytes for row in ledger.rows) == ledger.device.memory_bytes
     assert ledger.usable_blocks == 4 * 512 // 16, "as many as requests can fill"
     caches = llm.llm_engine.core.runner.attention.kv_caches
     assert (
@@ -376,7 +374,7 @@ def test_the_ledger_is_printed_once_and_adds_up(capsys):
         == ledger.num_blocks * 16 * ledger.bytes_per_token
     )
     llm.generate([[1]], GREEDY)
-    assert "KV cache" not in capsys.readouterr().out
+    assert "KV cache" not in capsys.readouterr().err
 
 
 def test_default_parameters_are_the_models_own(tmp_path):
@@ -399,11 +397,6 @@ def test_a_broken_generation_config_is_no_missing_one(tmp_path, contents):
     (tmp_path / "generation_config.json").write_text(contents)
     with pytest.raises(MinivllmError, match=r"generation_config.json (cannot be read as JSON|holds)"):
         LLM(tmp_path, **SETTINGS, load_format="dummy")
-
-
-def test_an_adapter_needs_room_for_adapters(idle):
-    with pytest.raises(MinivllmError, match="max_loras is 0"):
-        idle.generate([[1]], GREEDY, lora_request=LoRARequest("name", 1, "folder"))
 
 
 def test_bad_words_are_never_said(idle):

@@ -5,7 +5,7 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.engine.engine_args import EngineArgs
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import default_group_size, dequantize_weight
 from minivllm.models.attention import CausalAttention
@@ -14,7 +14,7 @@ from minivllm.models.loader import load_model, random_model
 from minivllm.models.quantized import QuantizedLinear, quantize_linears
 from minivllm.worker.cpu import packed_forms
 
-SETTINGS = {"device": "cpu", "show_ledger": False, "skip_tokenizer_init": True, "max_model_len": 96}
+SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96}
 SHARED = [(7 * position + 5) % 900 for position in range(40)]
 PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], SHARED[3:35]]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

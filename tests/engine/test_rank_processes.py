@@ -13,7 +13,7 @@ import pytest
 from engine.rank_double import double, leaving_double, refusing_double
 
 from minivllm.errors import MinivllmError, WorkerDiedError
-from minivllm.worker.rank_processes import RankProcesses
+from minivllm.executor.rank_processes import RankProcesses
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_they_end_with_their_parent(stuck, leave):
 
 STARTING = """
 import os, time
-from minivllm.worker.rank_processes import RankProcesses
+from minivllm.executor.rank_processes import RankProcesses
 if __name__ == "__mp_main__":  # what a rank imports first
     os.write(1, b"here\\n")
     time.sleep(60)
@@ -172,7 +172,7 @@ if __name__ == "__main__":
 """
 WORKING = """
 import os, time
-from minivllm.worker.rank_processes import RankProcesses
+from minivllm.executor.rank_processes import RankProcesses
 class Worker:
     def __init__(self, rank):
         pass

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker import sampler
-from minivllm.worker.sampler import Needs, argmax, sample
-from minivllm.worker.sampling_states import SamplingStates
-from minivllm.worker.top_k_top_p import mask_beyond_top_k_top_p
-from minivllm.worker.uniform import uniform
+from minivllm.worker.sample import sampler
+from minivllm.worker.sample.sampler import Needs, argmax, sample
+from minivllm.worker.sample.states import SamplingStates
+from minivllm.worker.sample.top_k_top_p import mask_beyond_top_k_top_p
+from minivllm.worker.sample.uniform import uniform
 
 VOCAB = 12
 LOGITS = torch.tensor([2.0, 1.5, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -30.0])

@@ -7,14 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_MODEL, SpeculativeConfig
 from minivllm.errors import MinivllmError
-from minivllm.speculative_config import SpeculativeConfig
-from minivllm.worker.ngram_proposer import NgramProposer
-from minivllm.worker.rejection_sampler import kept_slices, num_accepted
+from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm.worker.spec_decode.rejection_sampler import kept_slices, num_accepted
 
 SETTINGS = {
-    "show_ledger": False,
     "device": "cpu",
     "dtype": "float32",
     "max_model_len": 512,

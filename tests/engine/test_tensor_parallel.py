@@ -14,13 +14,13 @@ from engine.test_rank_processes import have_ended, pids_of
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.core.scheduler import Scheduler
-from minivllm.engine.engine_args import EngineArgs
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError, WorkerDiedError
-from minivllm.simulate.memory import kv_bytes_per_token
-from minivllm.worker.executor import check_devices
+from minivllm.executor.multiproc_executor import check_devices
+from minivllm.memory import kv_bytes_per_token
 
 SETTINGS = {
-    "device": "cpu", "show_ledger": False, "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6,
+    "device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
 }  # fmt: skip
 SHARED = [(7 * position + 5) % 900 for position in range(40)]

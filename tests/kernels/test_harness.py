@@ -6,7 +6,7 @@ from kernels.harness import assert_close, assert_compiles, assert_twin, awkward_
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.aot import TARGETS, compile_for
-from minivllm.lab.gpu import tl, triton
+from minivllm.platforms.triton_utils import tl, triton
 
 
 @triton.jit

@@ -8,10 +8,10 @@ import pytest
 
 COMPILE = """
 import numpy as np
-from minivllm.kernels import numba_attention, numba_cache, numba_elementwise, numba_linear
-numba_cache.programs(), numba_linear.programs_for(np.float32)
-numba_elementwise.programs_for(np.float32), numba_elementwise.programs_for(np.uint16)
-numba_attention.programs_for(np.float32)
+from minivllm.kernels.cpu import attention_loops, cache_loops, elementwise_loops, panel_linear_loops
+cache_loops.programs(), panel_linear_loops.programs_for(np.float32)
+elementwise_loops.programs_for(np.float32), elementwise_loops.programs_for(np.uint16)
+attention_loops.programs_for(np.float32)
 """
 
 

@@ -5,15 +5,15 @@ import random
 import pytest
 import torch
 from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
-from kernels.test_attention import BATCHES, UNTOUCHED, make
+from kernels.test_unified_attention import BATCHES, UNTOUCHED, make
 
 from minivllm.errors import MinivllmError
-from minivllm.kernels import cpu_attention, cpu_cache
-from minivllm.kernels.attention import configurations, unified_attention
-from minivllm.kernels.attention_ahead import compile_attention
-from minivllm.kernels.cache import quantize_and_cache_kernel, reshape_and_cache, reshape_and_cache_kernel
-from minivllm.kernels.cpu_cache import quantize
+from minivllm.kernels.cpu import attention_calls, cache_calls
+from minivllm.kernels.cpu.cache_calls import quantize
+from minivllm.kernels.reshape_and_cache import quantize_and_cache_kernel, reshape_and_cache, reshape_and_cache_kernel
+from minivllm.kernels.unified_attention import configurations, unified_attention
 from minivllm.lab.aot import TARGETS
+from minivllm.lab.attention_ahead import compile_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # NumPy, on a head that is all zero
 FP8 = torch.float8_e4m3fn
@@ -47,7 +47,7 @@ def write(key, value, caches, slots, backend):
 def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype, form, monkeypatch):
     if form == "numba":
         pytest.importorskip("numba")
-    monkeypatch.setattr(cpu_cache, "has_numba", lambda: form == "numba")
+    monkeypatch.setattr(cache_calls, "has_numba", lambda: form == "numba")
     key, value = rows(13, head_dim, dtype)
     slots = torch.randperm(BLOCKS * BLOCK)[:13]
     slots[4] = -1
@@ -152,7 +152,7 @@ def twin(request, monkeypatch):
     """Each form that a CPU may run."""
     if request.param == "numba":
         pytest.importorskip("numba")
-    monkeypatch.setattr(cpu_attention, "has_numba", lambda: request.param == "numba")
+    monkeypatch.setattr(attention_calls, "has_numba", lambda: request.param == "numba")
 
 
 @pytest.mark.parametrize("seed", range(12))

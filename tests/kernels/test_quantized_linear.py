@@ -6,7 +6,7 @@ import torch
 from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
 
 from minivllm.errors import MinivllmError
-from minivllm.kernels import cpu_quantized_linear
+from minivllm.kernels.cpu import quantized_linear_calls
 from minivllm.kernels.packed_weights import (
     check_group_size,
     default_group_size,
@@ -22,7 +22,7 @@ from minivllm.kernels.quantized_linear import (
     quantized_linear_kernel,
     tiles,
 )
-from minivllm.lab.gpu import tl
+from minivllm.platforms.triton_utils import tl
 
 KINDS = {"int8": ("int8", None), "int4": ("int4", 32), "int4, short groups": ("int4", 16), "int4, rows": ("int4", 0)}
 SHAPES = [(1, 40, 96), (3, 33, 64), (17, 70, 160), (16, 1, 32)]  # rows, out, in
@@ -125,7 +125,7 @@ def twin(request, monkeypatch):
     """Each form that a CPU may run."""
     if request.param == "numba":
         pytest.importorskip("numba")
-    monkeypatch.setattr(cpu_quantized_linear, "has_numba", lambda: request.param == "numba")
+    monkeypatch.setattr(quantized_linear_calls, "has_numba", lambda: request.param == "numba")
 
 
 @pytest.mark.parametrize("kind", KINDS)

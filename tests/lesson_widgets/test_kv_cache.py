@@ -7,9 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
+from minivllm.memory import kv_bytes_per_token, max_concurrency, memory_ledger
 from minivllm.simulate.hardware import HARDWARE
 from minivllm.simulate.known_models import CONFIGS, known_model
-from minivllm.simulate.memory import kv_bytes_per_token, max_concurrency, memory_ledger
 from minivllm.simulate.workloads import WORKLOADS
 from widgets import kv_cache
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.sharing import SHARING, sessions
 from minivllm.simulate.virtual_clock import simulate
 from widgets import prefix_caching as widget

@@ -11,14 +11,14 @@ from lessons.harness import (
     script_path,
 )
 
+from minivllm import memory
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.kernels.attention import unified_attention
-from minivllm.kernels.cache import reshape_and_cache
+from minivllm.kernels.reshape_and_cache import reshape_and_cache
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.exercise import load
-from minivllm.lab.gpu import triton
 from minivllm.models.loader import load_model, random_model
-from minivllm.simulate import memory
+from minivllm.platforms.triton_utils import triton
 from minivllm.simulate.known_models import CONFIGS, known_model
 
 lesson = load(script_path("01"))
@@ -248,7 +248,7 @@ def test_the_card_is_full_and_nearly_empty():
     assert found["running"] == ledger.longest_request // 2048
     assert found["alpaca"]["used"] < 0.05
     assert found["alpaca"]["unreserved"] > 20 * found["running"]
-    assert sum(found["memory"].values()) == ledger.hardware.memory_bytes
+    assert sum(found["memory"].values()) == ledger.device.memory_bytes
 
 
 # ---- the exercise ----------------------------------------------------------------------------------------------------

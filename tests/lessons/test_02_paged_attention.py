@@ -20,8 +20,8 @@ from lessons.harness import (
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.kernels import cache as engine_cache
-from minivllm.kernels.attention import unified_attention
+from minivllm.kernels import reshape_and_cache as engine_cache
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.exercise import load
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model

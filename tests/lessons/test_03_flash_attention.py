@@ -18,15 +18,16 @@ from lessons.harness import (
 )
 
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
-from minivllm.kernels.attention import unified_attention
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.aot import SHARED_MEMORY, compile_for
 from minivllm.lab.exercise import load
-from minivllm.lab.gpu import triton
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
+from minivllm.platforms.triton_utils import triton
 from minivllm.simulate import attention_traffic
-from minivllm.simulate.hardware import GIB, get_hardware
+from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.online_softmax import online_softmax
 

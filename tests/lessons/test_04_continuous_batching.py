@@ -12,13 +12,12 @@ from lessons.harness import (
     script_path,
 )
 
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.engine.recording import bare_engine, foretell, record_run
+from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
-from minivllm.kernels.attention import unified_attention
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.exercise import checks_of, load
+from minivllm.lab.recording import bare_engine, foretell, record_run
 from minivllm.models.loader import random_model
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import FittedCost
 from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
 

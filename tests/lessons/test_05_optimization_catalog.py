@@ -6,10 +6,11 @@ from kernels.harness import assert_close, assert_compiles, random_block_table, r
 from lessons.harness import assert_refuses, checks_that_catch, figures_of_quick_run, script_path
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.kernels import cache as engine_cache
-from minivllm.kernels import cpu_cache, packed_weights
-from minivllm.kernels.attention import unified_attention
+from minivllm.kernels import packed_weights
+from minivllm.kernels import reshape_and_cache as engine_cache
+from minivllm.kernels.cpu import cache_calls
 from minivllm.kernels.quantized_linear import quantized_linear
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.exercise import load
 from minivllm.models.loader import load_model, random_model
 from minivllm.simulate.known_models import known_model
@@ -107,7 +108,7 @@ def test_the_cpu_forms_agree():
     """`quantize` in PyTorch is the engine's CPU form, but for rounding at halves."""
     rows = torch.randn(500, 3, 32)
     rows[::7, 1] = 0
-    (integers, scales), (theirs, their_scales) = lesson.quantize(rows), cpu_cache.quantize(rows)
+    (integers, scales), (theirs, their_scales) = lesson.quantize(rows), cache_calls.quantize(rows)
     assert torch.equal(scales, their_scales)
     assert (integers.int() - theirs).abs().max() <= 1
     assert (integers != theirs).float().mean() < 1e-3

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from minivllm import config as config_module
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
+from minivllm.config import model as config_module
 from minivllm.errors import MinivllmError
 
 LLAMA = {

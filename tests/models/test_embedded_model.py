@@ -5,10 +5,10 @@ import torch
 from safetensors import safe_open
 
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
+from minivllm.memory import num_parameters
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import SINGLE_FILE, load_model
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm.simulate.memory import num_parameters
 
 MODELS = pytest.mark.parametrize("directory", [EMBEDDED_MODEL, EMBEDDED_DRAFT], ids=lambda path: path.name)
 CODE = "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n"

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
+from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import checkpoint_slots, load_model, random_model
 from minivllm.models.parallel import GroupCoordinator, possible_sizes, shard_config
-from minivllm.simulate.memory import kv_bytes_per_token
 
 CONFIG = ModelConfig.from_dict(
     {

@@ -154,7 +154,7 @@ def test_both_formats_hold_what_their_definitions_say(tmp_path, bits, group_size
 def test_the_engine_runs_one_and_counts_its_bytes(tmp_path):
     source = Source(4, 16)
     directory = write(tmp_path, source.gptq(), gptq_config(source))
-    settings = {"device": "cpu", "show_ledger": False, "skip_tokenizer_init": True, "max_model_len": 64}
+    settings = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
     quantized = LLM(directory, **settings)
     core = quantized.llm_engine.core
     linears = sum(integers.numel() // 2 + 4 * scales.numel() for integers, scales in source.linears.values())

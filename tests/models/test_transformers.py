@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from minivllm.config import ModelConfig
+from minivllm.memory import num_parameters
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
 from minivllm.models.rotary import RotaryTable
 from minivllm.simulate.known_models import CONFIGS
-from minivllm.simulate.memory import num_parameters
 
 TOKENS = 40
 SMALL = {

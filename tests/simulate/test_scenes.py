@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import FittedCost
 from minivllm.simulate.scenes import arrivals_at, capacity, long_prompt
 from minivllm.simulate.workloads import RequestLengths

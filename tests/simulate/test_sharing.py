@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import FittedCost
 from minivllm.simulate.sharing import SHARING, sessions, sharing
 from minivllm.simulate.virtual_clock import GENERATED, simulate

@@ -8,10 +8,10 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "minivllm.engine.llm",
+    "LLM": "minivllm.entrypoints.llm",
     "ModelConfig": "minivllm.config",
     "MinivllmError": "minivllm.errors",
-    "RequestOutput": "minivllm.engine.outputs",
+    "RequestOutput": "minivllm.outputs",
     "SamplingParams": "minivllm.sampling_params",
     "UnsupportedModelError": "minivllm.errors",
 }

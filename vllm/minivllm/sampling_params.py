@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from minivllm.checks import is_count, is_number, require, require_flags
+from minivllm.config.checks import is_count, is_number, require, require_flags
 
 MIN_TEMPERATURE = 1e-2
 """Temperatures between 0 and this are raised to it: smaller ones overflow when the logits are divided by them."""

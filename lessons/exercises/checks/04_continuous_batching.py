@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, SchedulerConfig
 
 PUZZLE = {"A": (10, 3), "B": (4, 2), "C": (12, 4), "D": (3, 2)}
 

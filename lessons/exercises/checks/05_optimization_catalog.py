@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from minivllm.core.block_hash import hash_new_full_blocks
-from minivllm.speculative_config import SpeculativeConfig
-from minivllm.worker.ngram_proposer import NgramProposer
+from minivllm.config import SpeculativeConfig
+from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 
 
 def check_full_blocks_have_names(module):

@@ -6,10 +6,10 @@ In vLLM v0.33.0: `vllm/v1/core/kv_cache_manager.py` (`KVCacheManager`), with one
 
 from collections.abc import Sequence
 
+from minivllm.config import CacheConfig
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.stats import PrefixCacheStats
-from minivllm.scheduler_config import CacheConfig
 
 
 class KVCacheManager:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 
 
@@ -25,7 +24,6 @@ class NewRequestData:
     block_ids: list[int]
     num_computed_tokens: int
     sampling_params: Any
-    lora_request: LoRARequest | None
 
     @classmethod
     def from_request(cls, request: Request, block_ids: list[int]) -> "NewRequestData":
@@ -37,7 +35,6 @@ class NewRequestData:
             block_ids=block_ids,
             num_computed_tokens=request.num_computed_tokens,
             sampling_params=request.sampling_params,
-            lora_request=request.lora_request,
         )
 
 

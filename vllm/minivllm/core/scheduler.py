@@ -13,6 +13,7 @@ KV connectors, pipeline and data parallelism.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.output import (
     CachedRequestData,
@@ -26,7 +27,6 @@ from minivllm.core.request_queue import create_request_queue
 from minivllm.core.stats import SchedulerStats, SpecDecodingStats
 from minivllm.core.stop import check_stop
 from minivllm.errors import MinivllmError
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
 
 
 @dataclass(slots=True)

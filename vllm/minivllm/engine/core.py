@@ -8,21 +8,25 @@ from collections.abc import Iterable
 
 import torch
 
-from minivllm.config import ModelConfig
+from minivllm.config import ModelConfig, SchedulerConfig
+from minivllm.config.units import GIB
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.stats import SchedulerStats
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_request import EngineCoreRequest
-from minivllm.engine.engine_args import EngineArgs
 from minivllm.errors import MinivllmError
-from minivllm.lab.device import pick_device
+from minivllm.executor.abstract import make_executor
+from minivllm.executor.uniproc_executor import UniprocExecutor
+from minivllm.logger import init_logger
+from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
-from minivllm.scheduler_config import SchedulerConfig
-from minivllm.simulate.memory import MemoryLedger
-from minivllm.worker.executor import UniprocExecutor, make_executor
-from minivllm.worker.memory import check_override, profile_memory
+from minivllm.platforms.device import pick_device
+from minivllm.worker.memory_profiling import check_override, profile_memory
 from minivllm.worker.model_runner import ModelRunner
+
+logger = init_logger(__name__)
 
 
 class EngineCore:
@@ -49,6 +53,7 @@ class EngineCore:
             self.executor.shutdown()
             raise
         self.scheduler = Scheduler(config, args.cache_config(num_blocks))
+        self._log_memory()
 
     @property
     def runner(self) -> ModelRunner:
@@ -93,6 +98,16 @@ class EngineCore:
     def shutdown(self) -> None:
         """Ends the processes of the ranks, where they have some. No step can be made after it."""
         self.executor.shutdown()
+
+    def _log_memory(self) -> None:
+        if self.ledger is not None:
+            for row in self.ledger.rows:
+                logger.info("Memory: %.3f GiB %s%s", row.bytes / GIB, row.name, " (estimated)" if row.estimated else "")
+        cache = self.scheduler.cache_config
+        tokens, max_model_len = cache.num_gpu_blocks * cache.block_size, self.scheduler.config.max_model_len
+        logger.info("KV cache size: %s tokens in %s blocks", f"{tokens:,}", f"{cache.num_gpu_blocks:,}")
+        concurrency = max_concurrency(tokens, max_model_len)
+        logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{max_model_len:,}", concurrency)
 
     def _profile(self, args: EngineArgs, config: SchedulerConfig) -> MemoryLedger | None:
         if args.num_gpu_blocks_override is not None:

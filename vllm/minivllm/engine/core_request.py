@@ -5,7 +5,6 @@ In vLLM v0.33.0: `vllm/v1/engine/__init__.py` (`EngineCoreRequest`).
 
 from dataclasses import dataclass
 
-from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 from minivllm.sampling_params import SamplingParams
 
@@ -24,7 +23,6 @@ class EngineCoreRequest:
     eos_token_ids: tuple[int, ...]
     arrival_time: float
     priority: int = 0
-    lora_request: LoRARequest | None = None
     cache_salt: str | None = None
 
     def to_request(self) -> Request:
@@ -40,7 +38,6 @@ class EngineCoreRequest:
             eos_token_ids=self.eos_token_ids,
             ignore_eos=params.ignore_eos,
             stop_token_ids=params.stop_token_ids or (),
-            lora_request=self.lora_request,
             cache_salt=self.cache_salt,
             # A prefix hit has no logits, so there would be no log probabilities.
             skip_reading_prefix_cache=params.prompt_logprobs is not None,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minivllm.checks import is_count
-from minivllm.config import ModelConfig, hub_file, read_json_object
+from minivllm.config import ModelConfig
+from minivllm.config.checks import is_count
+from minivllm.config.model import hub_file, read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.sampling_params import SamplingParams
 

@@ -10,10 +10,9 @@ from dataclasses import replace
 from tokenizers import Tokenizer
 
 from minivllm.config import ModelConfig
-from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.core_request import EngineCoreRequest
-from minivllm.engine.prompts import Prompt, parse_prompt
 from minivllm.errors import MinivllmError
+from minivllm.inputs import Prompt, parse_prompt
 from minivllm.sampling_params import SamplingParams
 
 
@@ -40,7 +39,6 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams,
         *,
-        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> tuple[str | None, EngineCoreRequest]:
         """The prompt's text, where it has one, and the request for the core.
@@ -48,8 +46,6 @@ class InputProcessor:
         Raises:
             MinivllmError: the prompt or the parameters cannot be; the message says what would be right.
         """
-        if not isinstance(lora_request, LoRARequest | None):
-            raise MinivllmError(f"lora_request is {lora_request!r}; it must be a LoRARequest, or None")
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise MinivllmError(f"priority is {priority!r}; it must be a whole number, a lower one goes first")
         text, token_ids, cache_salt = parse_prompt(prompt)
@@ -64,7 +60,6 @@ class InputProcessor:
             self.eos_token_ids,
             arrival_time=time.monotonic(),
             priority=priority,
-            lora_request=lora_request,
             cache_salt=cache_salt,
         )
         return text, request

@@ -5,21 +5,18 @@ In vLLM v0.33.0: `vllm/v1/engine/llm_engine.py` (`LLMEngine`).
 
 from collections.abc import Iterable
 
-from minivllm.core.lora_request import LoRARequest
 from minivllm.core.stats import SchedulerStats
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
-from minivllm.engine.engine_args import EngineArgs
 from minivllm.engine.generation_config import GenerationConfig
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.output_processor import OutputProcessor
-from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.parallel_sampling import ParentRequest, child_requests
-from minivllm.engine.prompts import Prompt
 from minivllm.errors import MinivllmError
-from minivllm.lab.tables import console
+from minivllm.inputs import Prompt
 from minivllm.models.tokenizer import load_tokenizer
+from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm.simulate.calculator import print_ledger
 
 
 class LLMEngine:
@@ -36,8 +33,6 @@ class LLMEngine:
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self._children: dict[str, list[str]] = {}
-        if args.show_ledger:
-            self._print_ledger(str(args.model))
 
     def add_request(
         self,
@@ -45,7 +40,6 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams,
         *,
-        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> None:
         """Puts a prompt into the queue; `params.n` completions of it.
@@ -55,9 +49,7 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise MinivllmError(f"the request id is {request_id!r}; it must be a text")
-        text, request = self.input_processor.process_inputs(
-            request_id, prompt, params, lora_request=lora_request, priority=priority
-        )
+        text, request = self.input_processor.process_inputs(request_id, prompt, params, priority=priority)
         parent = ParentRequest(request_id, params.n)
         children = child_requests(request)
         ids = [child.request_id for child in children]
@@ -105,13 +97,3 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Ends what the engine has started; it can do nothing after that."""
         self.core.shutdown()
-
-    def _print_ledger(self, name: str) -> None:
-        cache = self.core.scheduler.cache_config
-        if self.core.ledger is not None:
-            print_ledger(name, self.core.ledger)
-        else:
-            tokens = cache.num_gpu_blocks * cache.block_size
-            console.print(
-                f"KV cache as asked: {cache.num_gpu_blocks:,} blocks of {cache.block_size}, {tokens:,} tokens"
-            )

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from minivllm.core.output import EngineCoreOutput
 from minivllm.engine.core_request import EngineCoreRequest
 from minivllm.engine.detokenizer import IncrementalDetokenizer
-from minivllm.engine.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
 from minivllm.engine.parallel_sampling import ParentRequest
+from minivllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
 from minivllm.sampling_params import RequestOutputKind
 
 
@@ -137,7 +137,6 @@ class OutputProcessor:
             finished=not parent.unfinished,
             prompt_logprobs=state.prompt_logprobs,
             metrics=state.metrics,
-            lora_request=state.request.lora_request,
             num_cached_tokens=state.num_cached_tokens,
         )
 
@@ -156,7 +155,6 @@ class OutputProcessor:
             logprobs,
             state.finish_reason,
             state.stop_reason,
-            state.request.lora_request,
         )
 
     def _showable_text(self, state: RequestState) -> str:

@@ -6,7 +6,7 @@ In vLLM v0.33.0: `vllm/v1/engine/parallel_sampling.py` (`ParentRequest`).
 from dataclasses import replace
 
 from minivllm.engine.core_request import EngineCoreRequest
-from minivllm.engine.outputs import CompletionOutput
+from minivllm.outputs import CompletionOutput
 
 
 class ParentRequest:

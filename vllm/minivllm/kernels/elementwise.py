@@ -10,7 +10,7 @@ own: a launch on a GPU, some microseconds on a CPU.
 Layouts: rows are contiguous; a row of `gate_up` holds gate, then up; a row of the rotary `table` holds the cosines of a
 position, then the sines. The arithmetic is fp32. Grid: one program a token, for `rotate_heads` a token and head.
 
-On a CPU numba compiles the same passes (`numba_elementwise.py`) for fp32 and bf16, of rows that sixteen divides; others,
+On a CPU numba compiles the same passes (`elementwise_loops.py`) for fp32 and bf16, of rows that sixteen divides; others,
 and machines without numba, take the torch calls. Measured on one core, µs, 128 tokens of the embedded model:
 
                     torch, fp32    one pass    torch, bf16    one pass
@@ -29,9 +29,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minivllm.kernels.cache import choose_backend
-from minivllm.kernels.torch_threads import has_numba
-from minivllm.lab.gpu import tl, triton
+from minivllm.kernels.reshape_and_cache import choose_backend
+from minivllm.platforms.threads import has_numba
+from minivllm.platforms.triton_utils import tl, triton
 
 CHUNK = 2048  # elements of a program: 16 bytes a thread and load
 
@@ -154,6 +154,6 @@ def _choose(backend: str | None, width: int, *tensors: torch.Tensor) -> str:
 @functools.cache
 def _cpu() -> Any:
     """numba takes a second to import, so only who needs it does."""
-    from minivllm.kernels import cpu_elementwise
+    from minivllm.kernels.cpu import elementwise_calls
 
-    return cpu_elementwise
+    return elementwise_calls

@@ -30,11 +30,11 @@ from collections.abc import Callable
 import torch
 
 from minivllm.errors import MinivllmError
-from minivllm.kernels.cache import choose_backend
-from minivllm.kernels.cpu_quantized_linear import quantized_linear_cpu
+from minivllm.kernels.cpu.quantized_linear_calls import quantized_linear_cpu
 from minivllm.kernels.packed_weights import check_group_size, row_width
+from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.kernels.tuning import fastest
-from minivllm.lab.gpu import INTERPRETED, tl, triton
+from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
 FEW_ROWS = 16
 

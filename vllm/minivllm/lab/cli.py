@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.device import DEVICES
 from minivllm.lab.results import ensure_writable
+from minivllm.logger import LEVEL_VARIABLE
+from minivllm.platforms.device import DEVICES
 
 FIGURE_KINDS = (".png", ".svg")
 
@@ -65,6 +67,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     A file that the run is to write at its end is tried before the work begins.
     """
     arguments = parser.parse_args()
+    os.environ.setdefault(LEVEL_VARIABLE, "WARNING")  # a lesson prints tables; start-up lines would stand between them
     try:
         for path in filter(None, (getattr(arguments, "plot", None), getattr(arguments, "json", None))):
             ensure_writable(path)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.device import device_name
 from minivllm.lab.timing import median_seconds
+from minivllm.platforms.device import device_name
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minivllm.lab.device import device_name, pick_device
 from minivllm.lab.results import write_json
 from minivllm.lab.tables import console
+from minivllm.platforms.device import device_name, pick_device
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.gpu import HAS_TRITON, INTERPRETED
 from minivllm.lab.tables import console, table
+from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minivllm.config import ModelConfig, config_path, hub_file, read_json_object
+from minivllm.config import ModelConfig
+from minivllm.config.model import config_path, hub_file, read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
 from minivllm.models.parallel import GroupCoordinator, kv_part

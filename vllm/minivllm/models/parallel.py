@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from minivllm.config import ModelConfig
 from minivllm.errors import LostPeerError, MinivllmError
-from minivllm.simulate.parameters import kv_heads_on_rank
+from minivllm.memory.bytes_per_token import kv_heads_on_rank
 
 
 class GroupCoordinator:

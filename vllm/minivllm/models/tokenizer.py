@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from minivllm.config import hub_file
+from minivllm.config.model import hub_file
 from minivllm.errors import MinivllmError
 
 FILENAME = "tokenizer.json"

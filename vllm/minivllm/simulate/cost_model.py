@@ -15,8 +15,8 @@ from typing import Protocol
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
+from minivllm.memory import kv_bytes_per_token, num_parameters, serving_dtype, weight_bytes
 from minivllm.simulate.hardware import Hardware
-from minivllm.simulate.memory import kv_bytes_per_token, num_parameters, serving_dtype, weight_bytes
 
 
 @dataclass(frozen=True, slots=True)

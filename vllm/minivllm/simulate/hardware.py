@@ -1,8 +1,6 @@
 """What GPUs can do: memory, bandwidth and arithmetic, from their makers' data sheets; and this machine, measured.
 
-Rates are peaks, dense (without structured sparsity), so real kernels reach a part of them. `memory_bytes` is what a
-program finds (`torch.cuda.get_device_properties(0).total_memory`), a little less than the figure on the box: error
-correction and the driver keep the rest. It differs by some MiB between drivers.
+Rates are peaks, dense (without structured sparsity), so real kernels reach a part of them.
 """
 
 import os
@@ -11,19 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from minivllm.config.units import TERA
 from minivllm.errors import MinivllmError
-
-GIB = 2**30
-TERA = 1e12
+from minivllm.memory.devices import Device, get_device
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Hardware(Device):
     """One accelerator. Units: bytes, bytes per second, (floating-point) operations per second."""
 
-    name: str
-    memory_bytes: int
-    """Device memory that a program sees."""
     bandwidth: float
     """Peak of reading and writing device memory."""
     flops: Mapping[str, float]
@@ -51,16 +45,10 @@ class Hardware:
 
 
 def _gpu(
-    name: str,
-    memory_gib: float,
-    bandwidth_gb: float,
-    tflops: Mapping[str, float],
-    nvlink_gb: float,
-    pcie_gb: float,
-    source: str,
+    name: str, bandwidth_gb: float, tflops: Mapping[str, float], nvlink_gb: float, pcie_gb: float, source: str
 ) -> Hardware:
     flops = MappingProxyType({dtype: rate * TERA for dtype, rate in tflops.items()})
-    memory = round(memory_gib * GIB)
+    memory = get_device(name).memory_bytes
     return Hardware(name, memory, bandwidth_gb * 1e9, flops, nvlink_gb * 1e9, pcie_gb * 1e9, source)
 
 
@@ -70,63 +58,46 @@ AMPERE = {"float32": 19.5, "float16": 312, "bfloat16": 312, "int8": 624}
 HARDWARE = {
     gpu.name: gpu
     for gpu in (
-        _gpu("T4", 14.563, 320, {"float32": 8.1, "float16": 65, "int8": 130}, 0, 32, "NVIDIA T4 data sheet"),
+        _gpu("T4", 320, {"float32": 8.1, "float16": 65, "int8": 130}, 0, 32, "NVIDIA T4 data sheet"),
         _gpu(
-            "L4", 22.161, 300,
+            "L4", 300,
             {"float32": 30.3, "float16": 121, "bfloat16": 121, "float8": 242.5, "int8": 242.5},
             0, 64, "NVIDIA L4 data sheet (sparse figures halved)",
         ),
         _gpu(
-            "A10G", 22.06, 600, {"float32": 35, "float16": 70, "bfloat16": 70, "int8": 140},
+            "A10G", 600, {"float32": 35, "float16": 70, "bfloat16": 70, "int8": 140},
             0, 64, "NVIDIA A10G data sheet (AWS G5)",
         ),
         _gpu(
-            "RTX 4090", 23.527, 1008,
+            "RTX 4090", 1008,
             {"float32": 82.6, "float16": 165.2, "bfloat16": 165.2, "float8": 330.3, "int8": 660.6},
             0, 64, "NVIDIA Ada GPU architecture white paper, appendix A (fp32 accumulation)",
         ),
-        _gpu("A100-40", 39.494, 1555, AMPERE, 600, 64, "NVIDIA A100 data sheet, 40 GB SXM"),
-        _gpu("A100-80", 79.151, 2039, AMPERE, 600, 64, "NVIDIA A100 data sheet, 80 GB SXM"),
-        _gpu("H100", 79.179, 3350, HOPPER, 900, 128, "NVIDIA H100 data sheet, SXM (sparse figures halved)"),
-        _gpu("H200", 139.81, 4800, HOPPER, 900, 128, "NVIDIA H200 data sheet, SXM (sparse figures halved)"),
+        _gpu("A100-40", 1555, AMPERE, 600, 64, "NVIDIA A100 data sheet, 40 GB SXM"),
+        _gpu("A100-80", 2039, AMPERE, 600, 64, "NVIDIA A100 data sheet, 80 GB SXM"),
+        _gpu("H100", 3350, HOPPER, 900, 128, "NVIDIA H100 data sheet, SXM (sparse figures halved)"),
+        _gpu("H200", 4800, HOPPER, 900, 128, "NVIDIA H200 data sheet, SXM (sparse figures halved)"),
         _gpu(
-            "B200", 178.35, 8000,
+            "B200", 8000,
             {"float32": 75, "float16": 2250, "bfloat16": 2250, "float8": 4500, "int8": 4500},
             1800, 128, "NVIDIA HGX B200 data sheet, one of eight GPUs (sparse figures halved)",
         ),
         _gpu(
-            "MI300X", 191.98, 5300,
+            "MI300X", 5300,
             {"float32": 163.4, "float16": 1307.4, "bfloat16": 1307.4, "float8": 2614.9, "int8": 2614.9},
             896, 128, "AMD Instinct MI300X data sheet",
         ),
     )
 }  # fmt: skip
 
-OTHER_NAMES = {
-    "4090": "RTX 4090",
-    "a100": "A100-80",
-    "a10040gb": "A100-40",
-    "a10080gb": "A100-80",
-    "h10080gb": "H100",
-    "h100sxm": "H100",
-    "h200sxm": "H200",
-}
-
 
 def get_hardware(name: str) -> Hardware:
-    """The entry of that name; capitals, spaces and dashes do not matter ("a100-80", "rtx4090").
+    """The entry of that name, in any of the spellings that `get_device` knows.
 
     Raises:
         MinivllmError: there is none; the message lists those that there are.
     """
-    plain = "".join(character for character in str(name).lower() if character.isalnum())
-    plain = plain.removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
-    for known, hardware in HARDWARE.items():
-        if plain == "".join(character for character in known.lower() if character.isalnum()):
-            return hardware
-    if plain in OTHER_NAMES:
-        return HARDWARE[OTHER_NAMES[plain]]
-    raise MinivllmError(f"no figures for the GPU {name!r}; known: {', '.join(HARDWARE)}")
+    return HARDWARE[get_device(name).name]
 
 
 def measure_this_machine(seconds: float = 0.6) -> Hardware:

@@ -18,14 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from minivllm.config import ModelConfig
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.memory import MemoryLedger, memory_ledger, parameter_groups, rotary_table_bytes, serving_dtype
 from minivllm.simulate.cost_model import RooflineCost, StepShape
 from minivllm.simulate.hardware import Hardware
-from minivllm.simulate.memory import MemoryLedger, memory_ledger, rotary_table_bytes, serving_dtype
 from minivllm.simulate.offline import OfflineRun, run_offline
-from minivllm.simulate.parameters import parameter_groups
 from minivllm.simulate.virtual_clock import SimulatedRequest
 from minivllm.simulate.workloads import WORKLOADS, RequestLengths
 

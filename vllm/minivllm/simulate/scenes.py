@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minivllm.scheduler_config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.simulate.cost_model import Cost
 from minivllm.simulate.virtual_clock import SimulatedRequest, percentile, simulate
 from minivllm.simulate.workloads import RequestLengths, poisson_arrivals

@@ -1,14 +1,14 @@
 """What makes a decoder quick on a CPU: linears with weights in panels, gates computed where they are multiplied.
 
 The other two parts are where the decoder calls them: passes over a layer's data that numba compiles
-(`minivllm.kernels.elementwise`) and attention that walks the block tables (`minivllm.kernels.cpu_attention`).
+(`minivllm.kernels.elementwise`) and attention that walks the block tables (`minivllm.kernels.cpu.attention_calls`).
 """
 
 from typing import TypeGuard
 
 from torch import nn
 
-from minivllm.kernels.cpu_linear import PanelLinear, can_pack
+from minivllm.kernels.cpu.panel_linear import PanelLinear, can_pack
 from minivllm.models.decoder import Decoder, GatedMLP, Linear
 
 

@@ -23,8 +23,8 @@ import torch
 
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
-from minivllm.worker.attention import PagedAttention
 from minivllm.worker.input_batch import StepInputs
+from minivllm.worker.paged_attention import PagedAttention
 from minivllm.worker.step_buffers import PADDING_SLOT, StepBuffers
 
 MOST_ROWS = 512

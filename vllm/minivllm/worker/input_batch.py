@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 
 from minivllm.core.output import NewRequestData, SchedulerOutput
-from minivllm.worker.sampling_states import SamplingStates
+from minivllm.worker.sample.states import SamplingStates
 
 NUMBERS_OF_ROW = 32
 """About so many 4-byte numbers beside its tables, the row of `SamplingStates` among them."""

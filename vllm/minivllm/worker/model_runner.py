@@ -10,20 +10,20 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_m
 import numpy as np
 import torch
 
+from minivllm.config import SpeculativeConfig
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.sampling_params import SamplingParams
-from minivllm.speculative_config import SpeculativeConfig
-from minivllm.worker.attention import AttentionMetadata, PagedAttention
 from minivllm.worker.cpu import pack_linears
 from minivllm.worker.cuda_graphs import CudaGraphs, Record, capture_sizes
 from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
-from minivllm.worker.memory import allocate_kv_caches, check_kv_cache_dtype, refuse_beyond_memory
-from minivllm.worker.ngram_proposer import NgramProposer
-from minivllm.worker.prompt_logprobs import PromptLogprobs
-from minivllm.worker.rejection_sampler import kept_slices
-from minivllm.worker.sampler import NOTHING_NEEDED, SamplingMetadata, sample
-from minivllm.worker.sampling_states import SamplingStates
+from minivllm.worker.memory_profiling import allocate_kv_caches, check_kv_cache_dtype, refuse_beyond_memory
+from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
+from minivllm.worker.sample.prompt_logprobs import PromptLogprobs
+from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplingMetadata, sample
+from minivllm.worker.sample.states import SamplingStates
+from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm.worker.spec_decode.rejection_sampler import kept_slices
 
 
 class ModelRunner:

@@ -13,8 +13,8 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/input_batch.py` (`InputBuffers`), `vllm/v1/
 import numpy as np
 import torch
 
-from minivllm.worker.attention import AttentionMetadata
 from minivllm.worker.input_batch import StepInputs
+from minivllm.worker.paged_attention import AttentionMetadata
 
 ROW = (("positions", torch.int64), ("slot_mapping", torch.int64), ("input_ids", torch.int32), ("seq_lens", torch.int32))
 PADDING_SLOT = -1

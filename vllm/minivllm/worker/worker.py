@@ -11,16 +11,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minivllm.config import ModelConfig
+from minivllm.config import ModelConfig, SpeculativeConfig
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
-from minivllm.lab.allocator import keep_freed_memory
-from minivllm.lab.gpu import INTERPRETED
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.quantized import quantize_linears
-from minivllm.speculative_config import SpeculativeConfig
-from minivllm.worker.memory import MemoryUse, measure_memory
+from minivllm.platforms.allocator import keep_freed_memory
+from minivllm.platforms.triton_utils import INTERPRETED
+from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

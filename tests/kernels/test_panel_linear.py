@@ -1,0 +1,149 @@
+"""Products with weights in panels: what float64 gives, on both shapes of tiles."""
+
+import importlib.util
+import platform
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minivllm.kernels.cpu import panel_linear
+from minivllm.kernels.cpu.panel_linear import PanelLinear, can_pack
+from minivllm.platforms.threads import run_programs
+
+numba = pytest.importorskip("numba", reason="the loops are numba's; a GPU's image has none")
+lanes = pytest.importorskip("minivllm.kernels.cpu.lanes")
+numba_linear = pytest.importorskip("minivllm.kernels.cpu.panel_linear_loops")
+programs_of = pytest.importorskip("minivllm.kernels.cpu.programs")
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["wide registers", "narrow registers"])
+def tiles(request):
+    """The loops as a processor with AVX-512 gets them, and as one without does."""
+    if request.param == lanes.has_wide_registers():
+        loops = numba_linear
+    else:
+        spec = importlib.util.find_spec("minivllm.kernels.cpu.panel_linear_loops")
+        assert spec
+        assert spec.loader
+        loops = importlib.util.module_from_spec(spec)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lanes, "has_wide_registers", lambda: request.param)
+            spec.loader.exec_module(loops)
+        # On disk the parts of both would have the same names, and one process must not load two of a name.
+        loops.compile_programs = lambda function: numba.cfunc(numba.types.void(numba.types.intp))(function).ctypes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(panel_linear, "_loops", lambda: loops)
+        panel_linear._programs.cache_clear()
+        yield loops
+    panel_linear._programs.cache_clear()
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request, tiles):
+    if request.param is torch.bfloat16 and not tiles.TAKES_BFLOAT16:
+        pytest.skip("this processor does not multiply bf16: it is F.linear's there")
+    return request.param
+
+
+def expected(x, weight, bias=None, gated=False):
+    out = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    if gated:
+        gate, up = out.chunk(2, -1)
+        out = F.silu(gate) * up
+    return out
+
+
+def assert_rounded_once(found, exact):
+    """fp32 sums; of bf16 the sum is rounded, by half a unit in its last place at most."""
+    half_a_unit = 2**-8 if found.dtype is torch.bfloat16 else 0.0
+    torch.testing.assert_close(found.double(), exact, rtol=half_a_unit + 1e-5, atol=1e-5)
+
+
+def test_a_tile_has_as_many_columns_as_the_registers_hold(tiles):
+    assert (64 if tiles.COLUMNS == 4 else 16) == tiles.PANEL
+    assert (4 if lanes.has_wide_registers() else 1) == numba_linear.COLUMNS
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_products_of_all_shapes_are_what_float64_gives(dtype, has_bias, gated):
+    sizes, generator = random.Random(0), torch.Generator().manual_seed(0)
+    for _ in range(12):
+        rows, width, outputs = (sizes.randint(1, 150) for _ in range(3))
+        width += width % 2 if dtype is torch.bfloat16 else 0
+        x = torch.randn(rows, width, generator=generator).to(dtype)
+        weight = (torch.randn(outputs * (2 if gated else 1), width, generator=generator) / width**0.5).to(dtype)
+        bias = torch.randn(len(weight), generator=generator).to(dtype) if has_bias else None
+        out = PanelLinear(weight, bias, gated)(x)
+        assert out.shape == (rows, outputs)
+        assert out.is_contiguous()
+        assert_rounded_once(out, expected(x, weight, bias, gated))
+
+
+@pytest.mark.parametrize("rows", [*range(1, 14), 47, 48, 49, 95, 97])
+def test_every_number_of_rows_is_computed_and_nothing_beside_them_is_written(tiles, dtype, rows):
+    torch.manual_seed(rows)
+    weight, x = torch.randn(2 * tiles.PANEL + 3, 40).to(dtype), torch.randn(rows, 40).to(dtype)
+    linear = PanelLinear(weight)
+    around = torch.full((rows + 2, len(weight)), 7.0, dtype=dtype)
+    out = around[1:-1]
+    addresses = (tensor.data_ptr() for tensor in (x, out, linear.panels, linear.bias))
+    run_programs(panel_linear._programs(dtype), (*out.shape, x.shape[1], 1, *addresses))
+    assert_rounded_once(out, expected(x, weight))
+    assert (around[0] == 7).all()
+    assert (around[-1] == 7).all()
+
+
+def test_no_rows_and_rows_that_do_not_lie_side_by_side(tiles):
+    weight, x = torch.randn(50, 30), torch.randn(9, 60)
+    linear = PanelLinear(weight)
+    assert linear(x[:0, :30]).shape == (0, 50)
+    torch.testing.assert_close(linear(x[:, ::2]).double(), expected(x[:, ::2], weight), rtol=1e-5, atol=1e-5)
+
+
+def test_gates_far_from_zero_neither_overflow_nor_vanish(tiles):
+    gates = torch.tensor([-1000.0, -100.0, -88.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 88.0, 100.0, 1000.0])
+    weight = torch.cat((torch.diag(gates), torch.ones(len(gates), len(gates))))
+    out = PanelLinear(weight, gated=True)(torch.eye(len(gates)))
+    torch.testing.assert_close(out.double(), expected(torch.eye(len(gates)), weight, gated=True), rtol=1e-6, atol=1e-7)
+
+
+def test_the_sigmoid_is_as_close_as_it_says():
+    """Over all lanes; compiled alone."""
+
+    def programs(address):
+        block = programs_of.array_at(address, 3, np.int64)
+        numbers = programs_of.array_at(block[2], block[1], np.float32)
+        for at in range(0, block[1], 16):
+            lanes.store(numbers, at, lanes.sigmoid(lanes.load(numbers, at)))
+
+    numbers = torch.linspace(-80, 80, 16_000)
+    found = numbers.clone()
+    run_programs(programs_of.compile_programs(programs), (len(found), found.data_ptr()), most_threads=1)
+    assert ((found.double() / numbers.double().sigmoid()) - 1).abs().max() < 1e-5  # e ** −80, of a rounded product
+    near = numbers.abs() < 4
+    assert ((found.double() / numbers.double().sigmoid()) - 1)[near].abs().max() < 5e-7
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "machine", "numba", "pairs", "packs"),
+    [
+        ((4, 4), torch.float32, "x86_64", True, False, True),
+        ((4, 4), torch.float32, "AMD64", True, False, True),
+        ((4, 4), torch.float32, "arm64", True, False, False),
+        ((4, 4), torch.float32, "x86_64", False, False, False),
+        ((4, 4), torch.bfloat16, "x86_64", True, False, False),
+        ((4, 4), torch.bfloat16, "x86_64", True, True, True),
+        ((4, 3), torch.bfloat16, "x86_64", True, True, False),
+        ((4, 4), torch.float16, "x86_64", True, True, False),
+    ],
+)
+def test_what_is_packed(monkeypatch, shape, dtype, machine, numba, pairs, packs):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(panel_linear, "has_numba", lambda: numba)
+    monkeypatch.setattr(panel_linear._loops(), "TAKES_BFLOAT16", pairs)
+    assert can_pack(torch.zeros(shape, dtype=dtype)) == packs
+    assert not can_pack(torch.zeros(shape, dtype=dtype, device="meta"))

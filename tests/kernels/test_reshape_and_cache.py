@@ -1,0 +1,154 @@
+"""Writing the paged cache: what lands in which slot, and that nothing else changes."""
+
+import pytest
+import torch
+from kernels.harness import DTYPES, assert_compiles, assert_twin, awkward_lengths
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.cpu import cache_calls
+from minivllm.kernels.reshape_and_cache import (
+    COPY_CHUNK,
+    copy_blocks,
+    copy_blocks_kernel,
+    reshape_and_cache,
+    reshape_and_cache_kernel,
+)
+
+BLOCK_SIZES = (1, 5, 16)
+
+
+@pytest.fixture(params=["numba", "torch"])
+def twin(request, monkeypatch):
+    """Each of the CPU's two forms."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(cache_calls, "has_numba", lambda: request.param == "numba")
+
+
+def make(tokens, block_size, kv_heads=2, head_dim=80, dtype=torch.float32, blocks=9, device="cpu"):
+    """Keys and values as slices of one fused output, caches full of −7, and a slot of its own for every token."""
+    torch.manual_seed(tokens)
+    width = kv_heads * head_dim
+    fused = torch.randn(tokens, 3 * width).to(dtype).to(device)
+    key, value = (fused[:, start : start + width].view(tokens, kv_heads, head_dim) for start in (width, 2 * width))
+    caches = torch.full((2, blocks, block_size, kv_heads, head_dim), -7.0, dtype=dtype, device=device)
+    slots = torch.randperm(blocks * block_size)[:tokens].to(device)
+    return key, value, caches[0], caches[1], slots
+
+
+def written_by_hand(key, value, key_cache, value_cache, slots):
+    """The caches after writing token by token."""
+    key_cache, value_cache = key_cache.clone(), value_cache.clone()
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, key_cache.shape[1])
+            key_cache[block, offset], value_cache[block, offset] = key[token], value[token]
+    return key_cache, value_cache
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_every_token_lands_in_its_slot_and_padding_nowhere(device, block_size, padded):
+    for tokens in awkward_lengths(4)[: 4 if block_size == 1 else None]:
+        key, value, key_cache, value_cache, slots = make(tokens, block_size, device=device)
+        if padded:
+            slots[::2] = -1
+        expected = written_by_hand(key, value, key_cache, value_cache, slots)
+        reshape_and_cache(key, value, key_cache, value_cache, slots, backend="triton")
+        assert_twin(key_cache, expected[0], scale=0)
+        assert_twin(value_cache, expected[1], scale=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_kernel_and_twin_write_alike(device, twin, dtype, slot_dtype):
+    key, value, *caches, slots = make(11, 16, kv_heads=3, dtype=dtype, device=device)
+    slots = slots.to(slot_dtype)
+    slots[5] = -1
+    twins = [cache.cpu() for cache in caches] if device.type == "cuda" else [cache.clone() for cache in caches]
+    reshape_and_cache(key, value, *caches, slots, backend="triton")
+    reshape_and_cache(key.cpu(), value.cpu(), *twins, slots.cpu(), backend="cpu")
+    for kernel, twin in zip(caches, twins, strict=True):
+        assert_twin(kernel, twin, scale=0)
+
+
+@pytest.mark.parametrize("head_dim", [3, 16, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tokens_on_several_threads(twin, head_dim, dtype):
+    """Programs are taken one by one; a token's numbers need fill no whole line, nor a whole word."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    key, value, *caches, slots = make(333, 5, kv_heads=1, head_dim=head_dim, dtype=dtype, blocks=90)
+    slots[::7] = -1
+    expected = written_by_hand(key, value, *caches, slots)
+    try:
+        reshape_and_cache(key, value, *caches, slots, backend="cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, caches, expected))
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=pytest.mark.interpreted)])
+def test_caches_that_are_interleaved_in_one_tensor(backend):
+    key, value, _, _, slots = make(7, 4)
+    both = torch.zeros(9, 2, 4, 2, 80)  # a block's K and V side by side
+    key_cache, value_cache = both[:, 0], both[:, 1]
+    expected = written_by_hand(key, value, key_cache, value_cache, slots)
+    reshape_and_cache(key, value, key_cache, value_cache, slots, backend=backend)
+    assert torch.equal(key_cache, expected[0])
+    assert torch.equal(value_cache, expected[1])
+
+
+def test_fewer_slots_than_tokens_leave_the_rest_unwritten():
+    key, value, key_cache, value_cache, slots = make(6, 4)
+    expected = written_by_hand(key, value, key_cache, value_cache, slots[:4])
+    reshape_and_cache(key, value, key_cache, value_cache, slots[:4])
+    assert torch.equal(key_cache, expected[0])
+
+
+@pytest.mark.parametrize("block_shape", [(16, 2, 32), (3, 1, 80), (COPY_CHUNK + 1,)])
+def test_blocks_are_copied_in_one_launch(device, block_shape):
+    pool = torch.randn(8, *block_shape, device=device)
+    before = pool.clone()
+    copy_blocks(pool, pool, torch.tensor([[1, 4], [1, 5], [7, 0]], device=device), backend="triton")
+    expected = before.clone()
+    expected[4], expected[5], expected[0] = before[1], before[1], before[7]
+    assert_twin(pool, expected, scale=0)
+    twin = before.cpu().clone()
+    copy_blocks(twin, twin, torch.tensor([[1, 4], [1, 5], [7, 0]]), backend="cpu")
+    assert_twin(pool, twin, scale=0)
+
+
+def test_blocks_are_gathered_to_a_staging_buffer(device):
+    pool, staging = torch.randn(8, 4, 2, 32, device=device), torch.zeros(3, 4, 2, 32, device=device)
+    copy_blocks(pool, staging, torch.tensor([[6, 0], [2, 1]], dtype=torch.int32, device=device), backend="triton")
+    assert_twin(staging, torch.stack([pool[6], pool[2], torch.zeros_like(pool[0])]), scale=0)
+    copy_blocks(pool, staging, torch.empty(0, 2, dtype=torch.int32, device=device), backend="triton")
+
+
+@pytest.mark.parametrize("dtype", ["*fp32", "*bf16"])
+def test_both_kernels_compile_with_wide_loads(dtype):
+    pointers = dict.fromkeys(("key", "value", "key_cache", "value_cache"), dtype)
+    strides = {"key_stride": 6144, "value_stride": 6144, "block_stride": 16384}
+    shape = {"BLOCK_SIZE": 16, "WIDTH": 1024, "PADDED_WIDTH": 1024, "LARGEST": 0.0}
+    written = {**pointers, "slot_mapping": "*i64", **strides, **shape}
+    built = assert_compiles(reshape_and_cache_kernel, written, load_bytes=8)
+    assert max(built["sm_90"].loads) == 16
+    copies = {"source": dtype, "target": dtype, "pairs": "*i64", "source_stride": 16384, "target_stride": 16384}
+    assert_compiles(copy_blocks_kernel, {**copies, "SIZE": 16384, "CHUNK": COPY_CHUNK}, load_bytes=16)
+
+
+def test_input_that_cannot_work_is_refused():
+    key, value, key_cache, value_cache, slots = make(3, 4)
+    with pytest.raises(MinivllmError, match="kv_heads, head_dim"):
+        reshape_and_cache(key[:, :1], value[:, :1], key_cache, value_cache, slots)
+    with pytest.raises(MinivllmError, match="4 slots for 3 tokens"):
+        reshape_and_cache(key, value, key_cache, value_cache, torch.arange(4))
+    with pytest.raises(MinivllmError, match=r"float32, values torch.bfloat16"):
+        reshape_and_cache(key, value.bfloat16(), key_cache, value_cache, slots)
+    with pytest.raises(MinivllmError, match="unknown backend 'gpu'"):
+        reshape_and_cache(key, value, key_cache, value_cache, slots, backend="gpu")
+    with pytest.raises(MinivllmError, match=r"pairs must be \[n, 2\]"):
+        copy_blocks(key_cache, key_cache, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(MinivllmError, match="cannot be copied"):
+        copy_blocks(key_cache, key_cache.bfloat16(), torch.zeros(1, 2, dtype=torch.int64))

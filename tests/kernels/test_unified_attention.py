@@ -1,0 +1,338 @@
+"""The one attention: every form against float64, on ragged batches over a cache full of poison where nobody reads."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from kernels.harness import (
+    DTYPES,
+    GROUPS,
+    HEAD_DIMS,
+    assert_close,
+    assert_twin,
+    gather_paged,
+    random_block_table,
+    reference_attention,
+    start_locations,
+)
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.cpu import attention_calls
+from minivllm.kernels.unified_attention import automatic_splits, configurations, unified_attention
+from minivllm.lab.aot import TARGETS
+from minivllm.lab.attention_ahead import compile_attention, compile_combine
+
+BLOCK = 16
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value")  # NumPy, on rows that no query has
+UNTOUCHED = -7.0
+
+# (queries, keys) of each sequence. A decode has one query, a prefill as many as keys, a chunk or a verification fewer.
+BATCHES = {
+    "decodes": [(1, 1), (1, BLOCK - 1), (1, BLOCK), (1, BLOCK + 1), (1, 70)],
+    "prefills": [(1, 1), (BLOCK - 1, BLOCK - 1), (BLOCK + 1, BLOCK + 1), (35, 35)],
+    "all kinds": [(0, 7), (1, 33), (20, 20), (5, 64), (0, 0), (17, 50), (1, 32), (0, 1)],
+}
+
+
+@dataclass
+class Step:
+    """What `unified_attention` takes, where it is to write, and what must stand there afterwards."""
+
+    arguments: tuple
+    scale: float
+    out: torch.Tensor
+    lengths: list[tuple[int, int]]
+
+    def on(self, device):
+        tensors = tuple(tensor.to(device) for tensor in self.arguments)
+        return Step(tensors, self.scale, self.out.to(device).clone(), self.lengths)
+
+    def attend(self, backend, **options):
+        return unified_attention(*self.arguments, self.scale, out=self.out, backend=backend, **options)
+
+    def expected(self, **options):
+        q, k_cache, v_cache, starts, _, table = self.arguments
+        result = self.out.double().fill_(UNTOUCHED)
+        for row, (queries, keys) in enumerate(self.lengths):
+            if queries:
+                first = int(starts[row])
+                k, v = (gather_paged(cache, table, row, keys) for cache in (k_cache, v_cache))
+                result[first : first + queries] = reference_attention(
+                    q[first : first + queries], k, v, self.scale, **options
+                )
+        return result
+
+
+def make(lengths, head_dim=32, group=4, kv_heads=2, block_size=BLOCK, dtype=torch.float32, padding=3, seed=0):
+    """A step with `padding` tokens of no sequence. Slots that hold no key of any sequence are NaN."""
+    torch.manual_seed(seed)
+    queries, keys = [one for one, _ in lengths], [one for _, one in lengths]
+    table, blocks = random_block_table(keys, block_size, seed=seed)
+    caches = torch.full((2, blocks, block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
+    for row, length in enumerate(keys):
+        at = torch.arange(length)
+        owned = table[row][at // block_size].long(), at % block_size
+        for cache in caches:
+            cache[owned] = torch.randn(length, kv_heads, head_dim).to(dtype)
+    q = torch.randn(sum(queries) + padding, group * kv_heads, head_dim).to(dtype)
+    tensors = (q, caches[0], caches[1], start_locations(queries), torch.tensor(keys, dtype=torch.int32), table)
+    return Step(tensors, head_dim**-0.5, torch.full_like(q, UNTOUCHED), lengths)
+
+
+def check_kernel(step, device, dtype=None, splits=1, **options):
+    """The kernel on a device gives what float64 gives; padding stays as it was."""
+    found = step.on(device).attend("triton", num_kv_splits=splits, **options)
+    assert_close(found, step.expected(**options), dtype)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [32, *HEAD_DIMS])
+def test_all_kinds_of_steps_in_one_launch(device, head_dim):
+    check_kernel(make(BATCHES["all kinds"], head_dim, group=3 if head_dim == 80 else 4), device)
+
+
+@pytest.mark.parametrize("batch", ["decodes", "prefills"])
+def test_steps_of_one_kind(device, batch):
+    check_kernel(make(BATCHES[batch], head_dim=80, kv_heads=1), device)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_any_group(device, group):
+    check_kernel(make([(1, 20), (9, 9), (6, 37)], group=group, kv_heads=1), device)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 8, 64])
+def test_any_block_size(device, block_size):
+    check_kernel(make([(1, 65), (7, 30), (33, 33)], block_size=block_size, kv_heads=1), device)
+
+
+@pytest.mark.parametrize("window", [1, 7, 32, 33, 1000])
+def test_a_sliding_window(device, window):
+    check_kernel(make(BATCHES["all kinds"], kv_heads=1), device, sliding_window=window)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_soft_cap(device, window):
+    step = make(BATCHES["all kinds"], kv_heads=1)
+    step.arguments[0].mul_(8)  # scores beyond the cap
+    check_kernel(step, device, soft_cap=5.0, sliding_window=window)
+
+
+@pytest.mark.parametrize(("splits", "window"), [(2, None), (3, 40), (8, None), (8, 1)])
+def test_splits_of_which_some_are_empty(device, splits, window):
+    step = make([(1, 100), (1, 5), (4, 70), (0, 3), (9, 9)], head_dim=80, kv_heads=1)
+    check_kernel(step, device, splits=splits, sliding_window=window)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_steps(device, seed):
+    draw = random.Random(seed)
+    lengths = []
+    for _ in range(draw.randint(1, 7)):
+        queries = draw.choice([0, 1, 1, draw.randint(2, 25)])
+        lengths.append((queries, queries + draw.choice([0, draw.randint(0, 60)])))
+    step = make(
+        lengths, group=draw.randint(1, 8), kv_heads=draw.randint(1, 3), block_size=draw.randint(1, 20), seed=seed
+    )
+    check_kernel(step, device, splits=draw.randint(1, 4), sliding_window=draw.choice([None, draw.randint(1, 50)]))
+
+
+def test_extreme_scores_neither_overflow_nor_vanish(device):
+    step = make([(1, 40), (12, 12)])
+    step.arguments[0].mul_(1e3)
+    check_kernel(step, device)
+
+
+def test_queries_that_are_a_slice_of_a_fused_output(device):
+    step = make([(1, 20), (9, 30)], padding=0).on(device)
+    expected = step.attend("triton", num_kv_splits=1)
+    q = step.arguments[0]
+    fused = torch.cat([torch.full_like(q, torch.nan), q, torch.full_like(q, torch.nan)], dim=1)
+    sliced = unified_attention(fused[:, 8:16], *step.arguments[1:], step.scale, backend="triton", num_kv_splits=1)
+    assert torch.equal(sliced, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_and_twin_are_alike(device, dtype):
+    step = make(BATCHES["all kinds"], head_dim=64, dtype=dtype)
+    kernel, twin = step.on(device).attend("triton", num_kv_splits=1), step.on("cpu").attend("cpu")
+    assert_twin(kernel, twin)
+    assert_close(twin, step.expected())
+
+
+# ---- the forms of the twin -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["numba", "gather"])
+def twin(request, monkeypatch):
+    """Each form that a CPU may run."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(attention_calls, "has_numba", lambda: request.param == "numba")
+    return request.param
+
+
+@pytest.mark.parametrize("head_dim", [32, *HEAD_DIMS])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_the_twin_is_right(twin, head_dim, group):
+    for batch in BATCHES.values():
+        step = make(batch, head_dim, group)
+        assert_close(step.attend("cpu"), step.expected())
+
+
+@pytest.mark.parametrize("options", [{"sliding_window": 1}, {"sliding_window": 33}, {"soft_cap": 5.0},
+                                     {"soft_cap": 2.0, "sliding_window": 9}], ids=str)  # fmt: skip
+def test_the_twin_with_window_and_cap(twin, options):
+    step = make([*BATCHES["all kinds"], (70, 200), (1, 300)], block_size=5)
+    step.arguments[0].mul_(4)
+    assert_close(step.attend("cpu", **options), step.expected(**options))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_twin_gives_the_same_on_any_number_of_threads(twin, threads):
+    before, step = torch.get_num_threads(), make(BATCHES["all kinds"] * 5)
+    torch.set_num_threads(threads)
+    try:
+        assert_close(step.attend("cpu"), step.expected())
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_twin_in_any_type(twin, dtype):
+    step = make(BATCHES["all kinds"], dtype=dtype)
+    assert_close(step.attend("cpu"), step.expected())
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"soft_cap": 5.0, "sliding_window": 33}], ids=str)
+def test_what_there_was_before_is_right_too(options):
+    for batch in BATCHES.values():
+        step = make(batch, head_dim=80, group=3)
+        assert_close(step.attend("naive", **options), step.expected(**options))
+
+
+# ---- which configuration ---------------------------------------------------------------------------------------------
+
+
+# What benchmarks/kernels.py compiles of all configurations stands in its results, which test_benchmark.py looks at.
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rows", [4, 4096], ids=["decode", "prefill"])
+def test_the_first_guess_compiles_and_spills_nothing(target, rows):
+    built = compile_attention(target, configurations(target, rows, 4, 128, 2)[0], splits=8 if rows == 4 else 1)
+    assert built.fits
+    assert built.spilled == 0
+    assert built.tensor_core
+    assert max(built.loads) == 16
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("sm_80", {"sliding_window": 4096}),
+        ("sm_90", {"soft_cap": True}),
+        ("sm_90", {"head_dim": 80, "group": 7}),
+        ("sm_100", {"wide_offsets": True}),
+        ("gfx942", {"dtype": "float32", "head_dim": 64}),
+    ],
+    ids=str,
+)
+def test_its_variants_spill_nothing(target, options):
+    padded = 64 if options.get("head_dim") == 64 else 128
+    choices = configurations(target, 4096, options.get("group", 4), padded, 4 if "dtype" in options else 2)
+    built = compile_attention(target, choices[0], **options)
+    assert built.fits
+    assert built.spilled == 0
+
+
+def test_the_combination_of_splits_compiles():
+    for target in TARGETS:
+        built = compile_combine(target)
+        assert built.fits
+        assert built.spilled == 0
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 33, 4096])
+@pytest.mark.parametrize("group", [1, 3, 8, 71])
+@pytest.mark.parametrize("padded_dim", [32, 128, 256])
+def test_every_configuration_holds_a_group_and_is_a_power_of_two(rows, group, padded_dim):
+    for target in TARGETS:
+        for size in (2, 4):
+            choices = configurations(target, rows, group, padded_dim, size)
+            assert choices
+            for one in choices:
+                assert one.block_m >= max(16, group)
+                assert math.log2(one.block_m).is_integer()
+
+
+def test_splits_fill_the_device_and_are_never_too_short():
+    assert automatic_splits(programs=8, keys=32768, multiprocessors=132) == 66
+    assert automatic_splits(programs=8, keys=600, multiprocessors=132) == 2
+    assert automatic_splits(programs=8, keys=100, multiprocessors=132) == 1
+    assert automatic_splits(programs=5000, keys=32768, multiprocessors=132) == 1
+    assert automatic_splits(programs=0, keys=10**6, multiprocessors=132) == 128
+
+
+@pytest.mark.gpu
+def test_the_splits_that_a_gpu_chooses_give_the_same():
+    step = make([(1, 3000)], head_dim=128, group=4, kv_heads=8, dtype=torch.bfloat16).on("cuda")
+    whole = step.attend("triton", num_kv_splits=1).clone()
+    assert_close(step.attend("triton"), whole, scale=2)
+
+
+@pytest.mark.gpu
+def test_caches_beyond_two_thousand_million_elements():
+    blocks, shape = 2**31 // (BLOCK * 8 * 128) + 2, (BLOCK, 8, 128)
+    caches = torch.zeros(2, blocks, *shape, dtype=torch.float16, device="cuda")
+    step = make([(1, 30)], head_dim=128, kv_heads=8, dtype=torch.float16).on("cuda")
+    q, k_cache, v_cache, starts, lengths, _ = step.arguments
+    last = torch.tensor([[blocks - 1, blocks - 2]], dtype=torch.int32, device="cuda")
+    for far, near in zip(caches, (k_cache, v_cache), strict=True):
+        far[last[0].long()] = near[step.arguments[5][0].long()]
+    found = unified_attention(q, caches[0], caches[1], starts, lengths, last, step.scale)
+    assert_close(found[:1], step.expected()[:1])
+
+
+# ---- input -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_attend():
+    step = make([], padding=2)
+    assert (step.attend("cpu") == UNTOUCHED).all()
+    step = make([(0, 5), (0, 0)], padding=0)
+    assert step.attend("cpu").shape == (0, 8, 32)
+
+
+def change(step, index, tensor):
+    return (*step.arguments[:index], tensor, *step.arguments[index + 1 :])
+
+
+def test_input_that_cannot_work_is_refused():
+    step = make([(1, 20), (2, 5)], padding=0)
+    q, k_cache, _, starts, lengths, table = step.arguments
+    wrong = {
+        "heads a multiple of kv_heads": change(step, 0, q[:, :7]),
+        "must have the same shape": change(step, 2, k_cache[:-1]),
+        "must be alike": change(step, 0, q.bfloat16()),
+        "query_start_loc": change(step, 3, starts[:-1]),
+        "seq_lens must be int32": change(step, 4, lengths.long()),
+        "last dimension of block_table": change(step, 5, table.repeat_interleave(2, 1)[:, ::2]),
+    }
+    for about, arguments in wrong.items():
+        with pytest.raises(MinivllmError, match=about):
+            unified_attention(*arguments, step.scale)
+    for about, options in {
+        "sliding_window": {"sliding_window": 0},
+        "soft_cap": {"soft_cap": 0.0},
+        "num_kv_splits": {"num_kv_splits": 0},
+        "unknown backend": {"backend": "cuda"},
+    }.items():
+        with pytest.raises(MinivllmError, match=about):
+            unified_attention(*step.arguments, step.scale, **options)
+    with pytest.raises(MinivllmError, match="scale must be greater than 0"):
+        unified_attention(*step.arguments, 0.0)

@@ -1,0 +1,53 @@
+"""The calculator on the command line: its output, and one line with exit code 2 for bad input."""
+
+import json
+
+import pytest
+
+from minivllm.lab import calculator
+from minivllm.lab.cli import run
+from minivllm.memory import memory_ledger
+from minivllm.simulate.known_models import CONFIGS, known_model
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["calculator", *arguments])
+    run(calculator.main, calculator.parser())
+
+
+def test_prints_what_vllm_prints(monkeypatch, capsys):
+    call(monkeypatch, "Qwen/Qwen3-8B", "--gpu", "H100", "--max-model-len", "32768")
+    ledger = memory_ledger(known_model("Qwen3-8B"), "H100", max_model_len=32768)
+    printed = capsys.readouterr().out
+    assert f"GPU KV cache size: {ledger.tokens:,} tokens" in printed
+    assert f"Maximum concurrency for 32,768 tokens per request: {ledger.concurrency:.2f}x" in printed
+
+
+def test_reads_a_local_model(monkeypatch, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen/Qwen3-0.6B"]))
+    call(monkeypatch, str(tmp_path), "--gpu", "T4", "--max-model-len", "4096", "--kv-cache-dtype", "fp8")
+    assert "57,344 bytes a token" in capsys.readouterr().out
+
+
+def test_table_has_every_known_model(monkeypatch, capsys):
+    call(monkeypatch, "--table")
+    printed = capsys.readouterr().out
+    assert all(name.split("/")[1] in printed for name in CONFIGS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (), ("no-such-model",), ("./no/such/directory",), ("Qwen3-8B", "--gpu", "H900"), ("Qwen3-8B", "--tp", "3"),
+        ("Qwen3-8B", "--tp", "two"), ("Qwen3-8B", "--kv-cache-dtype", "fp3"), ("Qwen3-8B", "--max-model-len", "0"),
+        ("Qwen3-8B", "--block-size", "0"), ("Qwen3-8B", "--gpu", "T4"), ("Qwen3-8B", "--gpu-memory-utilization", "7"),
+        ("Llama-3.1-8B", "--gpu", "L4"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments):
+    with pytest.raises(SystemExit) as ending:
+        call(monkeypatch, *arguments)
+    assert ending.value.code == 2
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+    assert "Traceback" not in said

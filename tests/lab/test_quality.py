@@ -1,0 +1,111 @@
+"""Reading held-out text: the loss is the model's own, agreement counts equal favourites, damage shows in both."""
+
+import pytest
+import torch
+
+from minivllm import LLM
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.errors import MinivllmError
+from minivllm.kernels.cpu import cache_calls
+from minivllm.lab.corpus import corpus_files, is_held_out
+from minivllm.lab.quality import Reading, RoundedCache, decoder_loss, held_out_tokens, read, rounded_weights
+from minivllm.models.attention import CausalAttention
+from minivllm.models.loader import load_model
+
+SETTINGS = {"device": "cpu", "max_num_batched_tokens": 100, "max_model_len": 256}
+
+
+@torch.inference_mode()
+def test_the_loss_and_the_favourites_are_those_of_one_plain_pass():
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS)
+    texts = held_out_tokens(llm, texts=3, tokens=90)
+    model = load_model(EMBEDDED_MODEL, torch.device("cpu"), "float32")[0]
+    losses, favourites = [], []
+    for tokens in texts:
+        ids = torch.tensor(tokens)
+        hidden = model(ids, torch.arange(len(ids)), CausalAttention(model.config))
+        logits = model.compute_logits(hidden)[:-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[1:]))
+        favourites += logits.argmax(-1).tolist()
+    reading = read(llm, texts)
+    assert reading.loss == pytest.approx(torch.stack(losses).mean().item(), abs=1e-4)
+    assert reading.agreement(Reading(0.0, tuple(favourites))) > 0.99
+
+
+def test_a_quantized_cache_costs_little_and_a_damaged_one_much(monkeypatch):
+    full, quantized = (LLM(EMBEDDED_MODEL, **SETTINGS, kv_cache_dtype=kind) for kind in ("auto", "int8"))
+    texts = held_out_tokens(full, texts=4, tokens=128)
+    expected, near = read(full, texts), read(quantized, texts)
+    right = cache_calls.quantize
+    monkeypatch.setattr(cache_calls, "has_numba", lambda: False)  # torch's form, which can be damaged
+    monkeypatch.setattr(cache_calls, "quantize", lambda rows: (right(rows)[0], right(rows)[1] / 2))
+    far = read(quantized, texts)
+    assert near.loss == pytest.approx(expected.loss, abs=0.01)
+    assert near.agreement(expected) > 0.95
+    assert far.loss > expected.loss + 0.01
+    assert far.agreement(expected) < near.agreement(expected)
+
+
+def test_what_is_read_was_held_out():
+    files = corpus_files()
+    assert 0.01 < sum(map(is_held_out, files)) / len(files) < 0.04
+
+
+def test_what_cannot_be_read_is_refused():
+    with pytest.raises(MinivllmError, match="needs a tokenizer"):
+        held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS, skip_tokenizer_init=True))
+    with pytest.raises(MinivllmError, match="of 100000 tokens and more, not 2"):
+        held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS), texts=2, tokens=100_000)
+    with pytest.raises(MinivllmError, match="do not compare"):
+        Reading(1.0, (1, 2)).agreement(Reading(1.0, (1,)))
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return load_model(EMBEDDED_MODEL, torch.device("cpu"), "float32")[0]
+
+
+TEXTS = [[1000 + (7 * text + place) % 90 for place in range(40)] for text in range(3)]
+
+
+def test_the_decoders_own_loss_is_the_engines(decoder):
+    engines = read(LLM(EMBEDDED_MODEL, **SETTINGS), TEXTS).loss
+    assert decoder_loss(decoder, TEXTS) == pytest.approx(engines, abs=1e-4)
+
+
+def test_an_outlier_alone_changes_nothing_and_rounding_does(decoder):
+    plain = decoder_loss(decoder, TEXTS)
+
+    def cached(rounded, outlier):
+        return decoder_loss(decoder, TEXTS, RoundedCache(decoder.config, [40] * 3, rounded, outlier))
+
+    assert cached(lambda x: x, 64.0) == pytest.approx(plain, abs=1e-5)
+    assert cached(torch.zeros_like, 1.0) != pytest.approx(plain, abs=0.1)
+
+
+def test_weights_are_rounded_for_a_while(decoder):
+    plain = decoder_loss(decoder, TEXTS)
+    before = {name: weight.clone() for name, weight in decoder.named_parameters()}
+    with rounded_weights(decoder, lambda weight: weight.clone(), outlier=64.0) as error:
+        assert error == 0
+        assert decoder_loss(decoder, TEXTS) == pytest.approx(plain, abs=1e-5)
+        assert not torch.equal(decoder.layers[0].mlp.gate_up_proj.weight, before["layers.0.mlp.gate_up_proj.weight"])
+    with rounded_weights(decoder, lambda weight: weight * 0.9) as error:
+        assert error == pytest.approx(0.1)
+        assert decoder_loss(decoder, TEXTS) != pytest.approx(plain, abs=1e-3)
+    assert all(torch.equal(weight, before[name]) for name, weight in decoder.named_parameters())
+
+
+def test_weights_are_as_they_were_where_rounding_fails(decoder):
+    before = {name: weight.clone() for name, weight in decoder.named_parameters()}
+    seen = []
+
+    def rounded(weight):
+        if seen:
+            raise ZeroDivisionError
+        seen.append(weight)
+        return weight * 0.9
+
+    with pytest.raises(ZeroDivisionError), rounded_weights(decoder, rounded, outlier=64.0):
+        pass
+    assert all(torch.equal(weight, before[name]) for name, weight in decoder.named_parameters())

@@ -1,0 +1,25 @@
+"""What a person sets for the pool of cache blocks. No torch.
+
+In vLLM v0.33.0: `vllm/config/cache.py` (`CacheConfig`).
+"""
+
+from dataclasses import dataclass
+
+from minivllm.config.checks import is_count, require, require_flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The pool: `num_gpu_blocks` blocks of `block_size` tokens, one of which is the null block."""
+
+    num_gpu_blocks: int
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        require(is_count(self.block_size, 1), f"block_size is {self.block_size!r}; it must be at least 1 token")
+        require(
+            is_count(self.num_gpu_blocks, 2),
+            f"num_gpu_blocks is {self.num_gpu_blocks!r}; at least 2 are needed, since block 0 is the null block",
+        )
+        require_flags(self, "enable_prefix_caching")

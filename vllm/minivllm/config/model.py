@@ -1,0 +1,396 @@
+"""The shape of a model, read from the `config.json` that Hugging Face models carry.
+
+In vLLM: `vllm/config/model.py`, `ModelConfig`, and `vllm/transformers_utils/model_arch_config_convertor.py`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minivllm.config.cache_kinds import cache_exception, window_of_layers
+from minivllm.config.checks import is_count, is_number
+from minivllm.errors import MinivllmError
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
+EMBEDDED_MODEL, EMBEDDED_DRAFT = MODELS / "tiny-python", MODELS / "tiny-python-draft"
+
+# Other names under which configs give the same figure; the first that is there is taken.
+ALIASES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "head_dim": ("kv_channels", "attention_head_dim"),
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
+    "max_position_embeddings": ("n_positions", "seq_length", "max_seq_len"),
+    "rms_norm_eps": ("layer_norm_epsilon", "layer_norm_eps"),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+}
+NESTED_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+OUTER_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+TIED_BY_DEFAULT = ("gemma", "gpt2", "opt")
+HUB_TIMEOUT = 10  # seconds
+# What is read without further ado must be of this kind; where it is not there, or null, the family's default holds.
+KINDS = {
+    "model_type": (str, "a text"),
+    "architectures": (list, "a list of names"),
+    "layer_types": (list | tuple, "a list of names"),
+    "quantization_config": (Mapping, "a mapping"),
+    "rope_parameters": (Mapping, "a mapping"),
+    "rope_scaling": (Mapping, "a mapping"),
+    "sliding_window": (int, "a whole number"),
+}
+ROPE_NUMBERS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
+)  # fmt: skip
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a decoder and the arithmetic of its memory need to know of a model. Zero means: the config does not say."""
+
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    vocab_size: int = 0
+    max_position_embeddings: int = 0
+    architecture: str = ""
+    model_type: str = ""
+    dtype: str = "bfloat16"
+    """Of the weights as stored: float32, float16, bfloat16, ..."""
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    """None for plain rotary positions, else a dict with the key `rope_type`: linear, dynamic, llama3, yarn, ..."""
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    """Have the q, k and v projections a bias?"""
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Is each head of q and k normalised before rotary positions (Qwen3)?"""
+    sliding_window: int | None = None
+    """The window of *every* layer, in tokens; None where there is none or where layers differ."""
+    layer_types: tuple[str, ...] | None = None
+    kv_lora_rank: int | None = None
+    """Width of the latent vector of multi-head latent attention (DeepSeek); None for ordinary heads."""
+    qk_rope_head_dim: int | None = None
+    qk_nope_head_dim: int = 0
+    v_head_dim: int = 0
+    q_lora_rank: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    num_shared_experts: int = 0
+    num_dense_layers: int = 0
+    """Leading layers that have an ordinary MLP in a mixture-of-experts model."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    quantization: str | None = None
+    """How a quantized checkpoint's weights are stored (fp8, awq, gptq, ...); None for ordinary weights."""
+    quantization_config: dict[str, Any] | None = field(default=None, hash=False)
+    """What such a checkpoint says of it: bits, groups, which layers, ..., in the words of its method."""
+    checkpoint_kv_dtype: str | None = None
+    """The KV-cache dtype that a quantized checkpoint asks for; None where it asks for none."""
+    cache_exception: str | None = None
+    """Why bytes per token cannot be told by the one formula; None for models that keep every token in every layer."""
+
+    @classmethod
+    def from_dict(cls, hf_config: Mapping[str, Any]) -> "ModelConfig":
+        """Read the contents of a `config.json`, old style or that of transformers 5; nested text configs too.
+
+        Raises:
+            MinivllmError: a field that every model needs is not there or makes no sense; the message names it.
+        """
+        if not isinstance(hf_config, Mapping):
+            raise MinivllmError(f"a model config is a mapping of names to values, not {type(hf_config).__name__}")
+        hf = _with_usual_names(_text_config(hf_config))
+        _check_kinds(hf)
+        exception = cache_exception(hf)
+        shape = _attention_shape(hf, exception)
+        window, kinds = window_of_layers(hf, shape["num_hidden_layers"])
+        if kinds is not None and len(kinds) != shape["num_hidden_layers"]:
+            raise MinivllmError(
+                f"layer_types lists {len(kinds)} layers, num_hidden_layers is {shape['num_hidden_layers']}"
+            )
+        rope_theta, rope_scaling = _rope(hf)
+        return cls(
+            **shape,
+            **_biases(hf),
+            **_experts(hf),
+            intermediate_size=_count(hf, "intermediate_size") or _gpt2_mlp(hf),
+            vocab_size=_count(hf, "vocab_size"),
+            max_position_embeddings=_count(hf, "max_position_embeddings"),
+            architecture=(hf.get("architectures") or [ARCHITECTURES.get(hf.get("model_type", ""), "")])[0],
+            model_type=hf.get("model_type") or "",
+            dtype=_dtype(hf),
+            rms_norm_eps=_positive(hf, "rms_norm_eps", 1e-6),
+            hidden_act=hf.get("hidden_act") or hf.get("activation_function") or "silu",
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings", hf.get("model_type") in TIED_BY_DEFAULT)),
+            sliding_window=window,
+            layer_types=kinds,
+            bos_token_id=hf.get("bos_token_id"),
+            eos_token_ids=_token_ids(hf.get("eos_token_id")),
+            quantization=(hf.get("quantization_config") or {}).get("quant_method"),
+            quantization_config=dict(hf.get("quantization_config") or {}) or None,
+            checkpoint_kv_dtype=_checkpoint_kv_dtype(hf.get("quantization_config")),
+            cache_exception=exception,
+        )
+
+    @classmethod
+    def from_pretrained(cls, path_or_name: str | Path) -> "ModelConfig":
+        """Read a model's directory, its `config.json`, or the config of a model on the Hugging Face hub.
+
+        Raises:
+            MinivllmError: nothing is there, the hub cannot be reached, or the file is no model config.
+        """
+        contents = read_json_object(config_path(path_or_name))
+        try:
+            return cls.from_dict(contents)
+        except MinivllmError as error:
+            raise type(error)(f"{path_or_name}: {error}") from error
+
+    def require(self, *names: str) -> None:
+        """Raise a MinivllmError that names the first of these fields that the config does not give."""
+        for name in names:
+            if not getattr(self, name):
+                raise MinivllmError(f"the model config lacks {name!r}, which is needed here")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The names and values in a JSON file.
+
+    Raises:
+        MinivllmError: it cannot be read, or holds something else.
+    """
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise MinivllmError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise MinivllmError(f"{path} holds {type(contents).__name__}, not a mapping of names to values")
+    return contents
+
+
+def config_path(path_or_name: str | Path) -> Path:
+    """The `config.json` of a local model directory (or that file itself), else of a model on the hub.
+
+    Raises:
+        MinivllmError: there is no such file, and no model of that name can be fetched.
+    """
+    name = str(path_or_name)
+    if not name:
+        raise MinivllmError("there is no model directory ''")
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise MinivllmError(f"{path} has no config.json; a model directory has one beside its weights")
+        return path / "config.json"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise MinivllmError(f"there is no model directory {name!r}")
+    return hub_file(name, "config.json")
+
+
+def hub_file(name: str, filename: str) -> Path:
+    """A file of a model on the Hugging Face hub, from the local cache or downloaded.
+
+    Raises:
+        MinivllmError: the hub does not know the model or the file, or cannot be reached.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(name, filename)
+        if isinstance(cached, str):
+            return Path(cached)
+        get_hf_file_metadata(hf_hub_url(name, filename), timeout=HUB_TIMEOUT)  # fails at once where a download retries
+        return Path(hf_hub_download(name, filename))
+    except Exception as error:  # the hub's client raises errors of several libraries
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MinivllmError(
+            f"{name!r} is no local directory, and {filename} cannot be fetched from the Hugging Face hub ({reason}); "
+            f"give a local model directory, or check the name and the network"
+        ) from error
+
+
+def _text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's own config, with what only the outer config of a multimodal model says filled in."""
+    for name in NESTED_TEXT_CONFIGS:
+        inner = hf_config.get(name)
+        if isinstance(inner, Mapping):
+            outer = {key: hf_config[key] for key in OUTER_FIELDS if hf_config.get(key) is not None}
+            return {**outer, **{key: value for key, value in inner.items() if value is not None}}
+    return dict(hf_config)
+
+
+def _with_usual_names(hf: dict[str, Any]) -> dict[str, Any]:
+    for name, others in ALIASES.items():
+        if hf.get(name) is None:
+            found = next((hf[other] for other in others if hf.get(other) is not None), None)
+            if found is not None:
+                hf[name] = found
+    return hf
+
+
+def _check_kinds(hf: Mapping[str, Any]) -> None:
+    for name, (kind, words) in KINDS.items():
+        value = hf.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise MinivllmError(f"the model config's {name!r} must be {words}, not {value!r}")
+
+
+def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
+    """A count that the config may give: 0 where it does not, an error where it is no positive whole number."""
+    value = hf.get(name)
+    if value is None:
+        return default
+    if not is_count(value, 1):
+        raise MinivllmError(f"the model config's {name!r} must be a positive whole number, not {value!r}")
+    return value
+
+
+def _positive(hf: Mapping[str, Any], name: str, default: float) -> float:
+    """A number that the config may give: the default where it does not, an error where it is not above 0."""
+    value = hf.get(name)
+    if value is None:
+        return default
+    if not (is_number(value) and value > 0):
+        raise MinivllmError(f"the model config's {name!r} must be a number above 0, not {value!r}")
+    return float(value)
+
+
+def _required_count(hf: Mapping[str, Any], name: str) -> int:
+    if hf.get(name) is None:
+        raise MinivllmError(f"the model config lacks {name!r}")
+    return _count(hf, name)
+
+
+def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, Any]:
+    """Layers, heads and their width; for models without attention heads (Mamba) those counts are 0."""
+    if exception and hf.get("num_attention_heads") is None:
+        layers = _count(hf, "num_hidden_layers")
+        return {"num_hidden_layers": layers, "num_attention_heads": 0, "num_key_value_heads": 0, "head_dim": 0}
+    layers, heads = _required_count(hf, "num_hidden_layers"), _required_count(hf, "num_attention_heads")
+    kv_heads = _kv_heads(hf, heads)
+    if heads % kv_heads and not exception:
+        raise MinivllmError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})")
+    shape = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    hidden = _count(hf, "hidden_size")
+    latent = {}
+    if hf.get("kv_lora_rank") is not None:
+        latent = {
+            "kv_lora_rank": _count(hf, "kv_lora_rank"),
+            "qk_rope_head_dim": _required_count(hf, "qk_rope_head_dim"),
+            "qk_nope_head_dim": _count(hf, "qk_nope_head_dim"),
+            "v_head_dim": _count(hf, "v_head_dim"),
+            "q_lora_rank": _count(hf, "q_lora_rank"),
+        }
+    head_dim = _count(hf, "head_dim")
+    if not head_dim:
+        if not hidden:
+            raise MinivllmError("the model config lacks 'head_dim', and 'hidden_size' to derive it from")
+        if hidden % heads and not latent and not exception:
+            raise MinivllmError(
+                f"hidden_size ({hidden}) is no multiple of num_attention_heads ({heads}); give 'head_dim'"
+            )
+        head_dim = hidden // heads
+    return {**shape, **latent, "head_dim": head_dim, "hidden_size": hidden}
+
+
+def _gpt2_mlp(hf: Mapping[str, Any]) -> int:
+    """GPT-2's MLP is four times as wide as the model, which its config does not say."""
+    return 4 * _count(hf, "hidden_size") if hf.get("model_type") == "gpt2" else 0
+
+
+def _kv_heads(hf: Mapping[str, Any], heads: int) -> int:
+    """Key-value heads: as many as query heads where nothing else is said, one where `multi_query` is on (Falcon)."""
+    if hf.get("multi_query") and not hf.get("new_decoder_architecture"):
+        return 1
+    value = hf.get("num_key_value_heads")
+    if isinstance(value, list | tuple) and len(set(value)) == 1:
+        value = value[0]
+    return _count({"num_key_value_heads": value}, "num_key_value_heads", default=heads)
+
+
+def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling of rotary positions: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if isinstance(given.get("full_attention"), Mapping):  # one set of parameters for each kind of layer
+        given = given["full_attention"]
+    for name in ROPE_NUMBERS:
+        value = given.get(name)
+        if value is not None and not (is_number(value) and value >= 0):
+            raise MinivllmError(f"{name!r} in the model config's rope parameters must be 0 or more, not {value!r}")
+    theta = _positive(given, "rope_theta", _positive(hf, "rope_theta", 10000.0))
+    scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "type")}
+    scaling["rope_type"] = given.get("rope_type") or given.get("type") or "default"
+    return theta, None if scaling["rope_type"] == "default" else scaling
+
+
+def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a family has biases and norms: Qwen2 has them by design, the others say so."""
+    family = hf.get("model_type") or ""
+    says = bool(hf.get("attention_bias"))
+    qwen2 = family in ("qwen2", "qwen2_moe")
+    return {
+        "attention_bias": qwen2 or says,
+        "attention_output_bias": says and not qwen2,
+        "mlp_bias": bool(hf.get("mlp_bias")),
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+    }
+
+
+def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+    experts = _count(hf, "num_experts")
+    if not experts:
+        return {}
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": _count(hf, "num_experts_per_tok"),
+        "moe_intermediate_size": _count(hf, "moe_intermediate_size") or _count(hf, "intermediate_size"),
+        "num_shared_experts": _count(hf, "n_shared_experts") if hf.get("n_shared_experts") else 0,
+        "num_dense_layers": _count(hf, "first_k_dense_replace") if hf.get("first_k_dense_replace") else 0,
+    }
+
+
+def _dtype(hf: Mapping[str, Any]) -> str:
+    """The dtype of the stored weights; a config that names none means float32, as in transformers."""
+    value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    name = str(value).removeprefix("torch.")
+    return {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(
+        name, name
+    )
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise MinivllmError(f"the model config's 'eos_token_id' must be a token id or several, not {value!r}")
+    return tuple(ids)
+
+
+def _checkpoint_kv_dtype(quantization: Any) -> str | None:
+    """The KV-cache dtype that a quantized checkpoint asks for (`kv_cache_scheme`: ModelOpt, compressed-tensors)."""
+    if not isinstance(quantization, Mapping):
+        return None
+    scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping):
+        scheme = f"{scheme.get('type')}{scheme.get('num_bits')}"
+    return {"fp8": "fp8", "float8": "fp8", "nvfp4": "nvfp4", "float4": "nvfp4"}.get(str(scheme).lower())

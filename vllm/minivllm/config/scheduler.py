@@ -1,0 +1,69 @@
+"""What a person sets for the scheduler. No torch.
+
+In vLLM v0.33.0: `vllm/config/scheduler.py` (`SchedulerConfig`).
+"""
+
+from dataclasses import dataclass
+
+from minivllm.config.checks import is_count, is_number, require, require_flags
+
+POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How requests share the steps. Lengths are in tokens.
+
+    - `max_num_batched_tokens`: the token budget of a step. vLLM refuses one below `max_num_seqs`; here it is allowed,
+      so that one can see what happens.
+    - `long_prefill_token_threshold`: at most so many tokens of one request a step, unless it is alone; 0 = off.
+    - `policy`: "fcfs" or "priority" (a lower value of `Request.priority` goes first).
+    - `enable_chunked_prefill`: off, a prompt waits until it fits into what is left of a step's budget.
+    - `scheduler_reserve_full_isl`: admit only if all tokens known so far fit, not merely the first chunk.
+    - `watermark`: share of the pool, 0 to 1, that admissions leave free while something is running.
+    - `max_loras`: how many adapters may run at once; 0 = no request may name an adapter.
+    - `num_speculative_tokens`: at most so many drafts a request and step. `num_lookahead_tokens`: slots allocated
+      beyond them, for a drafter that writes into the same blocks.
+    - `static_batching`: admit only into an empty batch, as servers did before continuous batching. Not in vLLM.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    policy: str = "fcfs"
+    enable_chunked_prefill: bool = True
+    scheduler_reserve_full_isl: bool = True
+    watermark: float = 0.0
+    max_loras: int = 0
+    num_speculative_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    static_batching: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number of at least 1")
+        for name in ("long_prefill_token_threshold", "max_loras", "num_speculative_tokens", "num_lookahead_tokens"):
+            value = getattr(self, name)
+            require(is_count(value, 0), f"{name} is {value!r}; it must be a whole number, and not negative")
+        require(
+            is_count(self.max_model_len, 2),
+            f"max_model_len is {self.max_model_len!r}; at least 2 are needed, one token of prompt and one of output",
+        )
+        require(
+            self.long_prefill_token_threshold <= self.max_model_len,
+            f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) exceeds max_model_len "
+            f"({self.max_model_len}); no chunk can be that long",
+        )
+        require(self.policy in POLICIES, f"unknown policy {self.policy!r}; known are {', '.join(POLICIES)}")
+        require(
+            is_number(self.watermark) and 0.0 <= self.watermark < 1.0,
+            f"watermark is {self.watermark!r}; it is a share from 0 up to 1, exclusive",
+        )
+        require_flags(self, "enable_chunked_prefill", "scheduler_reserve_full_isl", "static_batching")
+        require(
+            self.enable_chunked_prefill or self.max_num_batched_tokens >= self.max_model_len,
+            f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_model_len ({self.max_model_len}): "
+            "without chunked prefill a long prompt would wait for ever. Raise it, or enable chunked prefill",
+        )

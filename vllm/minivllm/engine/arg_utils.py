@@ -1,0 +1,208 @@
+"""What a person sets for an engine, and the defaults that depend on the device.
+
+In vLLM v0.33.0: `vllm/engine/arg_utils.py` (`EngineArgs`, `get_batch_defaults`), `vllm/config/`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from minivllm.config.checks import is_count, is_number, require, require_flags
+from minivllm.config.units import GIB
+from minivllm.errors import MinivllmError
+from minivllm.kernels.packed_weights import QUANTIZATIONS
+from minivllm.worker.worker import WorkerSettings
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3")
+ATTENTION_BACKENDS = (None, "naive")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """One engine. Names and defaults are vLLM's, unless said otherwise.
+
+    - `model`: a local directory or a name on the Hugging Face hub; `tokenizer`: another one's, if not the model's own.
+    - `dtype`: of weights and computation. "auto": the checkpoint's on a GPU; on a CPU float32, in which our CPU
+      kernels compute.
+    - `kv_cache_dtype`: what keys and values are stored as. "auto": the dtype; "int8_per_token_head", or "int8":
+      integers with a scale for each token and head; "fp8_e4m3", or "fp8": without scales, on GPUs that know it.
+    - `quantization`: of the layers' weights, as they are loaded: "int8", a scale for each row, or "int4", a scale for
+      each group of 16 to 128 numbers. None: as the checkpoint has them.
+    - `device`: "auto" is the GPU where there is one.
+    - `load_format`: "dummy" fills the model with random weights instead of reading any.
+    - `max_model_len`: of prompt and output together, in tokens; None: the model's own.
+    - `block_size`: tokens in a block of the cache.
+    - `max_num_seqs`, `max_num_batched_tokens`: requests and tokens in one step; None: by the size of the device.
+    - `gpu_memory_utilization`: the share of the device's memory that the engine may use, 0 to 1; on a CPU, of the
+      memory that is available. `num_gpu_blocks_override`: so many blocks, whatever would fit.
+    - `use_kv_cache`: off, every step computes all tokens of its requests again; what they write is read in the same
+      step and then forgotten. Not in vLLM, but what it is worth should be measurable.
+    - `attention_backend`: None is the unified kernel; "naive" what there was before (`unified_attention`).
+    - `speculative_config`: as vLLM's dictionary, such as {"method": "ngram", "num_speculative_tokens": 4}.
+    - `tensor_parallel_size`: ranks that share the model, each with a GPU of its own, or all on one CPU.
+    - `enforce_eager`: no CUDA graphs. There are none on a CPU.
+    - `seed`: of the requests that bring none.
+    - `skip_tokenizer_init`: prompts are token ids, and outputs have no text.
+    """
+
+    model: str | Path
+    tokenizer: str | Path | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    device: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    block_size: int = 16
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.92
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    scheduler_reserve_full_isl: bool = True
+    watermark: float = 0.0
+    static_batching: bool = False
+    use_kv_cache: bool = True
+    attention_backend: str | None = None
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+
+    @classmethod
+    def of(cls, model: str | Path, settings: dict[str, Any]) -> "EngineArgs":
+        """From the arguments of a call. Raises `MinivllmError` for one that there is not, and names the nearest."""
+        known = [field.name for field in fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
+                raise MinivllmError(f"the engine has no argument {name!r}{hint}")
+        return cls(model=model, **settings)
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.model, str | Path),
+            f"model is {self.model!r}; it must be a directory, or a name on the Hugging Face hub",
+        )
+        require(
+            self.tokenizer is None or (isinstance(self.tokenizer, str | Path) and bool(str(self.tokenizer))),
+            f"tokenizer is {self.tokenizer!r}; it must be a directory, or a name on the Hugging Face hub",
+        )
+        require_flags(self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "enforce_eager")
+        require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        require(
+            self.kv_cache_dtype in KV_CACHE_DTYPES,
+            f"unknown kv_cache_dtype {self.kv_cache_dtype!r}; known are {', '.join(KV_CACHE_DTYPES)}",
+        )
+        require(
+            self.quantization in (None, *QUANTIZATIONS),
+            f"unknown quantization {self.quantization!r}; known are {', '.join(QUANTIZATIONS)}",
+        )
+        require(
+            self.load_format in LOAD_FORMATS,
+            f"unknown load_format {self.load_format!r}; known are {', '.join(LOAD_FORMATS)}",
+        )
+        require(
+            is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
+            f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
+        )
+        require(
+            self.attention_backend in ATTENTION_BACKENDS,
+            f"unknown attention_backend {self.attention_backend!r}; known are None and 'naive'",
+        )
+        SpeculativeConfig.of(self.speculative_config)
+        require(is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
+        for name, least, by_default in (
+            ("max_model_len", 2, True),
+            ("block_size", 1, False),
+            ("max_num_seqs", 1, True),
+            ("max_num_batched_tokens", 1, True),
+            ("num_gpu_blocks_override", 2, True),
+            ("tensor_parallel_size", 1, False),
+        ):
+            value = getattr(self, name)
+            require(
+                (value is None and by_default) or is_count(value, least),
+                f"{name} is {value!r}; it must be a whole number of at least {least}",
+            )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The speculative configuration, its keys checked."""
+        return SpeculativeConfig.of(self.speculative_config)
+
+    def scheduler_config(self, config: ModelConfig, gpu_memory: int | None) -> SchedulerConfig:
+        """The scheduler's settings for this model; `gpu_memory` is the GPU's in bytes, None on a CPU.
+
+        Raises:
+            MinivllmError: a length that the model does not have, or settings that do not go together.
+        """
+        default_tokens, default_seqs = _batch_defaults(gpu_memory)
+        max_model_len = self.max_model_len or config.max_position_embeddings
+        require(max_model_len > 0, "the model config does not say how long a text may be; give max_model_len")
+        require(
+            not config.max_position_embeddings or max_model_len <= config.max_position_embeddings,
+            f"max_model_len is {max_model_len}; the model was made for {config.max_position_embeddings} tokens at most",
+        )
+        max_num_batched_tokens = self.max_num_batched_tokens or default_tokens
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens is None:
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+        return SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs or default_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            policy=self.scheduling_policy,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
+            watermark=self.watermark,
+            num_speculative_tokens=self.speculation.num_speculative_tokens if self.speculation else 0,
+            static_batching=self.static_batching,
+        )
+
+    def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> WorkerSettings:
+        """What the ranks are told; `device` is "cpu" or "cuda", and `num_threads` the CPU threads for all of them."""
+        return WorkerSettings(
+            model=self.model,
+            device=device,
+            dtype=self.dtype,
+            load_format=self.load_format,
+            seed=self.seed,
+            kv_cache_dtype=self.kv_cache_dtype,
+            quantization=self.quantization,
+            attention_backend=self.attention_backend,
+            use_kv_cache=self.use_kv_cache,
+            speculative_config=self.speculation,
+            block_size=self.block_size,
+            max_model_len=scheduler.max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            tensor_parallel_size=self.tensor_parallel_size,
+            num_threads=num_threads,
+            enforce_eager=self.enforce_eager,
+        )
+
+    def cache_config(self, num_gpu_blocks: int) -> CacheConfig:
+        """The pool's settings, now that its size is known."""
+        return CacheConfig(
+            num_gpu_blocks=num_gpu_blocks,
+            block_size=self.block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
+
+
+def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
+    """Tokens and requests in a step."""
+    if gpu_memory is None:
+        return 2048, 256
+    return (16384, 1024) if gpu_memory >= 70 * GIB else (8192, 256)

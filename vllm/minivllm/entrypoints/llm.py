@@ -1,0 +1,134 @@
+"""`LLM`: a model, prompts, completions. In vLLM v0.33.0: `vllm/entrypoints/llm.py` (`LLM.generate`)."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich import get_console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tokenizers import Tokenizer
+
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.errors import MinivllmError
+from minivllm.inputs import Prompt, as_prompts
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+class LLM:
+    """Offline generation.
+
+    llm = LLM("path/to/model", max_model_len=1024)
+    for output in llm.generate(["def add(a, b):"], SamplingParams(temperature=0.0, max_tokens=32)):
+        print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str | Path, **engine_args: Any) -> None:
+        """Loads the model, shares out the memory and logs where it goes.
+
+        Args:
+            model: a local directory, or a model's name on the Hugging Face hub.
+            engine_args: see `minivllm.engine.arg_utils.EngineArgs`.
+
+        Raises:
+            MinivllmError: an argument that cannot be, or a cache in which not even one request of `max_model_len` fits.
+            UnsupportedModelError: a model that the decoder does not compute.
+        """
+        self.llm_engine = LLMEngine(EngineArgs.of(model, engine_args))
+        self._request_ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completions of all prompts, in their order.
+
+        Args:
+            prompts: one or several; each a text, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}.
+            sampling_params: for all of them, or one for each; None: the model's own defaults.
+            use_tqdm: show a progress bar. (The name is vLLM's; the bar is rich's.)
+            priority: a number for each prompt, with the scheduling policy "priority"; lower goes first.
+
+        Raises:
+            MinivllmError: any of the prompts or parameters cannot be. Nothing was computed then, and nothing is queued.
+        """
+        items = as_prompts(prompts)
+        wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", wanted, items)
+        priorities = _one_each("priority", 0 if priority is None else priority, items)
+        request_ids: list[str] = []
+        try:
+            for index, each in enumerate(zip(items, params, priorities, strict=True)):
+                request_ids.append(self._add_request(index, *each))
+            return self._run(request_ids, use_tqdm)
+        except BaseException:
+            self.llm_engine.abort_requests(request_ids)
+            raise
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, None with `skip_tokenizer_init`."""
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without sampling parameters uses: the model's own generation config."""
+        return self.llm_engine.generation_config.default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Ends the processes of a tensor-parallel model at once; else they end with this object, or with Python."""
+        self.llm_engine.shutdown()
+
+    def _add_request(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> str:
+        request_id = str(next(self._request_ids))
+        if isinstance(params, SamplingParams):
+            params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+        try:
+            self.llm_engine.add_request(request_id, prompt, params, priority=priority)
+        except MinivllmError as error:
+            raise type(error)(f"prompt {index}: {error}") from None
+        return request_id
+
+    def _run(self, request_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        console = get_console()
+        with _progress(disable=not (use_tqdm and (console.is_terminal or console.is_jupyter))) as bar:
+            task = bar.add_task("prompts", total=len(request_ids), tokens=0)
+            while self.llm_engine.has_unfinished_requests():
+                for output in self.llm_engine.step():
+                    finished[output.request_id] = output
+                    tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                    bar.update(task, advance=1, tokens=bar.tasks[task].fields["tokens"] + tokens)
+        return [finished[request_id] for request_id in request_ids]
+
+
+def _progress(disable: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+        transient=True,
+        disable=disable,
+    )
+
+
+def _one_each(name: str, value: Any, prompts: Sequence[Prompt]) -> list[Any]:
+    """The value for each prompt, where it is one for all; raises where there are several, but not as many."""
+    if isinstance(value, list | tuple):
+        if len(value) != len(prompts):
+            raise MinivllmError(
+                f"there are {len(prompts)} prompts, but {len(value)} in {name}: give one for each, or one for all"
+            )
+        return list(value)
+    return [value] * len(prompts)

@@ -1,0 +1,350 @@
+"""The twin of `unified_attention.py`'s kernel for a CPU, compiled by numba.
+
+The same walk: a program takes some positions of one sequence and all heads of one KV head's group, finds its sequence
+by the same search, goes over the keys in tiles, looks each key's block up in the table, and keeps (peak, total,
+weighted sum) of the online softmax, in units of log2. What differs is how a CPU computes. Rows (position, head) go four
+by four, in lanes of sixteen floats:
+
+    scores    lanes are 4 rows × 4 keys: a key's numbers are loaded once and meet four rows
+    values    lanes are 16 dimensions: a value's numbers are loaded once and meet four rows
+
+so a group of four heads reads K and V once, in place. Rows that fill up the last four are computed and not stored.
+Scores that a row must not see are −1e30 and not −inf: whatever such scores add before a row's first key shrinks to
+nothing when that key comes, and no −inf − −inf can arise.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from minivllm.kernels.cpu.lanes import (
+    add,
+    exp2_of_difference,
+    four_numbers,
+    keep_between,
+    load,
+    load_four,
+    load_one,
+    max_fours,
+    maximum,
+    multiply,
+    multiply_add,
+    prefetch,
+    store,
+    sum_fours,
+    zero,
+)
+from minivllm.kernels.cpu.programs import array_at, compile_programs, sources_changed, take_number
+
+TILE = 64  # keys at a time: their scores, and in a prefill their K and V, stay in the first-level cache
+BLOCK_Q = 16  # positions of a program
+BLOCK_SIZE = 22  # numbers in the block that `run_programs` reads
+UNSEEN = np.float32(-1e30)
+LOG2E = 1.4426950408889634
+jit = njit(fastmath=True, error_model="numpy", nogil=True)
+
+
+@jit
+def find_sequence(query_start_loc, index, num_seqs):
+    """The sequence of query block `index`: the last whose first block, start // BLOCK_Q + sequence, is not after it."""
+    low, high = 0, num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        if query_start_loc[middle] // BLOCK_Q + middle <= index:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@jit
+def locate(slots, first, key_end, block_table, place):
+    """Where in the caches the keys of the tile at `first` begin. What is left of `slots` is filled with the last key.
+
+    `place` is (begin of the sequence's row in the table, block_size, block_stride, slot_stride, begin of the head in a
+    slot).
+    """
+    table_at, block_size, block_stride, slot_stride, head_at = place
+    count = max(0, min(TILE, key_end - first))
+    block = first // block_size
+    offset = first - block * block_size
+    key = 0
+    while key < count:
+        at = np.int64(block_table[table_at + block]) * block_stride + offset * slot_stride + head_at
+        here = min(block_size - offset, count - key)
+        for step in range(here):
+            slots[key + step] = at + step * slot_stride
+        key += here
+        block += 1
+        offset = 0
+    for key in range(count, TILE):
+        slots[key] = slots[max(count - 1, 0)]
+
+
+@jit
+def fetch(cache, at, head_dim):
+    """Have the memory fetch one key or value, without waiting for it."""
+    for dim in range(0, head_dim, 16):
+        prefetch(cache, at + dim)
+
+
+@jit
+def locate_scales(key_scales, value_scales, k_scales, v_scales, first, count, block_table, place, kv_heads, kv_head):
+    """The scales of the tile at `first`, from [blocks, kv_heads, block_size] into rows. `place` begins as `locate`'s."""
+    table_at, block_size = place[0], place[1]
+    block = first // block_size
+    offset = first - block * block_size
+    key = 0
+    while key < count:
+        at = (np.int64(block_table[table_at + block]) * kv_heads + kv_head) * block_size + offset
+        here = min(block_size - offset, count - key)
+        for step in range(here):
+            key_scales[key + step] = k_scales[at + step]
+            value_scales[key + step] = v_scales[at + step]
+        key += here
+        block += 1
+        offset = 0
+
+
+@jit
+def scale_columns(numbers, scales, count):
+    """Scores × the keys' scales, or weights × the values' scales, of 4 rows."""
+    for key in range(0, count, 4):
+        store(numbers, 4 * key, multiply(load(numbers, 4 * key), load_four(scales, key)))
+
+
+@jit
+def score(scores, queries, at, k_cache, slots, count, head_dim, later, ahead):
+    """scores of 4 rows: lane 4 r + n of group key // 4 is row r's score of the group's n-th key.
+
+    `ahead`: meanwhile have the keys of the next tile, `later`, fetched; so in `add_values`.
+    """
+    for key in range(0, count, 4):
+        if ahead:
+            for near in range(key, key + 4):
+                fetch(k_cache, later[near], head_dim)
+        a, b, c, d = zero(), zero(), zero(), zero()
+        for dim in range(0, head_dim, 4):
+            query = load(queries, at + 4 * dim)
+            a = multiply_add(query, load_four(k_cache, slots[key] + dim), a)
+            b = multiply_add(query, load_four(k_cache, slots[key + 1] + dim), b)
+            c = multiply_add(query, load_four(k_cache, slots[key + 2] + dim), c)
+            d = multiply_add(query, load_four(k_cache, slots[key + 3] + dim), d)
+        store(scores, 4 * key, sum_fours(a, b, c, d))
+
+
+@jit
+def cap(scores, count, soft_cap):
+    """score → soft_cap × tanh(score / soft_cap), in and out in units of log2."""
+    for index in range((count + 3) // 4 * 16):
+        scores[index] = np.float32(soft_cap * LOG2E) * np.tanh(scores[index] * np.float32(1.0 / (soft_cap * LOG2E)))
+
+
+@jit
+def mask(scores, tile, count, positions, oldest, at):
+    """Unsee the keys after a row's position, and those up to its `oldest`."""
+    low, high = load(oldest, at), load(positions, at)
+    for group in range((count + 3) // 4):
+        keys = four_numbers(np.float32(tile + 4 * group))
+        store(scores, 16 * group, keep_between(load(scores, 16 * group), low, keys, high, np.float32(UNSEEN)))
+
+
+@jit
+def weigh(scores, count, peaks, totals, shrinks, at):
+    """Scores become weights, exp2(score − peak); peak and total move on, and `shrinks` says by what the old shrink."""
+    peak = load(peaks, at)
+    highest = peak
+    for group in range((count + 3) // 4):
+        highest = maximum(highest, load(scores, 16 * group))
+    highest = max_fours(highest)
+    total = zero()
+    for group in range((count + 3) // 4):
+        weight = exp2_of_difference(load(scores, 16 * group), highest)
+        total = add(total, weight)
+        store(scores, 16 * group, weight)
+    shrink = exp2_of_difference(peak, highest)
+    store(shrinks, 0, shrink)
+    store(totals, at, multiply_add(load(totals, at), shrink, total))
+    store(peaks, at, highest)
+
+
+@jit
+def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim, later, ahead):
+    """acc of 4 rows, [4, head_dim] from `at` on: shrunk, plus weight × value of every key."""
+    for dim in range(0, head_dim, 16):
+        first = at + dim
+        a = multiply(load(acc, first), load_one(shrinks, 0))
+        b = multiply(load(acc, first + head_dim), load_one(shrinks, 4))
+        c = multiply(load(acc, first + 2 * head_dim), load_one(shrinks, 8))
+        d = multiply(load(acc, first + 3 * head_dim), load_one(shrinks, 12))
+        for key in range(count):
+            if ahead:
+                prefetch(v_cache, later[key] + dim)
+            value = load(v_cache, slots[key] + dim)
+            weight = key // 4 * 16 + key % 4
+            a = multiply_add(load_one(weights, weight), value, a)
+            b = multiply_add(load_one(weights, weight + 4), value, b)
+            c = multiply_add(load_one(weights, weight + 8), value, c)
+            d = multiply_add(load_one(weights, weight + 12), value, d)
+        store(acc, first, a)
+        store(acc, first + head_dim, b)
+        store(acc, first + 2 * head_dim, c)
+        store(acc, first + 3 * head_dim, d)
+
+
+@jit
+def take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, scale, queries, positions, oldest):
+    """Set up a program's rows: `queries` as `score` reads them (4 rows × 4 dimensions), and what each row may see."""
+    for row in range((rows + 3) // 4 * 4):
+        real = min(row, rows - 1)
+        source = q_at + real // group * q_stride + real % group * head_dim
+        target = row // 4 * 4 * head_dim + row % 4 * 4
+        for dim in range(head_dim):
+            queries[target + dim // 4 * 16 + dim % 4] = q[source + dim] * scale
+        for lane in range(4 * row, 4 * row + 4):
+            positions[lane] = first_position + real // group
+            oldest[lane] = positions[lane] - window
+
+
+@jit
+def put_rows(out, out_at, heads, group, head_dim, rows, acc, totals):
+    """Store a program's real rows: weighted sum over total."""
+    for row in range(rows):
+        total = totals[4 * row] + totals[4 * row + 1] + totals[4 * row + 2] + totals[4 * row + 3]
+        target = out_at + row // group * heads * head_dim + row % group * head_dim
+        for dim in range(head_dim):
+            out[target + dim] = acc[row * head_dim + dim] / total
+
+
+class Program(NamedTuple):
+    """Some queries of one sequence, with a group's heads of each, and the keys that they see; no rows: none is left."""
+
+    rows: int
+    first_token: int
+    first_position: int
+    key_begin: int
+    key_end: int
+    sequence: int
+    kv_head: int
+    place: tuple[int, int, int, int, int]  # for `locate`
+
+
+@jit
+def next_program(block, query_start_loc, seq_lens):
+    """Take the next program of the grid that has rows, late positions first. `block` is `run_programs`'s."""
+    heads, kv_heads, block_size, num_seqs = block[1], block[2], block[4], block[5]
+    block_stride, slot_stride, head_stride, table_stride, window = block[6], block[7], block[8], block[9], block[10]
+    group = heads // kv_heads
+    query_blocks = query_start_loc[num_seqs] // BLOCK_Q + num_seqs
+    while True:
+        program = take_number(block)
+        if program >= query_blocks * kv_heads:
+            return Program(0, 0, 0, 0, 0, 0, 0, (0, block_size, block_stride, slot_stride, 0))
+        kv_head = program % kv_heads
+        index = query_blocks - 1 - program // kv_heads
+        sequence = find_sequence(query_start_loc, index, num_seqs)
+        start = query_start_loc[sequence]
+        query_len = query_start_loc[sequence + 1] - start
+        first_query = (index - start // BLOCK_Q - sequence) * BLOCK_Q
+        if first_query >= query_len:
+            continue
+        rows = min(BLOCK_Q, query_len - first_query) * group
+        first_position = seq_lens[sequence] - query_len + first_query
+        key_begin, key_end = max(0, first_position - window + 1) // TILE * TILE, first_position + rows // group
+        place = (sequence * table_stride, block_size, block_stride, slot_stride, kv_head * head_stride)
+        return Program(rows, start + first_query, first_position, key_begin, key_end, sequence, kv_head, place)
+
+
+@jit
+def run_programs(block, k_cache, v_cache):
+    """Take programs of the grid (tokens // BLOCK_Q + sequences) × kv_heads until none is left.
+
+    block, int64: the next program; heads, kv_heads, head_dim, block_size, sequences; [6] strides of a block, a slot and
+    a head in the caches, and of a row of the block table; the window; [11] addresses of query_start_loc, seq_lens,
+    block_table, q (float32), out (float32), (scale, soft_cap), k_cache, v_cache, and the scales of both (0: none); [21]
+    numbers from token to token in q.
+
+    While a tile is computed the memory fetches the next one: of the same program, or the first of the program to come.
+    """
+    heads, kv_heads, head_dim, num_seqs = block[1], block[2], block[3], block[5]
+    table_stride, window = block[9], block[10]
+    query_start_loc = array_at(block[11], num_seqs + 1, np.int32)
+    seq_lens = array_at(block[12], num_seqs, np.int32)
+    block_table = array_at(block[13], num_seqs * table_stride, np.int32)
+    q, q_stride = array_at(block[14], 1, np.float32), block[21]
+    out = array_at(block[15], query_start_loc[num_seqs] * heads * head_dim, np.float32)
+    scale, soft_cap = array_at(block[16], 2, np.float32)[0], array_at(block[16], 2, np.float32)[1]
+
+    k_scales, v_scales = array_at(block[19], 1, np.float32), array_at(block[20], 1, np.float32)
+    scaled = block[19] != 0
+    key_scales, value_scales = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
+
+    group = heads // kv_heads
+    most_rows = (BLOCK_Q * group + 3) // 4 * 4
+    queries, acc = np.empty(most_rows * head_dim, np.float32), np.empty(most_rows * head_dim, np.float32)
+    positions, oldest = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
+    peaks, totals = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
+    scores, shrinks = np.empty(4 * TILE, np.float32), np.empty(16, np.float32)
+    slots, later = np.zeros(TILE, np.int64), np.zeros(TILE, np.int64)
+    coming = next_program(block, query_start_loc, seq_lens)
+    locate(later, coming.key_begin, coming.key_end, block_table, coming.place)
+    while coming.rows:
+        program, coming = coming, next_program(block, query_start_loc, seq_lens)
+        rows, key_end, place = program.rows, program.key_end, program.place
+        first_position, head_at = program.first_position, program.kv_head * group * head_dim
+        q_at, out_at = program.first_token * q_stride + head_at, program.first_token * heads * head_dim + head_at
+        take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, scale, queries, positions, oldest)
+        acc[:] = 0
+        totals[:] = 0
+        peaks[:] = UNSEEN
+        for tile in range(program.key_begin, key_end, TILE):
+            slots, later = later, slots
+            if tile + TILE < key_end:
+                locate(later, tile + TILE, key_end, block_table, place)
+            else:
+                locate(later, coming.key_begin, coming.key_end, block_table, coming.place)
+            count = min(TILE, key_end - tile)
+            for key in range(count, TILE):  # the others are fetched by the way
+                fetch(k_cache, later[key], head_dim)
+                fetch(v_cache, later[key], head_dim)
+            if scaled:
+                into = (key_scales, value_scales, k_scales, v_scales)
+                locate_scales(*into, tile, count, block_table, place, kv_heads, program.kv_head)
+            for row in range(0, rows, 4):
+                lowest, highest = positions[4 * row], positions[4 * row + 12]
+                if tile > highest or tile + count <= lowest - window + 1:
+                    continue
+                ahead = row == 0
+                score(scores, queries, row * head_dim, k_cache, slots, count, head_dim, later, ahead)
+                if scaled:
+                    scale_columns(scores, key_scales, count)
+                if soft_cap > 0:
+                    cap(scores, count, soft_cap)
+                if tile + (count + 3) // 4 * 4 > lowest + 1 or tile <= highest - window:
+                    mask(scores, tile, count, positions, oldest, 4 * row)
+                weigh(scores, count, peaks, totals, shrinks, 4 * row)
+                if scaled:
+                    scale_columns(scores, value_scales, count)
+                add_values(acc, row * head_dim, scores, shrinks, v_cache, slots, count, head_dim, later, ahead)
+        put_rows(out, out_at, heads, group, head_dim, rows, acc, totals)
+
+
+@functools.cache
+def programs_for(element: type) -> Any:
+    """The C function that runs programs on caches of `element` (np.float32, np.int8, or np.uint16 for bfloat16).
+
+    Its argument is the address of the int64 block that `run_programs` reads.
+    """
+
+    changed = sources_changed()
+
+    def programs(address):
+        _ = changed
+        block = array_at(address, BLOCK_SIZE, np.int64)
+        run_programs(block, array_at(block[17], 1, element), array_at(block[18], 1, element))
+
+    return compile_programs(programs)

@@ -1,0 +1,125 @@
+"""Matrix products with fp32 or bf16 weights on a CPU, compiled by numba.
+
+A weight `[out, in]` is laid out in panels of `PANEL` outputs: `[in, PANEL]`, so that a loop over the inputs reads a
+panel from its begin to its end. A program takes some rows of x and one panel, and goes over the rows six by six. Their
+6 × PANEL sums stay in registers: 24 of 32 where the processor has AVX-512, else 12 of 16. Every number of the panel
+that is loaded meets six rows, and every number of x all outputs of the panel.
+
+Of bf16 a panel holds pairs, two inputs of an output side by side: processors that know bf16 multiply and add a pair at
+once, into sums of fp32, which are rounded once, when they are stored.
+
+A gated MLP's weight has its panels in pairs, of gate and of up: one program computes both and stores silu(gate) × up,
+so that the two halves never go to memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from minivllm.kernels.cpu.lanes import (
+    WIDTH,
+    has_products_of_pairs,
+    has_wide_registers,
+    load,
+    multiply,
+    multiply_tile,
+    sigmoid,
+    store,
+    store_some,
+)
+from minivllm.kernels.cpu.programs import array_at, compile_programs, sources_changed, take_number
+
+COLUMNS = 4 if has_wide_registers() else 1
+PANEL = COLUMNS * WIDTH  # outputs
+TAKES_BFLOAT16 = has_products_of_pairs()
+ROWS = 48  # of a program, at most
+BLOCK_SIZE = 9  # numbers in the block that `run_programs` reads
+jit = njit(fastmath=True, error_model="numpy", nogil=True)
+
+
+@jit
+def multiply_rows(sums, at, x, x_at, rows, width, panel, panel_at, bias, bias_at):
+    """bias + rows of x × a panel, to `sums` from `at` on, `[rows, PANEL]`."""
+    for row in range(0, rows - 5, 6):
+        here, x_here = at + row * PANEL, x_at + row * width
+        multiply_tile(sums, here, x, x_here, width, panel, panel_at, bias, bias_at, COLUMNS, 6)
+    left = rows % 6
+    at, x_at = at + (rows - left) * PANEL, x_at + (rows - left) * width
+    if left == 1:  # for each number of rows a loop of its own is compiled
+        multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 1)
+    elif left == 2:
+        multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 2)
+    elif left == 3:
+        multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 3)
+    elif left == 4:
+        multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 4)
+    elif left == 5:
+        multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 5)
+
+
+@jit
+def gate_rows(sums, rows):
+    """silu(gate) × up, in the place of gate."""
+    for at in range(0, rows * PANEL, WIDTH):
+        gate, up = load(sums, at), load(sums, ROWS * PANEL + at)
+        store(sums, at, multiply(multiply(gate, sigmoid(gate)), up))
+
+
+@jit
+def put_rows(out, at, outputs, sums, rows, count):
+    """Store `count` outputs of each row."""
+    for row in range(rows):
+        whole = count // WIDTH * WIDTH
+        for column in range(0, whole, WIDTH):
+            store(out, at + row * outputs + column, load(sums, row * PANEL + column))
+        if whole < count:
+            store_some(out, at + row * outputs + whole, load(sums, row * PANEL + whole), count - whole)
+
+
+@jit
+def run_programs(block, x, out, panels):
+    """Take programs, each for `ROWS` rows and `PANEL` outputs, until none is left.
+
+    block, int64: the next program; rows, outputs, width of a row of x, panels for an output (2: gate and up); addresses
+    of x, out, panels, and the bias of all panels (float32).
+    """
+    rows, outputs, width, parts = block[1], block[2], block[3], block[4]
+    panels_of_row = (outputs + PANEL - 1) // PANEL
+    bias = array_at(block[8], panels_of_row * parts * PANEL, np.float32)
+    sums = np.empty(2 * ROWS * PANEL, np.float32)
+    while True:
+        program = take_number(block)
+        first_row, panel = program // panels_of_row * ROWS, program % panels_of_row
+        if first_row >= rows:
+            return
+        count = min(ROWS, rows - first_row)
+        for part in range(parts):
+            index, at = panel * parts + part, part * ROWS * PANEL
+            weight_at, bias_at = index * width * PANEL, index * PANEL
+            multiply_rows(sums, at, x, first_row * width, count, width, panels, weight_at, bias, bias_at)
+        if parts == 2:
+            gate_rows(sums, count)
+        first = panel * PANEL
+        put_rows(out, first_row * outputs + first, outputs, sums, count, min(PANEL, outputs - first))
+
+
+@functools.cache
+def programs_for(element: Any) -> Any:
+    """The C function that runs programs on x, weights and outcome of `element` (np.float32; np.uint16: bfloat16).
+
+    Its argument is the address of the int64 block that `run_programs` reads.
+    """
+    changed = sources_changed(), COLUMNS
+
+    def programs(address):
+        _ = changed
+        block = array_at(address, BLOCK_SIZE, np.int64)
+        run_programs(
+            block, array_at(block[5], 1, element), array_at(block[6], 1, element), array_at(block[7], 1, element)
+        )
+
+    return compile_programs(programs)

@@ -1,0 +1,73 @@
+"""Products with packed weights on a CPU: which of two forms runs, and how it is called.
+
+Compiled loops that unpack while they multiply (`quantized_linear_loops.py`) where numba is installed; else the whole
+weight is unpacked at every call, for `F.linear`, which is right and slow. Measured on one core (AMD Zen 4, torch 2.15),
+the fastest of some forty calls in turns, µs, weight [1376, 256] / [4096, 4096]:
+
+    rows                                   1              4               16                128
+    fp32, laid out for oneDNN        33 /  3,635    74 /  3,265    122 /  6,253      804 / 39,097
+    int8, the loops                  19 /    627    53 /  2,698    129 /  6,902      829 / 48,207
+    int4, the loops                  33 /    989    59 /  2,234    136 /  6,199      839 / 47,537
+    int8, unpacked for F.linear      97 / 10,160   138 / 15,764    218 / 20,100      995 / 60,623
+    int4, unpacked for F.linear     262 / 20,121   300 / 25,497    385 / 29,582    1,165 / 69,568
+    torch's int8, x in fp32         278 / 13,797 1,170 / 55,444
+    torch's int4, x in fp32         607 / 28,473 2,476 / 112,609
+    torch's int8, x in bf16          20 /    866    43 /  1,791    165 /  7,360    1,320 / 65,210
+    torch's int4, x in bf16          21 /    837    37 /  1,524    137 /  6,157    1,076 / 49,205
+    bf16, F.linear                   27 /  1,003    51 /  2,802     87 /  4,649      440 / 21,080
+
+So integers are faster than fp32 where the weight has to come from memory for a few rows, up to five times; from 16 rows
+on there is nothing to win, and a wide weight loses a fifth. int4 unpacks longer than int8 and moves fewer bytes: what is
+left is its memory. torch's own products (`_weight_int8pack_mm`, `_weight_int4pack_mm_for_cpu`) are plain loops for fp32;
+theirs for bf16 are as fast as ours for one row, but round activations. Unpacking the weight once, at load, would be the
+fp32 product again, without the memory saved. bf16 wins from 16 rows on: its products need half the instructions here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from minivllm.kernels.packed_weights import dequantize_weight
+from minivllm.platforms.threads import has_numba, run_programs
+
+INTEGERS = {torch.int8: "int8", torch.uint8: "uint8"}
+SCALES = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "int16"}
+"""What the elements are to NumPy, for the types that the compiled loops know."""
+
+
+def quantized_linear_cpu(
+    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """As `quantized_linear`; x contiguous."""
+    in_lanes = x.shape[1] % 16 == 0 and x.shape[1] // scales.shape[1] % 16 == 0
+    if in_lanes and len(packed) >= 4 and scales.dtype in SCALES and has_numba():
+        return numba_quantized_linear(x, packed, scales, bias)
+    return F.linear(x, dequantize_weight(packed, scales).to(x.dtype), bias)
+
+
+def numba_quantized_linear(
+    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The compiled loops of `quantized_linear_loops.py`, for four outputs and more, in groups that are multiples of 16."""
+    numbers = x.float()
+    out = torch.empty(len(x), len(packed))
+    addresses = (tensor.data_ptr() for tensor in (numbers, out, packed, scales))
+    sizes = (len(x), len(packed), x.shape[1], x.shape[1] // scales.shape[1])
+    run_programs(_programs(packed.dtype, scales.dtype), (*sizes, *addresses))
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)
+
+
+@functools.cache
+def _programs(integers: torch.dtype, scales: torch.dtype) -> Any:
+    """numba takes a second to import, so only who needs it does."""
+    import numpy as np
+
+    from minivllm.kernels.cpu.quantized_linear_loops import programs_for
+
+    return programs_for(getattr(np, INTEGERS[integers]), getattr(np, SCALES[scales]))

@@ -1,0 +1,153 @@
+"""The twin of `quantized_linear.py`'s kernel for a CPU, compiled by numba.
+
+A program takes 16 outputs, four at a time. For one or two rows of x it unpacks the integers straight into the product,
+and multiplies the sums of each group with its scale. For more rows it first writes the numbers of the four outputs into
+a scratch that stays in the nearest caches, and then goes over the rows four by four: each number that was unpacked
+meets all rows, and each number of x meets four outputs. The whole weight is never unpacked at once.
+
+The rows are gone over inside the function that multiplies: a call passes arrays and lanes through memory, and a call
+for each tile of 4 × 4 took as long as the tile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from minivllm.kernels.cpu.lanes import (
+    load,
+    load_one,
+    multiply,
+    multiply_add,
+    store,
+    store_sums,
+    sum_fours,
+    zero,
+)
+from minivllm.kernels.cpu.programs import array_at, compile_programs, sources_changed, take_number
+
+OUTPUTS = 16  # of a program
+FEW_ROWS = 2
+BLOCK_SIZE = 9  # numbers in the block that `run_programs` reads
+jit = njit(fastmath=True, error_model="numpy", nogil=True)
+
+
+@jit
+def multiply_packed(out, out_at, x, x_at, packed, scales, first, width, group):
+    """Four outputs from `first` on of one row of x, straight from the integers."""
+    groups, at = width // group, first * width
+    a, b, c, d = zero(), zero(), zero(), zero()
+    for index in range(groups):
+        p, q, r, s = zero(), zero(), zero(), zero()
+        for k in range(index * group, (index + 1) * group, 16):
+            numbers = load(x, x_at + k)
+            p = multiply_add(numbers, load(packed, at + k), p)
+            q = multiply_add(numbers, load(packed, at + width + k), q)
+            r = multiply_add(numbers, load(packed, at + 2 * width + k), r)
+            s = multiply_add(numbers, load(packed, at + 3 * width + k), s)
+        a = multiply_add(p, load_one(scales, first * groups + index), a)
+        b = multiply_add(q, load_one(scales, (first + 1) * groups + index), b)
+        c = multiply_add(r, load_one(scales, (first + 2) * groups + index), c)
+        d = multiply_add(s, load_one(scales, (first + 3) * groups + index), d)
+    store_sums(out, out_at, sum_fours(a, b, c, d))
+
+
+@jit
+def unpack_row(weights, at, packed, scales, row, width, group):
+    """The numbers of a row of the weight, to `weights` from `at` on."""
+    groups = width // group
+    for index in range(groups):
+        scale = load_one(scales, row * groups + index)
+        for k in range(index * group, (index + 1) * group, 16):
+            store(weights, at + k, multiply(load(packed, row * width + k), scale))
+
+
+@jit
+def multiply_rows(out, out_at, outputs, x, rows, weights, width):
+    """Four outputs of rows four by four: sixteen sums, which fit the registers beside what they are made of."""
+    for row in range(0, rows - 3, 4):
+        a0, b0, c0, d0 = zero(), zero(), zero(), zero()
+        a1, b1, c1, d1 = zero(), zero(), zero(), zero()
+        a2, b2, c2, d2 = zero(), zero(), zero(), zero()
+        a3, b3, c3, d3 = zero(), zero(), zero(), zero()
+        for k in range(0, width, 16):
+            p, q = load(weights, k), load(weights, width + k)
+            r, s = load(weights, 2 * width + k), load(weights, 3 * width + k)
+            at = row * width + k
+            numbers = load(x, at)
+            a0, b0 = multiply_add(numbers, p, a0), multiply_add(numbers, q, b0)
+            c0, d0 = multiply_add(numbers, r, c0), multiply_add(numbers, s, d0)
+            numbers = load(x, at + width)
+            a1, b1 = multiply_add(numbers, p, a1), multiply_add(numbers, q, b1)
+            c1, d1 = multiply_add(numbers, r, c1), multiply_add(numbers, s, d1)
+            numbers = load(x, at + 2 * width)
+            a2, b2 = multiply_add(numbers, p, a2), multiply_add(numbers, q, b2)
+            c2, d2 = multiply_add(numbers, r, c2), multiply_add(numbers, s, d2)
+            numbers = load(x, at + 3 * width)
+            a3, b3 = multiply_add(numbers, p, a3), multiply_add(numbers, q, b3)
+            c3, d3 = multiply_add(numbers, r, c3), multiply_add(numbers, s, d3)
+        into = out_at + row * outputs
+        store_sums(out, into, sum_fours(a0, b0, c0, d0))
+        store_sums(out, into + outputs, sum_fours(a1, b1, c1, d1))
+        store_sums(out, into + 2 * outputs, sum_fours(a2, b2, c2, d2))
+        store_sums(out, into + 3 * outputs, sum_fours(a3, b3, c3, d3))
+
+
+@jit
+def multiply_last_rows(out, out_at, outputs, x, rows, weights, width):
+    """Four outputs of the rows that are left over, one by one."""
+    for row in range(rows // 4 * 4, rows):
+        a, b, c, d = zero(), zero(), zero(), zero()
+        for k in range(0, width, 16):
+            numbers = load(x, row * width + k)
+            a = multiply_add(numbers, load(weights, k), a)
+            b = multiply_add(numbers, load(weights, width + k), b)
+            c = multiply_add(numbers, load(weights, 2 * width + k), c)
+            d = multiply_add(numbers, load(weights, 3 * width + k), d)
+        store_sums(out, out_at + row * outputs, sum_fours(a, b, c, d))
+
+
+@jit
+def run_programs(block, packed, scales):
+    """Take programs, each for `OUTPUTS` outputs and all rows, until none is left.
+
+    block, int64: the next program; rows, outputs (four at least), width of a row of the weight, group; addresses of x
+    (float32), out (float32), packed, scales.
+    """
+    rows, outputs, width, group = block[1], block[2], block[3], block[4]
+    x, out = array_at(block[5], rows * width, np.float32), array_at(block[6], rows * outputs, np.float32)
+    weights = np.empty(4 * width, np.float32)
+    while True:
+        program = take_number(block)
+        if program * OUTPUTS >= outputs:
+            return
+        for start in range(program * OUTPUTS, min((program + 1) * OUTPUTS, outputs), 4):
+            first = min(start, outputs - 4)  # where fewer than four are left, some are computed twice
+            if rows <= FEW_ROWS:
+                for row in range(rows):
+                    multiply_packed(out, row * outputs + first, x, row * width, packed, scales, first, width, group)
+                continue
+            for output in range(4):
+                unpack_row(weights, output * width, packed, scales, first + output, width, group)
+            multiply_rows(out, first, outputs, x, rows, weights, width)
+            multiply_last_rows(out, first, outputs, x, rows, weights, width)
+
+
+@functools.cache
+def programs_for(integers: Any, scale: Any) -> Any:
+    """The C function that runs programs on weights of `integers` with scales of `scale`, NumPy types as lanes load them.
+
+    Its argument is the address of the int64 block that `run_programs` reads.
+    """
+
+    changed = sources_changed()
+
+    def programs(address):
+        _ = changed
+        block = array_at(address, BLOCK_SIZE, np.int64)
+        run_programs(block, array_at(block[7], 1, integers), array_at(block[8], 1, scale))
+
+    return compile_programs(programs)

@@ -1,0 +1,596 @@
+"""One attention for all that the engine does: prefill, chunks, decode and verification of drafts in one ragged batch.
+
+`unified_attention(...)` is the entrance. On a GPU (and under Triton's interpreter) it launches the kernel below; on a
+CPU it calls its twin, `attention_calls.py`.
+
+Layouts
+    q, out            [tokens, heads, head_dim], the queries of all sequences end to end
+    k_cache, v_cache  [blocks, block_size, kv_heads, head_dim]: of q's dtype, float8_e4m3fn, or int8 with
+    k_scales, v_scales  fp32 [blocks, kv_heads, block_size]: what a key's or value's integers are multiplied by
+    query_start_loc   int32 [sequences + 1]: where each sequence's queries begin in q
+    seq_lens          int32 [sequences]: keys of each sequence, those of its new tokens included
+    block_table       int32 [sequences, most blocks]: the blocks of each sequence, in order
+
+Query i of a sequence sits at position seq_len − query_len + i and sees the keys up to itself: causality needs nothing
+but this offset, so a decode is a query of length 1, a chunk one of length n, a prefill one whose offset is 0.
+
+Grid (query blocks, kv_heads, splits). Every head of a group reads the same keys, so a program takes BLOCK_Q positions
+and all heads of one group: BLOCK_M = rows of a matrix product, row = position × group + head. There are
+tokens // BLOCK_Q + sequences query blocks, at least as many as needed whatever the lengths are, so the host need not
+know them; a program finds its sequence by binary search in query_start_loc, and those left over return at once. The
+heaviest programs (late positions) start first.
+
+A program walks the keys in tiles of TILE, looks each key's block up in the table, and keeps the online softmax's
+running (peak, total, weighted sum) in fp32. Scores are in units of log2, so that exp is the hardware's exp2. Tiles that
+all rows see whole need no mask; they are a loop of their own.
+
+Splits. One decode of a long context has few programs and much to read. With splits > 1 each program reads its share of
+the tiles and writes a partial (peak, total, weighted sum); `combine_kernel` merges them. Splits that hold no key write
+a peak of −inf and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
+
+Quantized caches. Integers go into the matrix products as they are. A key's scale multiplies its column of scores, and
+a value's scale its column of weights, so that no tile is ever multiplied out.
+
+Must move, per layer: K and V once per (sequence, query block), 2 × keys × kv_heads × head_dim × bytes; q and out once.
+Must compute: 4 × head_dim × heads FLOPs for each (query, key) pair that is seen.
+A decode does 2 × group / bytes FLOPs for each byte of K and V (a group of 4 in bf16: 4), far below what a GPU can, so it
+runs at the speed of memory; a prefill of n tokens does about n / 2 times more and runs at that of the matrix units.
+
+In vLLM v0.33.0: `vllm/v1/attention/ops/triton_unified_attention.py`, `kernel_unified_attention` and `reduce_segments`.
+Dao et al. 2022, arXiv:2205.14135 (tiles and the online softmax); Dao et al. 2023, "Flash-Decoding" (splits).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.cpu.attention_gather import gather_attention
+from minivllm.kernels.reshape_and_cache import QUANTIZED, check_scales, choose_backend
+from minivllm.kernels.tuning import fastest
+from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
+
+LOG2E: Any = tl.constexpr(1.4426950408889634)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def find_sequence(query_start_loc, index, num_seqs, BLOCK_Q: tl.constexpr):
+    """The sequence of query block `index`: the last whose first block, start // BLOCK_Q + sequence, is not after it."""
+    low, high = 0, num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= index:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def load_rows(rows, row_is_real, dim, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Load `[rows, PADDED_DIM]`; rows that are not real (if MASKED) and dimensions beyond HEAD_DIM come as 0."""
+    if MASKED:
+        return tl.load(rows, mask=row_is_real[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM != PADDED_DIM:
+        return tl.load(rows, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(rows)
+
+
+@triton.jit
+def attend_tiles(
+    peak,  # [BLOCK_M] largest score so far, in log2 units
+    total,  # [BLOCK_M] sum of exp2(score − peak)
+    acc,  # [BLOCK_M, PADDED_DIM] sum of exp2(score − peak) × value
+    q,
+    query_position,  # [BLOCK_M] position of each row in its sequence
+    k_cache,  # at this program's head
+    v_cache,
+    k_scales,  # at this program's head, used if SCALED
+    v_scales,
+    table,  # at this program's sequence
+    key_begin,
+    key_end,  # whole tiles from key_begin (a multiple of TILE) to key_end
+    key_limit,  # keys from here on are not there (MASKED)
+    block_stride,
+    slot_stride,
+    scale_stride,  # of a block in the scales
+    scale,
+    soft_cap,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    OFFSET_TYPE: tl.constexpr,
+    SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take the keys of [key_begin, key_end) into the running softmax. Unless MASKED, every row must see all of them."""
+    dim = tl.arange(0, PADDED_DIM)
+    column = tl.arange(0, TILE)
+    # Block numbers are fetched one tile ahead, so that no load of keys waits for another load.
+    next_block = tl.load(table + (key_begin + column) // BLOCK_SIZE, mask=key_begin + column < key_limit, other=0)
+    for tile in range(key_begin, key_end, TILE):
+        key = tile + column
+        key_is_real = key < key_limit
+        slot = next_block.to(OFFSET_TYPE) * block_stride + (key % BLOCK_SIZE) * slot_stride
+        scale_at = next_block.to(OFFSET_TYPE) * scale_stride + key % BLOCK_SIZE
+        next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < key_limit, other=0)
+        at = slot[:, None] + dim[None, :]
+
+        keys = load_rows(k_cache + at, key_is_real, dim, HEAD_DIM, PADDED_DIM, MASKED).to(q.dtype)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        if SCALED:
+            scores = scores * tl.load(k_scales + scale_at, mask=key_is_real, other=0.0)[None, :]
+        if SOFT_CAP:
+            # tanh(x) = 2 sigmoid(2x) − 1
+            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores * (scale / soft_cap)) - 1.0)
+            to_log2 = LOG2E
+        else:
+            to_log2 = scale * LOG2E
+        if MASKED:
+            seen = key[None, :] <= query_position[:, None]
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > query_position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * to_log2)
+        reference = new_peak
+        if MASKED:  # a row that has seen nothing yet: −inf − −inf is no number
+            reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores * to_log2 - reference[:, None])
+        shrink = tl.exp2(peak - reference)
+        total = total * shrink + tl.sum(weights, 1)
+        if SCALED:
+            weights = weights * tl.load(v_scales + scale_at, mask=key_is_real, other=0.0)[None, :]
+        values = load_rows(v_cache + at, key_is_real, dim, HEAD_DIM, PADDED_DIM, MASKED).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), values, acc * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+    return peak, total, acc
+
+
+@triton.jit
+def unified_attention_kernel(
+    out,
+    q,
+    k_cache,
+    v_cache,
+    k_scales,  # used if SCALED
+    v_scales,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    partial_acc,  # fp32 [tokens, heads, splits, PADDED_DIM], used if SPLIT
+    partial_stats,  # fp32 [tokens, heads, splits, 2]: peak, total
+    num_seqs,
+    num_splits,
+    scale,
+    soft_cap,
+    q_stride,  # of a token; heads of q and out are HEAD_DIM apart
+    out_stride,
+    block_stride,
+    slot_stride,
+    head_stride,
+    table_stride,
+    DOT_TYPE: tl.constexpr,  # what the matrix products take; their sums are fp32
+    OFFSET_TYPE: tl.constexpr,  # int64 for caches of 2**31 elements and more
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Grid (tokens // BLOCK_Q + sequences, kv_heads, splits)."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = find_sequence(query_start_loc, index, num_seqs, BLOCK_Q)
+    start = tl.load(query_start_loc + sequence)
+    query_len = tl.load(query_start_loc + sequence + 1) - start
+    first_query = (index - start // BLOCK_Q - sequence) * BLOCK_Q
+    if first_query >= query_len:
+        return
+    context = tl.load(seq_lens + sequence) - query_len
+
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, PADDED_DIM)
+    query = first_query + row // GROUP
+    row_is_real = (row < BLOCK_Q * GROUP) & (query < query_len)
+    token = (start + query).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    q_rows = q + token[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
+    queries = load_rows(q_rows, row_is_real, dim, HEAD_DIM, PADDED_DIM, True).to(DOT_TYPE)
+
+    # The tiles that some row sees are [first, end), those that every row sees whole [whole_first, whole_end).
+    first_position = context + first_query
+    last_position = context + tl.minimum(first_query + BLOCK_Q, query_len) - 1
+    first = 0
+    whole_first = 0
+    if WINDOW > 0:
+        first = tl.maximum(first_position - WINDOW + 1, 0) // TILE
+        whole_first = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE)
+    end = tl.cdiv(last_position + 1, TILE)
+    whole_end = (first_position + 1) // TILE
+    if SPLIT:
+        share = tl.cdiv(end - first, num_splits)
+        first = first + tl.program_id(2) * share
+        end = tl.minimum(end, first + share)
+    whole_first = tl.minimum(tl.maximum(whole_first, first), end)
+    whole_end = tl.minimum(tl.maximum(whole_end, whole_first), end)
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    k_head = k_cache + kv_head.to(tl.int64) * head_stride
+    v_head = v_cache + kv_head.to(tl.int64) * head_stride
+    k_scales += kv_head * BLOCK_SIZE
+    v_scales += kv_head * BLOCK_SIZE
+    scale_stride = tl.num_programs(1) * BLOCK_SIZE
+    table = block_table + sequence.to(tl.int64) * table_stride
+    position = context + query
+    if WINDOW > 0:
+        peak, total, acc = attend_tiles(
+            peak, total, acc, queries, position, k_head, v_head, k_scales, v_scales, table,
+            first * TILE, whole_first * TILE, last_position + 1, block_stride, slot_stride, scale_stride, scale, soft_cap,
+            BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, True,
+        )  # fmt: skip
+    peak, total, acc = attend_tiles(
+        peak, total, acc, queries, position, k_head, v_head, k_scales, v_scales, table,
+        whole_first * TILE, whole_end * TILE, last_position + 1, block_stride, slot_stride, scale_stride, scale, soft_cap,
+        BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, False,
+    )  # fmt: skip
+    peak, total, acc = attend_tiles(
+        peak, total, acc, queries, position, k_head, v_head, k_scales, v_scales, table,
+        whole_end * TILE, end * TILE, last_position + 1, block_stride, slot_stride, scale_stride, scale, soft_cap,
+        BLOCK_SIZE, HEAD_DIM, PADDED_DIM, TILE, WINDOW, SOFT_CAP, OFFSET_TYPE, SCALED, True,
+    )  # fmt: skip
+
+    if SPLIT:
+        heads = tl.num_programs(1) * GROUP
+        part = (token * heads + head) * num_splits + tl.program_id(2)
+        tl.store(partial_stats + part * 2, peak, mask=row_is_real)
+        tl.store(partial_stats + part * 2 + 1, total, mask=row_is_real)
+        parts = partial_acc + part[:, None] * PADDED_DIM + dim[None, :]
+        tl.store(parts, acc, mask=(row_is_real & (total > 0))[:, None])
+    else:
+        out_rows = out + token[:, None] * out_stride + head[:, None] * HEAD_DIM + dim[None, :]
+        result = acc / total[:, None]
+        tl.store(out_rows, result.to(out.dtype.element_ty), mask=row_is_real[:, None] & (dim < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    out,
+    partial_acc,
+    partial_stats,
+    query_start_loc,
+    num_seqs,
+    num_splits,
+    out_stride,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+):
+    """Grid (tokens, heads): one output row out of its partial ones, weighted by exp2(peak − highest peak)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if token >= tl.load(query_start_loc + num_seqs):
+        return
+    split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_DIM)
+    part = (token * tl.num_programs(1) + head) * num_splits + split
+    peak = tl.load(partial_stats + part * 2, mask=split < num_splits, other=float("-inf"))
+    weight = tl.exp2(peak - tl.max(peak, 0))
+    saw_keys = peak > float("-inf")
+    total = tl.sum(weight * tl.load(partial_stats + part * 2 + 1, mask=saw_keys, other=0.0), 0)
+    acc = tl.load(partial_acc + part[:, None] * PADDED_DIM + dim[None, :], mask=saw_keys[:, None], other=0.0)
+    result = tl.sum(acc * weight[:, None], 0) / total
+    at = out + token * out_stride + head * HEAD_DIM + dim
+    tl.store(at, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+# ---- which configuration ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How the kernel is built: rows and keys of a tile, warps of a program, tiles in flight."""
+
+    block_m: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+_DECODE = {  # up to 32 rows: keep many bytes in flight. Best guess first.
+    "sm_80": ((32, 4, 3), (64, 4, 2), (64, 8, 3)),
+    "sm_90": ((32, 4, 4), (64, 4, 2), (64, 4, 3), (128, 8, 2)),
+    "sm_100": ((32, 4, 4), (64, 4, 2), (64, 4, 3), (128, 8, 2)),
+    "gfx942": ((64, 4, 1), (32, 4, 1), (32, 4, 2)),
+}
+_PREFILL = {  # more rows: keep the matrix units busy, spill no register
+    "sm_80": ((128, 32, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
+    "sm_90": ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
+    "sm_100": ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
+    "gfx942": ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+}
+
+
+def configurations(
+    architecture: str, rows: int, group: int, padded_dim: int, element_bytes: int
+) -> list[Configuration]:
+    """What may suit a batch with `rows` query rows (positions × group) a sequence, best guess first.
+
+    `architecture` is one of `minivllm.lab.aot.TARGETS`. Matrix products of fp32 run outside the matrix units, with few
+    registers to spare, so fp32 has one small configuration, and so has a head wider than 128.
+    """
+    smallest = max(16, triton.next_power_of_2(group))
+    if element_bytes > 2:
+        return [Configuration(smallest, 32 if padded_dim <= 128 else 16, 4, 1)]
+    if rows <= 32 or smallest > 64:
+        block_m = max(smallest, 16 if rows <= 16 else 32)
+        narrow = [(tile, warps, stages) for tile, warps, stages in _DECODE[architecture] if tile * padded_dim <= 16384]
+        return [Configuration(block_m, *choice) for choice in narrow]
+    if padded_dim > 128:
+        return [Configuration(64, 32, 4, 1 if architecture == "gfx942" else 2)]
+    return [Configuration(*choice) for choice in _PREFILL[architecture]]
+
+
+def automatic_splits(programs: int, keys: int, multiprocessors: int) -> int:
+    """Into how many parts to split each sequence's keys, so that about four programs run on each multiprocessor.
+
+    A part of less than 256 keys is not worth its share of the combine.
+    """
+    wanted = 4 * multiprocessors // max(programs, 1)
+    return max(1, min(wanted, keys // 256, 128))
+
+
+# ---- the entrance ----------------------------------------------------------------------------------------------------
+
+
+def unified_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    *,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    num_kv_splits: int | None = None,
+    max_seq_len: int | None = None,
+    backend: str | None = None,
+    checked: bool = False,
+) -> torch.Tensor:
+    """Causal attention of a ragged batch over paged K and V; layouts as in the head of this file.
+
+    Args:
+        scale: what q · k is multiplied by, greater than 0 (usually head_dim ** −0.5).
+        k_scales, v_scales: of int8 caches, see the head of this file.
+        out: where to write, `[tokens, heads, head_dim]`; rows of padding tokens (beyond `query_start_loc[-1]`) stay as
+            they are.
+        sliding_window: a query sees itself and the `sliding_window` − 1 keys before it.
+        soft_cap: scores become soft_cap × tanh(score / soft_cap).
+        num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
+        max_seq_len: the longest sequence, if the host knows; else the block table's width bounds it. It only helps to
+            choose the number of splits: a wrong value costs time, never correctness.
+        backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter. "naive"
+            is what there was before, to measure against: PyTorch, one sequence after another, its keys and values
+            gathered and the matrix of all scores written out.
+        checked: a call with the same shapes and types has passed the checks, as the layer before has of the same step.
+
+    Returns:
+        `out`, of q's dtype.
+
+    Raises:
+        MinivllmError: shapes, types or values that cannot work.
+    """
+    if not checked:
+        _check(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale)
+        check_scales(k_cache, k_scales, v_scales)
+        _check_choices(sliding_window, soft_cap, num_kv_splits)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if len(q) == 0 or len(seq_lens) == 0:
+        return out
+    if backend == "naive":
+        gather_attention(
+            out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap,
+            k_scales, v_scales, naive=True,
+        )  # fmt: skip
+        return out
+    if choose_backend(backend, q) == "cpu":
+        from minivllm.kernels.cpu.attention_calls import unified_attention_cpu
+
+        unified_attention_cpu(
+            out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap,
+            k_scales, v_scales,
+        )  # fmt: skip
+        return out
+
+    if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+        q = q.contiguous()
+    tokens, heads, head_dim = q.shape
+    group, sequences = heads // k_cache.shape[2], len(seq_lens)
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    rows = -(-tokens // sequences) * group
+    keys = min(max_seq_len or block_table.shape[1] * k_cache.shape[1], sliding_window or 2**31)
+
+    def launch(configuration: Configuration) -> None:
+        splits = num_kv_splits
+        if splits is None:
+            programs = max(sequences, tokens * group // configuration.block_m) * k_cache.shape[2]
+            splits = 1 if INTERPRETED else automatic_splits(programs, keys, _multiprocessors(q.device))
+        launch_triton(
+            out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale,
+            sliding_window, soft_cap, splits, configuration, k_scales, v_scales,
+        )  # fmt: skip
+
+    if INTERPRETED:
+        launch(Configuration(min(max(16, triton.next_power_of_2(max(rows, group))), 64), 32, 4, 1))
+        return out
+    choices = configurations(_architecture(q.device), rows, group, padded_dim, q.element_size())
+    shape_class = (
+        q.device, q.dtype, k_cache.dtype, heads, group, head_dim, k_cache.shape[1], sliding_window, soft_cap is None, num_kv_splits,
+        sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
+    )  # fmt: skip
+    launch(fastest(choices, shape_class, launch))
+    return out
+
+
+def launch_triton(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    num_splits: int,
+    configuration: Configuration,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+) -> None:
+    """One launch with everything chosen (two if `num_splits` > 1). Input is as `unified_attention` leaves it."""
+    tokens, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    group, sequences = heads // kv_heads, len(seq_lens)
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    partial_acc = partial_stats = out  # not looked at unless there are splits
+    if num_splits > 1:
+        partial_acc = torch.empty(tokens, heads, num_splits, padded_dim, dtype=torch.float32, device=q.device)
+        partial_stats = torch.empty(tokens, heads, num_splits, 2, dtype=torch.float32, device=q.device)
+    query_blocks = tokens // (configuration.block_m // group) + sequences
+    unified_attention_kernel[(query_blocks, kv_heads, num_splits)](
+        out,
+        q,
+        k_cache,
+        v_cache,
+        k_cache if k_scales is None else k_scales,
+        v_cache if v_scales is None else v_scales,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        partial_acc,
+        partial_stats,
+        sequences,
+        num_splits,
+        float(scale),
+        float(soft_cap or 0.0),
+        q.stride(0),
+        out.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        block_table.stride(0),
+        DOT_TYPE=tl.float32 if INTERPRETED else _TRITON_TYPES[q.dtype],  # the interpreter's NumPy knows no bf16
+        OFFSET_TYPE=tl.int32 if k_cache.shape[0] * k_cache.stride(0) < 2**31 else tl.int64,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=configuration.block_m,
+        TILE=configuration.tile,
+        WINDOW=sliding_window or 0,
+        SOFT_CAP=soft_cap is not None,
+        SPLIT=num_splits > 1,
+        SCALED=k_scales is not None,
+        num_warps=configuration.num_warps,
+        num_stages=configuration.num_stages,
+    )
+    if num_splits > 1:
+        combine_kernel[(tokens, heads)](
+            out,
+            partial_acc,
+            partial_stats,
+            query_start_loc,
+            sequences,
+            num_splits,
+            out.stride(0),
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim,
+            PADDED_SPLITS=triton.next_power_of_2(num_splits),
+        )
+
+
+_TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _architecture(device: torch.device) -> str:
+    """The entry of the tables above that a GPU is closest to."""
+    if torch.version.hip:
+        return "gfx942"
+    major, _ = torch.cuda.get_device_capability(device)
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+) -> None:
+    if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+        raise MinivllmError(
+            f"q {tuple(q.shape)} must be [tokens, heads, head_dim] and the cache {tuple(k_cache.shape)} "
+            "[blocks, block_size, kv_heads, head_dim], with heads a multiple of kv_heads and one head_dim"
+        )
+    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise MinivllmError("K and V caches must have the same shape and strides, head_dim contiguous")
+    if q.dtype not in _TRITON_TYPES or k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *QUANTIZED):
+        raise MinivllmError(
+            f"q is {q.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}: they must be alike, "
+            "float32, float16 or bfloat16, or the caches int8 or float8_e4m3fn"
+        )
+    if query_start_loc.shape != (len(seq_lens) + 1,) or block_table.dim() != 2 or len(block_table) < len(seq_lens):
+        raise MinivllmError(
+            f"{len(seq_lens)} sequences need query_start_loc [{len(seq_lens) + 1}] and a block_table row each, "
+            f"got {tuple(query_start_loc.shape)} and {tuple(block_table.shape)}"
+        )
+    for name, tensor in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("block_table", block_table)):
+        if tensor.dtype != torch.int32:
+            raise MinivllmError(f"{name} must be int32, got {tensor.dtype}")
+        if tensor.stride(-1) != 1 and tensor.numel() > 1:
+            raise MinivllmError(f"the last dimension of {name} must be contiguous")
+    if not 0 < q.shape[2] <= 256:
+        raise MinivllmError(f"head_dim must be 1 to 256, got {q.shape[2]}")
+    if not scale > 0:
+        raise MinivllmError(f"scale must be greater than 0, got {scale}")
+
+
+def _check_choices(sliding_window: int | None, soft_cap: float | None, num_kv_splits: int | None) -> None:
+    if sliding_window is not None and sliding_window < 1:
+        raise MinivllmError(f"sliding_window must be at least 1, got {sliding_window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise MinivllmError(f"soft_cap must be greater than 0, got {soft_cap}")
+    if num_kv_splits is not None and num_kv_splits < 1:
+        raise MinivllmError(f"num_kv_splits must be at least 1, got {num_kv_splits}")

@@ -1,0 +1,156 @@
+"""Steps of a real engine, timed, with what each asked of the device; and the same run foretold by the simulator.
+
+What is recorded is what a cost model is fitted to, and what it is judged by.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core import EngineCore
+from minivllm.engine.core_request import EngineCoreRequest
+from minivllm.errors import MinivllmError
+from minivllm.executor.abstract import UniprocExecutor
+from minivllm.lab.timing import Stopwatch
+from minivllm.models.loader import random_model
+from minivllm.sampling_params import SamplingParams
+from minivllm.simulate.cost_model import Cost, MeasuredStep, StepShape
+from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+
+STEP_PARTS = {
+    "schedule": "scheduler",
+    "prepare_inputs": "runner",
+    "forward": "runner",
+    "sample_tokens": "runner",
+    "update_from_output": "scheduler",
+}
+"""Methods that a step goes through, and whose they are."""
+OPERATORS_PER_LAYER = 8
+"""Norm, qkv, rotation, o, norm, gate and up, silu, down: what the decoder launches beside attention."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A run: its steps as measured, tokens by request id of each step, and the tokens that came out."""
+
+    steps: list[MeasuredStep]
+    scheduled: list[dict[str, int]]
+    output_tokens: int
+    num_preemptions: int
+
+    @property
+    def seconds(self) -> float:
+        """All steps together."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def decode_seconds(self) -> float:
+        """The median step in which every request got one token."""
+        return statistics.median(one.seconds for one in self.steps if one.shape.num_tokens == one.shape.num_reqs)
+
+    @property
+    def most_running(self) -> int:
+        """Requests in the largest step."""
+        return max(step.shape.num_reqs for step in self.steps)
+
+
+def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **settings: Any) -> EngineCore:
+    """An engine without a tokenizer that has exactly this pool; `settings` are further engine arguments.
+
+    Raises:
+        MinivllmError: settings that cannot be, or a pool in which not one request of `max_model_len` fits.
+    """
+    settings |= {"num_gpu_blocks_override": cache.num_gpu_blocks, "block_size": cache.block_size}
+    settings |= {"enable_prefix_caching": cache.enable_prefix_caching, "skip_tokenizer_init": True}
+    return EngineCore(EngineArgs(model=model, device=device.type, **settings))
+
+
+def own_clock(core: EngineCore) -> Callable[[], float]:
+    """The clock for this engine: on a CPU with one thread the process's own, which other work does not disturb."""
+    here = isinstance(core.executor, UniprocExecutor) and core.runner.device.type == "cpu"
+    return time.process_time if here and torch.get_num_threads() == 1 else time.perf_counter
+
+
+def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bool = True) -> Recording:
+    """Serve requests of these (prompt, output) lengths that all wait at once, and time every step.
+
+    Sampling is greedy and end-of-sequence tokens are ignored, so that the lengths are what was asked for. Requests are
+    named "0", "1", … A few of them are served before, to warm up.
+
+    Raises:
+        MinivllmError: no requests, or one that the engine refuses.
+    """
+    if not lengths:
+        raise MinivllmError("a recording needs at least one request")
+    if warm_up:
+        record_run(core, lengths[:2], warm_up=False)
+    steps, scheduled, num_tokens, preempted = [], [], 0, core.scheduler.num_preemptions
+    clock = own_clock(core)
+    for index, (prompt, output) in enumerate(lengths):
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        prompt_ids = [1 + index % (core.model_config.vocab_size - 1)] * prompt
+        core.add_request(EngineCoreRequest(str(index), prompt_ids, params, (), time.monotonic()))
+    while core.has_unfinished_requests():
+        start = clock()
+        output = core.scheduler.schedule()
+        requests, new = core.scheduler.requests, output.num_scheduled_tokens
+        shape = StepShape.of((count, requests[i].num_computed_tokens - count) for i, count in new.items())
+        news = core.scheduler.update_from_output(output, core.executor.execute_model(output))
+        steps.append(MeasuredStep(shape, clock() - start))
+        scheduled.append(dict(new))
+        num_tokens += sum(len(one.new_token_ids) for one in news)
+    return Recording(steps, scheduled, num_tokens, core.scheduler.num_preemptions - preempted)
+
+
+def foretell(
+    lengths: Sequence[tuple[int, int]], recording: Recording, config: SchedulerConfig, cache: CacheConfig, cost: Cost
+) -> float:
+    """(modelled − measured) / measured seconds of a recorded run of these (prompt, output) lengths.
+
+    Raises:
+        MinivllmError: the simulation does not take the steps that the engine took: other settings, or a fault.
+    """
+    result = simulate([SimulatedRequest(*one) for one in lengths], config, cache, cost)
+    if [step.scheduled for step in result.steps] != recording.scheduled:
+        raise MinivllmError("the simulation takes other steps than the engine took: are the settings the same?")
+    return result.seconds / recording.seconds - 1
+
+
+def step_parts(core: EngineCore, lengths: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Seconds of a mean step by what it is made of, serving requests of these (prompt, output) lengths, warmed up."""
+    record_run(core, lengths[:2], warm_up=False)
+    watch = Stopwatch(own_clock(core))
+    for part, owner in STEP_PARTS.items():
+        place = getattr(core, owner)
+        setattr(place, part, watch.watch(part, getattr(place, part)))
+    steps = len(record_run(core, lengths, warm_up=False).steps)
+    for part, owner in STEP_PARTS.items():
+        delattr(getattr(core, owner), part)  # the method of the class again
+    return {part: watch.seconds[part] / steps for part in STEP_PARTS}
+
+
+def launch_seconds(layers: int = 16) -> float:
+    """Host seconds for each operator that the decoder launches on a CPU: of a model with next to no arithmetic."""
+    thin = ModelConfig(
+        num_hidden_layers=layers, hidden_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
+        intermediate_size=16, vocab_size=32, max_position_embeddings=64, model_type="llama",
+    )  # fmt: skip
+    model, ids, seconds = random_model(thin, dtype="float32"), torch.zeros(1, dtype=torch.int64), []
+    with torch.inference_mode():
+        for _ in range(20):
+            start = time.thread_time()  # one row needs no second thread, and other work should not count
+            model(ids, ids, lambda layer, q, k, v: q)
+            seconds.append(time.thread_time() - start)
+    return statistics.median(seconds) / (layers * OPERATORS_PER_LAYER + 2)  # and the embedding, and the last norm

@@ -1,0 +1,91 @@
+"""Work whose prompts share their beginnings, as users of a real engine make it, and what a prefix cache saves of it.
+
+Each kind of work asks the engine for answers and puts them into its next prompts. All text is taken from one stream of
+tokens, so nothing is equal but what the work itself repeats.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from minivllm.entrypoints.llm import LLM
+from minivllm.errors import MinivllmError
+from minivllm.sampling_params import SamplingParams
+
+ANSWER_TOKENS = 8
+Ask = Callable[[list[list[int]]], list[list[int]]]
+"""Prompts, all at once, to their answers."""
+Take = Callable[[int], list[int]]
+"""The next so many tokens of text that was not seen yet."""
+
+
+def system_prompt(ask: Ask, take: Take, users: int) -> None:
+    """Users with a short question each, behind one long instruction."""
+    instruction = take(384)
+    ask([instruction + take(32) for _ in range(users)])
+
+
+def chats(ask: Ask, take: Take, users: int) -> None:
+    """Conversations of five turns: each turn sends everything that was said before."""
+    talks = [take(96) for _ in range(users)]
+    for _ in range(5):
+        talks = [talk + answer + take(24) for talk, answer in zip(talks, ask(talks), strict=True)]
+
+
+def agent(ask: Ask, take: Take, users: int) -> None:
+    """One agent's loop, two rounds for each user: instructions, and what its tools have said so far."""
+    talk = take(256)
+    for _ in range(2 * users):
+        talk = talk + ask([talk])[0] + take(24)
+
+
+def strangers(ask: Ask, take: Take, users: int) -> None:
+    """Users who share nothing."""
+    ask([take(416) for _ in range(users)])
+
+
+WORK = {"one system prompt": system_prompt, "chats of 5 turns": chats, "an agent": agent, "strangers": strangers}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of some work: prompt tokens looked up and found in the cache, mean seconds to the first token."""
+
+    queries: int
+    hits: int
+    first_token_seconds: float
+    answers: tuple[tuple[int, ...], ...]
+
+
+def serve(llm: LLM, work: Callable[[Ask, Take, int], None], text: Sequence[int], users: int) -> Served:
+    """Do the work, starting with an empty prefix cache.
+
+    Raises:
+        MinivllmError: the text is too short for it, or the engine refuses a prompt.
+    """
+    stream, waits, answers = iter(text), [], []
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+
+    def take(count: int) -> list[int]:
+        taken = list(islice(stream, count))
+        if len(taken) < count:
+            raise MinivllmError(f"{len(text)} tokens of text are not enough for {users} users")
+        return taken
+
+    def ask(prompts: list[list[int]]) -> list[list[int]]:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for output in outputs:
+            assert output.metrics is not None
+            assert output.metrics.first_token_time is not None
+            waits.append(output.metrics.first_token_time - output.metrics.arrival_time)
+            answers.append(tuple(output.outputs[0].token_ids))
+        return [list(answer) for answer in answers[-len(prompts) :]]
+
+    llm.reset_prefix_cache()
+    llm.llm_engine.make_stats()  # what was counted before is not ours
+    work(ask, take, users)
+    stats = llm.llm_engine.make_stats().prefix_cache_stats
+    return Served(stats.queries, stats.hits, statistics.mean(waits), tuple(answers))

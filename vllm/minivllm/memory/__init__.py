@@ -1,0 +1,30 @@
+"""What the memory of a device goes to, counted: bytes per token, tokens that fit, the start-up ledger. No torch."""
+
+from minivllm.memory.bytes_per_token import (
+    cache_dtype,
+    kv_bytes_per_token,
+    kv_cache_tokens,
+    max_concurrency,
+    serving_dtype,
+)
+from minivllm.memory.devices import Device, get_device
+from minivllm.memory.ledger import LedgerRow, MemoryLedger, estimated_activation_peak, memory_ledger
+from minivllm.memory.parameters import num_parameters, parameter_groups, rotary_table_bytes, weight_bytes
+
+__all__ = [
+    "Device",
+    "LedgerRow",
+    "MemoryLedger",
+    "cache_dtype",
+    "estimated_activation_peak",
+    "get_device",
+    "kv_bytes_per_token",
+    "kv_cache_tokens",
+    "max_concurrency",
+    "memory_ledger",
+    "num_parameters",
+    "parameter_groups",
+    "rotary_table_bytes",
+    "serving_dtype",
+    "weight_bytes",
+]

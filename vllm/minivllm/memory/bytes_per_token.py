@@ -1,0 +1,157 @@
+"""What one token costs in the KV cache, and how many tokens and requests a cache holds.
+
+Counts, not estimates; they equal what vLLM prints at start-up ("GPU KV cache size", "Maximum concurrency"). Only models
+in which every layer keeps every token are counted; all others are refused with an `UnsupportedModelError`.
+
+In vLLM v0.33.0: `vllm/v1/kv_cache_interface.py` (`AttentionSpec.page_size_bytes`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from minivllm.config import ModelConfig
+from minivllm.config.checks import is_number, positive_count, require
+from minivllm.config.units import GIB
+from minivllm.errors import MinivllmError, UnsupportedModelError
+
+Model = ModelConfig | Mapping[str, Any]
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
+SCALE_BYTES = 4  # a float32 scale for each token and head, for K and for V
+KV_DTYPES = ("auto", *DTYPE_BYTES, "int8_per_token_head", "fp8_per_token_head", "nvfp4")
+
+
+def kv_bytes_per_token(model: Model, kv_dtype: str = "auto", tp: int = 1) -> int:
+    """Bytes that one token occupies in the KV cache of *one* GPU, over all layers.
+
+    `2 * layers * KV heads * head_dim * bytes`, the 2 being K and V. KV heads are divided over `tp` GPUs; beyond one
+    head a GPU they are held several times over. Multi-head latent attention keeps one latent vector and the rotary part
+    of the key instead, whole on every GPU: `layers * (kv_lora_rank + qk_rope_head_dim) * bytes`.
+
+    Args:
+        model: a ModelConfig or the contents of a `config.json`.
+        kv_dtype: "auto" is what vLLM would take: the dtype that a quantized checkpoint asks for, else the model's own,
+            in 16 bits where the checkpoint has 32. The fp8 forms are one byte each, with scales per tensor, which take
+            no room in the cache. "int8_per_token_head" (or "int8") and "fp8_per_token_head" add a float32 scale for
+            each token and head of K and of V; "nvfp4" is half a byte and one byte of scale for every 16 values.
+        tp: GPUs that share one copy of the model.
+
+    Raises:
+        UnsupportedModelError: not every layer keeps every token, so no figure per token exists.
+        MinivllmError: unknown dtype, or KV heads that cannot be divided over `tp` GPUs.
+    """
+    config = as_config(model)
+    _refuse_forgetful(config)
+    kv_dtype = cache_dtype(config, kv_dtype)
+    heads = kv_heads_on_rank(config, tp)
+    if config.kv_lora_rank is not None:
+        if kv_dtype not in DTYPE_BYTES:
+            raise MinivllmError(f"a latent cache has no heads, so {kv_dtype!r} does not apply to it")
+        width = config.kv_lora_rank + (config.qk_rope_head_dim or 0)
+        return config.num_hidden_layers * width * DTYPE_BYTES[kv_dtype]
+    return config.num_hidden_layers * 2 * heads * _head_bytes(config.head_dim, kv_dtype)
+
+
+def kv_cache_tokens(kv_bytes: int, model: Model, block_size: int = 16, kv_dtype: str = "auto", tp: int = 1) -> int:
+    """Tokens that `kv_bytes` of one GPU hold, in whole blocks: vLLM's "GPU KV cache size".
+
+    vLLM counts block 0 too, although that is its null block and never holds a token of a request.
+    """
+    require(is_number(kv_bytes), f"kv_bytes is {kv_bytes!r}; it must be a number of bytes")
+    if kv_bytes < 0:
+        raise MinivllmError(f"nothing is left for the KV cache: {kv_bytes / GIB:.2f} GiB")
+    block_bytes = kv_bytes_per_token(model, kv_dtype, tp) * positive_count("block_size", block_size)
+    return int(kv_bytes // block_bytes) * block_size
+
+
+def max_concurrency(tokens: int, max_model_len: int) -> float:
+    """How many requests of the greatest length fit at once: vLLM's "Maximum concurrency for N tokens per request"."""
+    require(is_number(tokens) and tokens >= 0, f"tokens is {tokens!r}; it must be a number, and not negative")
+    return tokens / positive_count("max_model_len", max_model_len)
+
+
+def kv_heads_on_rank(config: ModelConfig, tp: int) -> int:
+    """Key-value heads on each of `tp` GPUs: divided while there are enough, else one on each, held several times over.
+
+    vLLM: `ModelConfig.get_num_kv_heads` in `vllm/config/model.py`.
+
+    Raises:
+        MinivllmError: neither divides the other.
+    """
+    heads = config.num_key_value_heads
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+        raise MinivllmError(f"the number of tensor-parallel GPUs must be a positive whole number, not {tp!r}")
+    if config.kv_lora_rank is None and heads % tp and tp % heads:
+        raise MinivllmError(
+            f"{heads} key-value heads cannot be divided over {tp} GPUs, nor {tp} GPUs over {heads} heads; "
+            f"one must be a multiple of the other"
+        )
+    return max(1, heads // tp)
+
+
+def serving_dtype(model: Model) -> str:
+    """The dtype in which vLLM runs a model by default: its own, or bfloat16 where that is float32.
+
+    vLLM: `_resolve_auto_dtype` in `vllm/config/model.py`.
+    """
+    dtype = as_config(model).dtype
+    return "bfloat16" if dtype == "float32" else dtype
+
+
+def cache_dtype(model: Model, kv_dtype: str = "auto") -> str:
+    """The dtype that "auto" stands for; any other known one as it is.
+
+    Raises:
+        MinivllmError: the dtype is not known.
+    """
+    config = as_config(model)
+    if kv_dtype == "auto":
+        kv_dtype = config.checkpoint_kv_dtype or serving_dtype(config)
+    if kv_dtype == "int8":  # integers that all tokens of a tensor share a scale of are not worth having
+        kv_dtype = "int8_per_token_head"
+    if kv_dtype not in KV_DTYPES:
+        raise MinivllmError(f"unknown dtype of the KV cache {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
+    return kv_dtype
+
+
+def as_config(model: Model) -> ModelConfig:
+    """The config itself, or one made of the contents of a `config.json`."""
+    return model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)
+
+
+def _refuse_forgetful(config: ModelConfig) -> None:
+    """Raise unless every layer keeps the key and value of every token."""
+    reason = config.cache_exception
+    if reason is None and config.sliding_window is not None:
+        reason = f"every layer keeps only the last {config.sliding_window} tokens"
+    if reason is None and config.layer_types and set(config.layer_types) != {"full_attention"}:
+        reason = "some of its layers keep only the tokens inside a window"
+    if reason is not None:
+        name = config.architecture or config.model_type or "this model"
+        raise UnsupportedModelError(f"{name}: {reason}, so its cache is not so many bytes a token")
+
+
+def bytes_of_dtype(dtype: str) -> int:
+    """Bytes of one weight. Raises `MinivllmError` for a dtype that is not known."""
+    if dtype not in tuple(DTYPE_BYTES):
+        raise MinivllmError(f"unknown dtype of weights {dtype!r}; known: auto, {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
+def _head_bytes(head_dim: int, kv_dtype: str) -> int:
+    """Bytes of one head's key (or value) of one token."""
+    if kv_dtype == "nvfp4":
+        if head_dim % 16:
+            raise MinivllmError(f"nvfp4 needs a head_dim that is a multiple of 16, not {head_dim}")
+        return head_dim // 2 + head_dim // 16
+    if kv_dtype.endswith("_per_token_head"):
+        return head_dim + SCALE_BYTES
+    return head_dim * DTYPE_BYTES[kv_dtype]

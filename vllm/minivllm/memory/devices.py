@@ -1,0 +1,61 @@
+"""How much memory well-known GPUs have.
+
+That is what a program finds (`torch.cuda.get_device_properties(0).total_memory`), a little less than the figure on the
+box: error correction and the driver keep the rest. It differs by some MiB between drivers.
+"""
+
+from dataclasses import dataclass
+
+from minivllm.config.units import GIB
+from minivllm.errors import MinivllmError
+
+
+@dataclass(frozen=True)
+class Device:
+    """Something with memory: a GPU, or a computer."""
+
+    name: str
+    memory_bytes: int
+    """What a program sees of it."""
+
+
+MEMORY_GIB = {
+    "T4": 14.563,
+    "L4": 22.161,
+    "A10G": 22.06,
+    "RTX 4090": 23.527,
+    "A100-40": 39.494,
+    "A100-80": 79.151,
+    "H100": 79.179,
+    "H200": 139.81,
+    "B200": 178.35,
+    "MI300X": 191.98,
+}
+
+OTHER_NAMES = {
+    "4090": "RTX 4090",
+    "a100": "A100-80",
+    "a10040gb": "A100-40",
+    "a10080gb": "A100-80",
+    "h10080gb": "H100",
+    "h100sxm": "H100",
+    "h200sxm": "H200",
+}
+
+
+def get_device(name: str) -> Device:
+    """The GPU of that name; capitals, spaces and dashes do not matter ("a100-80", "rtx4090").
+
+    Raises:
+        MinivllmError: there is none; the message lists those that there are.
+    """
+    plain = _plain(name).removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
+    by_plain_name = {_plain(known): known for known in MEMORY_GIB}
+    known = OTHER_NAMES.get(plain) or by_plain_name.get(plain)
+    if known is None:
+        raise MinivllmError(f"no figures for the GPU {name!r}; known: {', '.join(MEMORY_GIB)}")
+    return Device(known, round(MEMORY_GIB[known] * GIB))
+
+
+def _plain(name: str) -> str:
+    return "".join(character for character in str(name).lower() if character.isalnum())

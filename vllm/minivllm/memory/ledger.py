@@ -1,0 +1,189 @@
+"""What the memory of a device goes to: weights, working space, and the KV cache with the tokens that it holds.
+
+In vLLM v0.33.0: `vllm/v1/core/kv_cache_planning.py` (`get_kv_cache_configs`, `check_enough_kv_cache_memory`,
+`estimate_max_model_len`) and `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_memory`).
+"""
+
+from dataclasses import dataclass
+
+from minivllm.config import ModelConfig
+from minivllm.config.checks import is_number, positive_count
+from minivllm.config.units import GIB
+from minivllm.errors import MinivllmError
+from minivllm.memory.bytes_per_token import Model, as_config, kv_bytes_per_token, max_concurrency
+from minivllm.memory.devices import Device, get_device
+from minivllm.memory.parameters import rotary_table_bytes, weight_bytes
+
+# Working memory, where it is not measured. The estimate of activations fits the peaks in start-up logs of vLLM within
+# 6 % (tests/memory/startup_logs.py); the other figures are what such logs typically say.
+SAMPLER_BYTES_PER_LOGIT = 39  # float32 copies, sorted values and 8-byte indices of [max_num_seqs, vocab] logits
+NON_TORCH_BYTES = GIB // 10
+NON_TORCH_BYTES_TP = GIB  # with NCCL's buffers
+CUDA_GRAPH_BYTES = GIB // 2
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One use of device memory."""
+
+    name: str
+    bytes: int
+    estimated: bool = False
+    """Is this figure an estimate (True) or counted or given (False)?"""
+
+
+@dataclass(frozen=True)
+class MemoryLedger:
+    """What the memory of one GPU goes to, to the last byte. The rows sum to what the GPU has."""
+
+    device: Device
+    rows: tuple[LedgerRow, ...]
+    kv_bytes: int
+    """Left for the KV cache: vLLM's "Available KV cache memory"."""
+    bytes_per_token: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, the null block included."""
+        return self.kv_bytes // (self.block_size * self.bytes_per_token)
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that requests can have: all but block 0, the null block."""
+        return max(0, self.num_blocks - 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all blocks: vLLM's "GPU KV cache size"."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def concurrency(self) -> float:
+        """Requests of `max_model_len` tokens that fit at once."""
+        return max_concurrency(self.tokens, self.max_model_len)
+
+    @property
+    def longest_request(self) -> int:
+        """The longest request that the usable blocks can hold, in tokens."""
+        return self.usable_blocks * self.block_size
+
+    def check(self) -> None:
+        """Refuse to start where one request of `max_model_len` tokens does not fit.
+
+        Raises:
+            MinivllmError: it does not; the message says which length would.
+        """
+        if self.max_model_len <= self.longest_request:
+            return
+        needed = (-(-self.max_model_len // self.block_size) + 1) * self.block_size * self.bytes_per_token
+        advice = (
+            f"set max_model_len to {self.longest_request} or less"
+            if self.longest_request
+            else "not even one block of tokens fits"
+        )
+        raise MinivllmError(
+            f"one request of max_model_len = {self.max_model_len} tokens needs {needed / GIB:.2f} GiB of KV cache, and "
+            f"{self.kv_bytes / GIB:.2f} GiB are left on the {self.device.name}: {advice}, or give the engine more "
+            f"memory (a higher gpu_memory_utilization, a smaller KV dtype, more GPUs)"
+        )
+
+
+def memory_ledger(
+    model: Model,
+    device: Device | str,
+    *,
+    max_model_len: int | None = None,
+    gpu_memory_utilization: float = 0.92,
+    tp: int = 1,
+    kv_dtype: str = "auto",
+    weight_dtype: str = "auto",
+    block_size: int = 16,
+    max_num_batched_tokens: int = 8192,
+    max_num_seqs: int = 256,
+    weights: int | None = None,
+    activation_peak: int | None = None,
+    non_torch: int | None = None,
+    cuda_graphs: int | None = None,
+    check: bool = True,
+) -> MemoryLedger:
+    """Share out the memory of one GPU as vLLM does at start-up: what the budget leaves beside all else is KV cache.
+
+    Args:
+        model: a ModelConfig or the contents of a `config.json`.
+        device: what has the memory, or the name of a GPU in the table of `minivllm.memory.devices`.
+        max_model_len: the longest request, prompt and output together; the model's own limit where None.
+        gpu_memory_utilization: the share of the device memory that the engine may use at all.
+        tp: GPUs that share one copy of the model; the ledger is of one of them.
+        kv_dtype, weight_dtype: see `kv_bytes_per_token` and `weight_bytes`.
+        block_size: tokens in a block of the KV cache.
+        max_num_batched_tokens, max_num_seqs: the largest step, whose activations the profiling run measures.
+        weights, activation_peak, non_torch, cuda_graphs: bytes, where they are known from a start-up log or a
+            measurement; else weights (with their rotary table) are counted and the others estimated.
+        check: raise if a request of `max_model_len` does not fit; without it, the ledger is returned all the same.
+
+    Raises:
+        MinivllmError: nothing is left for the KV cache, a request of `max_model_len` does not fit (the message says
+            which length would), or an argument makes no sense.
+        UnsupportedModelError: the memory of this model cannot be counted.
+    """
+    config = as_config(model)
+    device = Device(device.name, device.memory_bytes) if isinstance(device, Device) else get_device(device)
+    if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
+        raise MinivllmError(f"gpu_memory_utilization is a share above 0 and up to 1, not {gpu_memory_utilization!r}")
+    given = {"weights": weights, "activation_peak": activation_peak, "non_torch": non_torch, "cuda_graphs": cuda_graphs}
+    for name, value in given.items():
+        if value is not None and not (is_number(value) and value >= 0):
+            raise MinivllmError(f"{name} is {value!r}; it must be a number of bytes, or None")
+    if max_model_len is None:
+        config.require("max_position_embeddings")
+        max_model_len = config.max_position_embeddings
+    per_token = kv_bytes_per_token(config, kv_dtype, tp)
+    block_bytes = per_token * positive_count("block_size", block_size)
+    budget = int(device.memory_bytes * gpu_memory_utilization)
+    loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else int(weights)
+    before_cache = (
+        LedgerRow("weights and rotary table", loaded),
+        _row(
+            "activations", activation_peak, estimated_activation_peak(config, max_num_batched_tokens, max_num_seqs, tp)
+        ),
+        _row("outside torch", non_torch, NON_TORCH_BYTES if tp == 1 else NON_TORCH_BYTES_TP),
+        _row("CUDA graphs", cuda_graphs, CUDA_GRAPH_BYTES),
+    )
+    kv_bytes = budget - sum(row.bytes for row in before_cache)
+    if kv_bytes < block_bytes:
+        used = ", ".join(f"{row.name} {row.bytes / GIB:.2f}" for row in before_cache)
+        raise MinivllmError(
+            f"nothing is left for the KV cache on the {device.name}: of {budget / GIB:.2f} GiB "
+            f"({gpu_memory_utilization} of {device.memory_bytes / GIB:.2f}) go to {used} GiB"
+        )
+    rows = (
+        *before_cache,
+        LedgerRow("KV cache", kv_bytes // block_bytes * block_bytes),
+        LedgerRow("less than a block", kv_bytes % block_bytes),
+        LedgerRow("not ours to use", device.memory_bytes - budget),
+    )
+    ledger = MemoryLedger(device, rows, kv_bytes, per_token, block_size, positive_count("max_model_len", max_model_len))
+    if check:
+        ledger.check()
+    return ledger
+
+
+def estimated_activation_peak(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> int:
+    """About the most working memory that one step needs, in bytes: the MLP of a full prefill step, or the sampler.
+
+    Where the config does not give the widths, that part counts as nothing.
+    """
+    mlp_width = -(-(config.intermediate_size or config.moe_intermediate_size) // tp)
+    mlp = positive_count("max_num_batched_tokens", max_num_batched_tokens) * 3 * (config.hidden_size + mlp_width) * 2
+    sampler = positive_count("max_num_seqs", max_num_seqs) * config.vocab_size * SAMPLER_BYTES_PER_LOGIT
+    return max(mlp, sampler)
+
+
+def _loaded_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
+    return weight_bytes(config, dtype, tp) + rotary_table_bytes(config)
+
+
+def _row(name: str, given: int | None, estimate: int) -> LedgerRow:
+    return LedgerRow(name, estimate, estimated=True) if given is None else LedgerRow(name, int(given))

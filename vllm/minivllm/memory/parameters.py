@@ -1,0 +1,162 @@
+"""How many numbers a model is made of, part by part: what its weights must occupy.
+
+Counted as vLLM holds them on one GPU of a tensor-parallel group: projections are divided, norms are not, and of the key
+and value heads each GPU has at least one.
+"""
+
+from collections.abc import Callable
+
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.memory.bytes_per_token import Model, as_config, bytes_of_dtype, kv_heads_on_rank, serving_dtype
+
+
+def parameter_groups(config: ModelConfig, tp: int = 1) -> dict[str, int]:
+    """Parameters of one GPU by what they are for: embedding, attention, mlp (or experts), norm, head.
+
+    Exact for `tp=1`. Tied embeddings are counted once. A model's own buffers (rotary tables) are not parameters.
+
+    Args:
+        config: the model's shape.
+        tp: GPUs that share one copy of the model.
+
+    Raises:
+        UnsupportedModelError: the parts of this type of model are not known here.
+        MinivllmError: the config lacks a field, or heads cannot be divided over `tp` GPUs.
+    """
+    counter = COUNTERS.get(config.model_type)
+    if counter is None:
+        known = ", ".join(sorted(filter(None, COUNTERS)))
+        raise UnsupportedModelError(
+            f"the parameters of a {config.model_type!r} model are not counted here; known: {known}"
+        )
+    config.require("vocab_size", "hidden_size", "intermediate_size")
+    kv_heads_on_rank(config, tp)
+    if config.num_attention_heads % tp:
+        raise MinivllmError(f"{config.num_attention_heads} attention heads cannot be divided over {tp} GPUs")
+    return counter(config, tp)
+
+
+def num_parameters(model: Model) -> int:
+    """Parameters of the whole model: every weight, bias and norm; tied embeddings once."""
+    return sum(parameter_groups(as_config(model)).values())
+
+
+def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
+    """Bytes of the weights on one of `tp` GPUs, with every parameter in `dtype`.
+
+    A quantized checkpoint keeps some parts in 16 bits and adds scales, so its size does not follow from the shape:
+    "auto" is refused for one.
+
+    Raises:
+        UnsupportedModelError: the parts of this type of model are not known here.
+        MinivllmError: unknown dtype, a quantized checkpoint, a field missing, heads that cannot be divided.
+    """
+    config = as_config(model)
+    if dtype == "auto":
+        if config.quantization:
+            raise MinivllmError(
+                f"the size of a checkpoint quantized with {config.quantization!r} does not follow from its shape; "
+                f"give a dtype, or the size itself"
+            )
+        dtype = serving_dtype(config)
+    return sum(parameter_groups(config, tp).values()) * bytes_of_dtype(dtype)
+
+
+def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
+    """Bytes of the table of cosines and sines, one row for each position, that is loaded beside the weights.
+
+    It is not divided over GPUs. Weights and table together are vLLM's "Model loading took N GiB".
+    """
+    config = as_config(model)
+    if config.model_type in ("gpt2", "opt"):
+        return 0  # learned positions are parameters
+    width = config.head_dim if config.kv_lora_rank is None else config.qk_rope_head_dim or 0
+    return config.max_position_embeddings * width * bytes_of_dtype(serving_dtype(config) if dtype == "auto" else dtype)
+
+
+def _gated_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
+    """Llama and its kin: RMSNorm, rotary positions, grouped-query attention, gated MLP or experts."""
+    vocab, hidden = _share(config.vocab_size, tp), config.hidden_size
+    return {
+        "embedding": vocab * hidden,
+        "attention": config.num_hidden_layers * _grouped_attention(config, tp),
+        **_mlp_layers(config, tp),
+        "norm": (2 * config.num_hidden_layers + 1) * hidden,
+        "head": 0 if config.tie_word_embeddings else vocab * hidden,
+    }
+
+
+def _grouped_attention(config: ModelConfig, tp: int) -> int:
+    hidden, width = config.hidden_size, config.head_dim
+    q = config.num_attention_heads // tp * width
+    kv = kv_heads_on_rank(config, tp) * width
+    projections = hidden * (q + 2 * kv) + q * hidden
+    biases = (q + 2 * kv) * config.attention_bias + hidden * config.attention_output_bias
+    return projections + biases + 2 * width * config.qk_norm
+
+
+def _mlp_layers(config: ModelConfig, tp: int) -> dict[str, int]:
+    hidden, experts = config.hidden_size, config.num_experts
+    dense = 3 * hidden * _share(config.intermediate_size, tp)
+    dense += (2 * _share(config.intermediate_size, tp) + hidden) * config.mlp_bias
+    if not experts:
+        return {"mlp": config.num_hidden_layers * dense}
+    expert = 3 * hidden * _share(config.moe_intermediate_size, tp)
+    router = experts * hidden + (experts if config.model_type in WITH_ROUTER_BIAS else 0)
+    sparse = (experts + config.num_shared_experts) * expert + router
+    dense_layers = config.num_dense_layers
+    return {"mlp": dense_layers * dense, "experts": (config.num_hidden_layers - dense_layers) * sparse}
+
+
+def _latent_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
+    """DeepSeek V2 and V3: multi-head latent attention. The two projections into latents are on every GPU."""
+    config.require("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    assert config.kv_lora_rank is not None
+    assert config.qk_rope_head_dim is not None
+    hidden, heads = config.hidden_size, config.num_attention_heads // tp
+    query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    rank = config.q_lora_rank
+    into_query = hidden * rank + rank + rank * query if rank else hidden * query
+    into_latent = hidden * (config.kv_lora_rank + config.qk_rope_head_dim) + config.kv_lora_rank
+    out_of_latent = config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
+    output = heads * config.v_head_dim * hidden
+    attention = into_query + into_latent + out_of_latent + output
+    return {**_gated_decoder(config, tp), "attention": config.num_hidden_layers * attention}
+
+
+def _opt(config: ModelConfig, tp: int) -> dict[str, int]:
+    """OPT: learned positions (two more than it says), biases everywhere, tied head."""
+    return _gpt(config, tp, positions=config.max_position_embeddings + 2)
+
+
+def _gpt2(config: ModelConfig, tp: int) -> dict[str, int]:
+    return _gpt(config, tp, positions=config.max_position_embeddings)
+
+
+def _gpt(config: ModelConfig, tp: int, positions: int) -> dict[str, int]:
+    """LayerNorm with bias, multi-head attention and a two-layer MLP with biases, learned positions, tied head."""
+    config.require("max_position_embeddings")
+    hidden, mlp = config.hidden_size, _share(config.intermediate_size, tp)
+    heads = config.num_attention_heads // tp * config.head_dim
+    attention = 3 * (hidden * heads + heads) + heads * hidden + hidden
+    return {
+        "embedding": _share(config.vocab_size, tp) * hidden + positions * hidden,
+        "attention": config.num_hidden_layers * attention,
+        "mlp": config.num_hidden_layers * (2 * hidden * mlp + mlp + hidden),
+        "norm": (2 * config.num_hidden_layers + 1) * 2 * hidden,
+        "head": 0,
+    }
+
+
+def _share(width: int, tp: int) -> int:
+    return -(-width // tp)
+
+
+WITH_ROUTER_BIAS = ("deepseek_v3", "kimi_k2")
+COUNTERS: dict[str, Callable[[ModelConfig, int], dict[str, int]]] = {
+    **dict.fromkeys(("", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), _gated_decoder),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _latent_decoder),
+    "opt": _opt,
+    "gpt2": _gpt2,
+}

@@ -1,0 +1,87 @@
+"""Triton for every file that defines kernels: `from minivllm.platforms.triton_utils import tl, triton`.
+
+Without a CUDA device, Triton's interpreter runs the same kernels on NumPy: slowly, but line for line. The switch,
+`TRITON_INTERPRET`, is read when a kernel is *defined*, so it must be set before; a value that is already set stands.
+Where Triton has no wheel (macOS, Windows) a stand-in lets files that define kernels be imported; a launch says why it
+cannot run.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from minivllm.errors import MinivllmError
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if HAS_TRITON and "TRITON_INTERPRET" not in os.environ and not _has_cuda():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels defined in this process run in the interpreter."""
+
+
+class _KernelWithoutTriton:
+    """What `triton.jit` makes of a function where there is no Triton: it can be looked at, not launched."""
+
+    def __init__(self, function):
+        self.fn = function
+
+    def __getitem__(self, grid):
+        raise MinivllmError(
+            f"kernel {self.fn.__name__!r} cannot run: Triton has no build for this platform. "
+            "Use Linux (or WSL) to run the kernels; everything else works here."
+        )
+
+
+class _NoTriton:
+    """Stands in for both `triton` and `triton.language`: every attribute is harmless to mention."""
+
+    constexpr = int
+
+    def __getattr__(self, name: str):
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    @staticmethod
+    def jit(function=None, **_):
+        return _KernelWithoutTriton(function) if function else _KernelWithoutTriton
+
+    @staticmethod
+    def cdiv(numerator: int, denominator: int) -> int:
+        return -(-numerator // denominator)
+
+    @staticmethod
+    def next_power_of_2(number: int) -> int:
+        return 1 << (number - 1).bit_length()
+
+
+if TYPE_CHECKING:  # kernels are Triton's language in Python's clothes: nothing for a type checker
+
+    class _Anything(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class tl(metaclass=_Anything):
+        """Any attribute of it may be mentioned, and `constexpr` in annotations."""
+
+        constexpr: TypeAlias = Any
+
+    triton: Any
+elif HAS_TRITON:
+    import triton
+    import triton.language as tl
+else:
+    triton = tl = _NoTriton()
+
+__all__ = ["HAS_TRITON", "INTERPRETED", "tl", "triton"]

@@ -1,0 +1,63 @@
+"""Log probabilities of a prompt's own tokens, gathered chunk by chunk.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/prompt_logprob.py` (`PromptLogprobsWorker`).
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from minivllm.core.output import NewRequestData
+from minivllm.worker.input_batch import InputBatch, StepInputs
+from minivllm.worker.sample.logprobs import TokenLogprobs, token_logprobs
+
+
+class PromptLogprobs:
+    """The requests that asked, and what is known of their prompts so far; complete with the first sampled token."""
+
+    def __init__(self) -> None:
+        self._so_far: dict[str, list[TokenLogprobs]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any prompt is under way."""
+        return bool(self._so_far)
+
+    def add_request(self, request: NewRequestData) -> None:
+        """Notes a request that asked. One that comes back with outputs has been answered before its preemption."""
+        asked = request.sampling_params.prompt_logprobs is not None
+        if asked and len(request.prefill_token_ids) == len(request.prompt_token_ids):
+            self._so_far[request.req_id] = []
+
+    def remove_request(self, req_id: str) -> None:
+        """Forgets a request that finished or was preempted."""
+        self._so_far.pop(req_id, None)
+
+    def pass_over(self, inputs: StepInputs) -> None:
+        """Notes, where another rank observes, which prompts are complete with this step."""
+        for index in inputs.sampling:
+            self.remove_request(inputs.req_ids[index])
+
+    def observe(
+        self,
+        batch: InputBatch,
+        inputs: StepInputs,
+        hidden: torch.Tensor,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> dict[str, list[TokenLogprobs]]:
+        """Takes in a step's hidden states [tokens, hidden]; returns the prompts that are complete with it."""
+        complete: dict[str, list[TokenLogprobs]] = {}
+        for index, req_id in enumerate(inputs.req_ids):
+            if req_id not in self._so_far:
+                continue
+            row, start, end = inputs.rows[index], inputs.query_start_loc[index], inputs.query_start_loc[index + 1]
+            start += len(self._so_far[req_id]) - inputs.positions[start]  # without a cache, a step begins at 0 again
+            first = inputs.positions[start] + 1  # the token that the first of these hidden states predicts
+            targets = batch.token_ids[row, first : min(first + end - start, batch.num_prompt_tokens[row])].tolist()
+            params = batch.sampling.params[row]
+            assert params is not None
+            logits = compute_logits(hidden[start : start + len(targets)]).float()
+            number = params.prompt_logprobs or 0
+            self._so_far[req_id] += token_logprobs(logits.log_softmax(-1), targets, [number] * len(targets))
+            if index in inputs.sampling:
+                complete[req_id] = self._so_far.pop(req_id)
+        return complete

@@ -1,0 +1,144 @@
+"""From logits to tokens, each row of the batch by its own request's wishes.
+
+Order: log probabilities of the raw logits; allowed tokens, bias, bad words, minimum length; penalties; then the most
+likely token, or temperature, min-p, top-k, top-p and a random draw. A batch that only wants the most likely token takes
+none of these turns: it is one argmax.
+
+The draw walks along the cumulated probabilities to the place that one uniform number points at. vLLM adds Gumbel noise
+to every logit and takes the maximum, which has the same distribution and needs a random number for each token of the
+vocabulary: 35 ms for 128 rows of 4,096 on one CPU core with torch's exponential, where the walk takes 1 ms.
+
+In vLLM v0.33.0: `vllm/v1/sample/sampler.py` (`Sampler`), `vllm/v1/worker/gpu/sample/sampler.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+import torch
+
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.sample.logit_bias import apply_logit_bias
+from minivllm.worker.sample.logprobs import TokenLogprobs, token_logprobs
+from minivllm.worker.sample.penalties import apply_penalties, has_penalties
+from minivllm.worker.sample.top_k_top_p import mask_below_min_p, mask_beyond_top_k_top_p
+from minivllm.worker.sample.uniform import uniform
+
+
+class Needs(IntFlag):
+    """What the rows of a batch ask for, so that nothing is done for what none of them asks."""
+
+    RANDOM = 1
+    MIN_P = 2
+    TOP_K_TOP_P = 4
+    BIAS = 8
+    PENALTIES = 16
+    LOGPROBS = 32
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "Needs":
+        """What one request asks for."""
+        needs = cls(0)
+        if not params.is_greedy:
+            needs |= cls.RANDOM
+            needs |= cls.MIN_P if params.min_p > 0.0 else cls(0)
+            needs |= cls.TOP_K_TOP_P if params.top_k > 0 or params.top_p < 1.0 else cls(0)
+        if params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids or params.min_tokens:
+            needs |= cls.BIAS
+        if has_penalties(params):
+            needs |= cls.PENALTIES
+        if params.logprobs is not None:
+            needs |= cls.LOGPROBS
+        return needs
+
+
+@dataclass(slots=True)
+class SamplingMetadata:
+    """One step's rows. Arrays and lists are [rows]; `prompt_token_ids` and `output_token_ids` hold one array a row.
+
+    The lists are empty where `needs` has no use for them.
+    """
+
+    needs: Needs
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seeds: np.ndarray
+    num_output_tokens: np.ndarray
+    params: Sequence[SamplingParams] = ()
+    prompt_token_ids: Sequence[np.ndarray] = ()
+    output_token_ids: Sequence[np.ndarray] = ()
+
+
+_NONE = np.empty(0)
+NOTHING_NEEDED = SamplingMetadata(Needs(0), _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+"""Of rows that all take the most likely token: nothing of them is looked at, so nothing is gathered."""
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """One token a row; `logprobs` is empty, or has None for the rows that did not ask."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+    """Chooses a token for each row of logits [rows, vocab], float32, which are used up."""
+    needs = metadata.needs
+    if not needs:
+        return SamplerOutput(argmax(logits), [])
+    wanted = [row for row, params in enumerate(metadata.params) if params.logprobs is not None]
+    raw_logprobs = logits[wanted].log_softmax(dim=-1) if wanted else None
+    if needs & Needs.BIAS:
+        apply_logit_bias(logits, metadata.params, metadata.output_token_ids)
+    if needs & Needs.PENALTIES:
+        apply_penalties(logits, metadata.params, metadata.prompt_token_ids, metadata.output_token_ids)
+    token_ids = _sample_random(logits, metadata) if needs & Needs.RANDOM else argmax(logits)
+    logprobs: list[TokenLogprobs | None] = []
+    if raw_logprobs is not None:
+        logprobs = [None] * len(token_ids)
+        numbers = [metadata.params[row].logprobs or 0 for row in wanted]
+        chosen = [token_ids[row] for row in wanted]
+        for row, entry in zip(wanted, token_logprobs(raw_logprobs, chosen, numbers), strict=True):
+            logprobs[row] = entry
+    return SamplerOutput(token_ids, logprobs)
+
+
+def argmax(logits: torch.Tensor) -> list[int]:
+    """The most likely token of each row; of equals, the first. On a CPU by numpy, ten times as fast as torch there."""
+    best = logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(dim=-1)
+    return best.tolist()
+
+
+def _sample_random(logits: torch.Tensor, metadata: SamplingMetadata) -> list[int]:
+    """A draw for the rows with a temperature, the most likely token for the others."""
+    random_rows = np.flatnonzero(metadata.temperature > 0.0)
+    token_ids = np.asarray(argmax(logits)) if len(random_rows) < len(logits) else np.empty(len(logits), np.int64)
+    if len(random_rows) < len(logits):
+        logits = logits[torch.from_numpy(random_rows).to(logits.device)]
+    logits.div_(_column(metadata.temperature[random_rows], logits))
+    if metadata.needs & Needs.MIN_P:
+        mask_below_min_p(logits, _column(metadata.min_p[random_rows], logits).squeeze(-1))
+    if metadata.needs & Needs.TOP_K_TOP_P:
+        top_k = torch.from_numpy(metadata.top_k[random_rows]).to(logits.device)
+        mask_beyond_top_k_top_p(logits, top_k, _column(metadata.top_p[random_rows], logits).squeeze(-1))
+    places = uniform(metadata.seeds[random_rows], metadata.num_output_tokens[random_rows])
+    token_ids[random_rows] = _draw(logits, torch.from_numpy(places).to(logits.device)).cpu().numpy()
+    return token_ids.tolist()
+
+
+def _draw(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The token at each row's place, 0 to 1, on its cumulated probabilities: in float64, which rounds none away.
+
+    A row in which no token is possible gets the last one: a request that forbids everything ends no other.
+    """
+    cumulated = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    target = places.unsqueeze(-1) * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def _column(values: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(logits.device).unsqueeze(-1)

@@ -1,0 +1,66 @@
+"""What each request wants of its tokens: arrays with one row a request, so that a step gathers instead of asking.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/states.py` (`SamplingStates`).
+"""
+
+import numpy as np
+
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.sample.sampler import Needs, SamplingMetadata
+
+WITH_PARAMS = Needs.BIAS | Needs.PENALTIES | Needs.LOGPROBS
+WITH_TOKENS = Needs.BIAS | Needs.PENALTIES
+MOST = np.iinfo(np.int64).max
+
+
+class SamplingStates:
+    """Rows of sampling parameters. All arrays are [max_num_reqs]."""
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self.params: list[SamplingParams | None] = [None] * max_num_reqs
+        self.needs = np.zeros(max_num_reqs, np.int64)
+        self.temperature = np.zeros(max_num_reqs, np.float32)
+        self.top_k = np.zeros(max_num_reqs, np.int64)
+        self.top_p = np.ones(max_num_reqs, np.float32)
+        self.min_p = np.zeros(max_num_reqs, np.float32)
+        self.seeds = np.zeros(max_num_reqs, np.uint64)
+
+    def add_request(self, row: int, params: SamplingParams) -> None:
+        """Fills a row. A seed that is not given counts as 0; the engine gives one to every request."""
+        self.params[row] = params
+        self.needs[row] = Needs.of(params)
+        self.temperature[row] = params.temperature
+        self.top_k[row] = min(params.top_k, MOST)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seeds[row] = (params.seed or 0) % 2**64
+
+    def needs_of(self, rows: np.ndarray) -> Needs:
+        """What these rows ask for, together."""
+        return Needs(int(np.bitwise_or.reduce(self.needs[rows], initial=0)))
+
+    def metadata(
+        self, rows: np.ndarray, token_ids: np.ndarray, num_prompt_tokens: np.ndarray, num_tokens: np.ndarray
+    ) -> SamplingMetadata:
+        """What the sampler needs to know of `rows`, in this order; a row with drafts stands there once for each place.
+
+        token_ids [max_num_reqs, max_model_len]: prompts, outputs and drafts. `num_prompt_tokens`, `num_tokens` [rows]:
+        how many of a row's tokens are its prompt, and how many stand before the place that is sampled.
+        """
+        needs = self.needs_of(rows)
+        metadata = SamplingMetadata(
+            needs,
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.seeds[rows],
+            num_tokens - num_prompt_tokens,
+        )
+        if needs & WITH_PARAMS:
+            metadata.params = [params for row in rows if (params := self.params[row]) is not None]
+        if needs & WITH_TOKENS:
+            spans = list(zip(rows, num_prompt_tokens, num_tokens, strict=True))
+            metadata.prompt_token_ids = [token_ids[row, :start] for row, start, _ in spans]
+            metadata.output_token_ids = [token_ids[row, start:end] for row, start, end in spans]
+        return metadata
