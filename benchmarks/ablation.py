@@ -30,8 +30,8 @@ from typing import Any
 from levers import BY_NAME, INTERACTING, LEVERS, Work, budget, engine_of, modelled_factors, works
 from shapley import shapley_values, subsets
 
+from minivllm.core.messages import EngineCoreRequest
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_request import EngineCoreRequest
 from minivllm.lab.cli import Parser, figure_file, positive_int, run
 from minivllm.lab.figures import panels
 from minivllm.lab.marks import put_between_marks

@@ -20,6 +20,7 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.lab.corpus import held_out_texts
+from minivllm.lab.inside import runner_of
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.simulate.hardware import get_hardware
@@ -131,7 +132,7 @@ def _weights(model: Path, quantization: str | None, device: str) -> int:
     """Bytes of the weights as the engine holds them."""
     chosen = {"quantization": quantization} if quantization else {}
     core = _engine(model, device, num_gpu_blocks_override=1 + MAX_MODEL_LEN // 16, **chosen)
-    return core.runner.weight_bytes()
+    return runner_of(core).weight_bytes()
 
 
 def _engine(model: Path, device: str, **settings: Any) -> EngineCore:

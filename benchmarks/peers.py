@@ -32,6 +32,7 @@ from typing import Any
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.inside import runner_of
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.progress import track
 from minivllm.lab.results import read_record, record, write_record
@@ -229,7 +230,7 @@ def memory_floor(work: dict[str, Any], dtype: str) -> dict[str, float]:
     core = bare_engine(work["model"], device, cache, dtype=dtype, max_num_seqs=256, **limits)
     steps = record_run(core, [(len(r["prompt"]), r["output"]) for r in work["requests"]]).steps
     per_token = kv_bytes_per_token(core.model_config)
-    moved = sum(core.runner.weight_bytes() + per_token * (s.shape.num_keys + s.shape.num_tokens) for s in steps)
+    moved = sum(runner_of(core).weight_bytes() + per_token * (s.shape.num_keys + s.shape.num_tokens) for s in steps)
     return {"copy_bandwidth": bandwidth, "bytes": moved, "floor_seconds": moved / bandwidth, "steps": len(steps)}
 
 

@@ -15,6 +15,7 @@ import json
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.inside import core_of, runner_of
 from minivllm.lab.progress import track
 from minivllm.lab.quality import held_out_tokens, read
 from minivllm.lab.results import record, write_json
@@ -39,8 +40,8 @@ def main(arguments: argparse.Namespace) -> None:
     for name, settings in track(WAYS.items(), "reading"):
         settings = {"dtype": "float32", **settings}
         llm = LLM(arguments.model, device="cpu", max_num_seqs=8, **settings)
-        core = llm.llm_engine.core
-        projections = projection_bytes(core.runner.model)
+        core = core_of(llm)
+        projections = projection_bytes(runner_of(core).model)
         texts = held_out_tokens(llm, arguments.texts, arguments.tokens)
         reading = read(llm, texts)
         first = first or reading
@@ -48,7 +49,7 @@ def main(arguments: argparse.Namespace) -> None:
         added, agreement = reading.loss - first.loss, reading.agreement(first)
         figures[name] = {
             "projection_bytes": projections,
-            "weight_bytes": core.runner.weight_bytes(),
+            "weight_bytes": runner_of(core).weight_bytes(),
             "bytes_per_token": core.ledger.bytes_per_token,
             "loss": round(reading.loss, 5),
             "loss_added": round(added, 5),

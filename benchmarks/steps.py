@@ -30,6 +30,7 @@ from minivllm.engine.arg_utils import DTYPES, EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.inside import core_of, runner_of
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.progress import track
 from minivllm.lab.results import machine, record, write_json
@@ -99,7 +100,7 @@ def check_environment(variant: Variant) -> None:
 
 def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
     """(part, object, method): what a step is made of, outer ones included."""
-    scheduler, runner = engine.core.scheduler, engine.core.runner
+    scheduler, runner = core_of(engine).scheduler, runner_of(engine)
     return [
         ("schedule", scheduler, "schedule"),
         ("prepare", runner, "_update_states"),

@@ -27,6 +27,7 @@ from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int, run
 from minivllm.lab.figures import curves, panels
+from minivllm.lab.inside import core_of
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, show_errors
@@ -522,7 +523,7 @@ def measure_speculation(model: Decoder, path: str, texts: list[list[int]], draft
                 "num_gpu_blocks_override": 600, "max_model_len": 512, "skip_tokenizer_init": True}  # fmt: skip
     speculative = {"num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     plain, guess = LLM(path, **settings), LLM(path, **settings, speculative_config=speculative)
-    params, clock = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True), own_clock(plain.llm_engine.core)
+    params, clock = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True), own_clock(core_of(plain))
 
     def timed(llm: LLM, prompts: list[list[int]], batch: int) -> tuple[float, list]:
         """Seconds, and the tokens that came out."""
@@ -547,7 +548,7 @@ def measure_speculation(model: Decoder, path: str, texts: list[list[int]], draft
             (slow, expected), (fast, _) = (min(runs) for runs in zip(*turns, strict=True))
             one["faster"][str(batch)] = slow / fast
             one["same"] &= all(tokens == expected for turn in turns for _, tokens in turn)
-            stats = guess.llm_engine.make_stats().spec_decoding_stats
+            stats = guess.llm_engine.stats.spec_decoding_stats
             made, right = 2 * len(texts) * count, stats.num_accepted_tokens
             one |= {"accepted": right / stats.num_draft_tokens, "a_pass": made / (made - right)}
     rows = []
@@ -567,12 +568,12 @@ def thrash(llm: LLM, text: Sequence[int], rounds: int) -> dict:
     params, found = SamplingParams(max_tokens=1), {}
     for prefixes in track((2, 4, 6, 7, 8, 10, 12), "thrashing"):
         llm.reset_prefix_cache()
-        llm.llm_engine.make_stats()
+        before = llm.llm_engine.stats.prefix_cache_stats
         for number in range(prefixes * rounds):
             first, own = 128 * (number % prefixes), 128 * prefixes + 8 * number
             llm.generate([[*text[first : first + 128], *text[own : own + 8]]], params, use_tqdm=False)
-        stats = llm.llm_engine.make_stats().prefix_cache_stats
-        found[str(prefixes)] = stats.hits / stats.queries
+        stats = llm.llm_engine.stats.prefix_cache_stats
+        found[str(prefixes)] = (stats.hits - before.hits) / (stats.queries - before.queries)
     title = f"A pool of 63 blocks, and prefixes of 8 blocks that come in turn, {rounds} times"
     table(title, ("prefixes", *found), [("hit rate", *(f"{hit:.0%}" for hit in found.values()))])
     return found

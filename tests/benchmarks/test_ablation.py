@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.lab.inside import runner_of
 from minivllm.lab.marks import put_between_marks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,10 +67,10 @@ def test_every_lever_off_or_on_is_a_setting_that_the_engine_has_and_exact_ones_l
         outputs.append(found["outputs"])
         assert [len(tokens) for tokens in found["outputs"]] == work.outputs
         cache = sum(
-            tensor.nbytes for layer in core.runner.attention.kv_caches for tensor in layer if tensor is not None
+            tensor.nbytes for layer in runner_of(core).attention.kv_caches for tensor in layer if tensor is not None
         )
         block = cache // core.scheduler.cache_config.num_gpu_blocks
-        assert cache - block + core.runner.weight_bytes() <= ablation.budget("cpu"), "the null block comes on top"
+        assert cache - block + runner_of(core).weight_bytes() <= ablation.budget("cpu"), "the null block comes on top"
     assert all(one == outputs[0] for one in outputs)
 
 

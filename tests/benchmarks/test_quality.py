@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.lab.inside import runner_of
 from minivllm.lab.results import read_record
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/quality.cpu.json"
@@ -29,6 +30,6 @@ def numbers() -> int:
 ])  # fmt: skip
 def test_bits_of_a_number_in_the_layers(quality, numbers, way, least, most):
     llm = LLM(EMBEDDED_MODEL, device="cpu", **{"dtype": "float32", **quality.WAYS[way]})
-    found = quality.projection_bytes(llm.llm_engine.core.runner.model)
+    found = quality.projection_bytes(runner_of(llm).model)
     assert least <= 8 * found / numbers <= most
     assert read_record(RESULTS, "quality")["figures"]["ways"][way]["projection_bytes"] == found

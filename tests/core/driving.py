@@ -6,7 +6,8 @@ from core.invariants import check_scheduler
 from core.worker_double import WorkerDouble
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.core.output import EngineCoreOutput, SchedulerOutput
+from minivllm.core.messages import EngineCoreOutput
+from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 

@@ -82,14 +82,6 @@ def test_blocks_are_published_when_scheduled_and_only_full_ones() -> None:
     assert manager.get_computed_blocks(request("b", [*range(10)]))[1] == 8
 
 
-def test_delayed_blocks_are_published_on_request() -> None:
-    manager, a, b = make(), request("a", [*range(10)]), request("b", [*range(10)])
-    allocate(manager, a, 9, delay_cache_blocks=True)
-    assert manager.get_computed_blocks(b)[1] == 0
-    manager.cache_blocks(a, 9)
-    assert manager.get_computed_blocks(b)[1] == 8
-
-
 def test_a_prefix_ends_at_the_first_block_that_is_gone() -> None:
     manager, a = make(), request("a", [*range(12)])
     allocate(manager, a, 12)

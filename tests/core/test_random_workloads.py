@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.output import EngineCoreOutput, SchedulerOutput
+from minivllm.core.messages import EngineCoreOutput
+from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 

@@ -14,6 +14,7 @@ import torch
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
+from minivllm.lab.inside import core_of, runner_of
 from minivllm.worker.cuda_graphs import capture_sizes, padded_size
 from minivllm.worker.input_batch import StepInputs
 
@@ -58,7 +59,7 @@ def eager():
 @pytest.fixture(scope="module")
 def graphed():
     llm = LLM(EMBEDDED_MODEL, **SETTINGS)
-    llm.llm_engine.core.runner.capture_model(lambda function: function)
+    runner_of(llm).capture_model(lambda function: function)
     return llm
 
 
@@ -67,7 +68,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 
 def test_the_largest_is_captured_first(eager):
-    runner, sizes = eager.llm_engine.core.runner, []
+    runner, sizes = runner_of(eager), []
 
     def record(function):
         function()
@@ -81,7 +82,7 @@ def test_the_largest_is_captured_first(eager):
 
 def test_capturing_writes_nothing_to_the_cache():
     llm = LLM(EMBEDDED_MODEL, **SETTINGS)
-    runner = llm.llm_engine.core.runner
+    runner = runner_of(llm)
 
     def record(function):
         function()
@@ -92,11 +93,11 @@ def test_capturing_writes_nothing_to_the_cache():
 
 
 def test_the_same_tokens_with_graphs(eager, graphed):
-    graphs = graphed.llm_engine.core.runner.cuda_graphs
+    graphs = runner_of(graphed).cuda_graphs
     before = graphs.replays
     assert tokens_of(graphed) == tokens_of(eager)
     assert graphs.replays - before > 10
-    assert eager.llm_engine.core.runner.cuda_graphs is None
+    assert runner_of(eager).cuda_graphs is None
 
 
 def step(num_rows: int, keys: int = 20) -> StepInputs:
@@ -119,7 +120,7 @@ def step(num_rows: int, keys: int = 20) -> StepInputs:
 
 
 def test_padding_rows_write_nothing_and_are_looked_at_by_nobody(graphed):
-    runner = graphed.llm_engine.core.runner
+    runner = runner_of(graphed)
     graphs = runner.cuda_graphs
     graphs.replay(step(6))
     full = graphs.replay(step(3)).clone()
@@ -141,7 +142,7 @@ def test_padding_rows_write_nothing_and_are_looked_at_by_nobody(graphed):
 
 
 def test_what_there_is_no_graph_for_is_refused(graphed):
-    graphs = graphed.llm_engine.core.runner.cuda_graphs
+    graphs = runner_of(graphed).cuda_graphs
     with pytest.raises(MinivllmError, match="9 tokens of 9 requests: they are for one token each of up to 8 requests"):
         graphs.replay(step(9))
     chunk = step(3)
@@ -152,8 +153,8 @@ def test_what_there_is_no_graph_for_is_refused(graphed):
 
 
 def test_there_are_none_on_a_cpu_unless_asked_for(eager):
-    assert not eager.llm_engine.core.executor.worker.settings.uses_cuda_graphs
-    row = next(row for row in eager.llm_engine.core.ledger.rows if row.name == "CUDA graphs")
+    assert not core_of(eager).executor.worker.settings.uses_cuda_graphs
+    row = next(row for row in core_of(eager).ledger.rows if row.name == "CUDA graphs")
     assert row.bytes == 0
 
 
@@ -166,14 +167,14 @@ def gpu_engine(**changes) -> LLM:
 def test_on_a_gpu_the_same_tokens_with_graphs(kv_cache_dtype):
     eager = gpu_engine(enforce_eager=True, kv_cache_dtype=kv_cache_dtype)
     graphed = gpu_engine(kv_cache_dtype=kv_cache_dtype)
-    assert eager.llm_engine.core.runner.cuda_graphs is None
+    assert runner_of(eager).cuda_graphs is None
     assert tokens_of(graphed) == tokens_of(eager)
-    assert graphed.llm_engine.core.runner.cuda_graphs.replays > 10
+    assert runner_of(graphed).cuda_graphs.replays > 10
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_replay_waits_for_nothing_and_allocates_nothing():
-    graphs = gpu_engine().llm_engine.core.runner.cuda_graphs
+    graphs = runner_of(gpu_engine()).cuda_graphs
     graphs.replay(step(3))
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -118,7 +118,7 @@ def tokens_of(folder, order=None, **changes) -> list[list[list[int]]]:
     wishes = mixed_wishes()
     outputs = llm.generate([PROMPTS[index] for index in order], [wishes[index] for index in order])
     if changes.get("num_gpu_blocks_override"):
-        assert llm.llm_engine.make_stats().num_preemptions > 0, "this pool was to be too small"
+        assert llm.llm_engine.stats.num_preemptions > 0, "this pool was to be too small"
     found = dict(zip(order, outputs, strict=True))
     return [[completion.token_ids for completion in found[index].outputs] for index in range(len(PROMPTS))]
 

@@ -8,6 +8,7 @@ import torch
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
+from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token
 from minivllm.worker.memory_profiling import allocate_kv_caches
 
@@ -38,13 +39,13 @@ def test_the_count_is_what_is_allocated(kv_cache_dtype, dtype, block_size):
 
 def test_the_engines_ledger_counts_the_scales_too():
     llm = engine(max_num_seqs=4)
-    core = llm.llm_engine.core
+    core = core_of(llm)
     config, ledger = core.model_config, core.ledger
     a_token = config.num_hidden_layers * 2 * config.num_key_value_heads * (config.head_dim + 4)
     assert ledger.bytes_per_token == a_token
-    allocated = sum(tensor.nbytes for cache in core.runner.attention.kv_caches for tensor in cache)
+    allocated = sum(tensor.nbytes for cache in runner_of(core).attention.kv_caches for tensor in cache)
     assert allocated == ledger.num_blocks * 16 * a_token == ledger.kv_bytes
-    assert engine(kv_cache_dtype="auto").llm_engine.core.ledger.bytes_per_token == a_token * 4 * 32 // 36
+    assert core_of(engine(kv_cache_dtype="auto")).ledger.bytes_per_token == a_token * 4 * 32 // 36
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_the_same_tokens_however_they_are_scheduled(expected, changes):
     llm = engine(**changes)
     assert tokens(llm) == expected
     if "num_gpu_blocks_override" in changes:
-        assert llm.llm_engine.make_stats().num_preemptions > 0, "this pool was to be too small"
+        assert llm.llm_engine.stats.num_preemptions > 0, "this pool was to be too small"
 
 
 def test_a_prefix_from_the_cache_gives_the_same(expected):

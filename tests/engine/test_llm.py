@@ -9,6 +9,7 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.lab.inside import core_of, runner_of
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind
 
@@ -126,11 +127,11 @@ def test_a_stop_string_ends_the_request_in_the_core_too(idle):
     params = SamplingParams(
         temperature=0.0, max_tokens=200, logit_bias={word[0]: 100.0}, stop=["nret"], ignore_eos=True
     )
-    before = idle.llm_engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    before = core_of(idle).scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     [output] = idle.generate([[7]], params)
     assert output.outputs[0].text == "retur"
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "nret")
-    assert idle.llm_engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == before
+    assert core_of(idle).scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == before
     including = SamplingParams(
         temperature=0.0, max_tokens=200, logit_bias={word[0]: 100.0}, stop="nret", include_stop_str_in_output=True
     )
@@ -169,7 +170,7 @@ def test_an_aborted_request_is_gone(idle):
     idle.llm_engine.add_request("one", [1, 2], GREEDY)
     idle.llm_engine.add_request("two", [3, 4], SamplingParams(n=2, max_tokens=8, seed=0, ignore_eos=True))
     idle.llm_engine.step()
-    idle.llm_engine.abort_requests(["two", "unknown"])
+    idle.llm_engine.abort_request(["two", "unknown"])
     seen = set()
     while idle.llm_engine.has_unfinished_requests():
         seen |= {output.request_id for output in idle.llm_engine.step()}
@@ -181,7 +182,7 @@ BAD = [
     ([[]], GREEDY, "the prompt is empty"),
     ([[4096]], GREEDY, "the vocabulary is 0 to 4095"),
     ([[-1]], GREEDY, "token id -1"),
-    ([[1] * 256], GREEDY, "it may have 255"),
+    ([[1] * 256], GREEDY, "may have 255"),
     ([["a", "b"]], GREEDY, "a prompt is a text"),
     ([3.5], GREEDY, "a prompt is a text"),
     (17, GREEDY, "prompts are int"),
@@ -365,10 +366,10 @@ def test_the_ledger_is_logged_once_and_adds_up(capsys):
     logged = capsys.readouterr().err
     assert "KV cache" in logged
     assert "512 tokens per request" in logged
-    ledger = llm.llm_engine.core.ledger
+    ledger = core_of(llm).ledger
     assert sum(row.bytes for row in ledger.rows) == ledger.device.memory_bytes
     assert ledger.usable_blocks == 4 * 512 // 16, "as many as requests can fill"
-    caches = llm.llm_engine.core.runner.attention.kv_caches
+    caches = runner_of(llm).attention.kv_caches
     assert (
         sum(cache.keys.nbytes + cache.values.nbytes for cache in caches)
         == ledger.num_blocks * 16 * ledger.bytes_per_token

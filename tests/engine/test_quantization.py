@@ -8,6 +8,7 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import default_group_size, dequantize_weight
+from minivllm.lab.inside import core_of, runner_of
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Linear
 from minivllm.models.loader import load_model, random_model
@@ -63,14 +64,14 @@ def test_the_count_is_what_is_there(quantization):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_engines_ledger_counts_the_packed_bytes(quantization):
-    core = engine(quantization=quantization, dtype="bfloat16").llm_engine.core
+    core = core_of(engine(quantization=quantization, dtype="bfloat16"))
     config = CONFIG
     norms = (2 * config.num_hidden_layers + 1) * config.hidden_size * 2
     embedding = config.vocab_size * config.hidden_size * 2  # the head is the same tensor, or packed beside it
-    head = sum(form.nbytes for form in packed_forms(core.runner.model))
+    head = sum(form.nbytes for form in packed_forms(runner_of(core).model))
     found = next(row.bytes for row in core.ledger.rows if "weights" in row.name)
-    assert found == core.runner.weight_bytes()
-    rotary = sum(buffer.nbytes for buffer in core.runner.model.buffers())
+    assert found == runner_of(core).weight_bytes()
+    rotary = sum(buffer.nbytes for buffer in runner_of(core).model.buffers())
     assert found == bytes_of_linears(quantization) + norms + embedding + head + rotary
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, SpeculativeConfig
 from minivllm.errors import MinivllmError
+from minivllm.lab.inside import runner_of
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm.worker.spec_decode.rejection_sampler import kept_slices, num_accepted
 
@@ -80,12 +81,12 @@ def test_a_certain_draft_is_accepted_as_often_as_it_is_likely_and_the_outcome_ke
 def run(prompts, params, **changes):
     """Token ids of every completion, how many forward passes there were, and the drafts' fate."""
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, **changes)
-    runner, steps = llm.llm_engine.core.runner, []
+    runner, steps = runner_of(llm), []
     forward = runner.forward
     runner.forward = lambda inputs: steps.append(1) or forward(inputs)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     found = [[(one.token_ids, one.text, one.logprobs) for one in output.outputs] for output in outputs]
-    return found, len(steps), llm.llm_engine.make_stats().spec_decoding_stats
+    return found, len(steps), llm.llm_engine.stats.spec_decoding_stats
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps_for_the_same_tokens():

@@ -17,6 +17,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.executor.multiproc_executor import check_devices
+from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token
 
 SETTINGS = {
@@ -47,7 +48,7 @@ def engines():
 
 def reschedule(llm: LLM, caching: bool, budget: int, num_blocks: int | None = None) -> None:
     """Another scheduler for the same ranks."""
-    core = llm.llm_engine.core
+    core = core_of(llm)
     core.step()  # tells the ranks who finished last
     config, cache = core.scheduler.config, core.scheduler.cache_config
     cache = replace(cache, enable_prefix_caching=caching, num_gpu_blocks=num_blocks or core.ledger.num_blocks)
@@ -69,18 +70,18 @@ def test_the_tokens_of_one_process(engines, caching, budget, num_blocks):
         reschedule(llm, caching, budget, num_blocks)
         found.append(tokens_of(llm))
         if num_blocks:
-            assert llm.llm_engine.make_stats().num_preemptions > 0, "this pool was to be too small"
+            assert llm.llm_engine.stats.num_preemptions > 0, "this pool was to be too small"
     assert found[0] == found[1]
 
 
 def test_speculation_is_on(engines):
     reschedule(engines[1], True, 2048)
     tokens_of(engines[1])
-    assert engines[1].llm_engine.make_stats().spec_decoding_stats.num_drafts > 0
+    assert engines[1].llm_engine.stats.spec_decoding_stats.num_drafts > 0
 
 
 def test_bytes_reduced_are_what_the_formula_says(engines):
-    core = engines[1].llm_engine.core
+    core = core_of(engines[1])
     reschedule(engines[1], True, 33)
     config, before = core.model_config, core.executor.collective_rpc("bytes_reduced")
     wanted, execute = 0, core.executor.execute_model
@@ -105,16 +106,16 @@ def test_bytes_reduced_are_what_the_formula_says(engines):
 
 
 def test_a_rank_has_half_of_the_cache(engines):
-    whole, half = (llm.llm_engine.core.ledger for llm in engines)
-    config = engines[0].llm_engine.core.model_config
+    whole, half = (core_of(llm).ledger for llm in engines)
+    config = core_of(engines[0]).model_config
     assert half.bytes_per_token == kv_bytes_per_token(config, "float32", tp=2) == whole.bytes_per_token // 2
     assert half.num_blocks == whole.num_blocks == 6 * 96 // 16 + 1, "as many as requests can fill"
 
 
 def test_the_runner_is_elsewhere(engines):
-    assert engines[0].llm_engine.core.runner.block_size == 16
+    assert runner_of(engines[0]).block_size == 16
     with pytest.raises(MinivllmError, match="runs in other processes"):
-        _ = engines[1].llm_engine.core.runner
+        _ = runner_of(engines[1])
 
 
 @pytest.mark.parametrize(("size", "message"), [(3, "use one of 1, 2, 4, 8$"), (0, "at least 1"), ("2", "at least 1")])
@@ -134,7 +135,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 
 def test_a_rank_that_is_killed_ends_the_run(engines):
     """The last of these tests: the other rank is inside a sum, and loses its peer."""
-    core = engines[1].llm_engine.core
+    core = core_of(engines[1])
     pids, execute = pids_of(core.executor.ranks), core.executor.execute_model
 
     def killed_before(scheduler_output):

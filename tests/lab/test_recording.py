@@ -13,7 +13,7 @@ def test_the_parts_of_a_step_are_timed_and_the_engine_is_as_before():
     assert set(parts) == set(STEP_PARTS)
     assert min(parts.values()) > 0
     assert parts["forward"] == max(parts.values())
-    assert not any(part in vars(getattr(core, owner)) for part, owner in STEP_PARTS.items())
+    assert not any(part in vars(owner(core)) for part, owner in STEP_PARTS.items())
     run = record_run(core, [(8, 6)] * 2)
     assert 0 < run.decode_seconds <= max(step.seconds for step in run.steps)
 

@@ -12,6 +12,7 @@ from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.kernels.packed_weights import dequantize_weight
+from minivllm.lab.inside import core_of, runner_of
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import SINGLE_FILE, checkpoint_slots, load_model, random_model
@@ -156,11 +157,11 @@ def test_the_engine_runs_one_and_counts_its_bytes(tmp_path):
     directory = write(tmp_path, source.gptq(), gptq_config(source))
     settings = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 64}
     quantized = LLM(directory, **settings)
-    core = quantized.llm_engine.core
+    core = core_of(quantized)
     linears = sum(integers.numel() // 2 + 4 * scales.numel() for integers, scales in source.linears.values())
-    held = sum(p.nbytes for p in core.runner.model.layers.parameters() if p.ndim == 2)
+    held = sum(p.nbytes for p in runner_of(core).model.layers.parameters() if p.ndim == 2)
     assert held == linears
-    assert next(row.bytes for row in core.ledger.rows if "weights" in row.name) == core.runner.weight_bytes()
+    assert next(row.bytes for row in core.ledger.rows if "weights" in row.name) == runner_of(core).weight_bytes()
     with pytest.raises(MinivllmError, match=r"already quantized \(gptq\).*'int8' again: leave quantization out"):
         LLM(directory, **settings, quantization="int8")
     assert LLM(directory, **settings, load_format="dummy").generate([[1, 2, 3]])[0].outputs[0].token_ids

@@ -13,5 +13,9 @@ class WorkerDiedError(RuntimeError):
     """A process that computed a part of the model has ended, and the engine with it. The message says which and why."""
 
 
+class EngineDeadError(RuntimeError):
+    """The process of the engine's core has ended; no request can be served by it any more."""
+
+
 class LostPeerError(RuntimeError):
     """Another rank did not come to a sum. What became of that one is the error; this is what the others notice."""

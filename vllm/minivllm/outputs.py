@@ -23,7 +23,7 @@ Logprobs = list[dict[int, Logprob] | None]
 class CompletionOutput:
     """One completion of a prompt.
 
-    - `finish_reason`: "stop", "length" or "abort"; None while it goes on.
+    - `finish_reason`: "stop", "length", "abort" or "error"; None while it goes on. `error` says why it is "error".
     - `stop_reason`: the stop string, or the id of the stop token; None for the end-of-sequence token and everything
       else.
     - `cumulative_logprob`: sum over the chosen tokens, where log probabilities were asked for.
@@ -36,6 +36,7 @@ class CompletionOutput:
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
     def finished(self) -> bool:
         """Whether no further token will come."""

@@ -57,7 +57,6 @@ class KVCacheManager:
         *,
         new_computed_blocks: Sequence[KVCacheBlock] = (),
         num_lookahead_tokens: int = 0,
-        delay_cache_blocks: bool = False,
         full_sequence_must_fit: bool = False,
         has_scheduled_reqs: bool = True,
     ) -> Sequence[KVCacheBlock] | None:
@@ -69,7 +68,6 @@ class KVCacheManager:
         Returns the blocks added to the table, hit blocks not among them. Full blocks are published here, before they
         are computed: whoever finds them runs in the same forward or in a later one. Drafts are never published.
 
-        - `delay_cache_blocks`: publish nothing now; the tokens arrive later (from another engine) or not at all.
         - `full_sequence_must_fit`: an admission, which must have room for all tokens known so far, not merely these.
         - `has_scheduled_reqs`: something else is running, so that an admission leaves the watermark free.
         """
@@ -98,8 +96,7 @@ class KVCacheManager:
             self.req_to_blocks[request.request_id] = table
             self.num_cached_block.setdefault(request.request_id, len(new_computed_blocks))
 
-        if not delay_cache_blocks:
-            self.cache_blocks(request, min(num_tokens, request.num_tokens))
+        self.cache_blocks(request, min(num_tokens, request.num_tokens))
         return new_blocks
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
@@ -130,15 +127,6 @@ class KVCacheManager:
         """Counts the lookup of a request that is being admitted; lookups that end in no admission do not count."""
         if self.enable_caching and not request.skip_reading_prefix_cache:
             self.prefix_cache_stats.record(request.num_tokens, num_hit_tokens, request.num_preemptions > 0)
-
-    def make_prefix_cache_stats(self) -> PrefixCacheStats:
-        """The counts since the last call."""
-        stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
-        return stats
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks. Returns False, and does nothing, while any request holds a block."""
-        return self.block_pool.reset_prefix_cache()
 
     def _num_available(
         self, request: Request, new_computed_blocks: Sequence[KVCacheBlock], has_scheduled_reqs: bool

@@ -1,10 +1,9 @@
-"""What passes between the scheduler and the worker, and from the scheduler outwards.
+"""What passes between the scheduler and the worker.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/output.py` (`SchedulerOutput`, `NewRequestData`, `CachedRequestData`),
-`vllm/v1/outputs.py` (`ModelRunnerOutput`), `vllm/v1/engine/__init__.py` (`EngineCoreOutput`).
+`vllm/v1/outputs.py` (`ModelRunnerOutput`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,20 +78,3 @@ class ModelRunnerOutput:
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class EngineCoreOutput:
-    """News of one request. `finish_reason` is "stop", "length", "abort", "error" or None while it goes on.
-
-    `stop_reason` is the stop token's id where one stopped it. `num_cached_tokens` is the prefix hit of its first
-    admission, in tokens.
-    """
-
-    request_id: str
-    new_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    new_logprobs: Sequence[Any] | None = None
-    new_prompt_logprobs: Sequence[Any] | None = None

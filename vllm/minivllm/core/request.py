@@ -16,14 +16,12 @@ class RequestStatus(IntEnum):
     """Where a request stands. Everything after PREEMPTED is finished."""
 
     WAITING = 0
-    WAITING_FOR_REMOTE_KVS = 1
-    RUNNING = 2
-    PREEMPTED = 3
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH_CAPPED = 5
-    FINISHED_ABORTED = 6
-    FINISHED_IGNORED = 7
-    FINISHED_ERROR = 8
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
 
     @property
     def is_finished(self) -> bool:
@@ -40,7 +38,6 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
-    RequestStatus.FINISHED_IGNORED: "length",
     RequestStatus.FINISHED_ERROR: "error",
 }
 
@@ -66,7 +63,6 @@ class Request:
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
@@ -127,7 +123,6 @@ class Request:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.spec_token_ids: list[int] = []
-        self.num_output_placeholders = 0
         self.is_prefill_chunk = True
 
         self.block_hashes: list[BlockHash] = []

@@ -10,18 +10,14 @@ In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_pree
 KV connectors, pipeline and data parallelism.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
-from minivllm.core.output import (
-    CachedRequestData,
-    EngineCoreOutput,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
+from minivllm.core.limits import RequestLimits
+from minivllm.core.messages import EngineCoreOutput
+from minivllm.core.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.stats import SchedulerStats, SpecDecodingStats
@@ -62,7 +58,13 @@ class Scheduler:
     def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.config = scheduler_config
         self.cache_config = cache_config
-        self.kv_cache_manager = KVCacheManager(cache_config, scheduler_config.max_model_len, scheduler_config.watermark)
+        self.kv_cache_manager = self._make_kv_cache_manager()
+        self.limits = RequestLimits(
+            scheduler_config.max_model_len,
+            cache_config.block_size,
+            self.kv_cache_manager.block_pool.num_usable_blocks,
+            scheduler_config.num_speculative_tokens + scheduler_config.num_lookahead_tokens,
+        )
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(scheduler_config.policy)
         self.running: list[Request] = []
@@ -101,21 +103,36 @@ class Scheduler:
         """Whether the worker has not been told yet of requests that finished."""
         return bool(self.finished_req_ids)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks. Returns False, and does nothing, while any request holds a block."""
-        return self.kv_cache_manager.reset_prefix_cache()
-
     def make_stats(self) -> SchedulerStats:
-        """The state now; prefix lookups and verifications are counted since the last call."""
-        spec_decoding_stats, self.spec_decoding_stats = self.spec_decoding_stats, SpecDecodingStats()
+        """A snapshot of the state now and of all counts since the start."""
+        drafts = self.spec_decoding_stats
         return SchedulerStats(
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting),
             kv_cache_usage=self.kv_cache_manager.usage,
-            prefix_cache_stats=self.kv_cache_manager.make_prefix_cache_stats(),
-            spec_decoding_stats=spec_decoding_stats,
+            prefix_cache_stats=replace(self.kv_cache_manager.prefix_cache_stats),
+            spec_decoding_stats=replace(drafts, num_accepted_tokens_per_pos=list(drafts.num_accepted_tokens_per_pos)),
             num_preemptions=self.num_preemptions,
         )
+
+    def start_over(self, lost: Collection[str]) -> None:
+        """Throws away all that a step may have left half done: the pool with every cached block, and who runs.
+
+        Requests in `lost` are dropped. All others wait again in the order of their arrival, with the tokens that they
+        have, to be computed from the first; the worker must have forgotten them too.
+        """
+        counted = self.kv_cache_manager.prefix_cache_stats
+        self.kv_cache_manager = self._make_kv_cache_manager()
+        self.kv_cache_manager.prefix_cache_stats = counted
+        self.requests = {name: request for name, request in self.requests.items() if name not in lost}
+        self.running, self.finished_req_ids = [], set()
+        self.waiting = create_request_queue(self.config.policy)
+        for request in self.requests.values():
+            if request.status is RequestStatus.RUNNING:
+                request.status = RequestStatus.PREEMPTED
+            request.num_computed_tokens = 0
+            request.spec_token_ids = []
+            self.waiting.add_request(request)
 
     # One step
 
@@ -141,9 +158,7 @@ class Scheduler:
         """Running requests in order of admission. One that can get no token is passed over, so it blocks nobody."""
         while step.position < len(self.running) and step.token_budget > 0:
             request = self.running[step.position]
-            num_new_tokens = (
-                request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
-            )
+            num_new_tokens = request.num_tokens_with_spec - request.num_computed_tokens
             if num_new_tokens > 1:
                 num_new_tokens = self._cap_num_tokens(request, num_new_tokens, min(chunk_limit, step.token_budget))
             if num_new_tokens == 0:
@@ -172,8 +187,7 @@ class Scheduler:
 
     def _schedule_drafts(self, request: Request, num_new_tokens: int, step: _Step) -> None:
         """Notes which of a request's new tokens are drafts; those that found no room in the step are dropped."""
-        num_known = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-        num_drafts = num_new_tokens - num_known
+        num_drafts = num_new_tokens - (request.num_tokens - request.num_computed_tokens)
         if num_drafts > 0:
             step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
         request.spec_token_ids = []
@@ -285,7 +299,7 @@ class Scheduler:
     ) -> list[EngineCoreOutput]:
         """Takes in what a step sampled: rolls rejected drafts back, appends tokens, ends what has ended.
 
-        Returns the news in the order of scheduling; requests that sampled nothing or were aborted meanwhile have none.
+        Returns an output for each request that sampled something, in the order of scheduling; aborted ones have none.
         """
         outputs: list[EngineCoreOutput] = []
         stopped: list[Request] = []
@@ -351,29 +365,13 @@ class Scheduler:
         self.finished_req_ids.add(request.request_id)
         del self.requests[request.request_id]
 
+    def _make_kv_cache_manager(self) -> KVCacheManager:
+        return KVCacheManager(self.cache_config, self.config.max_model_len, self.config.watermark)
+
     def _check_request(self, request: Request) -> None:
-        name, config = f"request {request.request_id!r}", self.config
+        name = f"request {request.request_id!r}"
         if request.request_id in self.requests:
             raise MinivllmError(f"{name} exists already; ids must be unique among unfinished requests")
-        if request.num_prompt_tokens >= config.max_model_len:
-            raise MinivllmError(
-                f"{name} has a prompt of {request.num_prompt_tokens} tokens; with max_model_len {config.max_model_len} "
-                f"a prompt may have {config.max_model_len - 1}, which leaves one token to generate"
-            )
-        if request.lora_request is not None and config.max_loras == 0:
+        if request.lora_request is not None and self.config.max_loras == 0:
             raise MinivllmError(f"{name} names an adapter, but max_loras is 0; set it to 1 or more")
-        self._check_fits_pool(request, name)
-
-    def _check_fits_pool(self, request: Request, name: str) -> None:
-        # The last token is sampled and never computed, so it needs no slot.
-        num_extra = self.config.num_speculative_tokens + self.config.num_lookahead_tokens
-        max_model_len, block_size = self.config.max_model_len, self.cache_config.block_size
-        longest = min(request.num_prompt_tokens + request.max_tokens, max_model_len)
-        num_blocks = -(-min(longest - 1 + num_extra, max_model_len) // block_size)
-        num_usable = self.kv_cache_manager.block_pool.num_usable_blocks
-        if num_blocks > num_usable:
-            raise MinivllmError(
-                f"{name} may need {num_blocks} blocks of {block_size} tokens, and the cache has {num_usable}: prompt "
-                f"and max_tokens may have {num_usable * block_size + 1 - num_extra} tokens together. Lower max_tokens, "
-                "or give the cache more blocks"
-            )
+        self.limits.check(name, request.num_prompt_tokens, request.max_tokens)

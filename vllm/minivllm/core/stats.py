@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Counts since the last `make_stats`: requests that looked their prefix up, tokens that they had, tokens found.
+    """Counts since the start: requests that looked their prefix up, tokens that they had, tokens found.
 
     Requests that come back after a preemption mostly find their own blocks; they are counted apart.
     """
@@ -35,7 +35,7 @@ class PrefixCacheStats:
 
 @dataclass(slots=True)
 class SpecDecodingStats:
-    """Counts since the last `make_stats`: verifications, drafts verified, drafts accepted, the last also by position.
+    """Counts since the start: verifications, drafts verified, drafts accepted, the last also by position.
 
     Mean acceptance length = 1 + num_accepted_tokens / num_drafts.
     """
@@ -58,7 +58,10 @@ class SpecDecodingStats:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """The scheduler at one moment. `kv_cache_usage` is a share, 0 to 1."""
+    """The scheduler at one moment, and what it has counted since its start. `kv_cache_usage` is a share, 0 to 1.
+
+    A snapshot: reading it consumes nothing, and two of them give what came between.
+    """
 
     num_running_reqs: int
     num_waiting_reqs: int

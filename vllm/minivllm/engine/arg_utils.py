@@ -44,6 +44,7 @@ class EngineArgs:
       step and then forgotten. Not in vLLM, but what it is worth should be measurable.
     - `attention_backend`: None is the unified kernel; "naive" what there was before (`unified_attention`).
     - `speculative_config`: as vLLM's dictionary, such as {"method": "ngram", "num_speculative_tokens": 4}.
+    - `multiprocess`: the core runs in a process of its own. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
     - `tensor_parallel_size`: ranks that share the model, each with a GPU of its own, or all on one CPU.
     - `enforce_eager`: no CUDA graphs. There are none on a CPU.
     - `seed`: of the requests that bring none.
@@ -75,6 +76,7 @@ class EngineArgs:
     use_kv_cache: bool = True
     attention_backend: str | None = None
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
+    multiprocess: bool = False
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
 
@@ -98,7 +100,9 @@ class EngineArgs:
             self.tokenizer is None or (isinstance(self.tokenizer, str | Path) and bool(str(self.tokenizer))),
             f"tokenizer is {self.tokenizer!r}; it must be a directory, or a name on the Hugging Face hub",
         )
-        require_flags(self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "enforce_eager")
+        require_flags(
+            self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager"
+        )
         require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         require(
             self.kv_cache_dtype in KV_CACHE_DTYPES,

@@ -1,30 +1,34 @@
 """The core's loop: schedule, execute, update. Tokens in, tokens out; of text it knows nothing.
 
-In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.step`, `_initialize_kv_caches`), where it runs in a process of
-its own.
+A step is all or nothing. Blocks are published when they are scheduled, before they are computed, so a step that fails
+half way leaves names for keys and values that nobody computed. Whatever is raised in one, the core starts over: its
+requests end with an error, the pool and its cached blocks are made anew, the worker forgets its batch, and all other
+requests are computed again from their first token.
+
+In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.step`, `_initialize_kv_caches`).
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
 
 from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.config.units import GIB
-from minivllm.core.output import EngineCoreOutput
+from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
+from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.stats import SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_request import EngineCoreRequest
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.executor.abstract import make_executor
-from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.logger import init_logger
 from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
 from minivllm.platforms.device import pick_device
 from minivllm.worker.memory_profiling import check_override, profile_memory
-from minivllm.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)
 
@@ -39,6 +43,7 @@ class EngineCore:
     def __init__(self, args: EngineArgs) -> None:
         device = pick_device(args.device)
         self._speculates = args.speculation is not None
+        self._undelivered: list[EngineCoreOutput] = []
         self.model_config = ModelConfig.from_pretrained(args.model)
         shard_config(self.model_config, args.tensor_parallel_size)
         memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
@@ -56,48 +61,91 @@ class EngineCore:
         self._log_memory()
 
     @property
-    def runner(self) -> ModelRunner:
-        """The model runner, where it is in this process.
-
-        Raises:
-            MinivllmError: it is not; there are several, each in its own.
-        """
-        if not isinstance(self.executor, UniprocExecutor):
-            raise MinivllmError("with a tensor_parallel_size above 1 the model runs in other processes")
-        return self.executor.worker.runner
+    def ready(self) -> EngineCoreReady:
+        """What the front end needs to know of this core."""
+        num_blocks = self.scheduler.cache_config.num_gpu_blocks
+        return EngineCoreReady(self.scheduler.limits, num_blocks, self.ledger, self.scheduler.make_stats())
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Puts a request into the queue. Raises `MinivllmError` for one that could never finish."""
-        self.scheduler.add_request(request.to_request())
+        """Puts a request into the queue. One that is refused ends with an error, which the next step hands out."""
+        with self._all_or_nothing(lambda: (request.request_id,)):
+            try:
+                self.scheduler.add_request(request.to_request())
+            except MinivllmError as error:
+                self._undelivered.append(_failed(request.request_id, error))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Ends requests, wherever they stand; those that are not there are ignored."""
-        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        """Ends requests, wherever they stand; unknown ones are ignored."""
+        ids = set(request_ids)
+        with self._all_or_nothing(lambda: ids):
+            self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+            self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_unfinished_requests()
+        return bool(self._undelivered) or self.scheduler.has_unfinished_requests()
 
-    def step(self) -> list[EngineCoreOutput]:
-        """One step: who gets how many tokens, a forward pass, and what came of it."""
-        scheduler_output = self.scheduler.schedule()
-        model_runner_output = self.executor.execute_model(scheduler_output)
-        outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
-        if self._speculates:
-            self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
-        return outputs
+    def step(self) -> EngineCoreOutputs:
+        """One step: who gets how many tokens, a forward pass, and what came of it.
 
-    def make_stats(self) -> SchedulerStats:
-        """The scheduler's state now."""
-        return self.scheduler.make_stats()
+        Raises:
+            WorkerDiedError: a rank has ended, and the engine with it.
+            Exception: whatever a step may raise. The requests that were in it end with an error, which the next step
+                hands out; the others go on.
+        """
+        scheduled: Collection[str] | None = None
+        with self._all_or_nothing(lambda: list(self.scheduler.requests) if scheduled is None else scheduled):
+            with record_function("minivllm::schedule"):
+                scheduler_output = self.scheduler.schedule()
+            scheduled = scheduler_output.num_scheduled_tokens
+            self._log_step(scheduler_output)
+            model_runner_output = self.executor.execute_model(scheduler_output)
+            with record_function("minivllm::update"):
+                outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
+                if self._speculates:
+                    self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
+                delivered = EngineCoreOutputs([*self._undelivered, *outputs], self.scheduler.make_stats())
+                self._undelivered = []
+        return delivered
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Returns False, and does nothing, while any request holds a block."""
-        return self.scheduler.reset_prefix_cache()
+        with self._all_or_nothing(tuple):
+            return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Ends the processes of the ranks, where they have some. No step can be made after it."""
         self.executor.shutdown()
+
+    @contextmanager
+    def _all_or_nothing(self, who_is_lost: Callable[[], Collection[str]]) -> Iterator[None]:
+        """Starts over where the block fails; the requests that are lost end with an error, the others begin again."""
+        try:
+            yield
+        except WorkerDiedError:
+            raise
+        except BaseException as error:
+            lost = who_is_lost()
+            logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
+            known = {output.request_id for output in self._undelivered}
+            self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
+            self.scheduler.start_over(lost)
+            self.executor.collective_rpc("reset")
+            raise
+
+    def _log_step(self, output: SchedulerOutput) -> None:
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        logger.debug(
+            "step of %d tokens %s; admitted %s, preempted %s; %d running, %d waiting, %d blocks free",
+            output.total_num_scheduled_tokens,
+            output.num_scheduled_tokens,
+            [request.req_id for request in output.scheduled_new_reqs],
+            sorted(output.preempted_req_ids),
+            len(self.scheduler.running),
+            len(self.scheduler.waiting),
+            self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        )
 
     def _log_memory(self) -> None:
         if self.ledger is not None:
@@ -128,3 +176,8 @@ class EngineCore:
             for use in self.executor.collective_rpc("memory_use")
         ]
         return min(ledgers, key=lambda ledger: ledger.num_blocks)
+
+
+def _failed(request_id: str, error: BaseException) -> EngineCoreOutput:
+    reason = str(error) if isinstance(error, MinivllmError) else f"{type(error).__name__}: {error}"
+    return EngineCoreOutput(request_id, [], finish_reason="error", error=reason)

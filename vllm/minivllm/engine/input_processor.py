@@ -10,7 +10,8 @@ from dataclasses import replace
 from tokenizers import Tokenizer
 
 from minivllm.config import ModelConfig
-from minivllm.engine.core_request import EngineCoreRequest
+from minivllm.core.limits import RequestLimits
+from minivllm.core.messages import EngineCoreRequest
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, parse_prompt
 from minivllm.sampling_params import SamplingParams
@@ -23,13 +24,13 @@ class InputProcessor:
         self,
         config: ModelConfig,
         tokenizer: Tokenizer | None,
-        max_model_len: int,
+        limits: RequestLimits,
         eos_token_ids: tuple[int, ...],
         seed: int,
     ) -> None:
         self.vocab_size = config.vocab_size
         self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
+        self.limits = limits
         self.eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
 
@@ -53,6 +54,7 @@ class InputProcessor:
             token_ids = self._encode(text or "")
         self._check_prompt(token_ids)
         resolved = self._resolve(params, len(token_ids))
+        self.limits.check("the request", len(token_ids), resolved.max_tokens or 1)
         request = EngineCoreRequest(
             request_id,
             token_ids,
@@ -72,11 +74,6 @@ class InputProcessor:
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise MinivllmError("the prompt is empty; it needs at least one token")
-        if len(token_ids) >= self.max_model_len:
-            raise MinivllmError(
-                f"the prompt has {len(token_ids)} tokens; with max_model_len {self.max_model_len} it may have "
-                f"{self.max_model_len - 1}, which leaves one token to generate"
-            )
         outside = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
         if outside is not None:
             raise MinivllmError(f"the prompt has the token id {outside}; the vocabulary is 0 to {self.vocab_size - 1}")
@@ -87,7 +84,7 @@ class InputProcessor:
             raise MinivllmError(f"sampling_params are {type(params).__name__}; they must be SamplingParams")
         self._check_params(params)
         stops = frozenset(params.stop_token_ids or ())
-        max_tokens = self.max_model_len - num_prompt_tokens
+        max_tokens = max(1, self.limits.max_model_len - num_prompt_tokens)
         return replace(
             params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,

@@ -5,43 +5,51 @@ In vLLM v0.33.0: `vllm/v1/engine/llm_engine.py` (`LLMEngine`).
 
 from collections.abc import Iterable
 
+from minivllm.config import ModelConfig
+from minivllm.core.messages import EngineCoreOutputs
 from minivllm.core.stats import SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core import EngineCore
+from minivllm.engine.core_client import make_client
 from minivllm.engine.generation_config import GenerationConfig
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParentRequest, child_requests
+from minivllm.engine.throughput_log import ThroughputLog
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
+from minivllm.platforms.interrupts import interrupts_held
 from minivllm.sampling_params import SamplingParams
 
 
 class LLMEngine:
-    """Input processor, core and output processor, in one process; the model's ranks, if it has several, in others."""
+    """Input processor, the core's client, output processor. For one caller: it has no locks."""
 
     def __init__(self, args: EngineArgs) -> None:
-        self.core = EngineCore(args)
+        self.model_config = ModelConfig.from_pretrained(args.model)
         self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
-        self.model_config = self.core.model_config
-        self.max_model_len = self.core.scheduler.config.max_model_len
         self.generation_config = GenerationConfig.of(args.model, self.model_config)
+        self.engine_core = make_client(args)
+        self.stats: SchedulerStats = self.engine_core.ready.scheduler_stats
+        """The scheduler's state after the last step. Reading it consumes nothing."""
         self.input_processor = InputProcessor(
-            self.model_config, self.tokenizer, self.max_model_len, self.generation_config.eos_token_ids, args.seed
+            self.model_config,
+            self.tokenizer,
+            self.engine_core.ready.limits,
+            self.generation_config.eos_token_ids,
+            args.seed,
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self._children: dict[str, list[str]] = {}
+        self._throughput_log = ThroughputLog()
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-    ) -> None:
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
+        """As the constructor; vLLM's name for it."""
+        return cls(engine_args)
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> None:
         """Puts a prompt into the queue; `params.n` completions of it.
 
         Raises:
@@ -57,43 +65,66 @@ class LLMEngine:
         taken = next((name for name in (request_id, *ids) if name in in_use), None)
         if taken is not None:
             raise MinivllmError(f"request {taken!r} exists already; ids must be unique among unfinished requests")
-        self._children[request_id] = ids
-        try:
-            for index, child in enumerate(children):
-                self.core.add_request(child)
-                self.output_processor.add_request(child, text, index, parent)
-        except BaseException:
-            self.abort_requests([request_id])
-            raise
+        with interrupts_held():
+            try:
+                self._children[request_id] = ids
+                for index, child in enumerate(children):
+                    self.output_processor.add_request(child, text, index, parent)
+                    self.engine_core.add_request(child)
+            except BaseException:
+                self.abort_request([request_id])
+                raise
 
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
+    def abort_request(self, request_ids: Iterable[str]) -> None:
         """Ends requests without further output; unknown ids are ignored."""
-        children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
-        self.output_processor.abort_requests(children)
-        self.core.abort_requests(children)
+        with interrupts_held():
+            children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
+            self.output_processor.abort_requests(children)
+            self.engine_core.abort_requests(children)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request still wants a step."""
-        return self.core.has_unfinished_requests()
+        return bool(self.output_processor.states)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many do; each of `n` completions counts."""
+        return len(self.output_processor.states)
 
     def step(self) -> list[RequestOutput]:
-        """One step of the core; returns the requests about which there is something to say."""
-        shown, to_abort = self.output_processor.process_outputs(self.core.step())
-        if to_abort:
-            self.core.abort_requests(to_abort)
-        for output in shown:
-            if output.finished:
-                del self._children[output.request_id]
-        return shown
+        """One step of the core; returns the requests about which there is something to say.
 
-    def make_stats(self) -> SchedulerStats:
-        """The scheduler's state now."""
-        return self.core.make_stats()
+        All or nothing: Ctrl-C waits for its end, and where taking in the outputs fails, their requests are ended.
+        """
+        outputs: EngineCoreOutputs | None = None
+        with interrupts_held():
+            try:
+                outputs = self.engine_core.get_output()
+                return self._take_in(outputs)
+            except BaseException:
+                if outputs is not None:
+                    self._give_up({output.request_id for output in outputs.outputs})
+                raise
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Returns False, and does nothing, while any request runs."""
-        return self.core.reset_prefix_cache()
+        return self.engine_core.call_utility("reset_prefix_cache")
 
     def shutdown(self) -> None:
         """Ends what the engine has started; it can do nothing after that."""
-        self.core.shutdown()
+        self.engine_core.shutdown()
+
+    def _take_in(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:
+        shown, to_abort = self.output_processor.process_outputs(outputs.outputs)
+        if to_abort:
+            self.engine_core.abort_requests(to_abort)
+        for output in shown:
+            if output.finished:
+                del self._children[output.request_id]
+        if outputs.scheduler_stats is not None:
+            self.stats = outputs.scheduler_stats
+            self._throughput_log.observe(*self.output_processor.take_counts(), self.stats)
+        return shown
+
+    def _give_up(self, child_ids: set[str]) -> None:
+        parents = [parent for parent, children in self._children.items() if not child_ids.isdisjoint(children)]
+        self.abort_request(parents)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from minivllm.core.output import EngineCoreOutput
-from minivllm.engine.core_request import EngineCoreRequest
+from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.parallel_sampling import ParentRequest
 from minivllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
@@ -34,6 +33,7 @@ class RequestState:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
     num_cached_tokens: int = 0
     num_sent_tokens: int = 0
     num_sent_characters: int = 0
@@ -45,6 +45,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.states: dict[str, RequestState] = {}
+        self._num_prompt_tokens = self._num_generation_tokens = 0
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, index: int, parent: ParentRequest) -> None:
         """Expects outputs of a request, the child `index` of `parent`."""
@@ -81,6 +82,12 @@ class OutputProcessor:
                 shown.append(request_output)
         return shown, to_abort
 
+    def take_counts(self) -> tuple[int, int]:
+        """Tokens of prompts that were computed, and tokens generated, since this was last asked."""
+        counts = self._num_prompt_tokens, self._num_generation_tokens
+        self._num_prompt_tokens = self._num_generation_tokens = 0
+        return counts
+
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Expects nothing more of these requests."""
         for request_id in request_ids:
@@ -90,9 +97,12 @@ class OutputProcessor:
         state.token_ids += output.new_token_ids
         state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
         state.num_cached_tokens = output.num_cached_tokens
+        state.error = output.error
+        self._num_generation_tokens += len(output.new_token_ids)
         state.metrics.last_token_time = now
         if state.metrics.first_token_time is None:
             state.metrics.first_token_time = now
+            self._num_prompt_tokens += len(state.request.prompt_token_ids)
         if output.new_prompt_logprobs is not None:
             state.prompt_logprobs = [None, *(self._as_dict(entry) for entry in output.new_prompt_logprobs)]
         if state.logprobs is not None and output.new_logprobs is not None:
@@ -155,6 +165,7 @@ class OutputProcessor:
             logprobs,
             state.finish_reason,
             state.stop_reason,
+            state.error,
         )
 
     def _showable_text(self, state: RequestState) -> str:

@@ -5,7 +5,7 @@ In vLLM v0.33.0: `vllm/v1/engine/parallel_sampling.py` (`ParentRequest`).
 
 from dataclasses import replace
 
-from minivllm.engine.core_request import EngineCoreRequest
+from minivllm.core.messages import EngineCoreRequest
 from minivllm.outputs import CompletionOutput
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.one_caller import OneCaller
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, as_prompts
 from minivllm.outputs import RequestOutput
@@ -39,6 +40,7 @@ class LLM:
         """
         self.llm_engine = LLMEngine(EngineArgs.of(model, engine_args))
         self._request_ids = itertools.count()
+        self._caller = OneCaller()
 
     def generate(
         self,
@@ -59,18 +61,19 @@ class LLM:
         Raises:
             MinivllmError: any of the prompts or parameters cannot be. Nothing was computed then, and nothing is queued.
         """
-        items = as_prompts(prompts)
-        wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _one_each("sampling_params", wanted, items)
-        priorities = _one_each("priority", 0 if priority is None else priority, items)
-        request_ids: list[str] = []
-        try:
-            for index, each in enumerate(zip(items, params, priorities, strict=True)):
-                request_ids.append(self._add_request(index, *each))
-            return self._run(request_ids, use_tqdm)
-        except BaseException:
-            self.llm_engine.abort_requests(request_ids)
-            raise
+        with self._caller.alone():
+            items = as_prompts(prompts)
+            wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
+            params = _one_each("sampling_params", wanted, items)
+            priorities = _one_each("priority", 0 if priority is None else priority, items)
+            request_ids = [str(next(self._request_ids)) for _ in items]
+            try:
+                for index, request_id in enumerate(request_ids):
+                    self._add_request(index, request_id, items[index], params[index], priorities[index])
+                return self._run(request_ids, use_tqdm)
+            except BaseException:
+                self.llm_engine.abort_request(request_ids)
+                raise
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer, None with `skip_tokenizer_init`."""
@@ -82,21 +85,20 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks."""
-        return self.llm_engine.reset_prefix_cache()
+        with self._caller.alone():
+            return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Ends the processes of a tensor-parallel model at once; else they end with this object, or with Python."""
+        """Ends the processes of this LLM at once, if it has some; else they end with this object, or with Python."""
         self.llm_engine.shutdown()
 
-    def _add_request(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> str:
-        request_id = str(next(self._request_ids))
+    def _add_request(self, index: int, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
         if isinstance(params, SamplingParams):
             params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
         try:
             self.llm_engine.add_request(request_id, prompt, params, priority=priority)
         except MinivllmError as error:
             raise type(error)(f"prompt {index}: {error}") from None
-        return request_id
 
     def _run(self, request_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
@@ -105,6 +107,7 @@ class LLM:
             task = bar.add_task("prompts", total=len(request_ids), tokens=0)
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
+                    _raise_error(request_ids, output)
                     finished[output.request_id] = output
                     tokens = sum(len(completion.token_ids) for completion in output.outputs)
                     bar.update(task, advance=1, tokens=bar.tasks[task].fields["tokens"] + tokens)
@@ -121,6 +124,13 @@ def _progress(disable: bool) -> Progress:
         transient=True,
         disable=disable,
     )
+
+
+def _raise_error(request_ids: Sequence[str], output: RequestOutput) -> None:
+    """Raises where a completion has ended with an error."""
+    error = next((completion.error for completion in output.outputs if completion.error), None)
+    if error is not None:
+        raise MinivllmError(f"prompt {request_ids.index(output.request_id)}: {error}")
 
 
 def _one_each(name: str, value: Any, prompts: Sequence[Prompt]) -> list[Any]:

@@ -13,23 +13,24 @@ from typing import Any
 import torch
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_request import EngineCoreRequest
 from minivllm.errors import MinivllmError
-from minivllm.executor.abstract import UniprocExecutor
+from minivllm.executor.uniproc_executor import UniprocExecutor
+from minivllm.lab.inside import runner_of
 from minivllm.lab.timing import Stopwatch
 from minivllm.models.loader import random_model
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.cost_model import Cost, MeasuredStep, StepShape
 from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
 
-STEP_PARTS = {
-    "schedule": "scheduler",
-    "prepare_inputs": "runner",
-    "forward": "runner",
-    "sample_tokens": "runner",
-    "update_from_output": "scheduler",
+STEP_PARTS: dict[str, Callable[[EngineCore], Any]] = {
+    "schedule": lambda core: core.scheduler,
+    "prepare_inputs": runner_of,
+    "forward": runner_of,
+    "sample_tokens": runner_of,
+    "update_from_output": lambda core: core.scheduler,
 }
 """Methods that a step goes through, and whose they are."""
 OPERATORS_PER_LAYER = 8
@@ -79,7 +80,7 @@ def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **s
 
 def own_clock(core: EngineCore) -> Callable[[], float]:
     """The clock for this engine: on a CPU with one thread the process's own, which other work does not disturb."""
-    here = isinstance(core.executor, UniprocExecutor) and core.runner.device.type == "cpu"
+    here = isinstance(core.executor, UniprocExecutor) and runner_of(core).device.type == "cpu"
     return time.process_time if here and torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -133,11 +134,11 @@ def step_parts(core: EngineCore, lengths: Sequence[tuple[int, int]]) -> dict[str
     record_run(core, lengths[:2], warm_up=False)
     watch = Stopwatch(own_clock(core))
     for part, owner in STEP_PARTS.items():
-        place = getattr(core, owner)
+        place = owner(core)
         setattr(place, part, watch.watch(part, getattr(place, part)))
     steps = len(record_run(core, lengths, warm_up=False).steps)
     for part, owner in STEP_PARTS.items():
-        delattr(getattr(core, owner), part)  # the method of the class again
+        delattr(owner(core), part)  # the method of the class again
     return {part: watch.seconds[part] / steps for part in STEP_PARTS}
 
 

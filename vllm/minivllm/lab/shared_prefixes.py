@@ -85,7 +85,8 @@ def serve(llm: LLM, work: Callable[[Ask, Take, int], None], text: Sequence[int],
         return [list(answer) for answer in answers[-len(prompts) :]]
 
     llm.reset_prefix_cache()
-    llm.llm_engine.make_stats()  # what was counted before is not ours
+    before = llm.llm_engine.stats.prefix_cache_stats
     work(ask, take, users)
-    stats = llm.llm_engine.make_stats().prefix_cache_stats
-    return Served(stats.queries, stats.hits, statistics.mean(waits), tuple(answers))
+    counts = llm.llm_engine.stats.prefix_cache_stats
+    queries, hits = counts.queries - before.queries, counts.hits - before.hits
+    return Served(queries, hits, statistics.mean(waits), tuple(answers))

@@ -217,6 +217,7 @@ class _Clock:
         self.acceptance = acceptance
         self.timelines = [RequestTimeline(request.arrival) for request in workload]
         self.live: dict[str, Request] = {}
+        self.prefix_counts = scheduler.make_stats().prefix_cache_stats
         self.now = 0.0
         self.coming = [(one.arrival, index) for index, one in enumerate(workload) if one.after is None]
         heapq.heapify(self.coming)
@@ -260,7 +261,8 @@ class _Clock:
         seconds = self.cost.seconds(shape)
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
         usage = scheduler.kv_cache_manager.usage
-        prefix = scheduler.kv_cache_manager.make_prefix_cache_stats()
+        prefix, before = scheduler.make_stats().prefix_cache_stats, self.prefix_counts
+        self.prefix_counts = prefix
         drafts = output.scheduled_spec_decode_tokens
         sampled = {
             key: [GENERATED] * (1 + self.acceptance.draw(len(drafts.get(key, ()))))
@@ -282,8 +284,8 @@ class _Clock:
             num_running,
             num_waiting,
             usage,
-            prefix.queries,
-            prefix.hits,
+            prefix.queries - before.queries,
+            prefix.hits - before.hits,
         )
 
     def _propose(self, sampled: Iterable[str]) -> None:

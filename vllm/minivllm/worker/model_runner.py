@@ -55,13 +55,18 @@ class ModelRunner:
             f"the batch of max_num_seqs = {max_num_seqs} requests of {max_model_len} tokens",
             "lower max_num_seqs",
         )
-        self.batch = InputBatch(max_num_seqs, max_model_len, block_size)
-        self.prompt_logprobs = PromptLogprobs()
+        self._batch_shape = max_num_seqs, max_model_len, block_size
+        self.reset()
         self.attention_backend, self.use_kv_cache = attention_backend, use_kv_cache
         self.proposer = NgramProposer(speculative_config, max_model_len) if speculative_config else None
-        self._draft_token_ids: dict[str, list[int]] = {}
         self.attention: PagedAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
+
+    def reset(self) -> None:
+        """Forgets every request: rows, log probabilities of prompts, drafts."""
+        self.batch = InputBatch(*self._batch_shape)
+        self.prompt_logprobs = PromptLogprobs()
+        self._draft_token_ids: dict[str, list[int]] = {}
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters and tables, tied ones once, and of their packed forms."""

@@ -100,6 +100,10 @@ class Worker:
             self.runner.take_sampled(sampled)
         return self.runner.execute_model(scheduler_output)
 
+    def reset(self) -> None:
+        """Forgets every request, whatever a failed step has left of them."""
+        self.runner.reset()
+
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Drafts for what comes after the last step's tokens, by request id; once."""
         return self.runner.take_draft_token_ids()

@@ -4,20 +4,10 @@ In vLLM v0.33.0: `vllm/v1/sample/sampler.py` (`gather_logprobs`).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
-
-class TokenLogprobs(NamedTuple):
-    """At one position: token ids, the chosen one first and then the most likely, their log probabilities and ranks.
-
-    The chosen token may come a second time, where it is among the most likely.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]
+from minivllm.core.messages import TokenLogprobs
 
 
 def token_logprobs(

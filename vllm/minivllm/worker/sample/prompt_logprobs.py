@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from minivllm.core.messages import TokenLogprobs
 from minivllm.core.output import NewRequestData
 from minivllm.worker.input_batch import InputBatch, StepInputs
-from minivllm.worker.sample.logprobs import TokenLogprobs, token_logprobs
+from minivllm.worker.sample.logprobs import token_logprobs
 
 
 class PromptLogprobs:

@@ -18,9 +18,10 @@ from enum import IntFlag
 import numpy as np
 import torch
 
+from minivllm.core.messages import TokenLogprobs
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.sample.logit_bias import apply_logit_bias
-from minivllm.worker.sample.logprobs import TokenLogprobs, token_logprobs
+from minivllm.worker.sample.logprobs import token_logprobs
 from minivllm.worker.sample.penalties import apply_penalties, has_penalties
 from minivllm.worker.sample.top_k_top_p import mask_below_min_p, mask_beyond_top_k_top_p
 from minivllm.worker.sample.uniform import uniform

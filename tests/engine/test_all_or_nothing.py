@@ -1,0 +1,200 @@
+"""A step is all or nothing: whatever is raised in one, and wherever, the engine gives right answers afterwards."""
+
+import os
+import random
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import minivllm.errors
+from minivllm import LLM, MinivllmError, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.core.messages import EngineCoreRequest
+from minivllm.lab.inside import core_of
+
+ENGINE = str(Path(minivllm.errors.__file__).parent)
+HANDLERS = {"start_over", "_all_or_nothing", "_make_kv_cache_manager", "abort_request", "abort_requests", "_give_up"}
+PREFIX = [*range(100, 140)]
+PROMPTS = [[*PREFIX, 7 * index + 1, index + 3] for index in range(6)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+SETTINGS = {"device": "cpu", "max_model_len": 96, "max_num_seqs": 5, "max_num_batched_tokens": 40, "block_size": 8}
+
+
+class Boom(BaseException):
+    """Like a KeyboardInterrupt: nobody catches it on the way."""
+
+
+class RaiseAtLine:
+    """Raises in the engine's own code when so many of its lines have been run."""
+
+    def __init__(self, line: int) -> None:
+        self.line, self.count, self.place = line, 0, ""
+
+    def __enter__(self):
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _call(self, frame, event, argument):
+        name = frame.f_code.co_filename
+        if not name.startswith(ENGINE) or "/kernels/" in name or frame.f_code.co_name in HANDLERS:
+            return None
+        return self._line
+
+    def _line(self, frame, event, argument):
+        if event == "line":
+            self.count += 1
+            if self.count == self.line:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise Boom(self.place)
+        return self._line
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(EMBEDDED_MODEL, **SETTINGS, num_gpu_blocks_override=40, speculative_config={"num_speculative_tokens": 3})
+
+
+@pytest.fixture(scope="module")
+def expected():
+    plain = LLM(EMBEDDED_MODEL, **SETTINGS, num_gpu_blocks_override=200, enable_prefix_caching=False)
+    return [output.outputs[0].token_ids for output in plain.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def check(llm, expected):
+    """The same tokens as ever, every block free, nothing left behind on either side of the seam."""
+    found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert found == expected
+    core = core_of(llm)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_usable_blocks
+    assert not core.scheduler.requests
+    assert not llm.llm_engine.output_processor.states
+    assert not llm.llm_engine._children
+
+
+def lines_of_a_run(llm):
+    with RaiseAtLine(-1) as never:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return never.count
+
+
+def test_raised_at_hundreds_of_lines(llm, expected):
+    check(llm, expected)
+    lines = lines_of_a_run(llm)
+    places = random.Random(0).sample(range(1, lines), 120)
+    seen = set()
+    for line in places:
+        with RaiseAtLine(line) as raiser, pytest.raises(Boom):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        seen.add(raiser.place)
+        check(llm, expected)
+    assert len(seen) > 40, "the lines were to be many different ones"
+
+
+def test_interrupted_by_a_timer(llm, expected):
+    """As "interrupt the kernel" does it."""
+    check(llm, expected)
+    interrupted, delays = 0, random.Random(1)
+    for _ in range(60):
+        timer = threading.Timer(delays.uniform(0.0, 0.08), os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+            timer.join()
+        except KeyboardInterrupt:
+            interrupted += 1
+        check(llm, expected)
+    assert interrupted == 60
+
+
+def test_the_others_go_on_when_a_step_fails(llm, expected):
+    """Requests of the failed step end with an error that says why; those that waited are served."""
+    core = core_of(llm)
+    for index, prompt in enumerate(PROMPTS):
+        core.add_request(EngineCoreRequest(str(index), list(prompt), replace(GREEDY, seed=0), (), 0.0))
+    executor, execute = core.executor, core.executor.execute_model
+
+    def fails(output):
+        raise RuntimeError("out of luck")
+
+    executor.execute_model = fails
+    with pytest.raises(RuntimeError, match="out of luck"):
+        core.step()
+    executor.execute_model = execute
+    outputs = []
+    while core.has_unfinished_requests():
+        outputs += core.step().outputs
+    failed = {output.request_id: output.error for output in outputs if output.finish_reason == "error"}
+    assert failed == dict.fromkeys("01234", "RuntimeError: out of luck"), "the five that max_num_seqs lets in"
+    assert [token for output in outputs for token in output.new_token_ids] == expected[5]
+    check(llm, expected)
+
+
+def resolved(params):
+    return SamplingParams(
+        **{**{name: getattr(params, name) for name in ("temperature", "max_tokens", "ignore_eos")}, "seed": 0}
+    )
+
+
+def test_a_refusal_that_only_the_core_makes_comes_back_as_an_output(llm, expected):
+    core = core_of(llm)
+    for _ in range(2):
+        core.add_request(EngineCoreRequest("twice", [1, 2], replace(GREEDY, seed=0), (), 0.0))
+    outputs = []
+    while core.has_unfinished_requests():
+        outputs += core.step().outputs
+    assert [output.error for output in outputs if output.error] == [
+        "request 'twice' exists already; ids must be unique among unfinished requests"
+    ]
+
+
+def test_one_call_at_a_time(llm, expected):
+    """From another thread, and from a signal handler in the middle of a call."""
+    said = []
+
+    def intrude(*_):
+        try:
+            llm.generate([[1]], GREEDY)
+        except MinivllmError as error:
+            said.append(str(error))
+
+    before = signal.signal(signal.SIGALRM, intrude)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    check(llm, expected)
+    signal.signal(signal.SIGALRM, before)
+    started = threading.Event()
+    step = llm.llm_engine.step
+
+    def slow_step():
+        started.set()
+        return step()
+
+    llm.llm_engine.step = slow_step
+    thread = threading.Thread(target=lambda: (started.wait(), intrude()))
+    thread.start()
+    check(llm, expected)
+    thread.join()
+    llm.llm_engine.step = step
+    assert [text.split(":")[0] for text in said] == ["this LLM is in the middle of another call"] * 2
+
+
+def test_a_fork_is_refused(llm):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate([[1]], GREEDY)
+        except MinivllmError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"of which this one is a fork" in os.read(reader, 1000)

@@ -1,0 +1,161 @@
+"""The seam between front end and core: the same answers from a core in a process of its own, and clear ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from minivllm import LLM, MinivllmError, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
+from minivllm.core.stats import SchedulerStats
+from minivllm.engine.wire import decode, encode
+from minivllm.errors import EngineDeadError
+from minivllm.lab.inside import core_of
+
+SETTINGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
+PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n", "for name in", "import os\nimport sys\n"] * 2
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=16),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=12, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=0.8, n=2, seed=1, max_tokens=12, stop=["\n"], logit_bias={5: 1.0}, bad_words=["self"]),
+    SamplingParams(temperature=0.0, max_tokens=12, min_tokens=3, repetition_penalty=1.3, stop_token_ids=[7]),
+    SamplingParams(
+        temperature=1.2, top_p=0.8, top_k=50, min_p=0.01, seed=9, max_tokens=12, allowed_token_ids=range(99)
+    ),
+] * 2
+
+
+@pytest.fixture(scope="module")
+def apart():
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, multiprocess=True)
+    yield llm
+    llm.shutdown()
+
+
+def without_times(outputs):
+    for output in outputs:
+        output.metrics = output.request_id = None
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"speculative_config": {"num_speculative_tokens": 3}, "kv_cache_dtype": "int8"},
+        {"max_num_batched_tokens": 8, "num_gpu_blocks_override": 12, "scheduling_policy": "priority"},
+        {"tensor_parallel_size": 2},
+    ],
+    ids=["plain", "drafts, int8 cache", "chunks, preemption, priority", "two ranks"],
+)
+def test_the_same_answers_from_a_process(settings):
+    here = LLM(EMBEDDED_MODEL, **SETTINGS | settings)
+    apart = LLM(EMBEDDED_MODEL, **SETTINGS | settings, multiprocess=True)
+    priority = [*range(5)] * 2 if "scheduling_policy" in settings else None
+    ours, theirs = (without_times(llm.generate(PROMPTS, PARAMS, priority=priority)) for llm in (here, apart))
+    assert ours == theirs
+    assert here.llm_engine.stats == apart.llm_engine.stats
+    assert here.llm_engine.engine_core.ready == apart.llm_engine.engine_core.ready
+    assert apart.reset_prefix_cache()
+    for llm in (here, apart):
+        llm.shutdown()
+
+
+def test_refusals_are_made_where_the_caller_is(apart):
+    for prompt, params, said in (
+        ([1] * 200, PARAMS[0], "prompt 0: the request has a prompt of 200 tokens"),
+        ([9999], PARAMS[0], "token id 9999"),
+        ([1], "greedy", "sampling_params are str"),
+    ):
+        with pytest.raises(MinivllmError, match=said):
+            apart.generate([prompt], params)
+    assert not apart.llm_engine.has_unfinished_requests()
+
+
+def test_looking_inside_is_refused(apart):
+    with pytest.raises(MinivllmError, match="in another process"):
+        core_of(apart)
+
+
+def test_interrupted_and_asked_again(apart):
+    """Ctrl-C reaches the core too, which is none of its business; the next call gets its own answers."""
+    [expected] = apart.generate(PROMPTS[:1], PARAMS[0])
+    long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    for delay in (0.0, 0.01, 0.03, 0.05, 0.1):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            apart.generate(PROMPTS * 4, long)
+            timer.join()
+        os.kill(apart.llm_engine.engine_core.process.pid, signal.SIGINT)
+        assert apart.generate(PROMPTS[:1], PARAMS[0])[0].outputs == expected.outputs
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"num_gpu_blocks_override": 3}, MinivllmError, "one request of max_model_len = 128 tokens does not fit"),
+        ({"tensor_parallel_size": 3}, MinivllmError, "tensor_parallel_size is 3"),
+    ],
+)
+def test_what_cannot_start_is_told_in_one_line(settings, error, said, capfd):
+    before = children()
+    with pytest.raises(error, match=said):
+        LLM(EMBEDDED_MODEL, **SETTINGS | settings, multiprocess=True)
+    assert "Traceback" not in capfd.readouterr().err
+    assert children() == before
+
+
+def test_a_killed_core_is_told_at_once():
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, multiprocess=True)
+    core = llm.llm_engine.engine_core
+    threading.Timer(0.2, core.process.kill).start()
+    with pytest.raises(EngineDeadError, match=r"killed by SIGKILL"):
+        while True:
+            llm.generate(PROMPTS, PARAMS[0])
+    with pytest.raises(EngineDeadError):
+        llm.generate("again", PARAMS[0])
+
+
+def test_nothing_is_left_when_the_front_end_is_killed(tmp_path):
+    code = (
+        "import sys; from minivllm import LLM; from minivllm.config import EMBEDDED_MODEL\n"
+        f"llm = LLM(EMBEDDED_MODEL, **{SETTINGS}, multiprocess=True, tensor_parallel_size=2)\n"
+        "print(llm.llm_engine.engine_core.process.pid, flush=True); sys.stdin.read()"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as front_end:
+        assert front_end.stdout is not None
+        pid = int(front_end.stdout.readline())
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        assert len(family) >= 3, "the core and its two ranks"
+        front_end.kill()
+        _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    deadline = time.monotonic() + 5
+    while list(tmp_path.glob("minivllm-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("minivllm-*"))
+
+
+def test_messages_come_back_as_they_were():
+    request = EngineCoreRequest("a", [1, 2], PARAMS[2].child(1), (0, 5), 1.5, priority=2, cache_salt="salt")
+    assert decode(encode(request), EngineCoreRequest) == request
+    outputs = EngineCoreOutputs([EngineCoreOutput("a", [3], finish_reason="stop", stop_reason=5, error="no")])
+    assert decode(encode(outputs), EngineCoreOutputs) == outputs
+    ready = core_of(LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64)).ready
+    assert decode(encode(ready), EngineCoreReady) == ready
+    assert isinstance(ready.scheduler_stats, SchedulerStats)
+    with pytest.raises(TypeError, match="cannot cross"):
+        encode(object())
+
+
+def children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True) if process.is_running()}

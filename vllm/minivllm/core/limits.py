@@ -1,0 +1,43 @@
+"""Which requests can ever be served. The front end checks it before it sends one, the scheduler before it queues one.
+
+In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor._validate_model_inputs`).
+"""
+
+from dataclasses import dataclass
+
+from minivllm.errors import MinivllmError
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The size of the pool and of a request, in tokens and blocks.
+
+    `num_extra_tokens`: slots that a request may need beyond its tokens, for drafts and for a drafter's lookahead.
+    """
+
+    max_model_len: int
+    block_size: int
+    num_usable_blocks: int
+    num_extra_tokens: int = 0
+
+    def check(self, name: str, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Refuses a request that could never finish.
+
+        Raises:
+            MinivllmError: its prompt leaves no room to generate, or it may need more blocks than there are.
+        """
+        if num_prompt_tokens >= self.max_model_len:
+            raise MinivllmError(
+                f"{name} has a prompt of {num_prompt_tokens} tokens; with max_model_len {self.max_model_len} "
+                f"a prompt may have {self.max_model_len - 1}, which leaves one token to generate"
+            )
+        # The last token is sampled and never computed, so it needs no slot.
+        longest = min(num_prompt_tokens + max_tokens, self.max_model_len)
+        num_blocks = -(-min(longest - 1 + self.num_extra_tokens, self.max_model_len) // self.block_size)
+        if num_blocks > self.num_usable_blocks:
+            room = self.num_usable_blocks * self.block_size + 1 - self.num_extra_tokens
+            raise MinivllmError(
+                f"{name} may need {num_blocks} blocks of {self.block_size} tokens, and the cache has "
+                f"{self.num_usable_blocks}: prompt and max_tokens may have {room} tokens together. Lower max_tokens, "
+                "or give the cache more blocks"
+            )

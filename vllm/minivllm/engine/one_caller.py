@@ -1,0 +1,38 @@
+"""An engine serves one call at a time, in the process that made it."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from minivllm.errors import MinivllmError
+
+
+class OneCaller:
+    """Refuses a second caller: another thread, a signal handler in the middle of a call, a forked process."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """For the time of one call.
+
+        Raises:
+            MinivllmError: another one is under way, or this is another process.
+        """
+        if os.getpid() != self._process:
+            raise MinivllmError(
+                f"this LLM belongs to process {self._process}, of which this one is a fork: threads and devices do not "
+                'survive a fork. Make an LLM in each process, or start processes with the method "spawn"'
+            )
+        if not self._lock.acquire(blocking=False):
+            raise MinivllmError(
+                "this LLM is in the middle of another call: it serves one at a time. Give it all prompts in one call, "
+                "let threads take turns with a lock, or make one LLM for each"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()

@@ -1,0 +1,65 @@
+"""What goes over the sockets between a front end and a core's process.
+
+A message is its kind, one byte, and its payload: plain data in MessagePack, never pickle, which runs what it is sent.
+
+In vLLM v0.33.0: `vllm/v1/serial_utils.py` (`MsgpackEncoder`, `MsgpackDecoder`), `EngineCoreRequestType` in
+`vllm/v1/engine/__init__.py`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from minivllm.errors import EngineDeadError, MinivllmError, UnsupportedModelError, WorkerDiedError
+
+Message = TypeVar("Message")
+
+IDENTITY = b"core 0"
+"""The name by which the front end's socket knows the core."""
+
+
+class Kind:
+    """HELLO and READY come from the core in turn, then OUTPUTS; FAILED is its last word. The others go to it."""
+
+    HELLO, READY, OUTPUTS, FAILED = b"h", b"r", b"o", b"f"
+    START, ADD, ABORT, UTILITY = b"s", b"a", b"x", b"u"
+
+
+@dataclass
+class Failure:
+    """Why a core did not start, or ended: the name of an error, and its words."""
+
+    name: str
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        """What there is to say of this error."""
+        return cls(type(error).__name__, str(error))
+
+    def error(self) -> Exception:
+        """The error for the caller: the core's own where it is one that a person can act on."""
+        known = (MinivllmError, UnsupportedModelError, WorkerDiedError)
+        kind = {one.__name__: one for one in known}.get(self.name)
+        return kind(self.text) if kind else EngineDeadError(f"the engine's core has ended: {self.name}: {self.text}")
+
+
+def encode(message: Any) -> bytes:
+    """A dataclass, or builtins, as bytes. Paths become texts."""
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes, kind: type[Message]) -> Message:
+    """The message of this type. Raises `msgspec.ValidationError` where the bytes hold something else."""
+    return msgspec.msgpack.decode(payload, type=kind)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot cross to another process: {value!r}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
