@@ -6,6 +6,7 @@ In vLLM v0.33.0: `vllm/v1/serial_utils.py` (`MsgpackEncoder`, `MsgpackDecoder`),
 `vllm/v1/engine/__init__.py`.
 """
 
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,6 +60,10 @@ def decode(payload: bytes, kind: type[Message]) -> Message:
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence | Set):  # a range of token ids
+        return list(value)
     raise TypeError(f"{type(value).__name__} cannot cross to another process: {value!r}")
 
 
