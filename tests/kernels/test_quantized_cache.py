@@ -8,10 +8,11 @@ from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
 from kernels.test_unified_attention import BATCHES, UNTOUCHED, make
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.attention_configurations import configurations
 from minivllm.kernels.cpu import attention_calls, cache_calls
 from minivllm.kernels.cpu.cache_calls import quantize
 from minivllm.kernels.reshape_and_cache import quantize_and_cache_kernel, reshape_and_cache, reshape_and_cache_kernel
-from minivllm.kernels.unified_attention import configurations, unified_attention
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.aot import TARGETS
 from minivllm.lab.attention_ahead import compile_attention
 
