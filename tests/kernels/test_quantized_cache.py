@@ -74,6 +74,23 @@ def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype, for
         assert (scales.transpose(1, 2).reshape(-1, HEADS)[others] == UNTOUCHED).all()
 
 
+def test_many_tokens_on_several_threads():
+    """Programs are taken one by one: no token is left out."""
+    pytest.importorskip("numba")
+    before, tokens = torch.get_num_threads(), BLOCKS * BLOCK
+    (key, value), slots = rows(tokens, 32), torch.randperm(tokens)
+    torch.set_num_threads(3)
+    try:
+        caches = empty_caches(32)
+        write(key, value, caches, slots, "cpu")
+    finally:
+        torch.set_num_threads(before)
+    for new, cache, scales in ((key, caches[0], caches[2]), (value, caches[1], caches[3])):
+        integers, wanted = quantize(new)
+        assert torch.equal(cache.view(tokens, HEADS, 32)[slots], integers)
+        assert_close(scales.transpose(1, 2).reshape(tokens, HEADS)[slots], wanted)
+
+
 def test_fp8_is_written_and_what_is_too_large_becomes_the_largest(device):
     """Numbers that fp8 has: Triton's interpreter does not round all others right; a GPU does."""
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ Layouts
     q, out            [tokens, heads, head_dim], the queries of all sequences end to end
     k_cache, v_cache  [blocks, block_size, kv_heads, head_dim]: of q's dtype, float8_e4m3fn, or int8 with
     k_scales, v_scales  fp32 [blocks, kv_heads, block_size]: what a key's or value's integers are multiplied by
-    query_start_loc   int32 [sequences + 1]: where each sequence's queries begin in q
+    query_start_loc   int32 [sequences + 1]: where each sequence's queries start in q
     seq_lens          int32 [sequences]: keys of each sequence, those of its new tokens included
     block_table       int32 [sequences, most blocks]: the blocks of each sequence, in order
 
@@ -29,7 +29,7 @@ the tiles and writes a partial (peak, total, weighted sum); `combine_kernel` mer
 a peak of −inf and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
 
 Quantized caches. Integers go into the matrix products as they are. A key's scale multiplies its column of scores, and
-a value's scale its column of weights, so that no tile is ever multiplied out.
+a value's scale its column of weights, so no tile is ever dequantized as a whole.
 
 Must move, per layer: K and V once per (sequence, query block), 2 × keys × kv_heads × head_dim × bytes; q and out once.
 Must compute: 4 × head_dim × heads FLOPs for each (query, key) pair that is seen.
@@ -362,7 +362,7 @@ def unified_attention(
             raise MinivllmError(f"num_kv_splits must be at least 1, got {num_kv_splits}")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if len(q) == 0 or len(seq_lens) == 0:
+    if q.shape[0] == 0 or seq_lens.shape[0] == 0:
         return out
     if backend == "naive":
         gather_attention(out, arguments, naive=True)

@@ -35,17 +35,19 @@ def unified_attention_cpu(out: torch.Tensor, arguments: AttentionArguments) -> N
 def numba_attention(out: torch.Tensor, arguments: AttentionArguments) -> None:
     """The compiled loops of `attention_loops.py`, for heads that are a multiple of 16 wide."""
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
+    _, heads, head_dim = q.shape
     in_place = out.dtype == torch.float32 and out.is_contiguous()
     result = out if in_place else torch.empty(out.shape, dtype=torch.float32)
-    q = q.float() if q.stride()[1:] == (q.shape[2], 1) else q.float().contiguous()
+    q = q.float() if q.stride()[1:] == (head_dim, 1) else q.float().contiguous()
     scale_and_cap = array("f", [scale * LOG2E, soft_cap or 0.0])
+    _, block_size, kv_heads, _ = k_cache.shape
     block_stride, slot_stride, head_stride, _ = k_cache.stride()
     cells = AttentionCells(
-        heads=q.shape[1],
-        kv_heads=k_cache.shape[2],
-        head_dim=q.shape[2],
-        slots_per_block=k_cache.shape[1],
-        num_seqs=len(seq_lens),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        slots_per_block=block_size,
+        num_seqs=seq_lens.shape[0],
         block_stride=block_stride,
         slot_stride=slot_stride,
         head_stride=head_stride,

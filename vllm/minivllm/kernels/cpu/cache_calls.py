@@ -34,8 +34,9 @@ def write_cpu(
 ) -> None:
     """As `reshape_and_cache`, whose checks these arguments have passed."""
     slots = slot_mapping.long().contiguous()
-    if len(key) > len(slots):
-        key, value = key[: len(slots)], value[: len(slots)]
+    tokens = slots.shape[0]
+    if key.shape[0] > tokens:
+        key, value = key[:tokens], value[:tokens]
     if key_scales is not None and value_scales is not None and has_numba():
         numba_quantize(key.float(), value.float(), key_cache, value_cache, slots, key_scales, value_scales)
     else:
@@ -83,7 +84,7 @@ def torch_write(
     value_scales: torch.Tensor | None,
 ) -> None:
     """The same in torch's calls, for every type."""
-    if len(slots) and int(slots.min()) < 0:
+    if slots.shape[0] and int(slots.min()) < 0:
         real = slots >= 0
         key, value, slots = key[real], value[real], slots[real]
     for source, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
@@ -94,7 +95,7 @@ def torch_write(
             source = source.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(cache.dtype).view(torch.uint8)
             cache = cache.view(torch.uint8)  # torch moves bytes about on a CPU, not float8
         if cache.is_contiguous():
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, source)
+            cache.flatten(0, 1).index_copy_(0, slots, source)
         else:
             cache[slots // block_size, slots % block_size] = source
 

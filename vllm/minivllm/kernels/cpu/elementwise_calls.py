@@ -24,23 +24,23 @@ def can_run(width: int, *tensors: torch.Tensor) -> bool:
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As `elementwise.add_rms_norm`."""
-    out, number = torch.empty_like(x), array("f", [eps])
+    (tokens, width), out, number = x.shape, torch.empty_like(x), array("f", [eps])
     cells = NormCells(
-        tokens=x.shape[0],
-        width=x.shape[1],
+        tokens=tokens,
+        width=width,
         out=out.data_ptr(),
         residual=residual.data_ptr(),
         x=x.data_ptr(),
         weight=weight.data_ptr(),
         eps=number.buffer_info()[0],
     )
-    run_programs(elementwise_loops.norms_of(ELEMENTS[x.dtype]), cells, most_threads=-(-cells.tokens // TOKENS))
+    run_programs(elementwise_loops.norms_of(ELEMENTS[x.dtype]), cells, most_threads=-(-tokens // TOKENS))
     return out
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """As `elementwise.silu_and_mul`."""
-    tokens, width = len(gate_up), gate_up.shape[1] // 2
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype)
     cells = GateCells(tokens=tokens, width=width, out=out.data_ptr(), gate_up=gate_up.data_ptr())
     run_programs(elementwise_loops.gates_of(ELEMENTS[out.dtype]), cells, most_threads=-(-tokens // TOKENS))

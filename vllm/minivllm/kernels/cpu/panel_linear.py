@@ -45,11 +45,12 @@ class PanelLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[rows, in]` to `[rows, out]`, of which a gated one has half."""
-        x, out = x.contiguous(), torch.empty(len(x), self.outputs, dtype=x.dtype)
+        x, (rows, width) = x.contiguous(), x.shape
+        out = torch.empty(rows, self.outputs, dtype=x.dtype)
         cells = PanelLinearCells(
-            rows=len(x),
+            rows=rows,
             outputs=self.outputs,
-            width=x.shape[1],
+            width=width,
             parts=self.parts,
             x=x.data_ptr(),
             out=out.data_ptr(),

@@ -54,13 +54,13 @@ def numba_quantized_linear(
     x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """The compiled loops of `quantized_linear_loops.py`, for four outputs and more, in groups that are multiples of 16."""
-    numbers = x.float()
-    out = torch.empty(len(x), len(packed))
+    (rows, width), (outputs, groups) = x.shape, scales.shape
+    numbers, out = x.float(), torch.empty(rows, outputs)
     cells = QuantizedLinearCells(
-        rows=len(x),
-        outputs=len(packed),
-        width=x.shape[1],
-        group=x.shape[1] // scales.shape[1],
+        rows=rows,
+        outputs=outputs,
+        width=width,
+        group=width // groups,
         x=numbers.data_ptr(),
         out=out.data_ptr(),
         packed=packed.data_ptr(),
