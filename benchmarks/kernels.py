@@ -28,10 +28,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from minivllm.kernels.attention_arguments import AttentionArguments
+from minivllm.kernels.attention_configurations import configurations
 from minivllm.kernels.cpu.attention_gather import gather_attention
 from minivllm.kernels.cpu.cache_calls import quantize
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
-from minivllm.kernels.unified_attention import configurations, unified_attention
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.aot import TARGETS
 from minivllm.lab.attention_ahead import compile_attention, compile_combine
 from minivllm.lab.cli import Parser, run
@@ -137,12 +139,13 @@ def cpu_attention(case: Case, kv: torch.dtype, repeats: int) -> dict:
     asked_in = torch.bfloat16 if kv == torch.bfloat16 else torch.float32
     tensors, scales = stored_as(kv, step_tensors(case, torch.device("cpu"), asked_in))
     scale, kv_bytes = case.head_dim**-0.5, case.kv_bytes(kv)
+    arguments = AttentionArguments(*tensors, scale, **scales)
     as_many_bytes, out = torch.ones(kv_bytes // 4), torch.empty_like(tensors[0])
     seconds = medians_in_turn(
         {
             "floor": as_many_bytes.sum,
             "engine": lambda: unified_attention(*tensors, scale, out=out, backend="cpu", **scales),
-            "gather": lambda: gather_attention(out, *tensors, scale, **scales),
+            "gather": lambda: gather_attention(out, arguments),
         },
         repeats,
     )

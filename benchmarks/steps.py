@@ -3,19 +3,25 @@
     uv run python benchmarks/steps.py
     uv run python benchmarks/steps.py --dtype bfloat16 --requests 16
     uv run python benchmarks/steps.py --ledger    # what each optimisation bought, into PERFORMANCE.md
+    uv run python benchmarks/steps.py --switch    # the small ones, switched off and on from step to step
 
 The work of `benchmarks/peers.py`: prompts and outputs of 16 to 256 tokens, greedy, all requests at once. Every part is
 timed by the wall clock in every step; what is shown is the mean step of the fastest of several runs.
 The table is followed by one line of JSON. The ledger runs the engine as it is beside variants of it, each in a process
-of its own, in turns: without one optimisation, or with one that was tried and rejected.
+of its own, in turns: without one optimisation, or with one that was tried and rejected. `--switch` compares what can be
+switched while the engine runs: each decode step of one engine is another variant's, so that a few per cent can be told
+on a machine that is not quiet. There a variant's figure is the median of its step's time over that of the engine as it
+is, a few steps before or after; processor time counts what the machine's other work does not.
 """
 
 import argparse
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +80,14 @@ def pack_for_onednn(model: Decoder) -> int:
 
 
 AS_IT_IS = Variant("as it is")
+SWITCHED = [
+    Variant("torch's norms, gates and rotations", ("minivllm.kernels.elementwise", "has_numba", lambda: False)),
+    Variant("norms and rotations on one thread", ("minivllm.kernels.cpu.elementwise_calls", "TOKENS", 1 << 30)),
+    Variant("torch's writes of int8 caches", ("minivllm.kernels.cpu.cache_calls", "has_numba", lambda: False)),
+]
 KEPT = [
     Variant("without packed linears", ("minivllm.worker.model_runner", "pack_linears", lambda model: 0)),
     Variant("without compiled attention", ("minivllm.kernels.cpu.attention_calls", "has_numba", lambda: False)),
-    Variant("without compiled cache writes", ("minivllm.kernels.cpu.cache_calls", "has_numba", lambda: False)),
     Variant("without one-pass norms and rotations", ("minivllm.kernels.elementwise", "has_numba", lambda: False)),
     Variant("without threads for them", ("minivllm.kernels.cpu.elementwise_calls", "TOKENS", 1 << 30)),
     Variant("without keeping freed memory", ("minivllm.worker.worker", "keep_freed_memory", lambda: None)),
@@ -87,7 +97,7 @@ REJECTED = [
     Variant("threads that sleep between operators", environment=("OMP_WAIT_POLICY", "passive")),
     Variant("one thread", environment=("OMP_NUM_THREADS", "1")),
 ]
-VARIANTS = {variant.title: variant for variant in (AS_IT_IS, *KEPT, *REJECTED)}
+VARIANTS = {variant.title: variant for variant in (AS_IT_IS, *KEPT, *REJECTED, *SWITCHED)}
 
 
 def check_environment(variant: Variant) -> None:
@@ -114,14 +124,35 @@ def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
     ]
 
 
-def run_once(engine: LLMEngine, requests: list[dict]) -> tuple[dict[str, float], int]:
-    """(seconds by part, steps) of serving these requests, of which text is made at their end, as in `LLM.generate`."""
-    watch, steps = Stopwatch(), 0
+def make_engine(arguments: argparse.Namespace) -> LLMEngine:
+    """The engine that all variants change."""
+    return LLMEngine(
+        EngineArgs(
+            model=EMBEDDED_MODEL,
+            dtype=arguments.dtype,
+            kv_cache_dtype=arguments.kv_cache_dtype,
+            device="cpu",
+            max_model_len=1024,
+            max_num_seqs=256,
+            max_num_batched_tokens=2048,
+            enable_prefix_caching=False,
+        )
+    )
+
+
+def add_requests(engine: LLMEngine, requests: list[dict]) -> None:
+    """Each with its prompt and number of tokens, greedy; text is made at the end, as in `LLM.generate`."""
     for index, one in enumerate(requests):
         params = SamplingParams(
             temperature=0.0, max_tokens=one["output"], ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
         engine.add_request(str(index), {"prompt_token_ids": one["prompt"]}, params)
+
+
+def run_once(engine: LLMEngine, requests: list[dict]) -> tuple[dict[str, float], int]:
+    """(seconds by part, steps) of serving these requests."""
+    watch, steps = Stopwatch(), 0
+    add_requests(engine, requests)
     with ExitStack() as patches:
         for part, owner, name in watched_methods(engine):
             patches.enter_context(mock.patch.object(owner, name, watch.watch(part, getattr(owner, name))))
@@ -138,17 +169,7 @@ def figures_of(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any
         if variant.patch:
             module, name, value = variant.patch
             patches.enter_context(mock.patch.object(importlib.import_module(module), name, value))
-        engine = LLMEngine(
-            EngineArgs(
-                model=EMBEDDED_MODEL,
-                dtype=arguments.dtype,
-                device="cpu",
-                max_model_len=1024,
-                max_num_seqs=256,
-                max_num_batched_tokens=2048,
-                enable_prefix_caching=False,
-            )
-        )
+        engine = make_engine(arguments)
         requests = requests_of(arguments.requests, 16, 256, engine.model_config.vocab_size, arguments.seed)
         run_once(engine, requests[:8])
         runs = [run_once(engine, requests) for _ in track(range(arguments.rounds), "rounds")]
@@ -173,7 +194,7 @@ def show(figures: dict[str, Any], title: str) -> None:
 def measure_ledger(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Every variant in a process of its own, in turns; of each the fastest turn counts."""
     best: dict[str, dict[str, Any]] = {}
-    turns = [variant for _ in range(arguments.rounds) for variant in VARIANTS.values()]
+    turns = [variant for _ in range(arguments.rounds) for variant in (AS_IT_IS, *KEPT, *REJECTED)]
     for variant in track(turns, "variants"):
         environment = os.environ | dict([variant.environment] if variant.environment else [])
         command = [sys.executable, __file__, "--variant", variant.title, "--rounds", "1"]
@@ -187,6 +208,57 @@ def measure_ledger(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if before is None or figures["tokens_per_second"] > before["tokens_per_second"]:
             best[variant.title] = figures
     return best
+
+
+def measure_switched(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Decode steps of one engine, which the variants take in turns: milliseconds, and quotients."""
+    engine = make_engine(arguments)
+    names = [AS_IT_IS.title, *(variant.title for variant in SWITCHED)]
+    prompts = [one["prompt"] for one in requests_of(arguments.requests, 16, 256, engine.model_config.vocab_size, 0)]
+    prefills = sum(map(len, prompts)) // 2048 + 2
+    add_requests(engine, [{"prompt": prompts[0], "output": len(names)}])
+    step_of_all(engine, names)  # compiles
+    cycles = []
+    for _ in track(range(arguments.rounds), "rounds"):
+        add_requests(engine, [{"prompt": prompt, "output": 250} for prompt in prompts])
+        for _ in range(prefills):
+            engine.step()
+        for turn in range(200 // len(names)):
+            order = names[turn % len(names) :] + names[: turn % len(names)]
+            cycles.append(step_of_all(engine, order))
+        while engine.has_unfinished_requests():
+            engine.step()
+    found = {}
+    for name in names:
+        wall, processor = ([cycle[name][clock] for cycle in cycles] for clock in (0, 1))
+        quotients = ([one[name][clock] / one[AS_IT_IS.title][clock] for one in cycles] for clock in (0, 1))
+        found[name] = {
+            "fastest_ms": min(wall) * 1e3,
+            "median_ms": statistics.median(wall) * 1e3,
+            "median_processor_ms": statistics.median(processor) * 1e3,
+            **dict(zip(("of_the_engine", "of_its_processor_time"), map(statistics.median, quotients), strict=True)),
+        }
+    return found
+
+
+def step_of_all(engine: LLMEngine, names: list[str]) -> dict[str, tuple[float, float]]:
+    """A step by each variant: seconds by the clock, seconds of the processor."""
+    seconds = {}
+    for name in names:
+        with ExitStack() as patches:
+            if patch := VARIANTS[name].patch:
+                patches.enter_context(mock.patch.object(importlib.import_module(patch[0]), *patch[1:]))
+            wall, processor = time.perf_counter(), time.process_time()
+            engine.step()
+            seconds[name] = time.perf_counter() - wall, time.process_time() - processor
+    return seconds
+
+
+def show_switched(found: dict[str, dict[str, float]], title: str) -> None:
+    """A row for each variant."""
+    rows = [(name, *(f"{value:.3f}" for value in one.values())) for name, one in found.items()]
+    columns = ("variant", "fastest ms", "median ms", "processor ms", "of the engine", "of its processor time")
+    table(title, columns, rows)
 
 
 def ledger_text(ledger: dict[str, dict[str, Any]], where: dict[str, Any]) -> str:
@@ -210,9 +282,13 @@ def write_ledger(text: str) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """One variant's parts, or the ledger of all."""
-    if arguments.ledger:
-        figures: dict[str, Any] = measure_ledger(arguments)
+    """One variant's parts, the ledger of all, or those that can be switched."""
+    figures: dict[str, Any]
+    if arguments.switch:
+        figures = measure_switched(arguments)
+        show_switched(figures, f"A decode of {arguments.requests} requests, {arguments.dtype}")
+    elif arguments.ledger:
+        figures = measure_ledger(arguments)
         for title, one in figures.items():
             show(one, f"A step of {arguments.requests} requests, {arguments.dtype}, {title}")
         write_ledger(ledger_text(figures, machine()))
@@ -235,6 +311,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--rounds", type=positive_int, default=5, help="runs, of which the fastest counts (default: 5)")
     flags.add_argument("--variant", choices=VARIANTS, default=AS_IT_IS.title, help="the engine with something replaced")
     flags.add_argument("--ledger", action="store_true", help="all variants side by side, into PERFORMANCE.md")
+    flags.add_argument("--switch", action="store_true", help="what can be switched, from step to step of one engine")
+    flags.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="of keys and values")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     flags.add_argument("--seed", type=int, default=0, help="seed of lengths and prompts (default: 0)")
     return flags

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivllm.kernels.unified_attention import configurations
+from minivllm.kernels.attention_configurations import configurations
 from minivllm.lab.aot import SHARED_MEMORY, TARGETS
 from minivllm.lab.exercise import load
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from minivllm.kernels.cpu import panel_linear
+from minivllm.kernels.cpu.cells import PanelLinearCells
 from minivllm.kernels.cpu.panel_linear import PanelLinear, can_pack
 from minivllm.platforms.threads import run_programs
 
@@ -91,7 +92,7 @@ def test_every_number_of_rows_is_computed_and_nothing_beside_them_is_written(til
     around = torch.full((rows + 2, len(weight)), 7.0, dtype=dtype)
     out = around[1:-1]
     addresses = (tensor.data_ptr() for tensor in (x, out, linear.panels, linear.bias))
-    run_programs(panel_linear._programs(dtype), (*out.shape, x.shape[1], 1, *addresses))
+    run_programs(panel_linear._programs(dtype), PanelLinearCells(*out.shape, x.shape[1], 1, *addresses))
     assert_rounded_once(out, expected(x, weight))
     assert (around[0] == 7).all()
     assert (around[-1] == 7).all()

@@ -8,10 +8,11 @@ from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
 from kernels.test_unified_attention import BATCHES, UNTOUCHED, make
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.attention_configurations import configurations
 from minivllm.kernels.cpu import attention_calls, cache_calls
 from minivllm.kernels.cpu.cache_calls import quantize
 from minivllm.kernels.reshape_and_cache import quantize_and_cache_kernel, reshape_and_cache, reshape_and_cache_kernel
-from minivllm.kernels.unified_attention import configurations, unified_attention
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.aot import TARGETS
 from minivllm.lab.attention_ahead import compile_attention
 
@@ -71,6 +72,23 @@ def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype, for
         others = [slot for slot in range(BLOCKS * BLOCK) if slot not in written]
         assert (cache.view(-1, HEADS, head_dim)[others] == -128).all()
         assert (scales.transpose(1, 2).reshape(-1, HEADS)[others] == UNTOUCHED).all()
+
+
+def test_many_tokens_on_several_threads():
+    """Programs are taken one by one: no token is left out."""
+    pytest.importorskip("numba")
+    before, tokens = torch.get_num_threads(), BLOCKS * BLOCK
+    (key, value), slots = rows(tokens, 32), torch.randperm(tokens)
+    torch.set_num_threads(3)
+    try:
+        caches = empty_caches(32)
+        write(key, value, caches, slots, "cpu")
+    finally:
+        torch.set_num_threads(before)
+    for new, cache, scales in ((key, caches[0], caches[2]), (value, caches[1], caches[3])):
+        integers, wanted = quantize(new)
+        assert torch.equal(cache.view(tokens, HEADS, 32)[slots], integers)
+        assert_close(scales.transpose(1, 2).reshape(tokens, HEADS)[slots], wanted)
 
 
 def test_fp8_is_written_and_what_is_too_large_becomes_the_largest(device):

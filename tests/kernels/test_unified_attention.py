@@ -19,8 +19,9 @@ from kernels.harness import (
 )
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.attention_configurations import automatic_splits, configurations
 from minivllm.kernels.cpu import attention_calls
-from minivllm.kernels.unified_attention import automatic_splits, configurations, unified_attention
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.aot import TARGETS
 from minivllm.lab.attention_ahead import compile_attention, compile_combine
 

@@ -1,1 +1,1 @@
-"""Triton kernels and their CPU twins, one file a family."""
+"""Triton kernels, one file for each family; in `cpu/` their compiled twins."""

@@ -1,17 +1,17 @@
 """The small operations between the matrix products of a decoder layer, each in one pass over its data.
 
-Written with torch, each of them is two to six calls, and every call goes over all of its data and has a price of its
-own: a launch on a GPU, some microseconds on a CPU.
+Written with torch, each of them is two to six calls. Every call reads and writes all of its data, and costs something
+of its own: a launch on a GPU, some microseconds on a CPU.
 
     add_rms_norm    residual += x;  out = residual / rms(residual) × weight     moves 4 × tokens × width elements
     silu_and_mul    out = silu(gate) × up                                       moves 3 × tokens × width elements
     rotate_heads    turns each pair of a head's elements by its position        moves 2 × tokens × heads × head_dim
 
 Layouts: rows are contiguous; a row of `gate_up` holds gate, then up; a row of the rotary `table` holds the cosines of a
-position, then the sines. The arithmetic is fp32. Grid: one program a token, for `rotate_heads` a token and head.
+position, then the sines. The arithmetic is fp32. Grid: a program for each token; in `rotate_heads` for each token and head.
 
-On a CPU numba compiles the same passes (`elementwise_loops.py`) for fp32 and bf16, of rows that sixteen divides; others,
-and machines without numba, take the torch calls. Measured on one core, µs, 128 tokens of the embedded model:
+On a CPU numba compiles the same passes (`cpu/elementwise_loops.py`) for fp32 and bf16, and rows that are a multiple of
+16; others, and machines without numba, take the torch calls. Measured on one core, µs, 128 tokens of the embedded model:
 
                     torch, fp32    one pass    torch, bf16    one pass
     add_rms_norm             35          13             48          17
@@ -46,7 +46,7 @@ def add_rms_norm_kernel(out, residual, x, weight, eps, WIDTH: tl.constexpr, PADD
     total = before + tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
     stored = total.to(residual.dtype.element_ty)
     tl.store(residual + row + column, stored, mask=mask)
-    total = stored.to(tl.float32)  # what the next layer will read is what is normalised
+    total = stored.to(tl.float32)  # normalise what the next layer will read
     scale = 1.0 / tl.sqrt(tl.sum(total * total, 0) / WIDTH + eps)
     result = total * scale * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row + column, result.to(out.dtype.element_ty), mask=mask)
@@ -84,7 +84,7 @@ def rotate_heads_kernel(heads, positions, table, token_stride, HEAD_DIM: tl.cons
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: str | None = None
 ) -> torch.Tensor:
-    """Adds `x` to `residual`, in place, and returns the sum's norm; all [tokens, width], weight [width]."""
+    """Add `x` to `residual`, in place, and return the sum's norm; all [tokens, width], weight [width]."""
     form = _choose(backend, x.shape[-1], x, residual, weight)
     if form == "triton":
         out = torch.empty_like(x)
@@ -117,7 +117,7 @@ def silu_and_mul(gate_up: torch.Tensor, *, backend: str | None = None) -> torch.
 def rotate_heads(
     heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, backend: str | None = None
 ) -> None:
-    """Turns heads [tokens, heads, head_dim] in place; positions [tokens], whole numbers; table [positions, head_dim].
+    """Turn heads [tokens, heads, head_dim] in place; positions [tokens], integers; table [positions, head_dim].
 
     `(a, b) -> (a cos - b sin, b cos + a sin)`, a and b the halves of a head. The heads of a token lie side by side;
     tokens may have something between them.
@@ -153,7 +153,7 @@ def _choose(backend: str | None, width: int, *tensors: torch.Tensor) -> str:
 
 @functools.cache
 def _cpu() -> Any:
-    """numba takes a second to import, so only who needs it does."""
+    """numba takes a second to import: only when it is needed."""
     from minivllm.kernels.cpu import elementwise_calls
 
     return elementwise_calls

@@ -7,7 +7,7 @@ Layouts
     out      [rows, out], contiguous, of x's type
 
 Grid
-    (out / BLOCK_N) × (rows / BLOCK_M) programs. A program goes along `in` in tiles of BLOCK_K numbers, which lie within
+    (out / BLOCK_N) × (rows / BLOCK_M) programs. A program walks along `in` in tiles of BLOCK_K numbers, which lie within
     one group: it unpacks the tile of the weight, multiplies it with the tile of x on the matrix units, and adds the
     fp32 sums, times the group's scale, to its own. So the integers enter the product as they are, exact in any of x's
     types, and nothing is rounded but the sums. The weight is the left operand: what was just unpacked stays in

@@ -7,10 +7,10 @@ Layouts
     slot_mapping  int64 or int32 [tokens]: block × block_size + offset; −1 marks a padding token, which is not written
 
 Grid
-    reshape_and_cache   one program a token: it moves that token's K and V for all heads
-    ... to int8         one program a (token, head): it finds the largest number of K and V, writes scale = largest / 127
+    reshape_and_cache   a program for each token: it moves that token's K and V for all heads
+    ... to int8         a program for each (token, head): it finds K's and V's largest number, writes scale = largest / 127
                         and the nearest integers
-    copy_blocks         one program a (pair, 4,096 elements of the block)
+    copy_blocks         a program for each (pair, 4,096 elements of the block)
 
 Must move: each K and V byte read once and written once, 4 × tokens × kv_heads × head_dim × bytes; no arithmetic. In int8
 what is written, and later read at every step, is head_dim + 4 bytes a head instead. Rounding is off by half a scale
@@ -20,7 +20,7 @@ numbers beyond its largest, 448, are written as that.
 In vLLM v0.33.0: `vllm/v1/attention/ops/triton_reshape_and_cache_flash.py`, `reshape_and_cache_kernel_flash`;
 "int8_per_token_head" and "fp8" among its values of `kv_cache_dtype`.
 
-The CPU twin is in `cache_calls.py`; `benchmarks/kernels.py` measures it beside a plain copy.
+The CPU twin is in `cpu/cache_calls.py`; `benchmarks/kernels.py` measures it beside a plain copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from minivllm.platforms.triton_utils import tl, triton
 
 COPY_CHUNK = 4096
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
-"""What a cache may be stored in beside its model's own type."""
+"""What a cache may be stored in besides its model's own type."""
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def reshape_and_cache_kernel(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,  # kv_heads × head_dim: what one token writes
     PADDED_WIDTH: tl.constexpr,
-    LARGEST: tl.constexpr,  # of what the caches hold, 0 where they hold what comes
+    LARGEST: tl.constexpr,  # number that the caches can hold; 0: they are of the keys' own type
 ):
     """Grid (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
@@ -123,7 +123,7 @@ def reshape_and_cache(
     """Write each token's key and value into its slot. `backend` "triton" or "cpu"; None follows the tensors' device.
 
     Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. Caches of int8 need the scales.
-    `checked`: a call with the same shapes and types has passed the checks, as the layer before has of the same step.
+    `checked`: skip the checks: a call with the same shapes and types has passed them, as a step's first layer has.
 
     Raises:
         MinivllmError: shapes that do not belong together; an unknown backend.
@@ -198,7 +198,7 @@ def _check_write(
 
 
 def check_scales(cache: torch.Tensor, *scales: torch.Tensor | None) -> None:
-    """Refuse scales that do not fit the caches `[blocks, block_size, kv_heads, head_dim]`, or are not there."""
+    """Refuse scales that do not fit the caches `[blocks, block_size, kv_heads, head_dim]`, or are missing."""
     blocks, block_size, kv_heads, _ = cache.shape
     wanted = (blocks, kv_heads, block_size)
     for one in scales:

@@ -1,13 +1,13 @@
 """One attention for all that the engine does: prefill, chunks, decode and verification of drafts in one ragged batch.
 
-`unified_attention(...)` is the entrance. On a GPU (and under Triton's interpreter) it launches the kernel below; on a
-CPU it calls its twin, `attention_calls.py`.
+`unified_attention(...)` is the entrance, at the end. On a GPU (and under Triton's interpreter) it launches the kernel
+below, built as `attention_configurations.py` says; on a CPU it calls the kernel's twin, `cpu/attention_calls.py`.
 
 Layouts
     q, out            [tokens, heads, head_dim], the queries of all sequences end to end
     k_cache, v_cache  [blocks, block_size, kv_heads, head_dim]: of q's dtype, float8_e4m3fn, or int8 with
     k_scales, v_scales  fp32 [blocks, kv_heads, block_size]: what a key's or value's integers are multiplied by
-    query_start_loc   int32 [sequences + 1]: where each sequence's queries begin in q
+    query_start_loc   int32 [sequences + 1]: where each sequence's queries start in q
     seq_lens          int32 [sequences]: keys of each sequence, those of its new tokens included
     block_table       int32 [sequences, most blocks]: the blocks of each sequence, in order
 
@@ -29,7 +29,7 @@ the tiles and writes a partial (peak, total, weighted sum); `combine_kernel` mer
 a peak of −inf and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
 
 Quantized caches. Integers go into the matrix products as they are. A key's scale multiplies its column of scores, and
-a value's scale its column of weights, so that no tile is ever multiplied out.
+a value's scale its column of weights, so no tile is ever dequantized as a whole.
 
 Must move, per layer: K and V once per (sequence, query block), 2 × keys × kv_heads × head_dim × bytes; q and out once.
 Must compute: 4 × head_dim × heads FLOPs for each (query, key) pair that is seen.
@@ -42,15 +42,22 @@ Dao et al. 2022, arXiv:2205.14135 (tiles and the online softmax); Dao et al. 202
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.attention_arguments import AttentionArguments, check_arguments
+from minivllm.kernels.attention_configurations import (
+    Configuration,
+    architecture,
+    automatic_splits,
+    configurations,
+    multiprocessors,
+)
+from minivllm.kernels.cpu.attention_calls import unified_attention_cpu
 from minivllm.kernels.cpu.attention_gather import gather_attention
-from minivllm.kernels.reshape_and_cache import QUANTIZED, check_scales, choose_backend
+from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.kernels.tuning import fastest
 from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
@@ -301,62 +308,6 @@ def combine_kernel(
     tl.store(at, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-# ---- which configuration ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """How the kernel is built: rows and keys of a tile, warps of a program, tiles in flight."""
-
-    block_m: int
-    tile: int
-    num_warps: int
-    num_stages: int
-
-
-_DECODE = {  # up to 32 rows: keep many bytes in flight. Best guess first.
-    "sm_80": ((32, 4, 3), (64, 4, 2), (64, 8, 3)),
-    "sm_90": ((32, 4, 4), (64, 4, 2), (64, 4, 3), (128, 8, 2)),
-    "sm_100": ((32, 4, 4), (64, 4, 2), (64, 4, 3), (128, 8, 2)),
-    "gfx942": ((64, 4, 1), (32, 4, 1), (32, 4, 2)),
-}
-_PREFILL = {  # more rows: keep the matrix units busy, spill no register
-    "sm_80": ((128, 32, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
-    "sm_90": ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
-    "sm_100": ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
-    "gfx942": ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
-}
-
-
-def configurations(
-    architecture: str, rows: int, group: int, padded_dim: int, element_bytes: int
-) -> list[Configuration]:
-    """What may suit a batch with `rows` query rows (positions × group) a sequence, best guess first.
-
-    `architecture` is one of `minivllm.lab.aot.TARGETS`. Matrix products of fp32 run outside the matrix units, with few
-    registers to spare, so fp32 has one small configuration, and so has a head wider than 128.
-    """
-    smallest = max(16, triton.next_power_of_2(group))
-    if element_bytes > 2:
-        return [Configuration(smallest, 32 if padded_dim <= 128 else 16, 4, 1)]
-    if rows <= 32 or smallest > 64:
-        block_m = max(smallest, 16 if rows <= 16 else 32)
-        narrow = [(tile, warps, stages) for tile, warps, stages in _DECODE[architecture] if tile * padded_dim <= 16384]
-        return [Configuration(block_m, *choice) for choice in narrow]
-    if padded_dim > 128:
-        return [Configuration(64, 32, 4, 1 if architecture == "gfx942" else 2)]
-    return [Configuration(*choice) for choice in _PREFILL[architecture]]
-
-
-def automatic_splits(programs: int, keys: int, multiprocessors: int) -> int:
-    """Into how many parts to split each sequence's keys, so that about four programs run on each multiprocessor.
-
-    A part of less than 256 keys is not worth its share of the combine.
-    """
-    wanted = 4 * multiprocessors // max(programs, 1)
-    return max(1, min(wanted, keys // 256, 128))
-
-
 # ---- the entrance ----------------------------------------------------------------------------------------------------
 
 
@@ -394,7 +345,7 @@ def unified_attention(
         backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter. "naive"
             is what there was before, to measure against: PyTorch, one sequence after another, its keys and values
             gathered and the matrix of all scores written out.
-        checked: a call with the same shapes and types has passed the checks, as the layer before has of the same step.
+        checked: skip the checks: a call with the same shapes and types has passed them, as a step's first layer has.
 
     Returns:
         `out`, of q's dtype.
@@ -402,81 +353,68 @@ def unified_attention(
     Raises:
         MinivllmError: shapes, types or values that cannot work.
     """
+    arguments = AttentionArguments(
+        q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap, k_scales, v_scales
+    )
     if not checked:
-        _check(q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale)
-        check_scales(k_cache, k_scales, v_scales)
-        _check_choices(sliding_window, soft_cap, num_kv_splits)
+        check_arguments(arguments)
+        if num_kv_splits is not None and num_kv_splits < 1:
+            raise MinivllmError(f"num_kv_splits must be at least 1, got {num_kv_splits}")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if len(q) == 0 or len(seq_lens) == 0:
+    if q.shape[0] == 0 or seq_lens.shape[0] == 0:
         return out
     if backend == "naive":
-        gather_attention(
-            out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap,
-            k_scales, v_scales, naive=True,
-        )  # fmt: skip
-        return out
-    if choose_backend(backend, q) == "cpu":
-        from minivllm.kernels.cpu.attention_calls import unified_attention_cpu
+        gather_attention(out, arguments, naive=True)
+    elif choose_backend(backend, q) == "cpu":
+        unified_attention_cpu(out, arguments)
+    else:
+        _choose_and_launch(out, arguments, num_kv_splits, max_seq_len)
+    return out
 
-        unified_attention_cpu(
-            out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap,
-            k_scales, v_scales,
-        )  # fmt: skip
-        return out
 
+def _choose_and_launch(
+    out: torch.Tensor, arguments: AttentionArguments, num_kv_splits: int | None, max_seq_len: int | None
+) -> None:
+    """Launch the kernel in the configuration that is fastest for this class of steps."""
+    q, k_cache, block_table, window = arguments.q, arguments.k_cache, arguments.block_table, arguments.sliding_window
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()
+        arguments = arguments._replace(q=q)
     tokens, heads, head_dim = q.shape
-    group, sequences = heads // k_cache.shape[2], len(seq_lens)
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    kv_heads, sequences = k_cache.shape[2], len(arguments.seq_lens)
+    group = heads // kv_heads
     rows = -(-tokens // sequences) * group
-    keys = min(max_seq_len or block_table.shape[1] * k_cache.shape[1], sliding_window or 2**31)
+    keys = min(max_seq_len or block_table.shape[1] * k_cache.shape[1], window or 2**31)
 
     def launch(configuration: Configuration) -> None:
         splits = num_kv_splits
         if splits is None:
-            programs = max(sequences, tokens * group // configuration.block_m) * k_cache.shape[2]
-            splits = 1 if INTERPRETED else automatic_splits(programs, keys, _multiprocessors(q.device))
-        launch_triton(
-            out, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale,
-            sliding_window, soft_cap, splits, configuration, k_scales, v_scales,
-        )  # fmt: skip
+            programs = max(sequences, tokens * group // configuration.block_m) * kv_heads
+            splits = 1 if INTERPRETED else automatic_splits(programs, keys, multiprocessors(q.device))
+        launch_triton(out, arguments, splits, configuration)
 
     if INTERPRETED:
         launch(Configuration(min(max(16, triton.next_power_of_2(max(rows, group))), 64), 32, 4, 1))
-        return out
-    choices = configurations(_architecture(q.device), rows, group, padded_dim, q.element_size())
+        return
+    choices = configurations(architecture(q.device), rows, group, padded(head_dim), q.element_size())
     shape_class = (
-        q.device, q.dtype, k_cache.dtype, heads, group, head_dim, k_cache.shape[1], sliding_window, soft_cap is None, num_kv_splits,
-        sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
+        q.device, q.dtype, k_cache.dtype, heads, group, head_dim, k_cache.shape[1], window,
+        arguments.soft_cap is None, num_kv_splits, sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
     )  # fmt: skip
     launch(fastest(choices, shape_class, launch))
-    return out
 
 
 def launch_triton(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    num_splits: int,
-    configuration: Configuration,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    out: torch.Tensor, arguments: AttentionArguments, num_splits: int, configuration: Configuration
 ) -> None:
-    """One launch with everything chosen (two if `num_splits` > 1). Input is as `unified_attention` leaves it."""
+    """One launch with everything chosen, two if `num_splits` > 1. q's heads must lie side by side."""
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group, sequences = heads // kv_heads, len(seq_lens)
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
-    partial_acc = partial_stats = out  # not looked at unless there are splits
+    padded_dim = padded(head_dim)
+    partial_acc = partial_stats = out  # not read unless there are splits
     if num_splits > 1:
         partial_acc = torch.empty(tokens, heads, num_splits, padded_dim, dtype=torch.float32, device=q.device)
         partial_stats = torch.empty(tokens, heads, num_splits, 2, dtype=torch.float32, device=q.device)
@@ -511,7 +449,7 @@ def launch_triton(
         BLOCK_SIZE=block_size,
         BLOCK_M=configuration.block_m,
         TILE=configuration.tile,
-        WINDOW=sliding_window or 0,
+        WINDOW=window or 0,
         SOFT_CAP=soft_cap is not None,
         SPLIT=num_splits > 1,
         SCALED=k_scales is not None,
@@ -536,61 +474,6 @@ def launch_triton(
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _architecture(device: torch.device) -> str:
-    """The entry of the tables above that a GPU is closest to."""
-    if torch.version.hip:
-        return "gfx942"
-    major, _ = torch.cuda.get_device_capability(device)
-    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
-
-
-def _check(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-) -> None:
-    if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
-        raise MinivllmError(
-            f"q {tuple(q.shape)} must be [tokens, heads, head_dim] and the cache {tuple(k_cache.shape)} "
-            "[blocks, block_size, kv_heads, head_dim], with heads a multiple of kv_heads and one head_dim"
-        )
-    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
-        raise MinivllmError("K and V caches must have the same shape and strides, head_dim contiguous")
-    if q.dtype not in _TRITON_TYPES or k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *QUANTIZED):
-        raise MinivllmError(
-            f"q is {q.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}: they must be alike, "
-            "float32, float16 or bfloat16, or the caches int8 or float8_e4m3fn"
-        )
-    if query_start_loc.shape != (len(seq_lens) + 1,) or block_table.dim() != 2 or len(block_table) < len(seq_lens):
-        raise MinivllmError(
-            f"{len(seq_lens)} sequences need query_start_loc [{len(seq_lens) + 1}] and a block_table row each, "
-            f"got {tuple(query_start_loc.shape)} and {tuple(block_table.shape)}"
-        )
-    for name, tensor in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("block_table", block_table)):
-        if tensor.dtype != torch.int32:
-            raise MinivllmError(f"{name} must be int32, got {tensor.dtype}")
-        if tensor.stride(-1) != 1 and tensor.numel() > 1:
-            raise MinivllmError(f"the last dimension of {name} must be contiguous")
-    if not 0 < q.shape[2] <= 256:
-        raise MinivllmError(f"head_dim must be 1 to 256, got {q.shape[2]}")
-    if not scale > 0:
-        raise MinivllmError(f"scale must be greater than 0, got {scale}")
-
-
-def _check_choices(sliding_window: int | None, soft_cap: float | None, num_kv_splits: int | None) -> None:
-    if sliding_window is not None and sliding_window < 1:
-        raise MinivllmError(f"sliding_window must be at least 1, got {sliding_window}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise MinivllmError(f"soft_cap must be greater than 0, got {soft_cap}")
-    if num_kv_splits is not None and num_kv_splits < 1:
-        raise MinivllmError(f"num_kv_splits must be at least 1, got {num_kv_splits}")
+def padded(head_dim: int) -> int:
+    """What the kernel rounds a head's width up to: the matrix units take powers of two from 16 on."""
+    return max(16, triton.next_power_of_2(head_dim))

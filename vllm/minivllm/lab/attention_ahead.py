@@ -1,4 +1,4 @@
-"""The attention kernel compiled for GPUs that are not here: what a configuration costs in registers and shared memory.
+"""The attention kernel compiled for GPUs that need not be here: what a configuration costs in registers and memory.
 
 `compile_attention(target, configuration, ...)` compiles `unified_attention_kernel` as a launch on such a GPU would, and
 `compile_combine` the kernel that merges splits. The tests ask that nothing spills; `benchmarks/kernels.py` prints it.
@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from minivllm.kernels.unified_attention import Configuration, combine_kernel, unified_attention_kernel
+from minivllm.kernels.attention_configurations import Configuration
+from minivllm.kernels.unified_attention import combine_kernel, padded, unified_attention_kernel
 from minivllm.lab.aot import Compiled, compile_for
 from minivllm.platforms.triton_utils import tl, triton
 
@@ -47,7 +48,7 @@ def compile_attention(
         "q_stride": group * slot, "out_stride": group * slot,
         "block_stride": block_size * slot, "slot_stride": slot, "head_stride": head_dim, "table_stride": 7,
         "DOT_TYPE": getattr(tl, dtype), "OFFSET_TYPE": tl.int64 if wide_offsets else tl.int32, "GROUP": group,
-        "HEAD_DIM": head_dim, "PADDED_DIM": max(16, triton.next_power_of_2(head_dim)), "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "BLOCK_SIZE": block_size,
         "BLOCK_M": configuration.block_m, "TILE": configuration.tile, "WINDOW": sliding_window,
         "SOFT_CAP": soft_cap, "SPLIT": splits > 1, "SCALED": kv_dtype == "int8",
     }  # fmt: skip
@@ -60,6 +61,6 @@ def compile_combine(target: str, *, dtype: str = "bfloat16", head_dim: int = 128
     arguments = {
         "out": POINTERS[dtype], "partial_acc": "*fp32", "partial_stats": "*fp32", "query_start_loc": "*i32",
         "num_seqs": 7, "num_splits": splits, "out_stride": 32 * head_dim, "HEAD_DIM": head_dim,
-        "PADDED_DIM": max(16, triton.next_power_of_2(head_dim)), "PADDED_SPLITS": triton.next_power_of_2(splits),
+        "PADDED_DIM": padded(head_dim), "PADDED_SPLITS": triton.next_power_of_2(splits),
     }  # fmt: skip
     return compile_for(target, combine_kernel, arguments)

@@ -13,67 +13,59 @@ from typing import Any
 
 import torch
 
+from minivllm.kernels.attention_arguments import AttentionArguments
 from minivllm.kernels.cpu.attention_gather import gather_attention
+from minivllm.kernels.cpu.cells import AttentionCells
 from minivllm.platforms.threads import has_numba, run_programs
 
+NO_WINDOW = 2**30  # more keys than a sequence has
 LOG2E = 1.4426950408889634
 ELEMENTS = {torch.float32: "float32", torch.bfloat16: "uint16", torch.int8: "int8"}
 """What the caches' elements are to NumPy, for the types that the compiled loops know."""
 
 
-def unified_attention_cpu(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-) -> None:
-    """Write the attention of every sequence to its rows of `out`; arguments as `unified_attention`'s."""
-    arguments = (q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap)
-    arguments = (*arguments, k_scales, v_scales)
-    if q.shape[2] % 16 == 0 and k_cache.dtype in ELEMENTS and has_numba():
-        numba_attention(out, *arguments)
+def unified_attention_cpu(out: torch.Tensor, arguments: AttentionArguments) -> None:
+    """Write the attention of every sequence to its rows of `out`."""
+    if arguments.q.shape[2] % 16 == 0 and arguments.k_cache.dtype in ELEMENTS and has_numba():
+        numba_attention(out, arguments)
     else:
-        gather_attention(out, *arguments)
+        gather_attention(out, arguments)
 
 
-def numba_attention(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-) -> None:
+def numba_attention(out: torch.Tensor, arguments: AttentionArguments) -> None:
     """The compiled loops of `attention_loops.py`, for heads that are a multiple of 16 wide."""
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
+    _, heads, head_dim = q.shape
     in_place = out.dtype == torch.float32 and out.is_contiguous()
     result = out if in_place else torch.empty(out.shape, dtype=torch.float32)
-    q = q.float() if q.stride()[1:] == (q.shape[2], 1) else q.float().contiguous()
-    factors = array("f", [scale * LOG2E, soft_cap or 0.0])
-    run_programs(
-        _programs(k_cache.dtype),
-        [
-            q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1], len(seq_lens),
-            *k_cache.stride()[:3], block_table.stride(0), sliding_window or 2**30,
-            query_start_loc.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), q.data_ptr(), result.data_ptr(),
-            factors.buffer_info()[0], k_cache.data_ptr(), v_cache.data_ptr(),
-            *(0 if scales is None else scales.data_ptr() for scales in (k_scales, v_scales)),
-            q.stride(0),
-        ],
-    )  # fmt: skip
+    q = q.float() if q.stride()[1:] == (head_dim, 1) else q.float().contiguous()
+    scale_and_cap = array("f", [scale * LOG2E, soft_cap or 0.0])
+    _, block_size, kv_heads, _ = k_cache.shape
+    block_stride, slot_stride, head_stride, _ = k_cache.stride()
+    cells = AttentionCells(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        slots_per_block=block_size,
+        num_seqs=seq_lens.shape[0],
+        block_stride=block_stride,
+        slot_stride=slot_stride,
+        head_stride=head_stride,
+        table_stride=block_table.stride(0),
+        q_stride=q.stride(0),
+        sliding_window=window or NO_WINDOW,
+        query_start_loc=query_start_loc.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        block_table=block_table.data_ptr(),
+        q=q.data_ptr(),
+        out=result.data_ptr(),
+        scale_and_cap=scale_and_cap.buffer_info()[0],
+        k_cache=k_cache.data_ptr(),
+        v_cache=v_cache.data_ptr(),
+        k_scales=0 if k_scales is None else k_scales.data_ptr(),
+        v_scales=0 if v_scales is None else v_scales.data_ptr(),
+    )
+    run_programs(_programs(k_cache.dtype), cells)
     if not in_place:
         tokens = int(query_start_loc[-1])
         out[:tokens] = result[:tokens]
@@ -81,7 +73,7 @@ def numba_attention(
 
 @functools.cache
 def _programs(dtype: torch.dtype) -> Any:
-    """numba takes a second to import, so only who needs it does."""
+    """numba takes a second to import: only when it is needed."""
     import numpy as np
 
     from minivllm.kernels.cpu.attention_loops import programs_for

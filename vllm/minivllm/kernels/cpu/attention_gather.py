@@ -1,7 +1,7 @@
 """Attention over paged caches in plain PyTorch: each sequence's keys and values gathered, then torch's own attention.
 
-What the CPU runs where numba is missing or does not know the type or the head; and what numba is measured against.
-Moves K and V three times (read, written contiguous, read again) where the kernels move them once.
+What a CPU runs where numba is missing, or does not know the type or the width of a head; and what the compiled loops are
+measured against. It moves K and V three times (read, write contiguous, read again) where the kernels move them once.
 """
 
 from __future__ import annotations
@@ -9,26 +9,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from minivllm.kernels.attention_arguments import AttentionArguments
 
-def gather_attention(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    naive: bool = False,
-) -> None:
-    """Write the attention of every sequence to its rows of `out`; arguments as `unified_attention`'s.
 
-    naive: lay the whole matrix of scores `[heads, queries, keys]` down in memory, as one did before FlashAttention.
+def gather_attention(out: torch.Tensor, arguments: AttentionArguments, naive: bool = False) -> None:
+    """Write the attention of every sequence to its rows of `out`.
+
+    naive: write out the whole matrix of scores `[heads, queries, keys]`, as was usual before FlashAttention.
     """
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
     starts, block_size = query_start_loc.tolist(), k_cache.shape[1]
     for sequence, length in enumerate(seq_lens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
@@ -38,7 +27,7 @@ def gather_attention(
         keys = _gathered(k_cache, k_scales, blocks, q.dtype)[:length].transpose(0, 1)
         values = _gathered(v_cache, v_scales, blocks, q.dtype)[:length].transpose(0, 1)
         queries = q[begin:end].transpose(0, 1)
-        seen = _seen(end - begin, length, sliding_window, q.device)
+        seen = _seen(end - begin, length, window, q.device)
         if soft_cap is None and not naive:
             attended = F.scaled_dot_product_attention(
                 queries[None], keys[None], values[None], attn_mask=seen, scale=scale, enable_gqa=True

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from minivllm.kernels.cpu.cells import AttentionCells
 from minivllm.kernels.cpu.lanes import (
     add,
     exp2_of_difference,
@@ -38,11 +39,18 @@ from minivllm.kernels.cpu.lanes import (
     sum_fours,
     zero,
 )
-from minivllm.kernels.cpu.programs import array_at, compile_programs, sources_changed, take_number
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    layout_of,
+    sources_changed,
+    take_number,
+)
 
 TILE = 64  # keys at a time: their scores, and in a prefill their K and V, stay in the first-level cache
 BLOCK_Q = 16  # positions of a program
-BLOCK_SIZE = 22  # numbers in the block that `run_programs` reads
+CELLS = layout_of(AttentionCells)
 UNSEEN = np.float32(-1e30)
 LOG2E = 1.4426950408889634
 jit = njit(fastmath=True, error_model="numpy", nogil=True)
@@ -63,9 +71,9 @@ def find_sequence(query_start_loc, index, num_seqs):
 
 @jit
 def locate(slots, first, key_end, block_table, place):
-    """Where in the caches the keys of the tile at `first` begin. What is left of `slots` is filled with the last key.
+    """Write to `slots` where in the caches each key of the tile at `first` starts; the rest repeats the last key.
 
-    `place` is (begin of the sequence's row in the table, block_size, block_stride, slot_stride, begin of the head in a
+    `place` is (start of the sequence's row in the table, block_size, block_stride, slot_stride, start of the head in a
     slot).
     """
     table_at, block_size, block_stride, slot_stride, head_at = place
@@ -94,7 +102,7 @@ def fetch(cache, at, head_dim):
 
 @jit
 def locate_scales(key_scales, value_scales, k_scales, v_scales, first, count, block_table, place, kv_heads, kv_head):
-    """The scales of the tile at `first`, from [blocks, kv_heads, block_size] into rows. `place` begins as `locate`'s."""
+    """Copy the tile's scales out of [blocks, kv_heads, block_size] into two rows. `place` is as for `locate`."""
     table_at, block_size = place[0], place[1]
     block = first // block_size
     offset = first - block * block_size
@@ -119,9 +127,9 @@ def scale_columns(numbers, scales, count):
 
 @jit
 def score(scores, queries, at, k_cache, slots, count, head_dim, later, ahead):
-    """scores of 4 rows: lane 4 r + n of group key // 4 is row r's score of the group's n-th key.
+    """Scores of 4 rows: lane 4 r + n of group key // 4 is row r's score of the group's n-th key.
 
-    `ahead`: meanwhile have the keys of the next tile, `later`, fetched; so in `add_values`.
+    `ahead`: meanwhile have the memory fetch the keys of the next tile, at `later`. `add_values` does so with the values.
     """
     for key in range(0, count, 4):
         if ahead:
@@ -146,7 +154,7 @@ def cap(scores, count, soft_cap):
 
 @jit
 def mask(scores, tile, count, positions, oldest, at):
-    """Unsee the keys after a row's position, and those up to its `oldest`."""
+    """Hide the keys after a row's position, and those up to its `oldest`."""
     low, high = load(oldest, at), load(positions, at)
     for group in range((count + 3) // 4):
         keys = four_numbers(np.float32(tile + 4 * group))
@@ -155,7 +163,7 @@ def mask(scores, tile, count, positions, oldest, at):
 
 @jit
 def weigh(scores, count, peaks, totals, shrinks, at):
-    """Scores become weights, exp2(score − peak); peak and total move on, and `shrinks` says by what the old shrink."""
+    """Turn scores into weights, exp2(score − peak). Update peak and total; `shrinks` gets the factor for the old sums."""
     peak = load(peaks, at)
     highest = peak
     for group in range((count + 3) // 4):
@@ -174,7 +182,7 @@ def weigh(scores, count, peaks, totals, shrinks, at):
 
 @jit
 def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim, later, ahead):
-    """acc of 4 rows, [4, head_dim] from `at` on: shrunk, plus weight × value of every key."""
+    """Shrink acc of 4 rows, [4, head_dim] from `at` on, and add weight × value of every key."""
     for dim in range(0, head_dim, 16):
         first = at + dim
         a = multiply(load(acc, first), load_one(shrinks, 0))
@@ -221,7 +229,7 @@ def put_rows(out, out_at, heads, group, head_dim, rows, acc, totals):
 
 
 class Program(NamedTuple):
-    """Some queries of one sequence, with a group's heads of each, and the keys that they see; no rows: none is left."""
+    """Some queries of one sequence, all heads of a group, and the keys that they see. With 0 rows no program is left."""
 
     rows: int
     first_token: int
@@ -234,14 +242,14 @@ class Program(NamedTuple):
 
 
 @jit
-def next_program(block, query_start_loc, seq_lens):
-    """Take the next program of the grid that has rows, late positions first. `block` is `run_programs`'s."""
-    heads, kv_heads, block_size, num_seqs = block[1], block[2], block[4], block[5]
-    block_stride, slot_stride, head_stride, table_stride, window = block[6], block[7], block[8], block[9], block[10]
-    group = heads // kv_heads
+def next_program(cells, query_start_loc, seq_lens):
+    """Take the next program of the grid that has rows, late positions first."""
+    kv_heads, num_seqs, block_size, window = cells.kv_heads, cells.num_seqs, cells.slots_per_block, cells.sliding_window
+    block_stride, slot_stride = cells.block_stride, cells.slot_stride
+    group = cells.heads // kv_heads
     query_blocks = query_start_loc[num_seqs] // BLOCK_Q + num_seqs
     while True:
-        program = take_number(block)
+        program = take_number(cells)
         if program >= query_blocks * kv_heads:
             return Program(0, 0, 0, 0, 0, 0, 0, (0, block_size, block_stride, slot_stride, 0))
         kv_head = program % kv_heads
@@ -255,32 +263,28 @@ def next_program(block, query_start_loc, seq_lens):
         rows = min(BLOCK_Q, query_len - first_query) * group
         first_position = seq_lens[sequence] - query_len + first_query
         key_begin, key_end = max(0, first_position - window + 1) // TILE * TILE, first_position + rows // group
-        place = (sequence * table_stride, block_size, block_stride, slot_stride, kv_head * head_stride)
+        table_at, head_at = sequence * cells.table_stride, kv_head * cells.head_stride
+        place = (table_at, block_size, block_stride, slot_stride, head_at)
         return Program(rows, start + first_query, first_position, key_begin, key_end, sequence, kv_head, place)
 
 
 @jit
-def run_programs(block, k_cache, v_cache):
+def attend(cells, k_cache, v_cache):
     """Take programs of the grid (tokens // BLOCK_Q + sequences) × kv_heads until none is left.
-
-    block, int64: the next program; heads, kv_heads, head_dim, block_size, sequences; [6] strides of a block, a slot and
-    a head in the caches, and of a row of the block table; the window; [11] addresses of query_start_loc, seq_lens,
-    block_table, q (float32), out (float32), (scale, soft_cap), k_cache, v_cache, and the scales of both (0: none); [21]
-    numbers from token to token in q.
 
     While a tile is computed the memory fetches the next one: of the same program, or the first of the program to come.
     """
-    heads, kv_heads, head_dim, num_seqs = block[1], block[2], block[3], block[5]
-    table_stride, window = block[9], block[10]
-    query_start_loc = array_at(block[11], num_seqs + 1, np.int32)
-    seq_lens = array_at(block[12], num_seqs, np.int32)
-    block_table = array_at(block[13], num_seqs * table_stride, np.int32)
-    q, q_stride = array_at(block[14], 1, np.float32), block[21]
-    out = array_at(block[15], query_start_loc[num_seqs] * heads * head_dim, np.float32)
-    scale, soft_cap = array_at(block[16], 2, np.float32)[0], array_at(block[16], 2, np.float32)[1]
+    heads, kv_heads, head_dim, num_seqs = cells.heads, cells.kv_heads, cells.head_dim, cells.num_seqs
+    query_start_loc = array_at(cells.query_start_loc, num_seqs + 1, np.int32)
+    seq_lens = array_at(cells.seq_lens, num_seqs, np.int32)
+    block_table = array_at(cells.block_table, num_seqs * cells.table_stride, np.int32)
+    q, q_stride = array_at(cells.q, 1, np.float32), cells.q_stride
+    out = array_at(cells.out, query_start_loc[num_seqs] * heads * head_dim, np.float32)
+    scale_and_cap = array_at(cells.scale_and_cap, 2, np.float32)
+    scale, soft_cap, window = scale_and_cap[0], scale_and_cap[1], cells.sliding_window
 
-    k_scales, v_scales = array_at(block[19], 1, np.float32), array_at(block[20], 1, np.float32)
-    scaled = block[19] != 0
+    k_scales, v_scales = array_at(cells.k_scales, 1, np.float32), array_at(cells.v_scales, 1, np.float32)
+    scaled = cells.k_scales != 0
     key_scales, value_scales = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
 
     group = heads // kv_heads
@@ -290,10 +294,10 @@ def run_programs(block, k_cache, v_cache):
     peaks, totals = np.empty(most_rows * 4, np.float32), np.empty(most_rows * 4, np.float32)
     scores, shrinks = np.empty(4 * TILE, np.float32), np.empty(16, np.float32)
     slots, later = np.zeros(TILE, np.int64), np.zeros(TILE, np.int64)
-    coming = next_program(block, query_start_loc, seq_lens)
+    coming = next_program(cells, query_start_loc, seq_lens)
     locate(later, coming.key_begin, coming.key_end, block_table, coming.place)
     while coming.rows:
-        program, coming = coming, next_program(block, query_start_loc, seq_lens)
+        program, coming = coming, next_program(cells, query_start_loc, seq_lens)
         rows, key_end, place = program.rows, program.key_end, program.place
         first_position, head_at = program.first_position, program.kv_head * group * head_dim
         q_at, out_at = program.first_token * q_stride + head_at, program.first_token * heads * head_dim + head_at
@@ -308,7 +312,7 @@ def run_programs(block, k_cache, v_cache):
             else:
                 locate(later, coming.key_begin, coming.key_end, block_table, coming.place)
             count = min(TILE, key_end - tile)
-            for key in range(count, TILE):  # the others are fetched by the way
+            for key in range(count, TILE):  # `score` and `add_values` fetch the others
                 fetch(k_cache, later[key], head_dim)
                 fetch(v_cache, later[key], head_dim)
             if scaled:
@@ -335,16 +339,12 @@ def run_programs(block, k_cache, v_cache):
 
 @functools.cache
 def programs_for(element: type) -> Any:
-    """The C function that runs programs on caches of `element` (np.float32, np.int8, or np.uint16 for bfloat16).
-
-    Its argument is the address of the int64 block that `run_programs` reads.
-    """
-
+    """`attend` on caches of `element` (np.float32, np.int8, or np.uint16 for bfloat16), called with `AttentionCells`."""
     changed = sources_changed()
 
     def programs(address):
         _ = changed
-        block = array_at(address, BLOCK_SIZE, np.int64)
-        run_programs(block, array_at(block[17], 1, element), array_at(block[18], 1, element))
+        cells = cells_at(address, CELLS)
+        attend(cells, array_at(cells.k_cache, 1, element), array_at(cells.v_cache, 1, element))
 
     return compile_programs(programs)

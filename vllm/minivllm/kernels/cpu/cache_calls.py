@@ -1,10 +1,10 @@
 """Writing the paged KV cache on a CPU: which of two forms runs, and how it is called.
 
-Compiled loops (`cache_loops.py`) where numba is installed, else torch's `index_copy_`. Measured on one core (AMD Zen 4,
-torch 2.15), µs, keys and values of the embedded model's 2 heads of 32:
+To int8: compiled loops (`cache_loops.py`) where numba is installed. Everything else: torch's `index_copy_`. Loops that
+copied keys and values as they are were tried too: they took less than 5 % off a step and are gone. Measured on one core
+(AMD Zen 4, torch 2.15), µs, keys and values of the embedded model's 2 heads of 32:
 
     tokens                          1      128    2,048
-    as they are, the loops         14       16      106
     as they are, index_copy_       19       30      270
     to int8, the loops             16       45      542
     to int8, torch                132      178      862
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from minivllm.kernels.cpu.cells import CacheCells
 from minivllm.platforms.threads import has_numba, run_programs
 
 FP8_LARGEST = 448.0
@@ -31,37 +32,46 @@ def write_cpu(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> None:
-    """As `cache.reshape_and_cache`, whose checks these arguments have passed."""
-    slots = slot_mapping.long()
-    if len(key) > len(slots):
-        key, value = key[: len(slots)], value[: len(slots)]
-    words, odd = divmod(key.shape[2] * key.element_size(), 4)
-    if has_numba() and key_scales is not None and value_scales is not None:
-        arguments = (key.float(), value.float(), key_cache, value_cache, slots)
-        _run(*arguments, key.shape[2], key_scales, value_scales)
-    elif has_numba() and key_cache.dtype == key.dtype and not odd:
-        _run(key, value, key_cache, value_cache, slots, words)
+    """As `reshape_and_cache`, whose checks these arguments have passed."""
+    slots = slot_mapping.long().contiguous()
+    tokens = slots.shape[0]
+    if key.shape[0] > tokens:
+        key, value = key[:tokens], value[:tokens]
+    if key_scales is not None and value_scales is not None and has_numba():
+        numba_quantize(key.float(), value.float(), key_cache, value_cache, slots, key_scales, value_scales)
     else:
         torch_write(key, value, key_cache, value_cache, slots, key_scales, value_scales)
 
 
-def _run(
+def numba_quantize(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
-    head_dim: int,
-    *scales: torch.Tensor,
+    key_scales: torch.Tensor,
+    value_scales: torch.Tensor,
 ) -> None:
-    """Call the compiled programs on their block; `head_dim` in the numbers that they count in, and strides too."""
+    """The compiled loops of `cache_loops.py`: fp32 `[tokens, kv_heads, head_dim]` into int8 caches; slots int64."""
     loops = _loops()
-    tokens, kv_heads, elements = key.shape
-    strides = (tensor.stride(0) * head_dim // elements for tensor in (key, value, key_cache))
-    addresses = [tensor.data_ptr() for tensor in (slots.contiguous(), key, value, key_cache, value_cache, *scales)]
-    addresses += [0] * (2 - len(scales))
-    numbers = (tokens, key_cache.shape[1], kv_heads, head_dim, *strides, *addresses)
-    run_programs(loops.programs(), numbers, most_threads=-(-tokens // loops.TOKENS))
+    tokens, kv_heads, head_dim = key.shape
+    cells = CacheCells(
+        tokens=tokens,
+        slots_per_block=key_cache.shape[1],
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
+        block_stride=key_cache.stride(0),
+        slot_mapping=slots.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        key_cache=key_cache.data_ptr(),
+        value_cache=value_cache.data_ptr(),
+        key_scales=key_scales.data_ptr(),
+        value_scales=value_scales.data_ptr(),
+    )
+    run_programs(loops.programs(), cells, most_threads=-(-tokens // loops.TOKENS))
 
 
 def torch_write(
@@ -73,8 +83,8 @@ def torch_write(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> None:
-    """The same in torch's calls, for every type that there is."""
-    if len(slots) and int(slots.min()) < 0:
+    """The same in torch's calls, for every type."""
+    if slots.shape[0] and int(slots.min()) < 0:
         real = slots >= 0
         key, value, slots = key[real], value[real], slots[real]
     for source, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
@@ -85,7 +95,7 @@ def torch_write(
             source = source.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(cache.dtype).view(torch.uint8)
             cache = cache.view(torch.uint8)  # torch moves bytes about on a CPU, not float8
         if cache.is_contiguous():
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, source)
+            cache.flatten(0, 1).index_copy_(0, slots, source)
         else:
             cache[slots // block_size, slots % block_size] = source
 
@@ -94,14 +104,14 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[..., n]` as int8 from −127 to 127, and the fp32 scale `[...]` of each, largest / 127."""
     rows = rows.float()
     largest = rows.abs().amax(-1, keepdim=True)
-    # Not 127.0 / largest: torch makes a reciprocal of that, rounds twice, and halves fall to the other side.
+    # Not 127.0 / largest: torch makes a reciprocal of that and rounds twice, so that halves fall to the other side.
     inverse = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
     return torch.floor(rows * inverse + 0.5).to(torch.int8), (largest / 127.0).squeeze(-1)
 
 
 @functools.cache
 def _loops() -> Any:
-    """numba takes a second to import, so only who needs it does."""
+    """numba takes a second to import: only when it is needed."""
     from minivllm.kernels.cpu import cache_loops
 
     return cache_loops

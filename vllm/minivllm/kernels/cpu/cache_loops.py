@@ -1,10 +1,4 @@
-"""The twins of `reshape_and_cache.py`'s writing kernels for a CPU, compiled by numba. A program takes some tokens.
-
-They run on the block of int64 that `cache_calls.py` writes: the next program; tokens, block_size, kv_heads, head_dim;
-[5] numbers from token to token in key and in value, from block to block in the caches; [8] addresses of slot_mapping
-(int64), key, value, both caches, [13] both scales (0: none). Where there are scales, keys and values are quantized, else
-copied as they are: counted in words of 4 bytes, and moved as float32, whatever they are.
-"""
+"""The twin of `quantize_and_cache_kernel` in `reshape_and_cache.py` for a CPU, compiled by numba: K and V to int8."""
 
 from __future__ import annotations
 
@@ -14,27 +8,24 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from minivllm.kernels.cpu.lanes import load, store
-from minivllm.kernels.cpu.programs import array_at, compile_programs, sources_changed, take_number
+from minivllm.kernels.cpu.cells import CacheCells
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    layout_of,
+    sources_changed,
+    take_number,
+)
 
 TOKENS = 32  # of a program
-BLOCK_SIZE = 15  # numbers in the block that the programs read
+CELLS = layout_of(CacheCells)
 jit = njit(error_model="numpy", nogil=True)  # no fastmath: integers must be the kernel's, to the last
 
 
 @jit
-def copy_row(target, at, source, start, width):
-    """One token's key or value, a line of the processor's cache at a time."""
-    lines = width // 16 * 16
-    for index in range(0, lines, 16):
-        store(target, at + index, load(source, start + index))
-    for index in range(lines, width):
-        target[at + index] = source[start + index]
-
-
-@jit
 def quantize_head(target, at, source, start, head_dim):
-    """One head's numbers as integers from −127 to 127. Returns the scale that makes them numbers again."""
+    """Write one head's numbers as integers from −127 to 127. Returns the scale that makes them numbers again."""
     largest = np.float32(0.0)
     for dim in range(head_dim):
         largest = max(largest, abs(source[start + dim]))
@@ -45,64 +36,39 @@ def quantize_head(target, at, source, start, head_dim):
 
 
 @jit
-def run_copies(block):
-    """Take programs until none is left; a slot of −1 is no slot."""
-    tokens, block_size, width = block[1], block[2], block[3] * block[4]
-    key_stride, value_stride, block_stride = block[5], block[6], block[7]
-    slots, key, value = array_at(block[8], tokens, np.int64), *_floats(block[9], block[10])
-    key_cache, value_cache = _floats(block[11], block[12])
-    while True:
-        first = take_number(block) * TOKENS
-        if first >= tokens:
-            return
-        for token in range(first, min(first + TOKENS, tokens)):
-            if slots[token] >= 0:
-                at = slots[token] // block_size * block_stride + slots[token] % block_size * width
-                copy_row(key_cache, at, key, token * key_stride, width)
-                copy_row(value_cache, at, value, token * value_stride, width)
+def quantize_tokens(cells):
+    """Take programs until none is left: keys and values of fp32 into caches of int8, with their scales.
 
-
-@jit
-def run_quantizations(block):
-    """Take programs until none is left: keys and values of float32 into caches of int8, and their scales."""
-    tokens, block_size, kv_heads, head_dim = block[1], block[2], block[3], block[4]
-    key_stride, value_stride, block_stride = block[5], block[6], block[7]
-    slots, key, value = array_at(block[8], tokens, np.int64), *_floats(block[9], block[10])
-    key_cache, value_cache = array_at(block[11], 1, np.int8), array_at(block[12], 1, np.int8)
-    key_scales, value_scales = _floats(block[13], block[14])
+    A token whose slot is −1 is not written.
+    """
+    tokens, block_size, kv_heads, head_dim = cells.tokens, cells.slots_per_block, cells.kv_heads, cells.head_dim
+    slots = array_at(cells.slot_mapping, tokens, np.int64)
+    key, value = array_at(cells.key, 1, np.float32), array_at(cells.value, 1, np.float32)
+    key_cache, value_cache = array_at(cells.key_cache, 1, np.int8), array_at(cells.value_cache, 1, np.int8)
+    key_scales, value_scales = array_at(cells.key_scales, 1, np.float32), array_at(cells.value_scales, 1, np.float32)
     while True:
-        first = take_number(block) * TOKENS
+        first = take_number(cells) * TOKENS
         if first >= tokens:
             return
         for token in range(first, min(first + TOKENS, tokens)):
             if slots[token] < 0:
                 continue
-            place, offset = slots[token] // block_size, slots[token] % block_size
+            block, offset = slots[token] // block_size, slots[token] % block_size
+            key_at, value_at = token * cells.key_stride, token * cells.value_stride
             for head in range(kv_heads):
-                at = place * block_stride + (offset * kv_heads + head) * head_dim
-                scale_at = (place * kv_heads + head) * block_size + offset
-                start = head * head_dim
-                key_scale = quantize_head(key_cache, at, key, token * key_stride + start, head_dim)
-                value_scale = quantize_head(value_cache, at, value, token * value_stride + start, head_dim)
-                key_scales[scale_at], value_scales[scale_at] = key_scale, value_scale
-
-
-@jit
-def _floats(first, second):
-    return array_at(first, 1, np.float32), array_at(second, 1, np.float32)
+                at = block * cells.block_stride + (offset * kv_heads + head) * head_dim
+                scale_at, start = (block * kv_heads + head) * block_size + offset, head * head_dim
+                key_scales[scale_at] = quantize_head(key_cache, at, key, key_at + start, head_dim)
+                value_scales[scale_at] = quantize_head(value_cache, at, value, value_at + start, head_dim)
 
 
 @functools.cache
 def programs() -> Any:
-    """`run_quantizations` where the block has scales, else `run_copies`: a C function of the block's address."""
+    """`quantize_tokens`, called with `CacheCells`."""
     changed = sources_changed()
 
     def programs(address):
         _ = changed
-        block = array_at(address, BLOCK_SIZE, np.int64)
-        if block[13] != 0:
-            run_quantizations(block)
-        else:
-            run_copies(block)
+        quantize_tokens(cells_at(address, CELLS))
 
     return compile_programs(programs)

@@ -1,7 +1,7 @@
 """The CPU twins of `elementwise.py`'s kernels, compiled by numba: fp32 or bf16 in memory, fp32 lanes in between.
 
-A program takes a few tokens; few tokens are one program, which wakes no other thread. numba's own `parallel=True` is no
-choice here: it sets the number of threads of the OpenMP library that PyTorch uses as well, and so undoes
+A program takes `TOKENS` tokens, so that a small step is one program and wakes no other thread. numba's own
+`parallel=True` will not do: it sets the number of threads of the OpenMP library that PyTorch uses too, and so undoes
 `torch.set_num_threads`.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from minivllm.kernels.cpu.cells import GateCells, NormCells, RotationCells
 from minivllm.kernels.cpu.lanes import (
     WIDTH,
     add,
@@ -26,17 +27,23 @@ from minivllm.kernels.cpu.lanes import (
     sum_lanes,
     zero,
 )
-from minivllm.kernels.cpu.programs import array_at, compile_programs, sources_changed, take_number
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    layout_of,
+    sources_changed,
+    take_number,
+)
 
 TOKENS = 16  # of a program
-BLOCK_SIZE = 9  # numbers in the block that the programs read
-ADD_RMS_NORM, SILU_AND_MUL, ROTATE_HEADS = range(3)  # what the block's second number asks for
+NORM, GATE, ROTATION = layout_of(NormCells), layout_of(GateCells), layout_of(RotationCells)
 jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 
 @jit
 def add_rms_norm_token(out, residual, x, weight, at, width, eps):
-    """One token, whose numbers begin at `at`. What is normalised is the sum as the next layer will read it."""
+    """One token, whose numbers start at `at`. What is normalised is the sum as it is stored, which the next layer reads."""
     squares = zero()
     for i in range(at, at + width, WIDTH):
         store(residual, i, add(load(residual, i), load(x, i)))
@@ -49,7 +56,7 @@ def add_rms_norm_token(out, residual, x, weight, at, width, eps):
 
 @jit
 def silu_and_mul_token(out, at, gate_up, gate_at, width):
-    """One token, whose gates begin at `gate_at` and whose outcome at `at`."""
+    """One token, whose gates start at `gate_at` and whose result at `at`."""
     for i in range(0, width, WIDTH):
         gate = load(gate_up, gate_at + i)
         store(out, at + i, multiply(multiply(gate, sigmoid(gate)), load(gate_up, gate_at + width + i)))
@@ -67,11 +74,11 @@ def rotate_token(heads, at, num_heads, half, table, turn_at):
 
 
 @jit
-def run_add_rms_norm(block, out, residual, x, weight):
-    """block, int64: the next program; ADD_RMS_NORM; tokens, width; addresses of out, residual, x, weight, eps."""
-    tokens, width, eps = block[2], block[3], array_at(block[8], 1, np.float32)[0]
+def add_rms_norms(cells, out, residual, x, weight):
+    """Take programs until none is left."""
+    tokens, width, eps = cells.tokens, cells.width, array_at(cells.eps, 1, np.float32)[0]
     while True:
-        first = take_number(block) * TOKENS
+        first = take_number(cells) * TOKENS
         if first >= tokens:
             return
         for token in range(first, min(first + TOKENS, tokens)):
@@ -79,11 +86,11 @@ def run_add_rms_norm(block, out, residual, x, weight):
 
 
 @jit
-def run_silu_and_mul(block, out, gate_up):
-    """block, int64: the next program; SILU_AND_MUL; tokens, width; addresses of out, gate_up."""
-    tokens, width = block[2], block[3]
+def multiply_gates(cells, out, gate_up):
+    """Take programs until none is left."""
+    tokens, width = cells.tokens, cells.width
     while True:
-        first = take_number(block) * TOKENS
+        first = take_number(cells) * TOKENS
         if first >= tokens:
             return
         for token in range(first, min(first + TOKENS, tokens)):
@@ -91,13 +98,12 @@ def run_silu_and_mul(block, out, gate_up):
 
 
 @jit
-def run_rotate_heads(block, heads, table):
-    """block, int64: the next program; ROTATE_HEADS; tokens, heads, head_dim, numbers from token to token; addresses of
-    heads, table, positions (int64)."""
-    tokens, num_heads, head_dim, stride = block[2], block[3], block[4], block[5]
-    positions = array_at(block[8], tokens, np.int64)
+def rotate_tokens(cells, heads, table):
+    """Take programs until none is left."""
+    tokens, num_heads, head_dim, stride = cells.tokens, cells.num_heads, cells.head_dim, cells.token_stride
+    positions = array_at(cells.positions, tokens, np.int64)
     while True:
-        first = take_number(block) * TOKENS
+        first = take_number(cells) * TOKENS
         if first >= tokens:
             return
         for token in range(first, min(first + TOKENS, tokens)):
@@ -105,19 +111,40 @@ def run_rotate_heads(block, heads, table):
 
 
 @functools.cache
-def programs_for(element: Any) -> Any:
-    """All three as one C function of the block's address, on arrays of `element` (np.float32; np.uint16: bfloat16)."""
+def norms_of(element: Any) -> Any:
+    """`add_rms_norms` on arrays of `element` (np.float32, or np.uint16 for bfloat16), called with `NormCells`."""
     changed = sources_changed()
 
-    def programs(address):
+    def norms(address):
         _ = changed
-        block = array_at(address, BLOCK_SIZE, np.int64)
-        if block[1] == ADD_RMS_NORM:
-            out, residual = array_at(block[4], 1, element), array_at(block[5], 1, element)
-            run_add_rms_norm(block, out, residual, array_at(block[6], 1, element), array_at(block[7], 1, element))
-        elif block[1] == SILU_AND_MUL:
-            run_silu_and_mul(block, array_at(block[4], 1, element), array_at(block[5], 1, element))
-        else:
-            run_rotate_heads(block, array_at(block[6], 1, element), array_at(block[7], 1, element))
+        cells = cells_at(address, NORM)
+        out, residual = array_at(cells.out, 1, element), array_at(cells.residual, 1, element)
+        add_rms_norms(cells, out, residual, array_at(cells.x, 1, element), array_at(cells.weight, 1, element))
 
-    return compile_programs(programs)
+    return compile_programs(norms)
+
+
+@functools.cache
+def gates_of(element: Any) -> Any:
+    """`multiply_gates` on arrays of `element`, called with `GateCells`."""
+    changed = sources_changed()
+
+    def gates(address):
+        _ = changed
+        cells = cells_at(address, GATE)
+        multiply_gates(cells, array_at(cells.out, 1, element), array_at(cells.gate_up, 1, element))
+
+    return compile_programs(gates)
+
+
+@functools.cache
+def rotations_of(element: Any) -> Any:
+    """`rotate_tokens` on arrays of `element`, called with `RotationCells`."""
+    changed = sources_changed()
+
+    def rotations(address):
+        _ = changed
+        cells = cells_at(address, ROTATION)
+        rotate_tokens(cells, array_at(cells.heads, 1, element), array_at(cells.table, 1, element))
+
+    return compile_programs(rotations)

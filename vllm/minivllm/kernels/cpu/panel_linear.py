@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.kernels.cpu.cells import PanelLinearCells
 from minivllm.platforms.threads import has_numba, run_programs
 
 
@@ -44,9 +45,19 @@ class PanelLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[rows, in]` to `[rows, out]`, of which a gated one has half."""
-        x, out = x.contiguous(), torch.empty(len(x), self.outputs, dtype=x.dtype)
-        addresses = (tensor.data_ptr() for tensor in (x, out, self.panels, self.bias))
-        run_programs(_programs(x.dtype), (*out.shape, x.shape[1], self.parts, *addresses))
+        x, (rows, width) = x.contiguous(), x.shape
+        out = torch.empty(rows, self.outputs, dtype=x.dtype)
+        cells = PanelLinearCells(
+            rows=rows,
+            outputs=self.outputs,
+            width=width,
+            parts=self.parts,
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            panels=self.panels.data_ptr(),
+            bias=self.bias.data_ptr(),
+        )
+        run_programs(_programs(x.dtype), cells)
         return out
 
 
@@ -79,7 +90,7 @@ def _programs(dtype: torch.dtype) -> Any:
 
 @functools.cache
 def _loops() -> Any:
-    """numba takes a second to import, so only who needs it does."""
+    """numba takes a second to import: only when it is needed."""
     from minivllm.kernels.cpu import panel_linear_loops
 
     return panel_linear_loops

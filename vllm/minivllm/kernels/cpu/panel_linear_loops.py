@@ -1,7 +1,7 @@
 """Matrix products with fp32 or bf16 weights on a CPU, compiled by numba.
 
 A weight `[out, in]` is laid out in panels of `PANEL` outputs: `[in, PANEL]`, so that a loop over the inputs reads a
-panel from its begin to its end. A program takes some rows of x and one panel, and goes over the rows six by six. Their
+panel from start to end. A program takes some rows of x and one panel, and goes over the rows six by six. Their
 6 × PANEL sums stay in registers: 24 of 32 where the processor has AVX-512, else 12 of 16. Every number of the panel
 that is loaded meets six rows, and every number of x all outputs of the panel.
 
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from minivllm.kernels.cpu.cells import PanelLinearCells
 from minivllm.kernels.cpu.lanes import (
     WIDTH,
     has_products_of_pairs,
@@ -31,13 +32,20 @@ from minivllm.kernels.cpu.lanes import (
     store,
     store_some,
 )
-from minivllm.kernels.cpu.programs import array_at, compile_programs, sources_changed, take_number
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    layout_of,
+    sources_changed,
+    take_number,
+)
 
 COLUMNS = 4 if has_wide_registers() else 1
 PANEL = COLUMNS * WIDTH  # outputs
 TAKES_BFLOAT16 = has_products_of_pairs()
 ROWS = 48  # of a program, at most
-BLOCK_SIZE = 9  # numbers in the block that `run_programs` reads
+CELLS = layout_of(PanelLinearCells)
 jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 
@@ -81,18 +89,14 @@ def put_rows(out, at, outputs, sums, rows, count):
 
 
 @jit
-def run_programs(block, x, out, panels):
-    """Take programs, each for `ROWS` rows and `PANEL` outputs, until none is left.
-
-    block, int64: the next program; rows, outputs, width of a row of x, panels for an output (2: gate and up); addresses
-    of x, out, panels, and the bias of all panels (float32).
-    """
-    rows, outputs, width, parts = block[1], block[2], block[3], block[4]
+def multiply_panels(cells, x, out, panels):
+    """Take programs, each for `ROWS` rows and `PANEL` outputs, until none is left."""
+    rows, outputs, width, parts = cells.rows, cells.outputs, cells.width, cells.parts
     panels_of_row = (outputs + PANEL - 1) // PANEL
-    bias = array_at(block[8], panels_of_row * parts * PANEL, np.float32)
+    bias = array_at(cells.bias, panels_of_row * parts * PANEL, np.float32)
     sums = np.empty(2 * ROWS * PANEL, np.float32)
     while True:
-        program = take_number(block)
+        program = take_number(cells)
         first_row, panel = program // panels_of_row * ROWS, program % panels_of_row
         if first_row >= rows:
             return
@@ -109,17 +113,19 @@ def run_programs(block, x, out, panels):
 
 @functools.cache
 def programs_for(element: Any) -> Any:
-    """The C function that runs programs on x, weights and outcome of `element` (np.float32; np.uint16: bfloat16).
-
-    Its argument is the address of the int64 block that `run_programs` reads.
+    """`multiply_panels` on x, panels and out of `element` (np.float32, or np.uint16 for bfloat16), called with
+    `PanelLinearCells`.
     """
     changed = sources_changed(), COLUMNS
 
     def programs(address):
         _ = changed
-        block = array_at(address, BLOCK_SIZE, np.int64)
-        run_programs(
-            block, array_at(block[5], 1, element), array_at(block[6], 1, element), array_at(block[7], 1, element)
+        cells = cells_at(address, CELLS)
+        x, out, panels = (
+            array_at(cells.x, 1, element),
+            array_at(cells.out, 1, element),
+            array_at(cells.panels, 1, element),
         )
+        multiply_panels(cells, x, out, panels)
 
     return compile_programs(programs)

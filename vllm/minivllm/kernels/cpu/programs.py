@@ -1,22 +1,30 @@
 """Programs in the sense of Triton, for a CPU: numba compiles them, threads take them one by one from a shared counter.
 
-A function of programs reads its arguments from a block of int64: first the number of the next program, then sizes and
-the addresses of arrays. The block is written anew for every call; `platforms/threads.py` runs the function on all threads.
+A function of programs is called with the address of its cells (`cells.py`), which are written anew for every call.
+`platforms/threads.py` runs the function on all threads at once.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numba.extending
+import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 
-from minivllm.kernels.cpu import lanes
+from minivllm.kernels.cpu import cells, lanes
+from minivllm.logger import init_logger
 
+logger = init_logger(__name__)
 intrinsic: Any = numba.extending.intrinsic  # the functions that it makes are numba's, not a type checker's
+
+CACHE_ERRORS = (RuntimeError, OSError, EOFError, pickle.UnpicklingError)
+"""What numba's cache raises: no folder can be written; the disk is full; a file was cut short."""
 
 
 @intrinsic
@@ -31,37 +39,56 @@ def _pointer(typing_context, address):
 
 @njit
 def array_at(address, shape, dtype):
-    """The array, row after row, that lies at an address."""
+    """The array at an address, row after row."""
     return carray(_pointer(address), shape, dtype)
 
 
+def layout_of(kind: Any) -> np.dtype:
+    """How the cells of `kind`, a class of `cells.py`, lie in memory: the counter of programs, then its fields."""
+    return np.dtype([(name, np.int64) for name in ("next_program", *kind._fields)])
+
+
+@njit
+def cells_at(address, layout):
+    """The cells at an address, as a record: `cells_at(address, LAYOUT).rows`."""
+    return array_at(address, 1, layout)[0]
+
+
 @intrinsic
-def take_number(typing_context, numbers):
-    """numbers[0], which is one more for whoever asks next, on whatever thread."""
+def take_number(typing_context, cells):
+    """The number of the next program, for whichever thread asks first. `cells` is what `cells_at` returns."""
 
     def generate(context, builder, signature, arguments):
-        first = context.make_array(numbers)(context, builder, arguments[0]).data
-        return builder.atomic_rmw("add", first, ir.IntType(64)(1), "monotonic")
+        counter = builder.bitcast(arguments[0], ir.IntType(64).as_pointer())  # the first cell
+        return builder.atomic_rmw("add", counter, ir.IntType(64)(1), "monotonic")
 
-    return types.int64(numbers), generate
+    return types.int64(cells), generate
 
 
 def sources_changed() -> int:
-    """When this file or `lanes.py` was last changed, in ns. Keep it in a variable that the function to compile reads.
+    """When this file, `cells.py` or `lanes.py` was last changed, in ns.
 
-    It is then part of the key in numba's cache, which else knows of the function's own file alone.
+    A function to be compiled reads it from a variable of the function around it. It is then part of the key in numba's
+    cache, which otherwise knows only the function's own file.
     """
-    return max(os.stat(path).st_mtime_ns for path in (__file__, lanes.__file__))
+    return max(os.stat(path).st_mtime_ns for path in (__file__, cells.__file__, lanes.__file__))
 
 
 def compile_programs(function: Callable[[int], None]) -> Any:
-    """`function(address of the block)` as a C function that may run on any thread, for `run_on_threads`.
+    """`function(address of its cells)` as a C function that may run on any thread, for `run_on_threads`.
 
-    Compiled once, then kept on disk: beside the function's file, or in the user's cache where that is read-only, or
-    nowhere where neither can be written.
+    Compiled once and kept on disk: beside the function's file, in the user's cache where that is read-only, or in
+    `NUMBA_CACHE_DIR`. Where nothing can be kept, it is compiled anew in every process.
     """
     signature = types.void(types.intp)
     try:
         return cfunc(signature, cache=True)(function).ctypes
-    except RuntimeError:  # no place for the cache
+    except CACHE_ERRORS as error:
+        _warn_once()
+        logger.debug("%s: %s", function.__module__, error)
         return cfunc(signature)(function).ctypes
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning("Compiled loops cannot be kept on disk: set NUMBA_CACHE_DIR to a folder with room")

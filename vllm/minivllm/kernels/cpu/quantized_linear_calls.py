@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from minivllm.kernels.cpu.cells import QuantizedLinearCells
 from minivllm.kernels.packed_weights import dequantize_weight
 from minivllm.platforms.threads import has_numba, run_programs
 
@@ -53,11 +54,19 @@ def numba_quantized_linear(
     x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """The compiled loops of `quantized_linear_loops.py`, for four outputs and more, in groups that are multiples of 16."""
-    numbers = x.float()
-    out = torch.empty(len(x), len(packed))
-    addresses = (tensor.data_ptr() for tensor in (numbers, out, packed, scales))
-    sizes = (len(x), len(packed), x.shape[1], x.shape[1] // scales.shape[1])
-    run_programs(_programs(packed.dtype, scales.dtype), (*sizes, *addresses))
+    (rows, width), (outputs, groups) = x.shape, scales.shape
+    numbers, out = x.float(), torch.empty(rows, outputs)
+    cells = QuantizedLinearCells(
+        rows=rows,
+        outputs=outputs,
+        width=width,
+        group=width // groups,
+        x=numbers.data_ptr(),
+        out=out.data_ptr(),
+        packed=packed.data_ptr(),
+        scales=scales.data_ptr(),
+    )
+    run_programs(_programs(packed.dtype, scales.dtype), cells)
     if bias is not None:
         out += bias
     return out.to(x.dtype)
@@ -65,7 +74,7 @@ def numba_quantized_linear(
 
 @functools.cache
 def _programs(integers: torch.dtype, scales: torch.dtype) -> Any:
-    """numba takes a second to import, so only who needs it does."""
+    """numba takes a second to import: only when it is needed."""
     import numpy as np
 
     from minivllm.kernels.cpu.quantized_linear_loops import programs_for

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from minivllm.kernels.cpu.cells import QuantizedLinearCells
 from minivllm.kernels.cpu.lanes import (
     load,
     load_one,
@@ -27,11 +28,18 @@ from minivllm.kernels.cpu.lanes import (
     sum_fours,
     zero,
 )
-from minivllm.kernels.cpu.programs import array_at, compile_programs, sources_changed, take_number
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    layout_of,
+    sources_changed,
+    take_number,
+)
 
 OUTPUTS = 16  # of a program
 FEW_ROWS = 2
-BLOCK_SIZE = 9  # numbers in the block that `run_programs` reads
+CELLS = layout_of(QuantizedLinearCells)
 jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 
@@ -111,17 +119,13 @@ def multiply_last_rows(out, out_at, outputs, x, rows, weights, width):
 
 
 @jit
-def run_programs(block, packed, scales):
-    """Take programs, each for `OUTPUTS` outputs and all rows, until none is left.
-
-    block, int64: the next program; rows, outputs (four at least), width of a row of the weight, group; addresses of x
-    (float32), out (float32), packed, scales.
-    """
-    rows, outputs, width, group = block[1], block[2], block[3], block[4]
-    x, out = array_at(block[5], rows * width, np.float32), array_at(block[6], rows * outputs, np.float32)
+def multiply_integers(cells, packed, scales):
+    """Take programs, each for `OUTPUTS` outputs (four at least) and all rows, until none is left."""
+    rows, outputs, width, group = cells.rows, cells.outputs, cells.width, cells.group
+    x, out = array_at(cells.x, rows * width, np.float32), array_at(cells.out, rows * outputs, np.float32)
     weights = np.empty(4 * width, np.float32)
     while True:
-        program = take_number(block)
+        program = take_number(cells)
         if program * OUTPUTS >= outputs:
             return
         for start in range(program * OUTPUTS, min((program + 1) * OUTPUTS, outputs), 4):
@@ -138,16 +142,14 @@ def run_programs(block, packed, scales):
 
 @functools.cache
 def programs_for(integers: Any, scale: Any) -> Any:
-    """The C function that runs programs on weights of `integers` with scales of `scale`, NumPy types as lanes load them.
-
-    Its argument is the address of the int64 block that `run_programs` reads.
+    """`multiply_integers` on weights of `integers` with scales of `scale`, NumPy types as lanes load them, called with
+    `QuantizedLinearCells`.
     """
-
     changed = sources_changed()
 
     def programs(address):
         _ = changed
-        block = array_at(address, BLOCK_SIZE, np.int64)
-        run_programs(block, array_at(block[7], 1, integers), array_at(block[8], 1, scale))
+        cells = cells_at(address, CELLS)
+        multiply_integers(cells, array_at(cells.packed, 1, integers), array_at(cells.scales, 1, scale))
 
     return compile_programs(programs)

@@ -1,0 +1,72 @@
+"""What every form of the attention is told (`AttentionArguments`), and what is refused."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.reshape_and_cache import QUANTIZED, check_scales
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class AttentionArguments(NamedTuple):
+    """A ragged batch over paged K and V; layouts as at the head of `unified_attention.py`."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+
+
+def check_arguments(arguments: AttentionArguments) -> None:
+    """Raise `MinivllmError` where shapes, types or values cannot work; the message says what would."""
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, *scales = arguments
+    _check_queries_and_caches(q, k_cache, v_cache)
+    check_scales(k_cache, *scales)
+    _check_tables(query_start_loc, seq_lens, block_table)
+    if not scale > 0:
+        raise MinivllmError(f"scale must be greater than 0, got {scale}")
+    if window is not None and window < 1:
+        raise MinivllmError(f"sliding_window must be at least 1, got {window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise MinivllmError(f"soft_cap must be greater than 0, got {soft_cap}")
+
+
+def _check_queries_and_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+        raise MinivllmError(
+            f"q {tuple(q.shape)} must be [tokens, heads, head_dim] and the cache {tuple(k_cache.shape)} "
+            "[blocks, block_size, kv_heads, head_dim], with heads a multiple of kv_heads and one head_dim"
+        )
+    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise MinivllmError("K and V caches must have the same shape and strides, head_dim contiguous")
+    if q.dtype not in DTYPES or k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *QUANTIZED):
+        raise MinivllmError(
+            f"q is {q.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}: they must be alike, "
+            "float32, float16 or bfloat16, or the caches int8 or float8_e4m3fn"
+        )
+    if not 0 < q.shape[2] <= 256:
+        raise MinivllmError(f"head_dim must be 1 to 256, got {q.shape[2]}")
+
+
+def _check_tables(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
+    if query_start_loc.shape != (len(seq_lens) + 1,) or block_table.dim() != 2 or len(block_table) < len(seq_lens):
+        raise MinivllmError(
+            f"{len(seq_lens)} sequences need query_start_loc [{len(seq_lens) + 1}] and a block_table row each, "
+            f"got {tuple(query_start_loc.shape)} and {tuple(block_table.shape)}"
+        )
+    for name, tensor in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("block_table", block_table)):
+        if tensor.dtype != torch.int32:
+            raise MinivllmError(f"{name} must be int32, got {tensor.dtype}")
+        if tensor.stride(-1) != 1 and tensor.numel() > 1:
+            raise MinivllmError(f"the last dimension of {name} must be contiguous")

@@ -1,0 +1,79 @@
+"""How the attention kernel of `unified_attention.py` is built: tile sizes by GPU and kind of step, and splits of the keys.
+
+The tables hold a short list for each, best guess first; `tuning.fastest` measures which is best where it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from minivllm.platforms.triton_utils import triton
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How the kernel is built: rows and keys of a tile, warps of a program, tiles in flight."""
+
+    block_m: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+_DECODE = {  # up to 32 rows: keep many bytes in flight. Best guess first.
+    "sm_80": ((32, 4, 3), (64, 4, 2), (64, 8, 3)),
+    "sm_90": ((32, 4, 4), (64, 4, 2), (64, 4, 3), (128, 8, 2)),
+    "sm_100": ((32, 4, 4), (64, 4, 2), (64, 4, 3), (128, 8, 2)),
+    "gfx942": ((64, 4, 1), (32, 4, 1), (32, 4, 2)),
+}
+_PREFILL = {  # more rows: keep the matrix units busy, spill no register
+    "sm_80": ((128, 32, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
+    "sm_90": ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
+    "sm_100": ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
+    "gfx942": ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+}
+
+
+def configurations(gpu: str, rows: int, group: int, padded_dim: int, element_bytes: int) -> list[Configuration]:
+    """What may suit a batch with `rows` query rows (positions × group) a sequence, best guess first.
+
+    `gpu` is a key of the tables above. Matrix products of fp32 run outside the matrix units, with few
+    registers to spare, so fp32 has one small configuration, and so has a head wider than 128.
+    """
+    smallest = max(16, triton.next_power_of_2(group))
+    if element_bytes > 2:
+        return [Configuration(smallest, 32 if padded_dim <= 128 else 16, 4, 1)]
+    if rows <= 32 or smallest > 64:
+        block_m = max(smallest, 16 if rows <= 16 else 32)
+        narrow = [(tile, warps, stages) for tile, warps, stages in _DECODE[gpu] if tile * padded_dim <= 16384]
+        return [Configuration(block_m, *choice) for choice in narrow]
+    if padded_dim > 128:
+        return [Configuration(64, 32, 4, 1 if gpu == "gfx942" else 2)]
+    return [Configuration(*choice) for choice in _PREFILL[gpu]]
+
+
+def automatic_splits(programs: int, keys: int, multiprocessors: int) -> int:
+    """Into how many parts to split each sequence's keys, so that about four programs run on each multiprocessor.
+
+    A part of less than 256 keys is not worth its share of the combine.
+    """
+    wanted = 4 * multiprocessors // max(programs, 1)
+    return max(1, min(wanted, keys // 256, 128))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The entry of the tables above that is closest to a GPU."""
+    if torch.version.hip:
+        return "gfx942"
+    major, _ = torch.cuda.get_device_capability(device)
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")

@@ -1,0 +1,113 @@
+"""What each compiled loop is told: a row of int64 cells, named here once for the caller that writes them and the loop.
+
+`platforms.threads.run_programs` puts one more cell in front, `next_program`, from which the threads take their numbers.
+Addresses are of a tensor's first number, 0 where there is no such tensor; strides count numbers, not bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class AttentionCells(NamedTuple):
+    """Of `attention_loops.attend`; shapes as in `unified_attention.py`, q and out in fp32."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    slots_per_block: int
+    num_seqs: int
+    block_stride: int  # in the caches, as the next two
+    slot_stride: int
+    head_stride: int
+    table_stride: int  # of a sequence in the block table
+    q_stride: int  # of a token
+    sliding_window: int
+    query_start_loc: int  # from here on addresses
+    seq_lens: int
+    block_table: int
+    q: int
+    out: int
+    scale_and_cap: int  # of two fp32 numbers: the scale in units of log2, and the soft cap or 0
+    k_cache: int
+    v_cache: int
+    k_scales: int
+    v_scales: int
+
+
+class CacheCells(NamedTuple):
+    """Of `cache_loops.quantize_tokens`."""
+
+    tokens: int
+    slots_per_block: int
+    kv_heads: int
+    head_dim: int
+    key_stride: int  # of a token
+    value_stride: int
+    block_stride: int  # in both caches
+    slot_mapping: int  # from here on addresses
+    key: int
+    value: int
+    key_cache: int
+    value_cache: int
+    key_scales: int
+    value_scales: int
+
+
+class PanelLinearCells(NamedTuple):
+    """Of `panel_linear_loops.multiply_panels`."""
+
+    rows: int
+    outputs: int
+    width: int  # of a row of x
+    parts: int  # panels for an output: 2 where they are gate and up
+    x: int  # from here on addresses
+    out: int
+    panels: int
+    bias: int  # fp32, of all panels
+
+
+class QuantizedLinearCells(NamedTuple):
+    """Of `quantized_linear_loops.multiply_integers`."""
+
+    rows: int
+    outputs: int
+    width: int  # of a row of the weight
+    group: int  # numbers that share a scale
+    x: int  # from here on addresses; x and out are fp32
+    out: int
+    packed: int
+    scales: int
+
+
+class NormCells(NamedTuple):
+    """Of `elementwise_loops.add_rms_norms`."""
+
+    tokens: int
+    width: int
+    out: int  # from here on addresses
+    residual: int
+    x: int
+    weight: int
+    eps: int  # of one fp32 number
+
+
+class GateCells(NamedTuple):
+    """Of `elementwise_loops.multiply_gates`."""
+
+    tokens: int
+    width: int  # of a row of out; one of gate_up has twice as many
+    out: int  # from here on addresses
+    gate_up: int
+
+
+class RotationCells(NamedTuple):
+    """Of `elementwise_loops.rotate_tokens`."""
+
+    tokens: int
+    num_heads: int
+    head_dim: int
+    token_stride: int
+    heads: int  # from here on addresses
+    table: int
+    positions: int  # int64
