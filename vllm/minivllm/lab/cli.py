@@ -16,15 +16,24 @@ from minivllm.platforms.device import DEVICES
 FIGURE_KINDS = (".png", ".svg")
 
 
-def positive_int(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An argparse type: an integer from `least` to `most` (None: without an upper limit)."""
+    limits = f"at least {least}" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {value}")
+        return value
+
+    return parse
+
+
+positive_int = whole_number(1)
+"""An argparse type: an integer of at least 1."""
 
 
 def figure_file(text: str) -> str:
