@@ -24,6 +24,7 @@ from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import run
 from minivllm.lab.device_rates import measure_device
+from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, show_errors
@@ -348,6 +349,7 @@ def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, served = begin("Lesson 01. The KV cache", arguments), known_model(arguments.serve)
+    control = Control()
     ledger = memory_ledger(served, arguments.gpu, max_model_len=arguments.max_model_len)
     (model, config), tokenizer = load_model(arguments.model, device, "float32"), load_tokenizer(arguments.model)
     prompt = tokenizer.encode(arguments.prompt).ids
@@ -358,20 +360,22 @@ def main(arguments: Namespace) -> None:
     if len(prompt) + new_tokens > limit:
         raise MinivllmError(f"{len(prompt)} tokens of prompt and {new_tokens} new ones are more than {limit} positions")
     heading("1 and 2. The same text without a cache and with one")
-    text, generation = compare_generation(model, prompt, new_tokens, limit)
+    with control.watch():
+        text, generation = compare_generation(model, prompt, new_tokens, limit)
     console.print(tokenizer.decode(text[:60]), style="dim", markup=False)
     heading("3. What it costs: bytes per token")
     found = {"generation": generation, "bytes_per_token": list_models()}
     heading("4. The kernels, verified")
     found["kernels"] = prove(verify_kernels, device)
     heading("5. What limits decode")
-    found |= {"intensity": measure_intensity(device), "sequences": measure_sequences(model)}
+    with control.watch():
+        found |= {"intensity": measure_intensity(device), "sequences": measure_sequences(model)}
     heading("6. The ledger")
     found["reservation"] = replay(ledger.max_model_len, arguments.seed)
     heading("7. Break it")
     found["card"] = {"model": arguments.serve, **break_it(ledger, served, found["reservation"])}
-    report.close(found)
-    keep(__file__, found, arguments, report.draw)
+    report.close(found, control.disturbance())
+    keep(__file__, found, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.lab.cli import run
+from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, refusal, show_errors
@@ -32,12 +33,11 @@ from minivllm.lab.reports import continuous_batching as report
 from minivllm.lab.tables import console, heading
 from minivllm.memory import memory_ledger
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm.simulate import scenes
 from minivllm.simulate.cost_model import FittedCost, RooflineCost, model_error
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.slots import seat
-from minivllm.simulate.workloads import WORKLOADS, Lengths, workload
+from minivllm.simulate.workloads import WORKLOADS, Lengths
 
 # %% 1. The pain: a batch that ends together waits for its longest request
 
@@ -301,25 +301,6 @@ def measure_engine(model: str, requests: int, device: torch.device, seed: int) -
 # %% 6. Break it
 
 
-def overload(cost: RooflineCost, cache: CacheConfig, requests: int, seed: int) -> dict:
-    """Requests like ShareGPT's at 0.7 and 1.3 times what 16 slots can serve: who waits, and for how long."""
-    config = SchedulerConfig(max_model_len=8192, max_num_seqs=16)
-    lengths = workload("sharegpt").sample(2 * requests, seed)
-    rate = scenes.capacity(lengths, config, cache, cost)
-    cases = [(load, lengths[:count]) for load in (0.7, 1.3) for count in (requests, 2 * requests)]
-    found = [scenes.arrivals_at(load, part, config, cache, cost, rate, seed) for load, part in cases]
-    cases = {f"{one.load}_{one.requests}": vars(one) for one in found}
-    report.show_overload(rate, cases)
-    return {"capacity": rate, **cases}
-
-
-def long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
-    """Sixteen chats decode, then a prompt of 4,096 tokens arrives: the longest gap between a chat's tokens."""
-    found = {str(budget): vars(scenes.long_prompt(budget, cache, cost)) for budget in (8192, 2048, 512, 256)}
-    report.show_long_prompt(found)
-    return found
-
-
 def starved(token_budget: int = 5, steps: int = 20) -> dict[str, int]:
     """Eight requests decode under a budget of five tokens: what each of them has got after some steps."""
     scheduler = Scheduler(named([(1, 100)] * 8), 8, 8)
@@ -373,6 +354,7 @@ def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, quick, seed = begin("Lesson 04. Continuous batching", arguments), arguments.quick, arguments.seed
     ModelConfig.from_pretrained(arguments.model)  # says at once that there is none
+    control = Control()
     requests = arguments.requests or (16 if quick else 256 if arguments.full else 72)
     heading("1 and 2. The slots of a batch")
     found: dict = {"timelines": show_timelines((3, 14, 5, 8, 12, 4, 6, 2, 9, 5), 4)}
@@ -380,20 +362,22 @@ def main(arguments: Namespace) -> None:
     heading("3. One forward pass for requests of any length")
     found["kernel"] = prove(verify_kernel, device)
     heading("4 and 5. Batching, then paging, on the engine")
-    found["engine"] = measure_engine(arguments.model, requests, device, seed)
+    with control.watch():
+        found["engine"] = measure_engine(arguments.model, requests, device, seed)
     heading("6. Break it (Llama-3.1-8B on an H100, modelled)")
     llama, card = known_model("Llama-3.1-8B"), get_hardware("H100")
     blocks = memory_ledger(llama, card, max_model_len=8192).num_blocks
     cost, cache = RooflineCost.of(llama, card), CacheConfig(num_gpu_blocks=blocks, enable_prefix_caching=False)
-    found |= {"overload": overload(cost, cache, 60 if quick else 200, seed), "long_prompt": long_prompt(cost, cache)}
+    found["overload"] = report.measure_overload(cost, cache, 60 if quick else 200, seed)
+    found["long_prompt"] = report.measure_long_prompt(cost, cache)
     small = CacheConfig(num_gpu_blocks=20)  # not one request of the greatest length fits: it could never finish
     refused = refusal(lambda: bare_engine(arguments.model, device, small, max_model_len=MAX_LEN))
     found |= {"starved": starved(), "refused": refused}
     console.print(f"larger than the pool: {refused}")
     heading("7. Asynchronous scheduling")
     found["pipeline"] = show_pipelines()
-    report.close(found, arguments.slots)
-    keep(__file__, found, arguments, report.draw)
+    report.close(found, arguments.slots, control.disturbance())
+    keep(__file__, found, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

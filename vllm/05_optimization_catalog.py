@@ -23,6 +23,7 @@ from torch import Tensor
 from minivllm import LLM, SamplingParams
 from minivllm.config import CacheConfig
 from minivllm.lab.cli import run
+from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, show_errors
@@ -360,35 +361,37 @@ def thrash(llm: LLM, text: Sequence[int], rounds: int) -> dict:
 
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, quick, path = begin("Lesson 05. Optimization catalog", arguments), arguments.quick, arguments.model
+    device, control = begin("Lesson 05. Optimization catalog", arguments), Control()
+    quick, path, group = arguments.quick, arguments.model, arguments.group
     settings = {"device": device.type, "num_gpu_blocks_override": 1500, "max_model_len": 1024}
     llm, without = LLM(path, **settings), LLM(path, enable_prefix_caching=False, **settings)
     model, texts = load_model(path, device, "float32")[0], held_out_tokens(llm, 16, 512)
     text, some = [token for one in texts for token in one], [one[:256] for one in texts[: 4 if quick else 16]]
-    heading("1. Where the time of a step goes")
-    found: dict = {"step": measure_step(path, device, (1, 8) if quick else (1, 8, 64), 16 if quick else 48)}
-    heading("2. Prefix caching")
-    found["prefix"] = report.measure_prefixes(llm, without, text * 4, min(arguments.users, 4 if quick else 32))
-    heading("3. The KV cache in int8")
-    found["kernels"] = prove(verify_kernels, device)
-    found["kv"] = report.measure_cache(llm, path, some, 128 if quick else 768, device)
-    found["outlier"] = report.measure_outlier(model, some, quantize)
-    heading("4. Weights in int8 and int4")
-    ways = quantize, quantize_int4, dequantize_int4
-    found["weights"] = report.measure_weights(model, some, arguments.group, *ways)
-    heading("5. CUDA graphs")
-    found["graphs"] = report.measure_graphs(next(iter(found["step"].values())), graph_gain)
+    with control.watch():
+        heading("1. Where the time of a step goes")
+        found: dict = {"step": measure_step(path, device, (1, 8) if quick else (1, 8, 64), 16 if quick else 48)}
+        heading("2. Prefix caching")
+        found["prefix"] = report.measure_prefixes(llm, without, text * 4, min(arguments.users, 4 if quick else 32))
+        heading("3. The KV cache in int8")
+        found["kernels"] = prove(verify_kernels, device)
+        found["kv"] = report.measure_cache(llm, path, some, 128 if quick else 768, device)
+        found["outlier"] = report.measure_outlier(model, some, quantize)
+        heading("4. Weights in int8 and int4")
+        found["weights"] = report.measure_weights(model, some, group, quantize, quantize_int4, dequantize_int4)
+        heading("5. CUDA graphs")
+        found["graphs"] = report.measure_graphs(found["step"]["1"], graph_gain)
     found["replay"] = report.replay_wrongly(Buffers)
     heading("6. Tensor parallelism")
     found["parallel"] = report.measure_parallel(model, column_then_row, all_reduce_bytes)
     heading("7. Speculation")
     work = (texts[:4], arguments.drafts, 24) if quick else (texts, arguments.drafts, 48)
-    found["speculation"] = report.measure_speculation(model, path, *work, generate)
+    with control.watch():
+        found["speculation"] = report.measure_speculation(model, path, *work, generate)
     heading("8. Break it")
     narrow = LLM(path, **settings | {"num_gpu_blocks_override": 64, "max_model_len": 512})
     found |= {"thrash": thrash(narrow, text, 2 if quick else 4), "salt": report.measure_salted(narrow, text[:100])}
-    report.close(found)
-    keep(__file__, found, arguments, report.draw)
+    report.close(found, control.disturbance())
+    keep(__file__, found, arguments, report.draw, disturbance=control.record())
 
 
 parser = partial(report.parser, __doc__)

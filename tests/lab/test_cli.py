@@ -1,10 +1,13 @@
-"""The argument types that scripts share: what is out of range is refused in words."""
+"""What scripts share: argument types that refuse in words, and tables without log lines in between."""
 
 import argparse
+import logging
+import sys
 
 import pytest
 
-from minivllm.lab.cli import positive_int, whole_number
+from minivllm.lab.cli import Parser, positive_int, run, whole_number
+from minivllm.logger import LEVEL_VARIABLE, init_logger
 
 
 def test_both_limits_are_allowed():
@@ -26,3 +29,20 @@ def test_anything_else_is_refused(parse, text, words):
     with pytest.raises(argparse.ArgumentTypeError) as refusal:
         parse(text)
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(("asked", "level"), [(None, "WARNING"), ("DEBUG", "INFO")])
+def test_a_script_logs_warnings_only_unless_more_is_asked_for(asked, level, monkeypatch):
+    """The logger is configured when the engine is imported, before `run` is called."""
+    logger = init_logger("minivllm")
+    before = logger.level
+    monkeypatch.setattr(sys, "argv", ["script"])
+    monkeypatch.setenv(LEVEL_VARIABLE, asked or "")
+    if asked is None:
+        monkeypatch.delenv(LEVEL_VARIABLE)
+    logger.setLevel("INFO")
+    try:
+        run(lambda arguments: None, Parser())
+        assert logging.getLevelName(logger.level) == level
+    finally:
+        logger.setLevel(before)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.results import ensure_writable
-from minivllm.logger import LEVEL_VARIABLE
+from minivllm.logger import LEVEL_VARIABLE, init_logger
 from minivllm.platforms.device import DEVICES
 
 FIGURE_KINDS = (".png", ".svg")
@@ -76,7 +76,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     A file that the run is to write at its end is tried before the work begins.
     """
     arguments = parser.parse_args()
-    os.environ.setdefault(LEVEL_VARIABLE, "WARNING")  # a lesson prints tables; start-up lines would stand between them
+    _quieten()
     try:
         for path in filter(None, (getattr(arguments, "plot", None), getattr(arguments, "json", None))):
             ensure_writable(path)
@@ -86,3 +86,10 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _quieten() -> None:
+    """Warnings only, unless the environment asks for another level: start-up lines would stand between the tables."""
+    if LEVEL_VARIABLE not in os.environ:
+        os.environ[LEVEL_VARIABLE] = "WARNING"  # for processes that the script starts
+        init_logger("minivllm").setLevel("WARNING")  # here it was configured when the engine was imported

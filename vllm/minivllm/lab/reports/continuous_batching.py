@@ -1,15 +1,18 @@
-"""Lesson 04's tables, its figure and its command line."""
+"""Lesson 04's scenes on the simulator, its tables, its figure and its command line."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
 
-from minivllm.config import EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, whole_number
 from minivllm.lab.figures import curves, panels
-from minivllm.lab.tables import closing, console, table
+from minivllm.lab.tables import Timed, closing, console, table
+from minivllm.simulate import scenes
+from minivllm.simulate.cost_model import RooflineCost
+from minivllm.simulate.workloads import workload
 
 
 def show_timeline(name: str, found: Mapping) -> None:
@@ -35,19 +38,26 @@ def show_ways(found: Mapping[str, Mapping], requests: int, tokens: int, error: o
     table(f"{requests} requests, memory for {tokens:,} tokens", columns, rows, caption)
 
 
-def show_overload(capacity: float, found: Mapping[str, Mapping]) -> None:
-    """Who waits, and for how long, below a capacity (requests a second) and above it."""
-    shown = ((f"{x['load']} × capacity", x) for x in found.values())
-    rows = [(load, x["requests"], x["longest_queue"], f"{x['late_ttft']:.2f}") for load, x in shown]
+def measure_overload(cost: RooflineCost, cache: CacheConfig, requests: int, seed: int) -> dict:
+    """Requests like ShareGPT's at 0.7 and 1.3 times what 16 slots can serve: who waits, and for how long."""
+    config = SchedulerConfig(max_model_len=8192, max_num_seqs=16)
+    lengths = workload("sharegpt").sample(2 * requests, seed)
+    rate = scenes.capacity(lengths, config, cache, cost)
+    cases = [(load, lengths[:count]) for load in (0.7, 1.3) for count in (requests, 2 * requests)]
+    found = [scenes.arrivals_at(load, part, config, cache, cost, rate, seed) for load, part in cases]
+    rows = [(f"{one.load} × capacity", one.requests, one.longest_queue, f"{one.late_ttft:.2f}") for one in found]
     columns = ("arrivals", "requests", "longest queue", "s to first token, last quarter")
-    table(f"Capacity {capacity:.1f} requests a second, modelled", columns, rows)
+    table(f"Capacity {rate:.1f} requests a second, modelled", columns, rows)
+    return {"capacity": rate, **{f"{one.load}_{one.requests}": vars(one) for one in found}}
 
 
-def show_long_prompt(found: Mapping[str, Mapping[str, float]]) -> None:
-    """Gaps between a chat's tokens, by the budget of a step."""
+def measure_long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
+    """Sixteen chats decode, then a prompt of 4,096 tokens arrives: the longest gap between a chat's tokens."""
+    found = {str(budget): vars(scenes.long_prompt(budget, cache, cost)) for budget in (8192, 2048, 512, 256)}
     rows = [(budget, *(f"{1e3 * value:.1f}" for value in one.values())) for budget, one in found.items()]
     columns = ("budget", "usual gap, ms", "longest gap, ms", "its first token, ms")
     table("A prompt of 4,096 tokens among 16 chats, modelled", columns, rows)
+    return found
 
 
 def show_starved(got: Mapping[str, int], token_budget: int, steps: int) -> None:
@@ -62,16 +72,19 @@ def show_pipelines(found: Mapping[str, Mapping], schedule_ms: float, forward_ms:
     table(title, ("one step and the next", "ms a token", "steps", "schedules in vain"), rows)
 
 
-def close(found: dict, slots: int) -> None:
-    """Three sentences: what the run has shown."""
+def close(found: dict, slots: int, disturbance: str) -> None:
+    """What the run has shown; `disturbance` says what kept the machine busy besides, if anything."""
     chat, ratio, gaps = found["slots"]["Azure conversation"], found["engine"], found["long_prompt"]
     closing(
         f"A static batch of {slots} chats uses {chat['static']:.0%} of its slots while others wait, "
         f"continuous batching {chat['continuous']:.0%}.",
-        f"On the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
-        f"and with pages {ratio['both']:.1f} times.",
+        Timed(
+            f"On the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
+            f"and with pages {ratio['both']:.1f} times."
+        ),
         f"A prompt of 4,096 tokens holds 16 chats up for {1e3 * gaps['8192']['longest_gap']:.0f} ms, with a budget of "
         f"512 for {1e3 * gaps['512']['longest_gap']:.0f} ms at a time (modelled).",
+        disturbance=disturbance,
     )
 
 

@@ -10,7 +10,7 @@ from minivllm.config.units import GIB
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int
 from minivllm.lab.figures import panels
-from minivllm.lab.tables import closing, table
+from minivllm.lab.tables import Timed, closing, table
 from minivllm.memory import MemoryLedger
 
 
@@ -53,17 +53,22 @@ def show_card(found: Mapping[str, Mapping], workloads: Mapping[str, Mapping], le
     table(title, ("requests like", "run reserved", "cache in use", "run unreserved"), rows)
 
 
-def close(found: dict) -> None:
-    """Three sentences: what the run has shown."""
+def close(found: dict, disturbance: str) -> None:
+    """What the run has shown; `disturbance` says what kept the machine busy besides, if anything."""
     run, card = found["generation"], found["card"]
     longer, gain = found["intensity"]["longer_64"], found["sequences"]["gain"]["64"]
     closing(
-        f"The same {run['new_tokens']} tokens took {run['token_passes_without']:,} token passes without a cache and "
-        f"{run['token_passes_with']:,} with one; the last came {run['last_ratio']:.1f} times faster.",
-        f"Weights are read once for all: for 64 sequences in {longer:.1f} times the time of one. Together they gave "
-        f"{gain:.0f} times the tokens a second.",
+        Timed(
+            f"The same {run['new_tokens']} tokens took {run['token_passes_without']:,} token passes without a cache "
+            f"and {run['token_passes_with']:,} with one; the last came {run['last_ratio']:.1f} times faster."
+        ),
+        Timed(
+            f"Weights are read once for all: for 64 sequences in {longer:.1f} times the time of one. Together they "
+            f"gave {gain:.0f} times the tokens a second."
+        ),
         f"{card['running']} requests with reserved slots fill the {card['name']}, where {card['alpaca']['unreserved']} "
         "short ones would fit. Lesson 02 makes them fit.",
+        disturbance=disturbance,
     )
 
 

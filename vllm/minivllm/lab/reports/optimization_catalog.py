@@ -26,7 +26,7 @@ from minivllm.lab.progress import track
 from minivllm.lab.quality import RoundedCache, decoder_loss, read, rounded_weights
 from minivllm.lab.recording import STEP_PARTS, bare_engine, launch_seconds, own_clock, record_run
 from minivllm.lab.shared_prefixes import WORK, serve
-from minivllm.lab.tables import closing, console, table
+from minivllm.lab.tables import Timed, closing, console, table
 from minivllm.lab.timing import median_seconds
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
@@ -327,9 +327,10 @@ def _against_itself(plain: LLM, guess: LLM, prompts: Texts, count: int) -> dict:
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
-def close(found: dict) -> None:
-    """Three sentences: what the run has shown."""
+def close(found: dict, disturbance: str) -> None:
+    """What the run has shown; `disturbance` says what kept the machine busy besides, if anything."""
     prefix, kv, fresh = found["prefix"], found["kv"], found["speculation"]["fresh"]
+    faster = ", ".join(f"{gain:.2f} × as fast with {batch} at once" for batch, gain in fresh["faster"].items())
     closing(
         f"The prefix cache spared {prefix['an agent']['hit']:.0%} of an agent's prefill, "
         f"{prefix['one system prompt']['hit']:.0%} of users behind one instruction, and of strangers' "
@@ -337,9 +338,12 @@ def close(found: dict) -> None:
         f"An int8 cache holds {kv['capacity']['int8']:.2f} times Llama-3.1-8B's tokens and added {kv['added']:+.4f} to "
         f"the loss; int4 weights without groups, with one outlier channel, added "
         f"{found['weights']['ways']['int4, a scale a row']['added_50']:+.2f}.",
-        f"Drafts from the text itself, {fresh['accepted']:.0%} of them right, changed no token of fresh text: "
-        + ", ".join(f"{gain:.2f} × as fast with {batch} at once" for batch, gain in fresh["faster"].items()) + ".",
-    )  # fmt: skip
+        Timed(
+            f"Drafts from the text itself, {fresh['accepted']:.0%} of them right, changed no token of fresh text: "
+            f"{faster}."
+        ),
+        disturbance=disturbance,
+    )
 
 
 def draw(found: dict, path: str) -> None:
