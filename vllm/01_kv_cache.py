@@ -197,7 +197,7 @@ def decode_kernel(
 
     q, out [requests, heads, head_dim]; keys, values as above; any float dtype, float32 inside.
     Must read 2 * length * kv_heads * head_dim elements a request; does 4 * length * heads * head_dim FLOPs.
-    The heads of a group each read the same keys: lesson 09 mends that. One pass over the tokens, with a running
+    The heads of a group each read the same keys: lesson 09 fixes that. One pass over the tokens, with a running
     maximum, makes the softmax: lesson 03 derives it.
     """
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -312,7 +312,7 @@ def measure_sequences(model, context: int = 128) -> dict:
 
 
 def replay(max_model_len: int, seed: int) -> dict:
-    """Reserve for 20,000 requests of each of four kinds, as they are seen in the world, and count what stays empty."""
+    """Reserve for 20,000 requests of each of four kinds, with lengths as published, and count what stays empty."""
     found, slots = {}, sorted({2048, 4096, 8192, max_model_len})
     for name, workload in WORKLOADS.items():
         lengths = [request.total for request in workload.sample(20_000, seed)]

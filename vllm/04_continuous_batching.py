@@ -100,7 +100,7 @@ def schedule(running: list[Request], waiting: deque[Request], token_budget: int,
 
 # region: scheduler
 class Scheduler:
-    """The loop around `schedule`: requests wait, get tokens, sample when they have caught up, and go."""
+    """The loop around `schedule`: requests wait, get tokens, sample when they have caught up, and leave."""
 
     def __init__(self, requests: Sequence[Request], token_budget: int, max_num_seqs: int, static: bool = False) -> None:
         self.token_budget, self.max_num_seqs, self.static = token_budget, max_num_seqs, static
