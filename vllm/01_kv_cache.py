@@ -9,10 +9,10 @@ and why reserving the greatest length for every request leaves a full card nearl
     uv run python vllm/01_kv_cache.py --gpu H100 --serve Qwen3-8B --max-model-len 32768
 """
 
-import argparse
 import math
 import statistics
 import time
+from argparse import Namespace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,18 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
-from minivllm.config.units import GIB
+from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.lab import palette
-from minivllm.lab.cli import lesson_parser, positive_int, run
+from minivllm.lab.cli import run
 from minivllm.lab.device_rates import measure_device
-from minivllm.lab.figures import panels
+from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, show_errors
+from minivllm.lab.reports import kv_cache as report
 from minivllm.lab.roofline import measure_share, ridge, share_table
-from minivllm.lab.tables import closing, console, heading, table
+from minivllm.lab.tables import console, heading
 from minivllm.lab.timing import median_seconds
 from minivllm.memory import MemoryLedger, memory_ledger
 from minivllm.models.loader import load_model
@@ -135,13 +134,12 @@ def compare_generation(model, prompt: list[int], new_tokens: int, max_model_len:
     windows = [slice(new_tokens * part // parts, new_tokens * (part + 1) // parts) for part in range(parts)]
     lengths = [len(prompt) + (window.start + window.stop) // 2 for window in windows]
     slow, fast = ([1e3 * statistics.median(run.seconds[window]) for window in windows] for run in (without, cached))
-    rows = [(n, f"{a:.1f}", f"{b:.1f}", f"{a / b:.1f} ×") for n, a, b in zip(lengths, slow, fast, strict=True)]
-    caption = f"token passes: {without.token_passes:,} without, {cached.token_passes:,} with a cache"
-    table("Milliseconds for one token", ("tokens before it", "without a cache", "with one", "ratio"), rows, caption)
     counts = {"prompt_tokens": len(prompt), "new_tokens": new_tokens, "token_passes_with": cached.token_passes}
     ratios = {"speedup": sum(without.seconds) / sum(cached.seconds), "last_ratio": slow[-1] / fast[-1]}
     times = {"lengths": lengths, "ms_without": slow, "ms_with": fast}
-    return cached.tokens, {**counts, "token_passes_without": without.token_passes, **ratios, **times}
+    found = {**counts, "token_passes_without": without.token_passes, **ratios, **times}
+    report.show_generation(found)
+    return cached.tokens, found
 
 
 # %% 3. What it costs: bytes per token, by one formula
@@ -163,9 +161,7 @@ def kv_bytes_per_token(config: ModelConfig, bytes_per_element: int = 2) -> int:
 def list_models() -> dict:
     """Bytes per token of real models, and what one long request takes."""
     sizes = {name.split("/")[1]: kv_bytes_per_token(known_model(name)) for name in CONFIGS}
-    order = sorted(sizes.items(), key=lambda item: item[1])
-    rows = [(name, f"{size:,}", f"{size / 1024:g}", f"{size * 32768 / GIB:.1f}") for name, size in order]
-    table("A 16-bit KV cache", ("model", "bytes a token", "KiB", "GiB for 32,768 tokens"), rows)
+    report.show_sizes(sizes)
     return sizes
 
 
@@ -201,7 +197,7 @@ def decode_kernel(
 
     q, out [requests, heads, head_dim]; keys, values as above; any float dtype, float32 inside.
     Must read 2 * length * kv_heads * head_dim elements a request; does 4 * length * heads * head_dim FLOPs.
-    The heads of a group each read the same keys: lesson 09 mends that. One pass over the tokens, with a running
+    The heads of a group each read the same keys: lesson 09 fixes that. One pass over the tokens, with a running
     maximum, makes the softmax: lesson 03 derives it.
     """
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -308,8 +304,7 @@ def measure_sequences(model, context: int = 128) -> dict:
         step = partial(model, torch.zeros_like(lengths), lengths, attend)
         rates[str(count)] = count / median_seconds(step, device=weight.device)
     gains = {count: rate / rates["1"] for count, rate in rates.items()}
-    rows = [(count, f"{rate:,.0f}", f"{gains[count]:.1f} ×") for count, rate in rates.items()]
-    table("Sequences that decode together", ("sequences", "tokens a second", "against one"), rows)
+    report.show_sequences(rates, gains)
     return {"tokens_per_second": rates, "gain": gains}
 
 
@@ -317,16 +312,14 @@ def measure_sequences(model, context: int = 128) -> dict:
 
 
 def replay(max_model_len: int, seed: int) -> dict:
-    """Reserve for 20,000 requests of each of four kinds, as they are seen in the world, and count what stays empty."""
+    """Reserve for 20,000 requests of each of four kinds, with lengths as published, and count what stays empty."""
     found, slots = {}, sorted({2048, 4096, 8192, max_model_len})
     for name, workload in WORKLOADS.items():
         lengths = [request.total for request in workload.sample(20_000, seed)]
         fitting = {n: [length for length in lengths if length <= n] for n in slots}
         unused = {str(n): 1 - statistics.mean(fit or [0]) / n for n, fit in fitting.items()}
         found[name] = {"title": workload.title, "mean": statistics.mean(lengths), "unused": unused}
-    rows = [(x["title"], f"{x['mean']:,.0f}", *(f"{s:.1%}" for s in x["unused"].values())) for x in found.values()]
-    columns = ("requests like", "mean tokens", *(f"of {n:,}" for n in slots))
-    table("Reserved slots that never hold a token", columns, rows, "requests longer than the slots are turned away")
+    report.show_unused(found)
     return found
 
 
@@ -340,9 +333,7 @@ def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict
     for name, one in workloads.items():
         held = slots * (1 - one["unused"][str(slots)])  # by one request, when it ends
         found[name] = {"used": running * held / ledger.tokens, "unreserved": int(ledger.tokens / max(held, 1))}
-    rows = [(workloads[n]["title"], running, f"{x['used']:.0%}", x["unreserved"]) for n, x in found.items()]
-    title = f"{card}, room for {ledger.tokens:,} tokens, {slots:,} slots reserved for each request"
-    table(title, ("requests like", "run reserved", "cache in use", "run unreserved"), rows)
+    report.show_card(found, workloads, ledger)
     try:
         memory_ledger(config, card)
     except MinivllmError as error:
@@ -355,30 +346,10 @@ def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict
 # %% The talk, in order
 
 
-def draw(found: dict, path: str) -> None:
-    """Time per token against length; the card's memory; how much of the reserved part is ever used."""
-    run, card, bottom = found["generation"], found["card"], 0.0
-    used = {kind["title"]: 1 - kind["unused"]["2048"] for kind in found["reservation"].values()}
-    with panels(path, 3) as (left, middle, right):
-        left.plot(run["lengths"], run["ms_without"], "o-", color=palette.VERMILLION, label="without a cache")
-        left.plot(run["lengths"], run["ms_with"], "s-", color=palette.BLUE, label="with a cache")
-        left.set(title="Time of one token", xlabel="tokens before it", ylabel="ms", ylim=0)
-        left.legend()
-        for name, size in ((name, size / GIB) for name, size in card["memory"].items()):
-            color = palette.BLUE if name == "KV cache" else palette.GREY
-            middle.bar(0, size, bottom=bottom, color=color, edgecolor="white")
-            middle.text(0.45, bottom + size / 2, f"{size:.1f} {name}" if size > 1 else "", va="center")
-            bottom += size
-        middle.set(title=f"{card['model']} on the {card['name']}", ylabel="GiB", xlim=(-0.4, 1.9), xticks=[])
-        right.barh(list(used), 1, color=palette.PALE)
-        right.bar_label(right.barh(list(used), list(used.values()), color=palette.BLUE), fmt="{:.0%}", padding=4)
-        right.set(title="Used, of 2,048 slots reserved", xticks=[])
-        right.invert_yaxis()
-
-
-def main(arguments: argparse.Namespace) -> None:
+def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, served = begin("Lesson 01. The KV cache", arguments), known_model(arguments.serve)
+    control = Control()
     ledger = memory_ledger(served, arguments.gpu, max_model_len=arguments.max_model_len)
     (model, config), tokenizer = load_model(arguments.model, device, "float32"), load_tokenizer(arguments.model)
     prompt = tokenizer.encode(arguments.prompt).ids
@@ -389,40 +360,25 @@ def main(arguments: argparse.Namespace) -> None:
     if len(prompt) + new_tokens > limit:
         raise MinivllmError(f"{len(prompt)} tokens of prompt and {new_tokens} new ones are more than {limit} positions")
     heading("1 and 2. The same text without a cache and with one")
-    text, generation = compare_generation(model, prompt, new_tokens, limit)
+    with control.watch():
+        text, generation = compare_generation(model, prompt, new_tokens, limit)
     console.print(tokenizer.decode(text[:60]), style="dim", markup=False)
     heading("3. What it costs: bytes per token")
     found = {"generation": generation, "bytes_per_token": list_models()}
     heading("4. The kernels, verified")
     found["kernels"] = prove(verify_kernels, device)
     heading("5. What limits decode")
-    found |= {"intensity": measure_intensity(device), "sequences": measure_sequences(model)}
+    with control.watch():
+        found |= {"intensity": measure_intensity(device), "sequences": measure_sequences(model)}
     heading("6. The ledger")
     found["reservation"] = replay(ledger.max_model_len, arguments.seed)
     heading("7. Break it")
     found["card"] = {"model": arguments.serve, **break_it(ledger, served, found["reservation"])}
-    longer, gain, card = found["intensity"]["longer_64"], found["sequences"]["gain"]["64"], found["card"]
-    closing(
-        f"The same {new_tokens} tokens took {generation['token_passes_without']:,} token passes without a cache and "
-        f"{generation['token_passes_with']:,} with one; the last came {generation['last_ratio']:.1f} times faster.",
-        f"Weights are read once for all: for 64 sequences in {longer:.1f} times the time of one. Together they gave "
-        f"{gain:.0f} times the tokens a second.",
-        f"{card['running']} requests with reserved slots fill the {card['name']}, where {card['alpaca']['unreserved']} "
-        "short ones would fit. Lesson 02 makes them fit.",
-    )
-    keep(__file__, found, arguments, draw)
+    report.close(found, control.disturbance())
+    keep(__file__, found, arguments, report.draw, disturbance=control.record())
 
 
-def parser() -> argparse.ArgumentParser:
-    """The lesson's own knobs, beside those that every lesson has."""
-    flags = lesson_parser(__doc__, EMBEDDED_MODEL)
-    flags.add_argument("--prompt", default="def ", help="text to continue")
-    flags.add_argument("--tokens", type=positive_int, help="how many to generate (default: 256, 64 quick, 1024 full)")
-    flags.add_argument("--gpu", default="L4", help="the card of the ledger")
-    flags.add_argument("--serve", default="Llama-3.1-8B", help="the model on that card")
-    flags.add_argument("--max-model-len", type=positive_int, default=2048, help="slots reserved for each request")
-    return flags
-
+parser = partial(report.parser, __doc__)
 
 if __name__ == "__main__":
     run(main, parser())

@@ -8,37 +8,36 @@ vLLM's scheduler will do, what share of its slots a static batch wastes, and why
     uv run python vllm/04_continuous_batching.py --slots 4 --requests 32
 """
 
-import argparse
 import math
 import random
 import statistics
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_MODEL, CacheConfig, ModelConfig, SchedulerConfig
-from minivllm.errors import MinivllmError
-from minivllm.lab import palette
-from minivllm.lab.cli import lesson_parser, positive_int, run
-from minivllm.lab.figures import curves, panels
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.lab.cli import run
+from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, refusal, show_errors
 from minivllm.lab.recording import bare_engine, foretell, record_run
-from minivllm.lab.tables import closing, console, heading, table
+from minivllm.lab.reports import continuous_batching as report
+from minivllm.lab.tables import console, heading
 from minivllm.memory import memory_ledger
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm.simulate import scenes
 from minivllm.simulate.cost_model import FittedCost, RooflineCost, model_error
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.slots import seat
-from minivllm.simulate.workloads import WORKLOADS, Lengths, workload
+from minivllm.simulate.workloads import WORKLOADS, Lengths
 
 # %% 1. The pain: a batch that ends together waits for its longest request
 
@@ -101,7 +100,7 @@ def schedule(running: list[Request], waiting: deque[Request], token_budget: int,
 
 # region: scheduler
 class Scheduler:
-    """The loop around `schedule`: requests wait, get tokens, sample when they have caught up, and go."""
+    """The loop around `schedule`: requests wait, get tokens, sample when they have caught up, and leave."""
 
     def __init__(self, requests: Sequence[Request], token_budget: int, max_num_seqs: int, static: bool = False) -> None:
         self.token_budget, self.max_num_seqs, self.static = token_budget, max_num_seqs, static
@@ -151,8 +150,7 @@ def show_timelines(outputs: Sequence[int], slots: int) -> dict:
     for name in ("static", "continuous"):
         rows = seat(Scheduler(named([(1, n) for n in outputs]), slots, slots, name == "static").steps(), slots)
         found[name] = {"steps": len(rows[0]), "used": sum(outputs) / (slots * len(rows[0])), "slots": rows}
-        console.print(f"{name}: {len(rows[0])} steps, {found[name]['used']:.0%} of the slot-steps make a token")
-        console.print("\n".join("  " + "".join(who or "·" for who in row) for row in rows), markup=False)
+        report.show_timeline(name, found[name])
     return found
 
 
@@ -167,8 +165,7 @@ def measure_slots(requests: int, slots: int, seed: int) -> dict:
             scheduler = Scheduler(named([(1, n) for n in lengths[:requests]]), slots, slots, policy == "static")
             full = [len(step) for step in scheduler.steps() if scheduler.waiting]
             found[title][policy] = sum(full) / (slots * len(full))
-    rows = [(t, *(f"{f[k]:.1%}" for k in ("formula", "static", "continuous"))) for t, f in found.items()]
-    table(f"{slots} slots in use while somebody waits", ("outputs like", "formula", "static", "continuous"), rows)
+    report.show_slots(found, slots)
     return found
 
 
@@ -295,39 +292,13 @@ def measure_engine(model: str, requests: int, device: torch.device, seed: int) -
         figures = {"most": got.most_running, "steps": len(got.steps), "rate": got.throughput}
         found[name] = figures | {"gain": got.throughput / base, "off": off}
     error = model_error(cost, steps[1::2])
-    formats = ("", "", ",.0f", ".2f", "+.0%")
-    rows = [(n, *(format(x, form) for x, form in zip(one.values(), formats, strict=True))) for n, one in found.items()]
-    columns = ("", "most at once", "steps", "tokens a second", "× static", "modelled time off by")
-    caption = f"modelled: a line through half of the steps; on the other half it is off by {error}"
-    table(f"{requests} requests, memory for {RESERVED * MAX_LEN:,} tokens", columns, rows, caption)
+    report.show_ways(found, requests, RESERVED * MAX_LEN, error)
     alone, _, batched, paged = (one["gain"] for one in found.values())
     ratios = {"batching": batched, "paging": paged / batched, "both": paged, "over_one": paged / alone}
     return {**ratios, "most": found["continuous, paged"]["most"], "ways": found, "model_error": str(error)}
 
 
 # %% 6. Break it
-
-
-def overload(cost: RooflineCost, cache: CacheConfig, requests: int, seed: int) -> dict:
-    """Requests like ShareGPT's at 0.7 and 1.3 times what 16 slots can serve: who waits, and for how long."""
-    config = SchedulerConfig(max_model_len=8192, max_num_seqs=16)
-    lengths = workload("sharegpt").sample(2 * requests, seed)
-    rate = scenes.capacity(lengths, config, cache, cost)
-    cases = [(load, lengths[:count]) for load in (0.7, 1.3) for count in (requests, 2 * requests)]
-    found = [scenes.arrivals_at(load, part, config, cache, cost, rate, seed) for load, part in cases]
-    rows = [(f"{one.load} × capacity", one.requests, one.longest_queue, f"{one.late_ttft:.2f}") for one in found]
-    columns = ("arrivals", "requests", "longest queue", "s to first token, last quarter")
-    table(f"Capacity {rate:.1f} requests a second, modelled", columns, rows)
-    return {"capacity": rate, **{f"{one.load}_{one.requests}": vars(one) for one in found}}
-
-
-def long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
-    """Sixteen chats decode, then a prompt of 4,096 tokens arrives: the longest gap between a chat's tokens."""
-    found = {str(budget): vars(scenes.long_prompt(budget, cache, cost)) for budget in (8192, 2048, 512, 256)}
-    rows = [(budget, *(f"{1e3 * value:.1f}" for value in one.values())) for budget, one in found.items()]
-    columns = ("budget", "usual gap, ms", "longest gap, ms", "its first token, ms")
-    table("A prompt of 4,096 tokens among 16 chats, modelled", columns, rows)
-    return found
 
 
 def starved(token_budget: int = 5, steps: int = 20) -> dict[str, int]:
@@ -337,7 +308,7 @@ def starved(token_budget: int = 5, steps: int = 20) -> dict[str, int]:
     scheduler.token_budget, got = token_budget, dict.fromkeys("ABCDEFGH", 0)
     for _, scheduled in zip(range(steps), scheduler.steps(), strict=False):
         got = {name: count + scheduled.get(name, 0) for name, count in got.items()}
-    table(f"Tokens after {steps} steps with a budget of {token_budget}", list(got), [list(got.values())])
+    report.show_starved(got, token_budget, steps)
     return got
 
 
@@ -372,75 +343,44 @@ def show_pipelines(schedule_ms: float = 2.0, forward_ms: float = 5.0, tokens: in
     """One step after the other; two deep without placeholders; two deep with them."""
     kinds = {"one after the other": (1, False), "two deep, no placeholders": (2, False), "two deep": (2, True)}
     found = {name: pipeline(*kind, tokens, schedule_ms, forward_ms) for name, kind in kinds.items()}
-    rows = [(n, f"{x['ms_per_token']:.2f}", x["steps"], x["empty"]) for n, x in found.items()]
-    title = f"Scheduling takes {schedule_ms:g} ms, the forward pass {forward_ms:g} ms"
-    table(title, ("one step and the next", "ms a token", "steps", "schedules in vain"), rows)
+    report.show_pipelines(found, schedule_ms, forward_ms)
     return found
 
 
 # %% The talk, in order
 
 
-def draw(found: dict, path: str) -> None:
-    """Both timelines, and the slots that a static batch uses against its size."""
-    with panels(path, 3) as (left, middle, right):
-        for axes, (name, one) in zip((left, middle), found["timelines"].items(), strict=True):
-            for slot, row in enumerate(one["slots"]):
-                for who in sorted(set(row) - {""}):
-                    start, width, colour = row.index(who), row.count(who), palette.SERIES[(ord(who) - 65) % 7]
-                    axes.barh(slot, width, left=start, color=colour, edgecolor="white")
-                    axes.text(start + width / 2, slot, who, ha="center", va="center", fontsize=8)
-            title, end = f"{name}: {one['steps']} steps, {one['used']:.0%} used", found["timelines"]["static"]["steps"]
-            axes.set(title=title, xlabel="step", ylabel="slots", xlim=(0, end), yticks=[])
-            axes.invert_yaxis()
-        curves(right, {title: one["theory"] for title, one in found["slots"].items()}, factor=100, octaves=True)
-        right.set(title="Static: slots used", xlabel="requests in the batch", ylabel="%", ylim=(0, 102))
-
-
-def main(arguments: argparse.Namespace) -> None:
+def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, quick, seed = begin("Lesson 04. Continuous batching", arguments), arguments.quick, arguments.seed
     ModelConfig.from_pretrained(arguments.model)  # says at once that there is none
+    control = Control()
     requests = arguments.requests or (16 if quick else 256 if arguments.full else 72)
-    if requests < 12:
-        raise MinivllmError(f"--requests is {requests}: fewer than 12 have nothing to compare")
     heading("1 and 2. The slots of a batch")
     found: dict = {"timelines": show_timelines((3, 14, 5, 8, 12, 4, 6, 2, 9, 5), 4)}
     found["slots"] = measure_slots(128 if quick else 512, arguments.slots, seed)
     heading("3. One forward pass for requests of any length")
     found["kernel"] = prove(verify_kernel, device)
     heading("4 and 5. Batching, then paging, on the engine")
-    found["engine"] = measure_engine(arguments.model, requests, device, seed)
+    with control.watch():
+        found["engine"] = measure_engine(arguments.model, requests, device, seed)
     heading("6. Break it (Llama-3.1-8B on an H100, modelled)")
     llama, card = known_model("Llama-3.1-8B"), get_hardware("H100")
     blocks = memory_ledger(llama, card, max_model_len=8192).num_blocks
     cost, cache = RooflineCost.of(llama, card), CacheConfig(num_gpu_blocks=blocks, enable_prefix_caching=False)
-    found |= {"overload": overload(cost, cache, 60 if quick else 200, seed), "long_prompt": long_prompt(cost, cache)}
+    found["overload"] = report.measure_overload(cost, cache, 60 if quick else 200, seed)
+    found["long_prompt"] = report.measure_long_prompt(cost, cache)
     small = CacheConfig(num_gpu_blocks=20)  # not one request of the greatest length fits: it could never finish
     refused = refusal(lambda: bare_engine(arguments.model, device, small, max_model_len=MAX_LEN))
     found |= {"starved": starved(), "refused": refused}
     console.print(f"larger than the pool: {refused}")
     heading("7. Asynchronous scheduling")
     found["pipeline"] = show_pipelines()
-    chat, ratio, gaps = found["slots"]["Azure conversation"], found["engine"], found["long_prompt"]
-    closing(
-        f"A static batch of {arguments.slots} chats uses {chat['static']:.0%} of its slots while others wait, "
-        f"continuous batching {chat['continuous']:.0%}.",
-        f"On the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "
-        f"and with pages {ratio['both']:.1f} times.",
-        f"A prompt of 4,096 tokens holds 16 chats up for {1e3 * gaps['8192']['longest_gap']:.0f} ms, with a budget of "
-        f"512 for {1e3 * gaps['512']['longest_gap']:.0f} ms at a time (modelled).",
-    )
-    keep(__file__, found, arguments, draw)
+    report.close(found, arguments.slots, control.disturbance())
+    keep(__file__, found, arguments, report.draw, disturbance=control.record())
 
 
-def parser() -> argparse.ArgumentParser:
-    """The lesson's own knobs, beside those that every lesson has."""
-    flags = lesson_parser(__doc__, EMBEDDED_MODEL)
-    flags.add_argument("--slots", type=positive_int, default=8, help="requests in a batch whose slots are counted")
-    flags.add_argument("--requests", type=positive_int, help="for the engine (default: 72, 16 quick, 256 full)")
-    return flags
-
+parser = partial(report.parser, __doc__)
 
 if __name__ == "__main__":
     run(main, parser())

@@ -50,14 +50,18 @@ def assert_refuses(lesson: ModuleType, *arguments: str, about: str) -> None:
 
 
 def figures_of_quick_run(number: str, folder: Path) -> dict:
-    """What `--quick --json --plot` measured. It must end well, with three lines, and leave both files."""
+    """What `--quick --json --plot` measured. It must end well, with three lines, and leave both files.
+
+    On a busy machine one line stands for those that rest on timings.
+    """
     results, picture = folder / "results.json", folder / "figure.svg"
     done = run_script(number, "--quick", "--json", str(results), "--plot", str(picture))
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
     assert picture.read_text().startswith("<?xml")
     record = json.loads(results.read_text())
     assert record["machine"]["versions"]["torch"]
-    assert done.stdout.split("What you saw")[1].count("•") == 3
+    lines = done.stdout.split("What you saw")[1]
+    assert lines.count("•") == 3 or "This machine was disturbed" in lines
     return record["figures"]
 
 

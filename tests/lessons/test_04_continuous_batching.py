@@ -240,8 +240,9 @@ def test_quick_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "about"),
     [
-        (["--slots", "0"], "at least 1"),
-        (["--requests", "3"], "fewer than 12"),
+        (["--slots", "0"], "--slots: must be from 1 to 64"),
+        (["--slots", "100000"], "--slots: must be from 1 to 64"),
+        (["--requests", "3"], "--requests: must be from 12 to 4096"),
         (["--model", "/no/such/model"], "no model directory"),
         (["--plot", "figure.txt"], "ends in .png or .svg"),
     ],

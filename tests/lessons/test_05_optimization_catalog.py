@@ -12,6 +12,7 @@ from minivllm.kernels.cpu import cache_calls
 from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.exercise import load
+from minivllm.lab.reports import optimization_catalog as report
 from minivllm.models.loader import load_model, random_model
 from minivllm.simulate.known_models import known_model
 
@@ -130,7 +131,8 @@ def test_one_outlier_breaks_a_scale_for_all():
     torch.manual_seed(0)
     rows = torch.randn(100, 4, 64)
     rows[:, 0, 0] *= 50
-    near, far = ((how(rows) - rows)[:, 1:].square().mean() for how in (lesson.per_token_and_head, lesson.per_tensor))
+    ways = report.int8_caches(lesson.quantize).values()
+    near, far = ((rounded(rows) - rows)[:, 1:].square().mean() for rounded in ways)
     assert far > 300 * near
 
 
@@ -183,9 +185,9 @@ def test_the_lessons_weights_mean_to_the_engine_what_they_mean_here():
 
 
 def test_bits_are_counted():
-    weight = torch.randn(256, 512)
+    weight, ways = torch.randn(256, 512), (lesson.quantize, lesson.quantize_int4, lesson.dequantize_int4)
     for group, bits in ((None, 8 + 16 / 512), (64, 4 + 16 / 64), (1 << 20, 4 + 16 / 512)):
-        rounded, counted = lesson.stored(weight, group)
+        rounded, counted = report.stored(weight, group, *ways)
         assert counted == pytest.approx(bits)
         assert rounded.shape == weight.shape
 
@@ -207,7 +209,7 @@ def test_the_gain_of_graphs():
 
 
 def test_wrong_replays():
-    found = lesson.replay_wrongly()
+    found = report.replay_wrongly(lesson.Buffers)
     assert found["padded"] == 99
     assert found["not padded"] == 4, "the row of a request that has left is written again"
     assert found["too small"][:4] == found["right"][:4]
@@ -227,7 +229,8 @@ def test_ranks_add_up(ranks):
 
 
 def test_a_layers_halves_on_two_ranks():
-    assert lesson.measure_parallel(load_model(EMBEDDED_MODEL, "cpu", "float32")[0])["off"] < 1e-3
+    model = load_model(EMBEDDED_MODEL, "cpu", "float32")[0]
+    assert report.measure_parallel(model, lesson.column_then_row, lesson.all_reduce_bytes)["off"] < 1e-3
 
 
 def test_bytes_of_the_all_reduce():
@@ -332,10 +335,10 @@ def test_quick_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "about"),
     [
-        (("--users", "0"), "at least 1"),
-        (("--users", "100"), "--users"),
-        (("--group", "7"), "--group is an even number"),
-        (("--drafts", "99"), "--drafts"),
+        (("--users", "1"), "--users: must be from 2 to 32"),
+        (("--users", "100"), "--users: must be from 2 to 32"),
+        (("--group", "7"), "--group: must be an even number"),
+        (("--drafts", "99"), "--drafts: must be from 1 to 32"),
         (("--model", "nowhere"), "nowhere"),
     ],
 )

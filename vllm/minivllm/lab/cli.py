@@ -10,21 +10,30 @@ from pathlib import Path
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.results import ensure_writable
-from minivllm.logger import LEVEL_VARIABLE
+from minivllm.logger import LEVEL_VARIABLE, init_logger
 from minivllm.platforms.device import DEVICES
 
 FIGURE_KINDS = (".png", ".svg")
 
 
-def positive_int(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An argparse type: an integer from `least` to `most` (None: without an upper limit)."""
+    limits = f"at least {least}" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {value}")
+        return value
+
+    return parse
+
+
+positive_int = whole_number(1)
+"""An argparse type: an integer of at least 1."""
 
 
 def figure_file(text: str) -> str:
@@ -67,7 +76,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     A file that the run is to write at its end is tried before the work begins.
     """
     arguments = parser.parse_args()
-    os.environ.setdefault(LEVEL_VARIABLE, "WARNING")  # a lesson prints tables; start-up lines would stand between them
+    _quieten()
     try:
         for path in filter(None, (getattr(arguments, "plot", None), getattr(arguments, "json", None))):
             ensure_writable(path)
@@ -77,3 +86,10 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _quieten() -> None:
+    """Warnings only, unless the environment asks for another level: start-up lines would stand between the tables."""
+    if LEVEL_VARIABLE not in os.environ:
+        os.environ[LEVEL_VARIABLE] = "WARNING"  # for processes that the script starts
+        init_logger("minivllm").setLevel("WARNING")  # here it was configured when the engine was imported

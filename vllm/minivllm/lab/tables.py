@@ -42,8 +42,20 @@ def heading(text: str) -> None:
     console.print(f"\n[bold]{text}[/bold]")
 
 
-def closing(*sentences: str) -> None:
-    """Print the three lines that every script ends with: what you saw."""
+class Timed(str):
+    """A sentence for `closing` that rests on timings."""
+
+
+def closing(*sentences: str, disturbance: str = "") -> None:
+    """Print the three lines that every script ends with: what you saw.
+
+    `disturbance` says what kept this machine busy besides (`Control.disturbance`), if anything: then one line stands
+    for all `Timed` sentences. What was counted holds on a busy machine too.
+    """
     console.print("\n[bold]What you saw[/bold]")
     for sentence in sentences:
-        console.print(f"  • {sentence}", soft_wrap=True)
+        if not (disturbance and isinstance(sentence, Timed)):
+            console.print(f"  • {sentence}", soft_wrap=True)
+    if disturbance and any(isinstance(sentence, Timed) for sentence in sentences):
+        again = "no conclusion from timings; run again when it is idle"
+        console.print(f"  • This machine was disturbed ({disturbance}): {again}.", soft_wrap=True)

@@ -1,0 +1,48 @@
+"""What scripts share: argument types that refuse in words, and tables without log lines in between."""
+
+import argparse
+import logging
+import sys
+
+import pytest
+
+from minivllm.lab.cli import Parser, positive_int, run, whole_number
+from minivllm.logger import LEVEL_VARIABLE, init_logger
+
+
+def test_both_limits_are_allowed():
+    assert [whole_number(2, 5)(text) for text in ("2", "5")] == [2, 5]
+    assert positive_int("1") == 1
+    assert positive_int("123456789") == 123456789
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "words"),
+    [
+        (whole_number(2, 5), "1", "from 2 to 5, got 1"),
+        (whole_number(2, 5), "6", "from 2 to 5, got 6"),
+        (positive_int, "0", "at least 1, got 0"),
+        (positive_int, "2.5", "'2.5' is not a whole number"),
+    ],
+)
+def test_anything_else_is_refused(parse, text, words):
+    with pytest.raises(argparse.ArgumentTypeError) as refusal:
+        parse(text)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(("asked", "level"), [(None, "WARNING"), ("DEBUG", "INFO")])
+def test_a_script_logs_warnings_only_unless_more_is_asked_for(asked, level, monkeypatch):
+    """The logger is configured when the engine is imported, before `run` is called."""
+    logger = init_logger("minivllm")
+    before = logger.level
+    monkeypatch.setattr(sys, "argv", ["script"])
+    monkeypatch.setenv(LEVEL_VARIABLE, asked or "")
+    if asked is None:
+        monkeypatch.delenv(LEVEL_VARIABLE)
+    logger.setLevel("INFO")
+    try:
+        run(lambda arguments: None, Parser())
+        assert logging.getLevelName(logger.level) == level
+    finally:
+        logger.setLevel(before)

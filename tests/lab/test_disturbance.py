@@ -1,0 +1,113 @@
+"""The control must find busy neighbours, and stay silent on a quiet machine."""
+
+import pytest
+
+from minivllm.lab.disturbance import Control
+from minivllm.lab.tables import Timed, closing, console
+from minivllm.platforms.cpu_time import CpuTimes
+
+
+class FakeMachine:
+    """A clock, threads and a host, moved by hand. The fixed work takes `piece` seconds."""
+
+    def __init__(self, piece: float = 0.005) -> None:
+        self.now, self.piece, self.stolen = 0.0, piece, 0.0
+        self.threads = {1: CpuTimes(0.0, 0.0)}
+
+    def work(self) -> None:
+        self.now += self.piece
+
+    def run(self, ran: float, waited: float = 0.0, stolen: float = 0.0) -> None:
+        """Two cores, one thread; a second of wall clock."""
+        before = self.threads[1]
+        self.threads = {1: CpuTimes(before.ran + ran, before.waited + waited)}
+        self.stolen += stolen
+        self.now += 1.0
+
+    def control(self) -> Control:
+        return Control(self.work, lambda: self.now, lambda: self.threads, lambda: self.stolen, cores=2)
+
+
+def test_a_quiet_machine_is_quiet():
+    machine = FakeMachine()
+    control = machine.control()
+    for _ in range(3):
+        with control.watch():
+            machine.run(ran=0.95, waited=0.02)
+        machine.piece *= 1.1  # its clock goes down a little
+    assert control.disturbance() == ""
+
+
+def test_waiting_for_a_core_is_a_disturbance():
+    machine = FakeMachine()
+    control = machine.control()
+    with control.watch():
+        machine.run(ran=0.6, waited=0.4)
+    assert "waited 40%" in control.disturbance()
+
+
+def test_what_happens_outside_the_watched_parts_does_not_count():
+    machine = FakeMachine()
+    control = machine.control()
+    machine.run(ran=0.1, waited=0.9, stolen=1.0)
+    with control.watch():
+        machine.run(ran=1.0)
+    machine.run(ran=0.1, waited=0.9, stolen=1.0)
+    assert control.disturbance() == ""
+
+
+def test_stolen_time_is_a_share_of_all_cores():
+    machine = FakeMachine()
+    control = machine.control()
+    with control.watch():
+        machine.run(ran=1.0, stolen=0.5)
+    assert control.figures().stolen == pytest.approx(0.25)
+    assert "host gave 25%" in control.disturbance()
+
+
+def test_the_same_work_slower_is_a_disturbance_without_anything_from_the_system():
+    machine = FakeMachine()
+    control = Control(machine.work, lambda: machine.now, dict, lambda: 0.0)
+    with control.watch():
+        machine.piece *= 1.8
+    assert "1.8 times as long" in control.disturbance()
+
+
+def test_one_slow_piece_is_no_disturbance():
+    pieces = iter([1, 1, 9, 1, 1, 1, 1, 1, 1, 1])
+    machine = FakeMachine()
+
+    def work() -> None:
+        machine.now += next(pieces)
+
+    control = Control(work, lambda: machine.now, dict, lambda: 0.0)
+    with control.watch():
+        pass
+    assert control.disturbance() == ""
+
+
+def test_nothing_watched_is_nothing_disturbed():
+    control = FakeMachine().control()
+    assert control.disturbance() == ""
+    assert control.record() == {"waited": 0.0, "stolen": 0.0, "slowdown": 1.0}
+
+
+def said(*sentences: str, disturbance: str = "") -> list[str]:
+    with console.capture() as shown:
+        closing(*sentences, disturbance=disturbance)
+    return [line.strip() for line in shown.get().splitlines() if "•" in line]
+
+
+def test_a_quiet_machine_says_all():
+    assert said("counted", Timed("timed")) == ["• counted", "• timed"]
+
+
+def test_a_disturbed_machine_withholds_what_rests_on_timings_and_says_why():
+    first, second = said(Timed("one"), "counted", Timed("other"), disturbance="threads waited")
+    assert first == "• counted"
+    assert "threads waited" in second
+    assert "run again" in second
+
+
+def test_a_disturbed_machine_says_all_that_was_counted():
+    assert said("counted", "also counted", disturbance="threads waited") == ["• counted", "• also counted"]

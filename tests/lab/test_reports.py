@@ -1,0 +1,32 @@
+"""What a script concludes: everything on a quiet machine, only what was counted on a disturbed one."""
+
+import json
+
+import pytest
+from lessons.harness import REPOSITORY
+
+from minivllm.lab.reports import continuous_batching, kv_cache, optimization_catalog
+
+CLOSINGS = {
+    "01_kv_cache": (lambda found, disturbance: kv_cache.close(found, disturbance), 1),
+    "04_continuous_batching": (lambda found, disturbance: continuous_batching.close(found, 8, disturbance), 2),
+    "05_optimization_catalog": (lambda found, disturbance: optimization_catalog.close(found, disturbance), 2),
+}
+
+
+@pytest.mark.parametrize("script", CLOSINGS)
+def test_conclusions_from_timings_are_withheld_where_the_machine_was_disturbed(script, capsys):
+    close, counted = CLOSINGS[script]
+
+    def said() -> list[str]:
+        return [sentence.strip() for sentence in capsys.readouterr().out.split("•")[1:]]
+
+    found = json.loads((REPOSITORY / "benchmarks" / "results" / f"{script}.cpu.json").read_text())["figures"]
+    close(found, "")
+    sentences = said()
+    assert len(sentences) == 3
+    close(found, "a neighbour was busy")
+    *kept, last = said()
+    assert len(kept) == counted
+    assert set(kept) < set(sentences)
+    assert "disturbed (a neighbour was busy): no conclusion from timings" in last

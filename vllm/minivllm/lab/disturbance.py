@@ -1,0 +1,108 @@
+"""Was this machine busy with something else while a script measured? A script that was disturbed draws no conclusions.
+
+    control = Control()
+    with control.watch():
+        found = measure_something()
+    closing("a counted conclusion", Timed("one that rests on timings"), disturbance=control.disturbance())
+    keep(..., disturbance=control.record())
+
+Three signs, over all that was watched. Threads that `waited` for a core while something else had it. Time that was
+`stolen`: given by the host to another virtual machine. And the control itself: one small piece of work, the same each
+time, is timed before and after; its `slowdown` is the slowest reading against the fastest. The first two are Linux's to
+tell; the third works everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from minivllm.platforms.cpu_time import CpuTimes, ThreadTimes, between, stolen_seconds, thread_times
+
+WAITED_LIMIT = 0.10
+STOLEN_LIMIT = 0.05
+SLOWDOWN_LIMIT = 1.5  # a shared machine's clock alone changes by a third
+PIECES = 5
+
+
+def fixed_work() -> None:
+    """Some 5 ms of arithmetic on one core, long enough that a busy neighbour's turn falls into some of it."""
+    total = 0
+    for number in range(150_000):
+        total += number & 7
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What the watched parts suffered: two shares of time, and the control's slowest reading over its fastest."""
+
+    waited: float
+    stolen: float
+    slowdown: float
+
+    def __str__(self) -> str:
+        """What was too much, in words; empty where nothing was."""
+        found = []
+        if self.waited > WAITED_LIMIT:
+            found.append(f"its threads waited {self.waited:.0%} of the time for a core")
+        if self.stolen > STOLEN_LIMIT:
+            found.append(f"its host gave {self.stolen:.0%} of the time to other machines")
+        if self.slowdown > SLOWDOWN_LIMIT:
+            found.append(f"the same work took {self.slowdown:.1f} times as long from one part to the next")
+        return ", ".join(found)
+
+
+class Control:
+    """Watches parts of a script. What it reads can be replaced, for tests."""
+
+    def __init__(
+        self,
+        work: Callable[[], object] = fixed_work,
+        clock: Callable[[], float] = time.perf_counter,
+        threads: Callable[[], ThreadTimes] = thread_times,
+        stolen: Callable[[], float] = stolen_seconds,
+        cores: int | None = None,
+    ) -> None:
+        self.work, self.clock, self.threads, self.stolen = work, clock, threads, stolen
+        self.cores = cores or os.cpu_count() or 1
+        self.readings: list[float] = []  # seconds of the fixed work
+        self.parts: list[tuple[float, CpuTimes, float]] = []  # seconds, of the threads, stolen
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around a part that measures. Takes about 50 ms more."""
+        self._read()
+        threads, stolen, start = self.threads(), self.stolen(), self.clock()
+        yield
+        seconds = self.clock() - start
+        self.parts.append((seconds, between(threads, self.threads()), self.stolen() - stolen))
+        self._read()
+
+    def figures(self) -> Disturbance:
+        """What the parts suffered together."""
+        seconds = sum(part[0] for part in self.parts) or math.inf
+        of_threads = CpuTimes(sum(part[1].ran for part in self.parts), sum(part[1].waited for part in self.parts))
+        slowdown = max(self.readings) / min(self.readings) if self.readings else 1.0
+        stolen = sum(part[2] for part in self.parts) / (seconds * self.cores)
+        return Disturbance(of_threads.waited_share, stolen, slowdown)
+
+    def disturbance(self) -> str:
+        """What disturbed the parts, in words for `closing`; empty where nothing did."""
+        return str(self.figures())
+
+    def record(self) -> dict[str, float]:
+        """The same for a results file."""
+        return {name: round(value, 3) for name, value in asdict(self.figures()).items()}
+
+    def _read(self) -> None:
+        pieces = []
+        for _ in range(PIECES):
+            start = self.clock()
+            self.work()
+            pieces.append(self.clock() - start)
+        self.readings.append(statistics.median(pieces))

@@ -1,0 +1,1 @@
+"""What the lesson scripts print, draw and accept on the command line: one module a lesson."""

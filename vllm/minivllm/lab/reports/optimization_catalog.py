@@ -1,0 +1,378 @@
+"""Lesson 05's measurements on the engine, its tables, its figure and its command line.
+
+A function `measure_*` measures, prints its table and returns its figures; what it takes as a callable is code of the
+lesson. A function `show_*` only prints what the lesson measured itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.config import EMBEDDED_MODEL, CacheConfig
+from minivllm.entrypoints.llm import LLM
+from minivllm.kernels.quantized_linear import quantized_linear
+from minivllm.lab import palette
+from minivllm.lab.cli import lesson_parser, whole_number
+from minivllm.lab.figures import curves, panels
+from minivllm.lab.inside import core_of
+from minivllm.lab.progress import track
+from minivllm.lab.quality import RoundedCache, decoder_loss, read, rounded_weights
+from minivllm.lab.recording import STEP_PARTS, bare_engine, launch_seconds, own_clock, record_run
+from minivllm.lab.shared_prefixes import WORK, serve
+from minivllm.lab.tables import Timed, closing, console, table
+from minivllm.lab.timing import median_seconds
+from minivllm.memory import kv_bytes_per_token
+from minivllm.models.attention import CausalAttention
+from minivllm.models.decoder import Decoder
+from minivllm.sampling_params import SamplingParams
+from minivllm.simulate.cost_model import RooflineCost, StepShape
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+
+LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
+OUTLIERS = (1, 50)
+"""How many times larger one channel is made: as it is, and an outlier."""
+LAUNCHES = ("norm", "qkv", "rotate", "write cache", "attention", "o", "norm", "gate and up", "silu", "down")
+"""Kernels of a layer."""
+Texts = list[list[int]]
+"""Token ids of several texts."""
+Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Rows [..., n] to integers and the scale [...] of each row."""
+
+
+def show_steps(found: Mapping[str, Mapping[str, float]]) -> None:
+    """Milliseconds of a step's parts, a column for each number of requests."""
+    rows = [(p, *(f"{x[p]:.2f} ({x[p] / sum(x.values()):.0%})" for x in found.values())) for p in STEP_PARTS]
+    table("Milliseconds of a step, all decode", ("part", *(f"{batch} at once" for batch in found)), rows)
+
+
+# ---- prefix caching --------------------------------------------------------------------------------------------------
+
+
+def measure_prefixes(llm: LLM, without: LLM, text: Sequence[int], users: int) -> dict:
+    """Each kind of work with the cache and without: hit rate in tokens, and how much sooner the first token comes."""
+    found, rows = {}, []
+    for name, work in track(WORK.items(), "sharing prefixes"):
+        runs = [[serve(one, work, text, users) for one in (llm, without)] for _ in range(3)]
+        sooner = statistics.median(off.first_token_seconds / on.first_token_seconds for on, off in runs)
+        on, off = runs[0]
+        hit, same = on.hits / on.queries, statistics.mean(a == b for a, b in zip(on.answers, off.answers, strict=True))
+        found[name] = {"tokens": on.queries, "skipped": on.hits, "hit": hit, "sooner": sooner, "same": same}
+        rows.append((name, f"{on.queries:,}", f"{on.hits:,}", f"{hit:.1%}", f"{sooner:.1f} ×", f"{same:.0%}"))
+    columns = ("work", "prompt tokens", "not computed", "hit rate", "first token sooner", "same answers")
+    table(f"Prefix caching, {users} users", columns, rows)
+    return found
+
+
+def show_thrashing(found: Mapping[str, float], rounds: int) -> None:
+    """Hit rates by the number of prefixes that come in turn."""
+    title = f"A pool of 63 blocks, and prefixes of 8 blocks that come in turn, {rounds} times"
+    table(title, ("prefixes", *found), [("hit rate", *(f"{hit:.0%}" for hit in found.values()))])
+
+
+def measure_salted(llm: LLM, prompt: list[int]) -> dict:
+    """Tokens of the same prompt that are found in the cache, by users with salts, one after the other."""
+    found, params = {}, SamplingParams(max_tokens=1)
+    llm.reset_prefix_cache()
+    for who, salt in (("Ann", "a"), ("Bob", "b"), ("Ann again", "a")):
+        asked = llm.generate({"prompt_token_ids": prompt, "cache_salt": salt}, params, use_tqdm=False)
+        found[who] = asked[0].num_cached_tokens
+    table(f"Found in the cache, of the same {len(prompt)} tokens", list(found), [list(found.values())])
+    return found
+
+
+# ---- the KV cache in int8 --------------------------------------------------------------------------------------------
+
+
+def measure_cache(llm: LLM, model: str, texts: Texts, context: int, device: torch.device) -> dict:
+    """The engine's int8 cache: bytes of a token, loss and agreement on held-out text, and the time of a decode step."""
+    kinds, here = ("float32", "bfloat16", "fp8", "int8"), llm.llm_engine.model_config
+    sizes = {k: {"here": kv_bytes_per_token(here, k), "llama": kv_bytes_per_token(LLAMA, k)} for k in kinds}
+    fits = {k: sizes["bfloat16"]["llama"] / sizes[k]["llama"] for k in kinds}
+    settings = {"device": device.type, "num_gpu_blocks_override": 300, "max_model_len": 1024}
+    full, quantized = read(llm, texts), read(LLM(model, kv_cache_dtype="int8", **settings), texts)
+    added, agreement = quantized.loss - full.loss, quantized.agreement(full)
+    faster = _step_seconds(model, device, context, "auto") / _step_seconds(model, device, context, "int8")
+    caption = (
+        f"read by the engine: loss {full.loss:.4f}, in int8 {added:+.4f}, same favourite token at {agreement:.1%}; "
+        f"a decode step of 8 requests at {context} tokens is {faster:.2f} × as fast"
+    )
+    rows = [(k, *(f"{size:,}" for size in sizes[k].values()), f"{fits[k]:.2f} ×") for k in kinds]
+    table("Bytes of a token", ("KV cache", "this model", "Llama-3.1-8B", "fits, of bfloat16"), rows, caption)
+    return {"bytes": sizes, "capacity": fits, "loss": full.loss, "added": added, "agreement": agreement,
+            "faster": faster, "context": context, "modelled": _modelled_fp8()}  # fmt: skip
+
+
+def _step_seconds(model: str, device: torch.device, context: int, kv_cache_dtype: str) -> float:
+    """The median decode step of 8 requests at `context` tokens."""
+    pool = CacheConfig(num_gpu_blocks=1 + 8 * (context // 16 + 2), enable_prefix_caching=False)
+    core = bare_engine(model, device, pool, kv_cache_dtype=kv_cache_dtype, max_model_len=context + 32)
+    return record_run(core, [(context, 24)] * 8).decode_seconds
+
+
+def _modelled_fp8() -> dict[str, float]:
+    """What an fp8 cache gains for Llama-3.1-8B on an H100, by tokens of each of 8 requests."""
+    shapes = {str(tokens): StepShape.of([(1, tokens)] * 8) for tokens in (512, 4096, 20480)}
+    wide, slim = (RooflineCost.of(LLAMA, H100, kv_dtype=kind) for kind in ("bfloat16", "fp8"))
+    modelled = {tokens: wide.seconds(shape) / slim.seconds(shape) for tokens, shape in shapes.items()}
+    gains = ", ".join(f"{gain:.2f} × with {int(tokens):,}" for tokens, gain in modelled.items())
+    console.print(f"fp8 for Llama-3.1-8B on an H100, 8 requests, a decode step (modelled): {gains} tokens each")
+    return modelled
+
+
+def int8_caches(quantize: Quantize) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What an int8 cache makes of keys or values [tokens, heads, head_dim], by how far one scale reaches."""
+
+    def per_token_and_head(x: Tensor) -> Tensor:
+        integers, scales = quantize(x)
+        return integers * scales[..., None]
+
+    def per_tensor(x: Tensor) -> Tensor:
+        return per_token_and_head(x.reshape(1, 1, -1)).view_as(x)
+
+    return {"a scale a token and head": per_token_and_head, "a scale a tensor": per_tensor}
+
+
+def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
+    """Loss that an int8 cache adds, by how far a scale reaches: as the model is, and with one channel × 50."""
+    plain, lengths, found = decoder_loss(model, texts), [len(one) for one in texts], {}
+    for name, rounded in int8_caches(quantize).items():
+        caches = {str(size): RoundedCache(model.config, lengths, rounded, size) for size in OUTLIERS}
+        found[name] = {size: decoder_loss(model, texts, cache) - plain for size, cache in caches.items()}
+    rows = [(name, *(f"{value:+.4f}" for value in one.values())) for name, one in found.items()]
+    table("Loss that an int8 cache adds", ("", "as it is", "one channel × 50"), rows)
+    return found
+
+
+# ---- weights in int8 and int4 ----------------------------------------------------------------------------------------
+
+
+def stored(
+    weight: Tensor, group: int | None, quantize: Quantize, quantize_int4: Callable, dequantize_int4: Callable
+) -> tuple[Tensor, float]:
+    """What weights [n, k] become in int4 groups (None: in int8, a scale a row), and bits a weight, scales in 16."""
+    if group is None:
+        integers, scales = quantize(weight)
+        return integers * scales[:, None], 8 + 16 / weight.shape[1]
+    packed, scales = quantize_int4(weight, min(group, weight.shape[1]))
+    return dequantize_int4(packed, scales, weight.shape[1]), (8 * packed.numel() + 16 * scales.numel()) / weight.numel()
+
+
+def measure_weights(
+    model: Decoder, texts: Texts, group: int, quantize: Quantize, quantize_int4: Callable, dequantize_int4: Callable
+) -> dict:
+    """Bits, error and loss of all layers' weights, in int8, and in int4 by the size of its groups."""
+    by = quantize, quantize_int4, dequantize_int4
+    ways: dict = {"int8, a scale a row": None, "int4, a scale a row": 1 << 20}
+    ways |= {f"int4, groups of {size}": size for size in sorted({16, 128, group}, reverse=True)}
+    layer: Any = model.layers[0]
+    base, shape, found, rows = decoder_loss(model, texts), layer.mlp.gate_up_proj.weight, {}, []
+    for name, size in track(ways.items(), "rounding weights"):
+        found[name] = {"bits": stored(shape, size, *by)[1]}
+        for outlier in OUTLIERS:
+            with rounded_weights(model, lambda weight, size=size: stored(weight, size, *by)[0], outlier) as error:
+                found[name] |= {f"error_{outlier}": error, f"added_{outlier}": decoder_loss(model, texts) - base}
+        bits, error, added, _, worse = found[name].values()
+        rows.append((name, f"{bits:.2f}", f"{error:.1%}", f"{added:+.4f}", f"{worse:+.4f}"))
+    slower, inside = _products(quantize)
+    caption = (
+        f"one row times 2,048² int8 weights on a CPU, of float32's time: {slower:.1f} × if dequantized first, "
+        f"{inside:.2f} × by the engine, which unpacks inside the product"
+    )
+    columns = ("stored as", "bits", "error", "loss added", "one channel × 50")
+    table(f"Weights of the layers (loss {base:.4f})", columns, rows, caption)
+    return {"ways": found, "loss": base, "slower": slower, "unpacked_inside": inside}
+
+
+def _products(quantize: Quantize) -> tuple[float, float]:
+    """One row times int8 weights, of float32's time: dequantized first, and by the engine."""
+    x, weight = torch.randn(1, 2048), torch.randn(2048, 2048)
+    integers, scales = quantize(weight)
+    first = median_seconds(lambda: x @ (integers * scales[:, None]).T)
+    inside = median_seconds(lambda: quantized_linear(x, integers, scales[:, None]))
+    plain = median_seconds(lambda: x @ weight.T)
+    return first / plain, inside / plain
+
+
+# ---- CUDA graphs -----------------------------------------------------------------------------------------------------
+
+
+def measure_graphs(step: Mapping[str, float], graph_gain: Callable[[int, float, float, float], float]) -> dict:
+    """The gain that graphs would bring on an H100, with the host's times of this machine.
+
+    `step` has the milliseconds of a step's parts on this machine.
+    """
+    launch, host = launch_seconds(), 1e-3 * sum(step[part] for part in step if part not in ("forward", "sample_tokens"))
+    found: dict = {"launch_us": 1e6 * launch, "host_ms": 1e3 * host, "gain": {}}
+    for name in ("Qwen3-0.6B", "Llama-3.2-3B", "Llama-3.1-8B"):
+        config = known_model(name)
+        cost, launches = RooflineCost.of(config, H100), len(LAUNCHES) * config.num_hidden_layers + 4
+        gpu = {batch: cost.floor_seconds(StepShape.of([(1, 1024)] * batch)) / 0.9 for batch in (1, 8, 64, 256)}
+        found["gain"][name] = {str(batch): graph_gain(launches, launch, host, one) for batch, one in gpu.items()}
+    rows = [(name, *(f"{gain:.2f} ×" for gain in gains.values())) for name, gains in found["gain"].items()]
+    caption = f"modelled, with {1e6 * launch:.0f} µs a launch and {1e3 * host:.2f} ms around a step measured here"
+    table("Gain of graphs on an H100, by requests decoding at 1,024 tokens", ("", "1", "8", "64", "256"), rows, caption)
+    return found
+
+
+def replay_wrongly(buffers_of: Callable[[int, int], Any]) -> dict:
+    """A replay without padding, and one of a graph that is too small: what stands in the cache, and what comes out.
+
+    `buffers_of(largest, cache_slots)` makes the lesson's buffers.
+    """
+    found = {}
+    for name, pad in (("padded", True), ("not padded", False)):
+        buffers = buffers_of(8, 16)
+        buffers.replay(4, [1, 2, 3, 4], [10, 11, 12, 13])
+        buffers.cache[13] = 99  # the fourth request has left; its slot belongs to somebody else
+        buffers.replay(4, [5, 6, 7], [10, 11, 12], pad)
+        found[name] = buffers.cache[13]
+    buffers = buffers_of(8, 16)
+    buffers.replay(8, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    found |= {"right": [60, 70, 80, 90, 110], "too small": buffers.replay(4, [6, 7, 8, 9, 11], [1, 2, 3, 4, 5])}
+    after = f"somebody else's 99 is then {found['padded']} if the rest is padded, {found['not padded']} if not"
+    console.print(f"A graph of 4 rows replayed for 3 requests: {after}.")
+    console.print(f"Replayed for 5: out come {found['too small']}, and right is {found['right']}.")
+    return found
+
+
+# ---- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def measure_parallel(model: Decoder, column_then_row: Callable, all_reduce_bytes: Callable) -> dict:
+    """One layer's two halves on one rank and on two; what GPUs would send for Llama-3-70B."""
+    config = model.config
+    layer: Any = model.layers[0]
+    x, attend = torch.randn(24, config.hidden_size).to(layer.mlp.down_proj.weight), CausalAttention(config)
+    shares = [count * config.head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+
+    def heads(*qkv: Tensor) -> Tensor:
+        return attend(0, *(part.unflatten(1, (-1, config.head_dim)) for part in qkv)).flatten(1)
+
+    halves = {
+        "attention": (layer.self_attn.qkv_proj.weight.split(shares), layer.self_attn.o_proj.weight, heads),
+        "mlp": (layer.mlp.gate_up_proj.weight.chunk(2), layer.mlp.down_proj.weight, lambda g, u: F.silu(g) * u),
+    }
+    off = {n: (column_then_row(x, *h, 1) - column_then_row(x, *h, 2)).abs().max().item() for n, h in halves.items()}
+    large, counts = known_model("Meta-Llama-3-70B"), (64, 8192)
+    shape = large.hidden_size, large.num_hidden_layers
+    sent = {str(ranks): {str(n): all_reduce_bytes(n, *shape, ranks) for n in counts} for ranks in (2, 4, 8)}
+    rows = [(ranks, *(f"{count / 1e6:,.0f} MB" for count in one.values())) for ranks, one in sent.items()]
+    caption = "two ranks are off one by " + ", ".join(f"{error:.0e} ({name})" for name, error in off.items())
+    table("Llama-3-70B: each GPU sends, in a step of", ("GPUs", "64 tokens", "8,192 tokens"), rows, caption)
+    return {"off": max(off.values()), "sent": sent}
+
+
+# ---- speculation -----------------------------------------------------------------------------------------------------
+
+
+def measure_speculation(
+    model: Decoder, path: str, texts: Texts, drafts: int, count: int, generate: Callable[..., tuple[list[int], int]]
+) -> dict:
+    """The lesson's loop on a prompt; then the engine on all, one by one and at once, beside itself without drafts."""
+    settings = {"device": model.lm_head.weight.device.type, "enable_prefix_caching": False,
+                "num_gpu_blocks_override": 600, "max_model_len": 512, "skip_tokenizer_init": True}  # fmt: skip
+    speculative = {"num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    plain, guess = LLM(path, **settings), LLM(path, **settings, speculative_config=speculative)
+    found = {}
+    kinds = {"repeats itself": [one[:48] * 3 for one in texts], "fresh": [one[:144] for one in texts]}
+    for kind, prompts in track(kinds.items(), "speculating"):
+        with torch.inference_mode():
+            alone, spoken = (generate(model, prompts[0], 24, number) for number in (0, drafts))
+        lesson = {"lesson_same": alone[0] == spoken[0], "lesson_passes": spoken[1]}
+        found[kind] = lesson | _against_itself(plain, guess, prompts, count)
+    rows = []
+    for kind, one in found.items():
+        gains = (f"{gain:.2f} ×" for gain in one["faster"].values())
+        rows.append((kind, one["same"], f"{one['accepted']:.0%}", f"{one['a_pass']:.2f}", *gains))
+    columns = ("text", "same tokens", "drafts right", "tokens a pass", "as fast alone", f"{len(texts)} at once")
+    table(f"The engine with up to {drafts} drafts", columns, rows)
+    return found
+
+
+def _against_itself(plain: LLM, guess: LLM, prompts: Texts, count: int) -> dict:
+    """An engine with drafts beside the same one without, two turns each; of the seconds, the shorter count."""
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    clock = own_clock(core_of(plain))
+
+    def timed(llm: LLM, batch: int) -> tuple[float, list]:
+        """Seconds for all prompts, `batch` of them at once, and the tokens that came out."""
+        start, said = clock(), []
+        for first in range(0, len(prompts), batch):
+            said += llm.generate(prompts[first : first + batch], params, use_tqdm=False)
+        return clock() - start, [one.outputs[0].token_ids for one in said]
+
+    found: dict = {"faster": {}, "same": True}
+    for batch in (1, len(prompts)):
+        before = guess.llm_engine.stats.spec_decoding_stats
+        turns = [[timed(llm, batch) for llm in (plain, guess)] for _ in range(2)]
+        (slow, expected), (fast, _) = (min(runs) for runs in zip(*turns, strict=True))
+        found["faster"][str(batch)] = slow / fast
+        found["same"] &= all(tokens == expected for turn in turns for _, tokens in turn)
+        stats = guess.llm_engine.stats.spec_decoding_stats
+        made, right = 2 * len(prompts) * count, stats.num_accepted_tokens - before.num_accepted_tokens
+        drafted = stats.num_draft_tokens - before.num_draft_tokens
+        found |= {"accepted": right / drafted, "a_pass": made / (made - right)}
+    return found
+
+
+# ---- the whole lesson ------------------------------------------------------------------------------------------------
+
+
+def close(found: dict, disturbance: str) -> None:
+    """What the run has shown; `disturbance` says what kept the machine busy besides, if anything."""
+    prefix, kv, fresh = found["prefix"], found["kv"], found["speculation"]["fresh"]
+    faster = ", ".join(f"{gain:.2f} × as fast with {batch} at once" for batch, gain in fresh["faster"].items())
+    closing(
+        f"The prefix cache spared {prefix['an agent']['hit']:.0%} of an agent's prefill, "
+        f"{prefix['one system prompt']['hit']:.0%} of users behind one instruction, and of strangers' "
+        f"{prefix['strangers']['hit']:.0%}.",
+        f"An int8 cache holds {kv['capacity']['int8']:.2f} times Llama-3.1-8B's tokens and added {kv['added']:+.4f} to "
+        f"the loss; int4 weights without groups, with one outlier channel, added "
+        f"{found['weights']['ways']['int4, a scale a row']['added_50']:+.2f}.",
+        Timed(
+            f"Drafts from the text itself, {fresh['accepted']:.0%} of them right, changed no token of fresh text: "
+            f"{faster}."
+        ),
+        disturbance=disturbance,
+    )
+
+
+def draw(found: dict, path: str) -> None:
+    """Hit rates when prefixes outgrow the pool; loss by bits of the weights; gain of graphs by batch."""
+    with panels(path, 3) as (left, middle, right):
+        curves(left, {"hits": found["thrash"]}, factor=100)
+        left.set(title="Prefixes outgrow the pool", xlabel="prefixes of 8 blocks, pool of 63", ylabel="% hits", ylim=-2)
+        for (name, one), colour in zip(found["weights"]["ways"].items(), palette.SERIES, strict=False):
+            middle.plot(one["bits"], one["added_1"], "o", color=colour, label=name)
+            middle.plot(one["bits"], one["added_50"], "x", color=colour)
+        middle.set(title="Weights (×: outlier channel)", xlabel="bits a weight", ylabel="loss added, nats a token")
+        middle.legend(fontsize=8)
+        curves(right, found["graphs"]["gain"], octaves=True)
+        right.set(title="Graphs on an H100 (modelled)", xlabel="requests", ylabel="× as fast", ylim=0)
+
+
+def even(text: str) -> int:
+    """An argparse type: an even number of at least 2."""
+    value = whole_number(2)(text)
+    if value % 2:
+        raise argparse.ArgumentTypeError(f"must be an even number, got {value}")
+    return value
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The lesson's own knobs, beside those that every lesson has; `doc` is what --help shows."""
+    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
+    users, drafts = whole_number(2, 32), whole_number(1, 32)
+    flags.add_argument("--users", type=users, default=8, help="who share prefixes, 2 to 32 (default: 8; quick: 4)")
+    flags.add_argument("--drafts", type=drafts, default=4, help="most drafts in a step, up to 32 (default: 4)")
+    flags.add_argument("--group", type=even, default=64, help="weights that share an int4 scale (default: 64)")
+    return flags
