@@ -12,7 +12,6 @@ endif
 UV_RUN := uv run
 WORKERS ?= 2
 BENCHMARKS := scheduler simulator kernels quality
-GPU_ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,cuda_graphs tensor_parallel kv_cache_dtype)
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
 .PHONY: help setup setup-cpu run test lesson check lab notebooks claims measure bench peers ablation gpu doctor lint format card
@@ -73,7 +72,7 @@ gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch
 	@if python3 -c "import torch" 2>/dev/null; then python=python3; else python="$(UV_RUN) python"; fi; \
 	$$python -c "import sys, torch; torch.cuda.is_available() or sys.exit('torch sees no GPU here: make doctor says more')" || exit 2; \
 	export PYTHONPATH=vllm; \
-	$$python -P -m pytest tests/kernels tests/lessons $(GPU_ENGINE_TESTS) -m gpu && \
+	$$python -P -m pytest $$(cat tests/gpu.txt) -m gpu && \
 	$$python -P benchmarks/kernels.py --device cuda
 
 doctor: ## what this machine can run, and what to do about the rest

@@ -47,6 +47,6 @@ def test_the_spine_can_be_read_in_a_weekend():
     assert sum(lines.values()) < 5500
 
 
-@pytest.mark.parametrize("name", sorted({name for name in re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", PAGE)}))
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", PAGE))))
 def test_every_file_and_folder_that_is_named_exists(name):
     assert any((place / name).exists() for place in (ENGINE, ROOT, ROOT / "vllm", ENGINE / "executor")), name

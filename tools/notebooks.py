@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jupytext
 import nbformat
 
 from minivllm.errors import MinivllmError
@@ -47,6 +48,8 @@ LINKS = (
     re.compile(r"(?P<before>^ {0,3}\[(?!\^)[^\]]+\]:\s*<?)(?P<target>[^\s>]+)"),  # [name]: target
     re.compile(r"(?P<before>\b(?:src|href|srcset)\s*=\s*[\"'])(?P<target>[^\"']+)"),
 )
+JUPYTEXT = {"extension": ".md", "format_name": "markdown", "split_at_heading": True}
+NO_CELL = ".noeval"  # jupytext's word for a fence that stays text
 KERNEL = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -59,7 +62,7 @@ HOW_TO_GET_HERE = """\
 **On Colab** or another hosted Jupyter: run these two lines in a cell, with the address of the repository, restart the
 session so that the packages are seen, and go on with the next cell.
 
-```python
+```python .noeval
 !git clone ADDRESS-OF-THE-REPOSITORY first-principles
 %pip install -q -e first-principles
 ```
@@ -128,6 +131,8 @@ def read_lesson(path: Path) -> Lesson:
     folded = 0
     for number, line in lines:
         if FENCE.match(line) is None:
+            if folded and HEADING.match(line):
+                raise MinivllmError(f"{lesson.name}:{number}: a heading starts a cell, which <details> cannot hold")
             folded += _opens(line)
             parts.append(line)
             continue
@@ -227,50 +232,33 @@ def lesson_text(lesson: Lesson) -> str:
 
 
 def notebook_text(lesson: Lesson) -> str:
-    """The notebook's JSON, the same bytes for the same lesson."""
-    how = HOW_TO_GET_HERE.format(stem=lesson.path.stem, mend=MEND)
-    sources = [("markdown", how), ("setup", SETUP), *_cells(lesson)]
-    cells = [_cell(index, kind, text) for index, (kind, text) in enumerate(sources)]
-    notebook = nbformat.v4.new_notebook(cells=cells, metadata=KERNEL)
+    """The notebook's JSON, the same bytes for the same lesson: jupytext makes the cells, the ids follow from them."""
+    notebook = jupytext.reads("\n".join(_jupytext_lines(lesson)), fmt=JUPYTEXT)
+    notebook.metadata = KERNEL
+    for index, cell in enumerate(notebook.cells):
+        cell.source = cell.source.replace(f" {NO_CELL}\n", "\n").strip("\n")
+        kind = cell.metadata.get("tags", ["exec"])[0] if cell.cell_type == "code" else "markdown"
+        cell.id = f"{index:02d}-{hashlib.sha256((kind + cell.source).encode()).hexdigest()[:8]}"
     nbformat.validate(notebook)
     return nbformat.writes(notebook).rstrip("\n") + "\n"
 
 
-def _cells(lesson: Lesson) -> Iterator[tuple[str, str]]:
-    """(kind, source) of each cell: prose starts a new one at `#` and `##` headings, cell fences at each."""
+def _jupytext_lines(lesson: Lesson) -> Iterator[str]:
+    """The lesson as jupytext reads it: code fences are cells, but for those that say NO_CELL."""
     headings = _heading_ids(lesson)
-    text: list[str] = []
-    folded = 0
+    yield HOW_TO_GET_HERE.format(stem=lesson.path.stem, mend=MEND)
+    yield f'```python tags=["setup"]\n{SETUP}```\n'
     for part in lesson.parts:
-        if isinstance(part, Fence) and part.kind is None:
-            marks = part.closing.strip()
-            text += [f"{part.indent}{marks}{part.language}", *part.body, part.closing]
-        elif isinstance(part, Fence):
-            yield from _markdown(text)
-            yield str(part.kind), "\n".join(part.body)
-            text = []
+        if isinstance(part, str):
+            yield _relinked(part, headings)
+            continue
+        marks = part.closing.strip()
+        if part.kind:
+            tags = "" if part.kind == "exec" else f' tags=["{part.kind}"]'
+            marks = marks.replace("~", "`")  # jupytext makes no cells of tildes
+            yield "\n".join([f"{marks}python{tags}", *part.body, marks])
         else:
-            if re.match(r"##? ", part) and not folded:
-                yield from _markdown(text)
-                text = []
-            folded += _opens(part)
-            text.append(_relinked(part, headings))
-    yield from _markdown(text)
-
-
-def _markdown(lines: list[str]) -> Iterator[tuple[str, str]]:
-    text = "\n".join(lines).strip("\n")
-    if text:
-        yield "markdown", text
-
-
-def _cell(index: int, kind: str, source: str) -> nbformat.NotebookNode:
-    source = source.strip("\n")
-    identity = f"{index:02d}-{hashlib.sha256((kind + source).encode()).hexdigest()[:8]}"
-    if kind == "markdown":
-        return nbformat.v4.new_markdown_cell(source, id=identity)
-    metadata = {} if kind == "exec" else {"tags": [kind]}
-    return nbformat.v4.new_code_cell(source, id=identity, metadata=metadata)
+            yield "\n".join([f"{part.indent}{marks}{part.language} {NO_CELL}", *part.body, part.closing])
 
 
 def _heading_ids(lesson: Lesson) -> dict[str, str]:

@@ -43,6 +43,7 @@ _STYLE = """<style>
   background: var(--jp-layout-color2, #f3f3f3); font-size: 13.5px; line-height: 1.45 }
 .lesson-widget .says b:first-child { margin-right: .5em }
 .lesson-widget .says pre { font-size: 11px; line-height: 1.3; overflow-x: auto }
+.lesson-widget svg[role=img] { display: block; max-width: 100%; height: auto }
 .lesson-widget .stale { opacity: .3 }
 .lesson-widget summary { cursor: pointer; font-size: 13px }
 </style>"""

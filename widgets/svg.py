@@ -187,13 +187,17 @@ class Drawing:
             self.add(f'<path d="{"".join(lines)}"{_attributes(stroke=colour, stroke_width=1)}/>')
 
     def render(self) -> str:
-        """The whole picture as one `<svg>` element."""
+        """The whole picture as one `<svg>` element.
+
+        How it shrinks with a page is for the page's style to say: viewers without one take the root's `height: auto`
+        for no height, and show nothing.
+        """
         size = f'width="{number(self.width)}" height="{number(self.height)}"'
         view = f'viewBox="0 0 {number(self.width)} {number(self.height)}"'
         label = escape(f"{self.title}. {self.description}" if self.description else self.title)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} role="img" aria-label="{label}" '
-            f'font-family="{FONT}" style="max-width:100%;height:auto;display:block">'
+            f'font-family="{FONT}">'
             f'<rect width="100%" height="100%" rx="8" fill="#FFFFFF"/>{"".join(self._parts)}</svg>'
         )
 

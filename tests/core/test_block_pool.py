@@ -27,7 +27,7 @@ class QueueAgainstList(RuleBasedStateMachine):
     @rule(n=st.integers(0, 9))
     def popleft_n(self, n: int) -> None:
         if n > len(self.model):
-            with pytest.raises(BlockPoolError, match=f"cannot take {n} blocks"):
+            with pytest.raises(BlockPoolError, match=rf"\b{n}\b"):
                 self.queue.popleft_n(n)
             return
         assert self.queue.popleft_n(n) == self.model[:n]
@@ -45,7 +45,7 @@ class QueueAgainstList(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.blocks))
         if block not in self.model:
-            with pytest.raises(BlockPoolError, match="not in the free queue"):
+            with pytest.raises(BlockPoolError):
                 self.queue.remove(block)
             return
         self.queue.remove(block)
@@ -65,7 +65,7 @@ class QueueAgainstList(RuleBasedStateMachine):
     def append(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.blocks))
         if block in self.model:
-            with pytest.raises(BlockPoolError, match="already in the free queue"):
+            with pytest.raises(BlockPoolError):
                 self.queue.append(block)
             return
         self.queue.append(block)
@@ -122,7 +122,7 @@ class PoolAgainstAccount(RuleBasedStateMachine):
             return
         block = data.draw(st.sampled_from(held))
         if block.block_hash is not None:
-            with pytest.raises(BlockPoolError, match="already published"):
+            with pytest.raises(BlockPoolError):
                 self.pool.cache_full_blocks([block], [block_hash], 0, 1)
             return
         self.pool.cache_full_blocks([block], [block_hash], 0, 1)
@@ -143,7 +143,7 @@ class PoolAgainstAccount(RuleBasedStateMachine):
     def double_free(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.pool.blocks[1:]))
         if block.ref_cnt == 0:
-            with pytest.raises(BlockPoolError, match=f"double free of block {block.block_id}"):
+            with pytest.raises(BlockPoolError, match=rf"\b{block.block_id}\b"):
                 self.pool.free_blocks([block])
 
     @rule()
@@ -233,7 +233,7 @@ def test_the_null_block_is_not_usable() -> None:
     pool = BlockPool(2)
     assert pool.num_usable_blocks == pool.get_num_free_blocks() == 1
     assert pool.get_new_blocks(1)[0].block_id == 1
-    with pytest.raises(MinivllmError, match="at least 2"):
+    with pytest.raises(MinivllmError, match=r"\b2\b"):
         BlockPool(1)
 
 

@@ -63,11 +63,11 @@ def test_spills_and_shared_memory_are_caught():
 
 
 def test_the_compiler_s_words_reach_the_reader():
-    with pytest.raises(MinivllmError, match="same dtype"):
+    with pytest.raises(MinivllmError, match="dtype"):
         compile_for("sm_90", matmul_kernel, {**MATMUL, "b": "*fp32"})
-    with pytest.raises(MinivllmError, match="example for K, TILE"):
+    with pytest.raises(MinivllmError, match="K, TILE"):
         compile_for("sm_90", matmul_kernel, {"a": "*bf16", "b": "*bf16", "c": "*fp32"})
-    with pytest.raises(MinivllmError, match="unknown target"):
+    with pytest.raises(MinivllmError, match="target"):
         compile_for("sm_70", matmul_kernel, MATMUL)
 
 
@@ -78,7 +78,7 @@ def test_every_target_has_a_shared_memory_size():
 def test_close_is_not_blind():
     wanted = torch.zeros(4)
     assert_close(wanted + 1e-6, wanted)
-    with pytest.raises(AssertionError, match=r"off by 0.1 .* at \[2\]"):
+    with pytest.raises(AssertionError, match=r"0\.1\b.*\[2\]"):
         assert_close(wanted + torch.tensor([0, 0, 0.1, 0]), wanted)
     with pytest.raises(AssertionError, match="not finite"):
         assert_close(wanted + torch.tensor([0, torch.nan, 0, 0]), wanted)

@@ -75,15 +75,15 @@ def test_numbers_are_off_by_half_a_scale_at_most(group_size):
 
 def test_default_groups_are_long_in_wide_rows_and_always_fit():
     assert [default_group_size(width) for width in (256, 688, 896, 1024, 4864, 14336)] == [32, 16, 32, 128, 128, 128]
-    with pytest.raises(MinivllmError, match="rows of 40 weights cannot have groups of 16: possible are 40"):
+    with pytest.raises(MinivllmError, match=r"\b40\b.*\b16\b.*: .*\b40\b"):
         default_group_size(40)
-    with pytest.raises(MinivllmError, match=r"rows of 96 .* of 48: possible are 16, 32, 96"):
+    with pytest.raises(MinivllmError, match=r"\b96\b.*\b48\b.*16, 32, 96"):
         check_group_size(48, 96)
-    with pytest.raises(MinivllmError, match="of 64: possible are 16, 32, 96"):
+    with pytest.raises(MinivllmError, match=r"\b64\b.*16, 32, 96"):
         quantize_weight(torch.zeros(2, 96), "int4", 64)
-    with pytest.raises(MinivllmError, match="unknown quantization 'int3'; known are int8, int4"):
+    with pytest.raises(MinivllmError, match=r"int3.*int8, int4"):
         quantize_weight(torch.zeros(2, 96), "int3")
-    with pytest.raises(MinivllmError, match="an odd number"):
+    with pytest.raises(MinivllmError, match="odd"):
         quantize_weight(torch.zeros(2, 33), "int4", 33)
 
 
@@ -182,15 +182,15 @@ def test_the_kernel_compiles_everywhere(int4, configuration):
 
 def test_input_that_cannot_work_is_refused():
     x, packed, scales, *_ = make("int4", 3, 10, 64)
-    with pytest.raises(MinivllmError, match=r"x must be \[rows, 64\] .* got \[3, 63\]"):
+    with pytest.raises(MinivllmError, match=r"\bx\b.*64.*\[3, 63\]"):
         quantized_linear(x[:, 1:], packed, scales)
-    with pytest.raises(MinivllmError, match=r"scales must be \[10, groups\], groups a divisor of 64, got \[10, 3\]"):
+    with pytest.raises(MinivllmError, match=r"scales.*64.*\[10, 3\]"):
         quantized_linear(x, packed, torch.ones(10, 3))
-    with pytest.raises(MinivllmError, match="cannot have groups of 8"):
+    with pytest.raises(MinivllmError, match=r"groups.*\b8\b"):
         quantized_linear(x, packed, torch.ones(10, 8))
-    with pytest.raises(MinivllmError, match="int8, or uint8 with two integers in a byte"):
+    with pytest.raises(MinivllmError, match=r"int8.*uint8"):
         quantized_linear(x, packed.float(), scales)
-    with pytest.raises(MinivllmError, match="must be contiguous"):
+    with pytest.raises(MinivllmError, match="contiguous"):
         quantized_linear(x, packed, torch.ones(2, 10).T)
-    with pytest.raises(MinivllmError, match="unknown backend 'gpu'"):
+    with pytest.raises(MinivllmError, match=r"backend.*gpu"):
         quantized_linear(x, packed, scales, backend="gpu")

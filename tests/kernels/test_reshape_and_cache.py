@@ -127,13 +127,13 @@ def test_input_that_cannot_work_is_refused():
     key, value, key_cache, value_cache, slots = make(3, 4)
     with pytest.raises(MinivllmError, match="kv_heads, head_dim"):
         reshape_and_cache(key[:, :1], value[:, :1], key_cache, value_cache, slots)
-    with pytest.raises(MinivllmError, match="4 slots for 3 tokens"):
+    with pytest.raises(MinivllmError, match=r"\b4\b.*\b3\b"):
         reshape_and_cache(key, value, key_cache, value_cache, torch.arange(4))
-    with pytest.raises(MinivllmError, match=r"float32, values torch.bfloat16"):
+    with pytest.raises(MinivllmError, match=r"float32.*bfloat16"):
         reshape_and_cache(key, value.bfloat16(), key_cache, value_cache, slots)
-    with pytest.raises(MinivllmError, match="unknown backend 'gpu'"):
+    with pytest.raises(MinivllmError, match=r"backend.*gpu"):
         reshape_and_cache(key, value, key_cache, value_cache, slots, backend="gpu")
-    with pytest.raises(MinivllmError, match=r"pairs must be \[n, 2\]"):
+    with pytest.raises(MinivllmError, match=r"pairs.*\[n, 2\]"):
         copy_blocks(key_cache, key_cache, torch.zeros(2, dtype=torch.int64))
     with pytest.raises(MinivllmError, match="cannot be copied"):
         copy_blocks(key_cache, key_cache.bfloat16(), torch.zeros(1, 2, dtype=torch.int64))

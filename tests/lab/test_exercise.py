@@ -6,7 +6,7 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.lab import exercise
-from minivllm.lab.exercise import check_here, checks_of, load, mutate, run_checks
+from minivllm.lab.exercise import check_here, checks_of, load, run_checks
 
 
 def module(tmp_path, source):
@@ -70,34 +70,17 @@ def test_a_bare_assert_shows_its_own_line(tmp_path):
 
 
 def test_a_file_that_cannot_be_imported_names_the_line(tmp_path):
-    with pytest.raises(MinivllmError, match=r"answer.py cannot be imported: line 2: "):
+    with pytest.raises(MinivllmError, match=r"answer\.py.*line 2\b"):
         module(tmp_path, "x = 1\ndef f(:")
     with pytest.raises(MinivllmError, match=r"ZeroDivisionError: .* \(line 2: y = 1 / 0\)"):
         module(tmp_path, "x = 1\ny = 1 / 0")
-    with pytest.raises(MinivllmError, match="cannot read"):
+    with pytest.raises(MinivllmError, match=r"nothing\.py"):
         load(tmp_path / "nothing.py")
 
 
 def test_a_learners_edit_is_seen_at_once(tmp_path):
     assert not run_checks(module(tmp_path, "def double(x): return 3"), [check_double])[0].passed
     assert run_checks(module(tmp_path, "def double(x): return 4"), [check_double])[0].passed
-
-
-def test_a_mutant_replaces_exactly_one_place(tmp_path):
-    path = tmp_path / "answer.py"
-    path.write_text("def double(x): return 2 * x\n")
-    assert mutate(path, "2 * x", "3 * x").double(2) == 6
-    assert path.read_text() == "def double(x): return 2 * x\n"
-    for old in ("nowhere", "x"):
-        with pytest.raises(MinivllmError, match="occurs"):
-            mutate(path, old, "y")
-
-
-def test_a_mutant_keeps_its_source_for_triton(tmp_path):
-    path = tmp_path / "answer.py"
-    path.write_text("import inspect\n\ndef f():\n    return 1\n")
-    mutant = mutate(path, "return 1", "return 2")
-    assert "return 2" in mutant.inspect.getsource(mutant.f)
 
 
 def test_dataclasses_can_be_defined(tmp_path):
@@ -108,7 +91,7 @@ def test_dataclasses_can_be_defined(tmp_path):
 def test_numbers_are_read_in_any_form():
     assert [check.__name__ for check in checks_of("01")] == [check.__name__ for check in checks_of(1)]
     for unknown in ("77", "", "one", "../01"):
-        with pytest.raises(MinivllmError, match="there are: 01"):
+        with pytest.raises(MinivllmError, match=r"\b01\b"):
             checks_of(unknown)
 
 

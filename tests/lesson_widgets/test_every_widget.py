@@ -90,8 +90,11 @@ def test_importing_needs_no_torch_and_little_time(name: str):
         "seconds = time.process_time() - start; widget.show(); "
         "print(seconds, {'torch', 'triton', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))"
     )
-    runs = [subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True) for _ in range(2)]
-    assert [run.stderr for run in runs] == ["", ""]
-    seconds, heavy = zip(*(run.stdout.split(maxsplit=1) for run in runs), strict=True)
-    assert [found.strip() for found in heavy] == ["set()", "set()"]
-    assert min(map(float, seconds)) < 1.5
+    for last in (False, True):  # a busy machine may be slow once
+        run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+        assert run.stderr == ""
+        seconds, heavy = run.stdout.split(maxsplit=1)
+        assert heavy.strip() == "set()"
+        if float(seconds) < 1.5:
+            break
+        assert not last, f"{seconds} s"

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pictures import differences
 
 FIGURES = Path(__file__).resolve().parents[2] / "lessons" / "figures"
 
@@ -25,4 +26,4 @@ def test_the_picture_in_the_lesson_is_the_widgets(widget: str, picture: str, tmp
     monkeypatch.setattr(sys, "argv", [widget, str(tmp_path / picture)])
     runpy.run_module(f"widgets.{widget}", run_name="__main__")
     drawn, shown = ((folder / picture).read_text() for folder in (tmp_path, FIGURES))
-    assert drawn == shown, f"uv run python -P -m widgets.{widget} lessons/figures/{picture}"
+    assert not differences(drawn, shown), f"uv run python -P -m widgets.{widget} lessons/figures/{picture}"

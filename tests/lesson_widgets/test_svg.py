@@ -40,6 +40,12 @@ def test_a_drawing_says_what_it_shows():
     assert root.get("viewBox") == "0 0 200 100"
 
 
+def test_a_drawing_has_its_size_where_every_viewer_looks():
+    root = rendered(Drawing(200, 100, "t"))
+    assert (root.get("width"), root.get("height")) == ("200", "100")
+    assert root.get("style") is None, "some viewers take `height: auto` for no height, and show nothing"
+
+
 def test_words_that_look_like_markup_stay_words():
     drawing = Drawing(200, 100, "t")
     drawing.text((1, 2), "a < b & c")

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+from lessons.mutants import Mutant, load_mutant
+
 from minivllm.lab.cli import run
-from minivllm.lab.exercise import CheckResult, checks_of, exercise_path, load, mutate, run_checks
+from minivllm.lab.exercise import CheckResult, checks_of, exercise_path, load, run_checks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -75,8 +77,8 @@ def stub_results(number: str) -> list[CheckResult]:
     return run_checks(load(exercise_path(number)), checks_of(number))
 
 
-def checks_that_catch(number: str, old: str, new: str) -> list[str]:
-    """The check that fails first when `old` is replaced by `new` in the script, or none. One is enough."""
-    mutant = mutate(script_path(number), old, new)
-    results = (result for check in checks_of(number) for result in run_checks(mutant, [check]))
+def checks_that_catch(number: str, mutant: Mutant) -> list[str]:
+    """The check that fails first on the script with the mutant's change, or none. One is enough."""
+    module = load_mutant(script_path(number), mutant)
+    results = (result for check in checks_of(number) for result in run_checks(module, [check]))
     return list(itertools.islice((result.name for result in results if not result.passed), 1))

@@ -254,31 +254,42 @@ def test_the_card_is_full_and_nearly_empty():
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
 MUTANTS = {
-    "forgets that K and V are two": ("width = 2 * config.num_key_value_heads", "width = config.num_key_value_heads"),
-    "counts the query heads": ("width = 2 * config.num_key_value_heads", "width = 2 * config.num_attention_heads"),
-    "forgets the element's size": ("* width * bytes_per_element", "* width * 2"),
+    "forgets that K and V are two": (
+        "kv_bytes_per_token",
+        "2 * config.num_key_value_heads",
+        "config.num_key_value_heads",
+    ),
+    "counts the query heads": ("kv_bytes_per_token", "config.num_key_value_heads", "config.num_attention_heads"),
+    "forgets the element's size": ("kv_bytes_per_token", "... * bytes_per_element", "... * 2"),
     "does not see itself": (
-        "keys[: length + 1], values[: length + 1]",
-        "keys[: max(length, 1)], values[: max(length, 1)]",
+        "decode_step",
+        "attention(..., keys[: length + 1], values[: length + 1], first=length)",
+        "attention(..., keys[: max(length, 1)], values[: max(length, 1)], first=length)",
     ),
     "sees garbage": (
-        "keys[: length + 1], values[: length + 1], first=length",
-        "keys[: length + 2], values[: length + 2], first=length + 1",
+        "decode_step",
+        "attention(..., keys[: length + 1], values[: length + 1], first=length)",
+        "attention(..., keys[: length + 2], values[: length + 2], first=length + 1)",
     ),
-    "writes one slot too early": ("keys[length], values[length] = k, v", "keys[length - 1], values[length - 1] = k, v"),
-    "forgets the scale": (" / math.sqrt(q.shape[-1])", ""),
-    "mixes up the groups": (".repeat_interleave(group, dim=1)", ".repeat(1, group, 1)"),
-    "forgets the value": ("keys[length], values[length] = k, v", "keys[length] = k"),
+    "writes one slot too early": (
+        "decode_step",
+        "keys[length], values[length] = ...",
+        "keys[length - 1], values[length - 1] = ...",
+    ),
+    "forgets the scale": ("attention", "... / math.sqrt(q.shape[-1])", "..."),
+    "mixes up the groups": ("attention", "....repeat_interleave(group, dim=1)", "....repeat(1, group, 1)"),
+    "forgets the value": ("decode_step", "keys[length], values[length] = k, v", "keys[length] = k"),
     "works on a copy": (
-        "keys[length], values[length] = k, v",
-        "keys, values = keys.clone(), values.clone(); keys[length], values[length] = k, v",
+        "decode_step",
+        "keys[length], values[length] = ...",
+        "keys, values = keys.clone(), values.clone(); keys[length], values[length] = ...",
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
-    assert checks_that_catch("01", *MUTANTS[mistake])
+    assert checks_that_catch("01", MUTANTS[mistake])
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------

@@ -287,40 +287,48 @@ def test_copy_kernel_compiles_everywhere():
 
 MUTANTS = {
     "takes the place in the table for the block": (
-        "[block_ids[position // block_size] * block_size",
-        "[(position // block_size) * block_size",
+        "slot_mapping",
+        "block_ids[position // block_size] * block_size",
+        "(position // block_size) * block_size",
     ),
-    "forgets the place in the block": (" * block_size + position % block_size for", " * block_size for"),
-    "hands out the null block": ("deque(self.blocks[1:])", "deque(self.blocks)"),
+    "forgets the place in the block": ("slot_mapping", "... + position % block_size", "..."),
+    "hands out the null block": ("BlockPool.__init__", "self.blocks[1:]", "self.blocks"),
     "takes what there is": (
-        "        if num_blocks > len(self.free):",
-        "        num_blocks = min(num_blocks, len(self.free))\n        if num_blocks > len(self.free):",
+        "BlockPool.get_new_blocks",
+        "if num_blocks > len(self.free): ...",
+        "num_blocks = min(num_blocks, len(self.free))",
     ),
-    "does not count a fork": ("            block.ref_cnt += 1", "            pass"),
+    "does not count a fork": ("BlockPool.touch", "block.ref_cnt += 1", ""),
     "frees what is shared": (
-        "            block.ref_cnt -= 1\n            if block.ref_cnt == 0:",
-        "            block.ref_cnt -= 1\n            if block.ref_cnt >= 0:",
+        "BlockPool.free_blocks",
+        "if block.ref_cnt == 0: free.append(block)",
+        "if block.ref_cnt >= 0: free.append(block)",
     ),
-    "frees twice": (
-        "            if block.ref_cnt == 0:\n                raise",
-        "            if False:\n                raise",
+    "frees twice": ("BlockPool.free_blocks", "if block.ref_cnt == 0: raise ...", ""),
+    "reuses last what was freed": (
+        "BlockPool.free_blocks",
+        "self.free.extendleft(reversed(free))",
+        "self.free.extend(free)",
     ),
-    "reuses last what was freed": ("self.free.extendleft(reversed(free))", "self.free.extend(free)"),
-    "turns the order round": ("self.free.extendleft(reversed(free))", "self.free.extendleft(free)"),
-    "writes into what others read": ("self.blocks[-1].ref_cnt > 1", "self.blocks[-1].ref_cnt > 2"),
-    "copies although nobody shares": ("self.blocks[-1].ref_cnt > 1", "self.blocks[-1].ref_cnt > 0"),
-    "copies full blocks": ("self.num_tokens % self.block_size > 0 and ", ""),
-    "does not say what to copy": ("            copies.append((shared.block_id, own.block_id))\n", ""),
-    "copies the wrong way": ("(shared.block_id, own.block_id)", "(own.block_id, shared.block_id)"),
-    "keeps hold of what it copied": ("            self.pool.free_blocks([shared])\n", ""),
-    "gives both tables one list": ("list(self.blocks), self.num_tokens", "self.blocks, self.num_tokens"),
-    "frees the head first": ("free_blocks(reversed(self.blocks))", "free_blocks(self.blocks)"),
+    "turns the order round": ("BlockPool.free_blocks", "reversed(free)", "free"),
+    "writes into what others read": ("BlockTable.must_copy", "....ref_cnt > 1", "....ref_cnt > 2"),
+    "copies although nobody shares": ("BlockTable.must_copy", "....ref_cnt > 1", "....ref_cnt > 0"),
+    "copies full blocks": ("BlockTable.must_copy", "self.num_tokens % self.block_size > 0", "True"),
+    "does not say what to copy": ("BlockTable.append", "copies.append(...)", ""),
+    "copies the wrong way": (
+        "BlockTable.append",
+        "(shared.block_id, own.block_id)",
+        "(own.block_id, shared.block_id)",
+    ),
+    "keeps hold of what it copied": ("BlockTable.append", "self.pool.free_blocks([shared])", ""),
+    "gives both tables one list": ("BlockTable.fork", "list(self.blocks)", "self.blocks"),
+    "frees the head first": ("BlockTable.free", "reversed(self.blocks)", "self.blocks"),
 }
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
-    assert checks_that_catch("02", *MUTANTS[mistake])
+    assert checks_that_catch("02", MUTANTS[mistake])
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------

@@ -247,33 +247,45 @@ def test_the_widgets_row_is_the_embedded_models():
 
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
-STEP_MAXIMUM, STEP_GUARD = "np.maximum(state.m, scores.max(axis=1))", "    safe = np.where(np.isneginf(m), 0.0, m)"
-MERGE_WEIGHTS = "np.exp(a.m - safe), np.exp(b.m - safe)"
-KEY_LOOP = "for first in range(0, rows[-1] + 1, block_k):"
-
 MUTANTS = {
-    "forgets to rescale O": ("o = keep[:, None] * state.o", "o = state.o"),
-    "forgets to rescale l": ("l = keep * state.l", "l = state.l"),
-    "takes the maximum of the tile only": (STEP_MAXIMUM, "scores.max(axis=1)"),
-    "keeps the first maximum": (STEP_MAXIMUM, "np.where(np.isneginf(state.m), scores.max(axis=1), state.m)"),
-    "takes no maximum off": ("weights = np.exp(scores - safe[:, None])", "weights = np.exp(scores)"),
-    "does not guard a row without keys": (f"{STEP_MAXIMUM}\n{STEP_GUARD}", f"{STEP_MAXIMUM}\n    safe = m"),
-    "changes the state it was given": ("l = keep * state.l +", "l = state.l; l *= keep; l +="),
-    "merges with the weights swapped": (MERGE_WEIGHTS, "np.exp(b.m - safe), np.exp(a.m - safe)"),
-    "averages what it merges": (MERGE_WEIGHTS, "0.5 / a.l, 0.5 / b.l"),
-    "merges l without its weight": ("Partial(m, of_a * a.l + of_b * b.l,", "Partial(m, a.l + b.l,"),
-    "merges under the left maximum": ("m = np.maximum(a.m, b.m)", "m = a.m"),
-    "reads the future": ("range(0, rows[-1] + 1, block_k)", "range(0, len(k), block_k)"),
-    "forgets the scale": ("block_q] / math.sqrt(q.shape[1])", "block_q]"),
-    "masks by the place in the tile": ("masked(scores, rows, first)", "masked(scores, rows)"),
-    "makes one tile of all keys": (KEY_LOOP, "block_k = len(k)\n        for first in (0,):"),
+    "forgets to rescale O": ("softmax_step", "keep[:, None] * state.o", "state.o"),
+    "forgets to rescale l": ("softmax_step", "keep * state.l", "state.l"),
+    "takes the maximum of the tile only": ("softmax_step", "np.maximum(state.m, ...)", "..."),
+    "keeps the first maximum": (
+        "softmax_step",
+        "np.maximum(state.m, ...)",
+        "np.where(np.isneginf(state.m), ..., state.m)",
+    ),
+    "takes no maximum off": ("softmax_step", "np.exp(scores - safe[:, None])", "np.exp(scores)"),
+    "does not guard a row without keys": ("softmax_step", "safe = ...", "safe = m"),
+    "changes the state it was given": (
+        "softmax_step",
+        "l = keep * state.l + ...",
+        "l = state.l; l *= keep; l += ...",
+    ),
+    "merges with the weights swapped": (
+        "merge",
+        "np.exp(a.m - safe), np.exp(b.m - safe)",
+        "np.exp(b.m - safe), np.exp(a.m - safe)",
+    ),
+    "averages what it merges": ("merge", "np.exp(a.m - safe), np.exp(b.m - safe)", "0.5 / a.l, 0.5 / b.l"),
+    "merges l without its weight": ("merge", "of_a * a.l + of_b * b.l", "a.l + b.l"),
+    "merges under the left maximum": ("merge", "np.maximum(a.m, b.m)", "a.m"),
+    "reads the future": ("tiled_attention", "range(0, rows[-1] + 1, block_k)", "range(0, len(k), block_k)"),
+    "forgets the scale": ("tiled_attention", "... / math.sqrt(q.shape[1])", "..."),
+    "masks by the place in the tile": ("tiled_attention", "masked(scores, rows, first)", "masked(scores, rows)"),
+    "makes one tile of all keys": (
+        "tiled_attention",
+        "for first in range(0, rows[-1] + 1, block_k): ...",
+        "block_k = len(k)\nfor first in (0,): ...",
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some mistakes make NaN
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
-    assert checks_that_catch("03", *MUTANTS[mistake])
+    assert checks_that_catch("03", MUTANTS[mistake])
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------

@@ -184,33 +184,35 @@ def test_the_engine_takes_the_steps_that_the_simulator_takes():
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
 MUTANTS = {
-    "forgets who runs": ("    for request in running:\n        token_budget = give(request, token_budget)\n", ""),
-    "forgets to spend the budget": ("return budget - num_new_tokens", "return budget"),
+    "forgets who runs": ("schedule", "for request in running: ...", ""),
+    "forgets to spend the budget": ("schedule.give", "budget - num_new_tokens", "budget"),
     "postpones a prompt that does not fit": (
-        "        if num_new_tokens > 0:",
-        "        if 0 < known - request.num_computed_tokens <= budget:",
+        "schedule.give",
+        "num_new_tokens > 0",
+        "0 < known - request.num_computed_tokens <= budget",
     ),
-    "admits for nothing": ("while waiting and token_budget > 0 and", "while waiting and"),
-    "forgets the places": ("while waiting and token_budget > 0 and len(running) < max_num_seqs:",
-                           "while waiting and token_budget > 0:"),
-    "one place too many": ("len(running) < max_num_seqs:", "len(running) <= max_num_seqs:"),
-    "takes the last to come": ("running.append(waiting.popleft())", "running.append(waiting.pop())"),
+    "admits for nothing": ("schedule", "waiting and token_budget > 0 and ...", "waiting and ..."),
+    "forgets the places": ("schedule", "... and ... and len(running) < max_num_seqs", "... and ..."),
+    "one place too many": ("schedule", "len(running) < max_num_seqs", "len(running) <= max_num_seqs"),
+    "takes the last to come": ("schedule", "waiting.popleft()", "waiting.pop()"),
     "puts the new ones first": (
-        "running.append(waiting.popleft())\n        token_budget = give(running[-1], token_budget)",
-        "running.insert(0, waiting.popleft())\n        token_budget = give(running[0], token_budget)",
+        "schedule",
+        "running.append(...)\ntoken_budget = give(running[-1], token_budget)",
+        "running.insert(0, ...)\ntoken_budget = give(running[0], token_budget)",
     ),
-    "does not count at once": ("            request.num_computed_tokens += num_new_tokens\n", ""),
+    "does not count at once": ("schedule.give", "request.num_computed_tokens += ...", ""),
     "has a prefill phase": (
-        "    for request in running:\n        token",
-        "    for request in running if not waiting else []:\n        token",
+        "schedule",
+        "for request in running: ...",
+        "for request in running if not waiting else []: ...",
     ),
-    "lists those who get nothing": ("        if num_new_tokens > 0:", "        if num_new_tokens >= 0:"),
-}  # fmt: skip
+    "lists those who get nothing": ("schedule.give", "num_new_tokens > 0", "num_new_tokens >= 0"),
+}
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
-    assert checks_that_catch("04", *MUTANTS[mistake])
+    assert checks_that_catch("04", MUTANTS[mistake])
 
 
 def test_a_wrong_prediction_is_caught():

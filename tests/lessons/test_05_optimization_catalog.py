@@ -267,37 +267,40 @@ def test_wrong_drafts_change_nothing_either(monkeypatch):
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
 MUTANTS = {
-    "names a block by its tokens alone": ("sha256(parent + tokens + ", "sha256(tokens + "),
-    "names the block that is not full": ("len(token_ids) - block_size + 1, block_size)", "len(token_ids), block_size)"),
-    "forgets the salt": ('(b"" if start else extra)', 'b""'),
-    "a chain that does not go on": ("        parent = hashlib.sha256(", "        name = hashlib.sha256("),
-    "one scale for all rows": ("scales = rows.float().abs().amax(-1) / 127",
-                               "scales = rows.float().abs().amax().expand(rows.shape[:-1]) / 127"),
-    "cuts off": ("nearest = torch.floor(rows / scales.clamp(min=1e-30)[..., None] + 0.5)",
-                 "nearest = torch.trunc(rows / scales.clamp(min=1e-30)[..., None])"),
-    "divides by zero": ("scales.clamp(min=1e-30)[..., None] + 0.5)\n    return nearest.to",
-                        "scales[..., None] + 0.5)\n    return nearest.nan_to_num(1).to"),
-    "goes to −128": ("abs().amax(-1) / 127\n    nearest", "abs().amax(-1) / 128\n    nearest"),
-    "finds the ending itself": ("for start in range(len(tokens) - n):", "for start in range(len(tokens) - n + 1):"),
-    "takes the latest place": ("for start in range(len(tokens) - n):",
-                               "for start in reversed(range(len(tokens) - n)):"),
-    "tries the shortest first": ("range(min(longest, len(tokens) - 1), 0, -1)",
-                                 "range(1, min(longest, len(tokens) - 1) + 1)"),
-    "drafts without end": ("tokens[start + n : start + n + count]", "tokens[start + n :]"),
-    "gives up after the longest": ("tokens[start + n : start + n + count])\n",
-                                   "tokens[start + n : start + n + count])\n        break\n"),
-    "no word of its own": ("list(favourites[: kept + 1])", "list(favourites[:kept])"),
-    "trusts its drafts": ("    kept = 0\n", "    kept = len(drafts)\n"),
-    "keeps what is right after a mistake": (
-        "    while kept < len(drafts) and drafts[kept] == favourites[kept]:\n        kept += 1\n",
-        "    kept = sum(a == b for a, b in zip(drafts, favourites, strict=False))\n",
+    "names a block by its tokens alone": ("block_hashes", "parent + tokens", "tokens"),
+    "names the block that is not full": ("block_hashes", "len(token_ids) - block_size + 1", "len(token_ids)"),
+    "forgets the salt": ("block_hashes", "b'' if start else extra", "b''"),
+    "a chain that does not go on": (
+        "block_hashes",
+        "parent = hashlib.sha256(...).digest()",
+        "name = hashlib.sha256(...).digest()",
     ),
-}  # fmt: skip
+    "one scale for all rows": ("quantize", "....amax(-1)", "....amax().expand(rows.shape[:-1])"),
+    "cuts off": ("quantize", "torch.floor(... + 0.5)", "torch.trunc(...)"),
+    "divides by zero": (
+        "quantize",
+        "torch.floor(rows / scales.clamp(min=1e-30)[..., None] + 0.5)",
+        "torch.floor(rows / scales[..., None] + 0.5).nan_to_num(1)",
+    ),
+    "goes to −128": ("quantize", "... / 127", "... / 128"),
+    "finds the ending itself": ("propose", "range(len(tokens) - n)", "range(len(tokens) - n + 1)"),
+    "takes the latest place": ("propose", "range(len(tokens) - n)", "reversed(range(len(tokens) - n))"),
+    "tries the shortest first": ("propose", "range(..., 0, -1)", "range(1, ... + 1)"),
+    "drafts without end": ("propose", "tokens[start + n : start + n + count]", "tokens[start + n :]"),
+    "gives up after the longest": ("propose", "for start in ...: ...", "for start in ...: ...\nbreak"),
+    "no word of its own": ("verify", "favourites[: kept + 1]", "favourites[:kept]"),
+    "trusts its drafts": ("verify", "kept = 0", "kept = len(drafts)"),
+    "keeps what is right after a mistake": (
+        "verify",
+        "while ...: kept += 1",
+        "kept = sum(a == b for a, b in zip(drafts, favourites, strict=False))",
+    ),
+}
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
-    assert checks_that_catch("05", *MUTANTS[mistake])
+    assert checks_that_catch("05", MUTANTS[mistake])
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------

@@ -129,9 +129,9 @@ def test_heads_that_cannot_be_divided(tp):
 
 @pytest.mark.parametrize("dtype", ["int3", "", "fp16"])
 def test_unknown_dtype_is_named(dtype):
-    with pytest.raises(MinivllmError, match="unknown dtype"):
+    with pytest.raises(MinivllmError, match=repr(dtype)):
         kv_bytes_per_token(LLAMA, dtype)
-    with pytest.raises(MinivllmError, match="unknown dtype"):
+    with pytest.raises(MinivllmError, match=repr(dtype)):
         weight_bytes(known_model("Qwen3-8B"), dtype)
 
 
@@ -402,18 +402,18 @@ WHOLE = known_model("Llama-3.1-8B")
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda: kv_cache_tokens("1", WHOLE), "kv_bytes is '1'"),
-        (lambda: kv_cache_tokens(float("nan"), WHOLE), "kv_bytes is nan"),
-        (lambda: max_concurrency(None, 100), "tokens is None"),
-        (lambda: max_concurrency(-1, 100), "tokens is -1"),
-        (lambda: weight_bytes(WHOLE, []), r"unknown dtype of weights \[\]"),
-        (lambda: rotary_table_bytes(WHOLE, "int3"), "unknown dtype of weights 'int3'"),
-        (lambda: memory_ledger(WHOLE, None), "no figures for the GPU None"),
-        (lambda: memory_ledger(WHOLE, "H100", gpu_memory_utilization="x"), "up to 1, not 'x'"),
-        (lambda: memory_ledger(WHOLE, "H100", gpu_memory_utilization=True), "up to 1, not True"),
-        (lambda: memory_ledger(WHOLE, "H100", weights=-1), "weights is -1"),
-        (lambda: memory_ledger(WHOLE, "H100", non_torch="1"), "non_torch is '1'"),
-        (lambda: known_model(None), "no known shape for the model None"),
+        (lambda: kv_cache_tokens("1", WHOLE), "kv_bytes.*'1'"),
+        (lambda: kv_cache_tokens(float("nan"), WHOLE), "kv_bytes.*nan"),
+        (lambda: max_concurrency(None, 100), "tokens.*None"),
+        (lambda: max_concurrency(-1, 100), "tokens.*-1"),
+        (lambda: weight_bytes(WHOLE, []), r"dtype.*\[\]"),
+        (lambda: rotary_table_bytes(WHOLE, "int3"), "dtype.*int3"),
+        (lambda: memory_ledger(WHOLE, None), "GPU None"),
+        (lambda: memory_ledger(WHOLE, "H100", gpu_memory_utilization="x"), "gpu_memory_utilization.*'x'"),
+        (lambda: memory_ledger(WHOLE, "H100", gpu_memory_utilization=True), "gpu_memory_utilization.*True"),
+        (lambda: memory_ledger(WHOLE, "H100", weights=-1), "weights.*-1"),
+        (lambda: memory_ledger(WHOLE, "H100", non_torch="1"), "non_torch.*'1'"),
+        (lambda: known_model(None), "model None"),
     ],
 )
 def test_nonsense_is_named(ask, said):

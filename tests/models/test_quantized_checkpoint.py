@@ -162,7 +162,7 @@ def test_the_engine_runs_one_and_counts_its_bytes(tmp_path):
     held = sum(p.nbytes for p in runner_of(core).model.layers.parameters() if p.ndim == 2)
     assert held == linears
     assert next(row.bytes for row in core.ledger.rows if "weights" in row.name) == runner_of(core).weight_bytes()
-    with pytest.raises(MinivllmError, match=r"already quantized \(gptq\).*'int8' again: leave quantization out"):
+    with pytest.raises(MinivllmError, match=r"gptq.*int8.*quantization"):
         LLM(directory, **settings, quantization="int8")
     assert LLM(directory, **settings, load_format="dummy").generate([[1, 2, 3]])[0].outputs[0].token_ids
 
@@ -236,16 +236,16 @@ def compressed_with(**weights):
 )  # fmt: skip
 def test_what_is_not_computed_is_refused_and_what_works_is_named(quantization_config, named):
     config = config_with(quantization_config)
-    with pytest.raises(UnsupportedModelError, match=f'{named}.*supported are GPTQ.*quantization="int8"'):
+    with pytest.raises(UnsupportedModelError, match=f'{named}.*GPTQ.*quantization="int8"'):
         packed_format(config)
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM is quantized with"):
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
         random_model(config)
 
 
 def test_groups_that_do_not_fit_are_refused():
-    with pytest.raises(MinivllmError, match="rows of 688 weights cannot have groups of 128: possible are 16, 688"):
+    with pytest.raises(MinivllmError, match=r"\b688\b.*\b128\b.*16, 688"):
         random_model(config_with({**GPTQ, "group_size": 128}))
-    with pytest.raises(MinivllmError, match="not 'many'"):
+    with pytest.raises(MinivllmError, match="many"):
         packed_format(config_with({**GPTQ, "group_size": "many"}))
 
 
@@ -263,10 +263,10 @@ def test_tensors_that_say_otherwise_than_the_config_are_refused(tmp_path):
             load_model(write(tmp_path, tensors, gptq_config(source)))
     for suffix in ("weight_zero_point", "weight_g_idx"):
         tensors = source.compressed() | {f"{linear}.{suffix}": torch.zeros(4)}
-        with pytest.raises(UnsupportedModelError, match="k_proj is asymmetric, or"):
+        with pytest.raises(UnsupportedModelError, match=r"k_proj.*asymmetric"):
             load_model(write(tmp_path, tensors, compressed_config(source)))
     tensors = source.compressed() | {"lm_head.weight_packed": torch.zeros(4, 4, dtype=torch.int32)}
-    with pytest.raises(UnsupportedModelError, match="the head, lm_head, is quantized too"):
+    with pytest.raises(UnsupportedModelError, match="lm_head"):
         load_model(write(tmp_path, tensors, compressed_config(source)))
 
 

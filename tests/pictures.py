@@ -1,0 +1,92 @@
+"""Are two pictures the same? What they show is compared, not the bytes of their files."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+HALF_A_PIXEL = 0.5
+NUMBER = re.compile(r"(?<![\w#.])[-−+]?\d+(?:\.\d+)?(?![\w.])")
+COORDINATE = re.compile(r"[-+]?\d*\.?\d+(?:e[-+]?\d+)?")
+DESCRIPTION = ".//{http://purl.org/dc/elements/1.1/}description"
+WORDS = ("aria-label", "fill", "font-family", "stroke")
+
+
+def differences(drawn: str, shown: str) -> list[str]:
+    """How two drawings of our own SVG differ, a line each; none where a reader could not tell them apart.
+
+    Elements, their order, words and whole numbers must be equal. Coordinates may be half a pixel apart, and decimals in
+    words one unit of their last digit: other machines round sums otherwise.
+    """
+    return list(_element_differences(ET.fromstring(drawn), ET.fromstring(shown), "svg"))
+
+
+def _element_differences(drawn: ET.Element, shown: ET.Element, place: str) -> Iterator[str]:
+    if drawn.tag != shown.tag or drawn.keys() != shown.keys() or len(drawn) != len(shown):
+        yield f"{place}: <{_outline(drawn)}> and <{_outline(shown)}>"
+        return
+    for name, value in drawn.items():
+        same = _same_words if name in WORDS else _same_coordinates
+        if not same(value, shown.get(name, "")):
+            yield f"{place}: {name}={value[:80]!r} and {shown.get(name, '')[:80]!r}"
+    for mine, theirs in ((drawn.text, shown.text), (drawn.tail, shown.tail)):
+        if not _same_words(mine or "", theirs or ""):
+            yield f"{place}: {mine!r} and {theirs!r}"
+    for index, (mine, theirs) in enumerate(zip(drawn, shown, strict=True)):
+        yield from _element_differences(mine, theirs, f"{place}/{_name(mine)}[{index}]")
+
+
+def _name(element: ET.Element) -> str:
+    return element.tag.rpartition("}")[2]
+
+
+def _outline(element: ET.Element) -> str:
+    return f"{_name(element)} {' '.join(element.keys())}> with {len(element)} parts"
+
+
+def _same_words(one: str, other: str) -> bool:
+    if NUMBER.sub("#", one) != NUMBER.sub("#", other):
+        return False
+    return all(map(_same_number, NUMBER.findall(one), NUMBER.findall(other)))
+
+
+def _same_number(one: str, other: str) -> bool:
+    decimals = len(one.partition(".")[2])
+    if decimals != len(other.partition(".")[2]):
+        return False
+    scale = 10**decimals
+    apart = abs(round(float(one.replace("−", "-")) * scale) - round(float(other.replace("−", "-")) * scale))
+    return apart <= (1 if decimals else 0)
+
+
+def _same_coordinates(one: str, other: str) -> bool:
+    if COORDINATE.sub("#", one) != COORDINATE.sub("#", other):
+        return False
+    pairs = zip(COORDINATE.findall(one), COORDINATE.findall(other), strict=True)
+    return all(abs(float(a) - float(b)) <= HALF_A_PIXEL for a, b in pairs)
+
+
+def contents(path: Path) -> list[dict[str, Any]]:
+    """What a figure that `minivllm.lab.figures.panels` wrote shows, panel by panel: it keeps that beside its shapes."""
+    description = ET.parse(path).find(DESCRIPTION)
+    assert description is not None, f"{path.name} does not say what it shows: draw it again"
+    return json.loads(description.text or "")
+
+
+def contents_differ(drawn: Any, shown: Any, place: str = "panels") -> list[str]:
+    """How the contents of two figures differ: words must be equal, numbers within a thousandth."""
+    if isinstance(drawn, dict) and isinstance(shown, dict) and drawn.keys() == shown.keys():
+        return [line for key in drawn for line in contents_differ(drawn[key], shown[key], f"{place}.{key}")]
+    if isinstance(drawn, list) and isinstance(shown, list):
+        pairs = enumerate(zip_longest(drawn, shown))
+        return [line for index, pair in pairs for line in contents_differ(*pair, f"{place}[{index}]")]
+    if isinstance(drawn, float | int) and isinstance(shown, float | int):
+        same = abs(drawn - shown) <= 1e-3 * max(abs(drawn), abs(shown), 1e-9)
+    else:
+        same = drawn == shown
+    return [] if same else [f"{place}: {drawn!r} and {shown!r}"]
