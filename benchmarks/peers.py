@@ -24,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class Peer:
     dtype: str
     batch: int = 0
     python: Path = Path(sys.executable)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def peers_of(device: str, vllm_python: Path) -> list[Peer]:
@@ -124,7 +126,7 @@ class Running:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment,
+                env=environment | dict(peer.environment),
                 cwd=folder,  # not the repository, whose folder vllm/ would pose as the library
             )
         self.facts: dict[str, Any] = {}
