@@ -28,5 +28,8 @@ def with_others(path: str | Path, found: dict[str, Any]) -> dict[str, Any]:
         return found
     if earlier.get("name") != found["name"]:
         return found
-    others = [one for one in all_kinds(earlier) if kind_of(one) != kind_of(found)]
-    return found | {OTHERS: others} if others else found
+    kinds: dict[str, dict[str, Any]] = {}
+    for one in (*all_kinds(found), *all_kinds(earlier)):
+        kinds.setdefault(kind_of(one), one)  # the newer of two stays
+    newest, *others = kinds.values()
+    return newest | {OTHERS: others} if others else newest
