@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -81,6 +82,25 @@ def test_the_watcher_holds_the_team_while_others_want_the_cores():
     for _ in range(10):
         look(0.1, 0.0)
     assert team.calls == ["hold", "let go"]
+
+
+def test_a_reading_that_others_held_up_is_not_put_off():
+    def read():
+        time.sleep(0.05)
+        return {1: CpuTimes(time.monotonic(), 0.0)}
+
+    watcher = Watcher(FakeTeam(), read)  # type: ignore[arg-type]
+    assert watcher.look() < 2 * SECONDS
+
+
+def test_where_reading_is_dear_it_is_done_less_often():
+    def read():
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+        return {1: CpuTimes(time.monotonic(), 0.0)}
+
+    assert Watcher(FakeTeam(), read).look() >= 1.0  # type: ignore[arg-type]
 
 
 THREADS_THAT_WAIT = """
