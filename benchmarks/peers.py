@@ -24,10 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from processors import all_kinds, kind_of, with_others
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
@@ -62,6 +65,7 @@ class Peer:
     dtype: str
     batch: int = 0
     python: Path = Path(sys.executable)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def peers_of(device: str, vllm_python: Path) -> list[Peer]:
@@ -124,7 +128,7 @@ class Running:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment,
+                env=environment | dict(peer.environment),
                 cwd=folder,  # not the repository, whose folder vllm/ would pose as the library
             )
         self.facts: dict[str, Any] = {}
@@ -252,9 +256,23 @@ def table_of(found: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tu
     return ("engine", "tokens/s", "turns", "of one by one", "ours of it", "alone", "same tokens"), rows
 
 
-def show(found: dict[str, dict[str, Any]]) -> None:
-    """The table."""
-    table("Output tokens a second: all requests at once, and one alone", *table_of(found))
+def table_of_processors(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns, and a row for each kind of processor: ours in both types, and how many times vLLM's rate that is."""
+    rows = []
+    for one in all_kinds(found):
+        peers, row = one["figures"]["peers"], [kind_of(one), one["date"]]
+        for dtype in ("fp32", "bf16"):
+            ours, vllm = peers.get(f"minivllm {dtype}"), peers.get(f"vLLM {dtype}")
+            row.append(f"{ours['all']:,.0f}" if ours else "")
+            row.append(f"{vllm['ours_of_it'] / ours['ours_of_it']:.2f} ×" if ours and vllm else "")
+        rows.append(tuple(row))
+    return ("processor", "date", "ours fp32", "of vLLM's", "ours bf16", "of vLLM's"), rows
+
+
+def show(found: dict[str, Any]) -> None:
+    """The tables."""
+    table("Output tokens a second: all requests at once, and one alone", *table_of(found["figures"]["peers"]))
+    table("By kind of processor: output tokens a second, all requests at once", *table_of_processors(found))
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -262,11 +280,13 @@ def markdown(found: dict[str, Any]) -> str:
     figures, where = found["figures"], found["machine"]
     versions = where["versions"]
     vllm = {one["version"] for title, one in figures["peers"].items() if title.startswith("vLLM")}
+    kinds = "" if len(all_kinds(found)) == 1 else f"\n\n{markdown_table(*table_of_processors(found))}"
     return (
         f"{markdown_table(*table_of(figures['peers']))}\n\n"
         f"Measured by `make peers` on {where['cpu']}, {where['cores']} cores: torch {versions['torch']}, "
         f"transformers {versions['transformers']}, vLLM {', '.join(vllm) or 'absent'}; medians of "
         f'{figures["rounds"]} rounds. "Ours of it" compares a turn with the mean of ours before and after it.'
+        f"{kinds}"
     )
 
 
@@ -290,7 +310,9 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: argparse.Namespace) -> None:
     """Measure or read, show, keep."""
     found = read_record(arguments.source, "peers") if arguments.source else measured(arguments)
-    show(found["figures"]["peers"])
+    if arguments.json:
+        found = with_others(arguments.json, found)
+    show(found)
     if "floor" in found["figures"]:
         console.print(f"our engine runs at {found['figures']['floor']['share']:.0%} of what its memory traffic allows")
     print(json.dumps(found))

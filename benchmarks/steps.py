@@ -30,6 +30,7 @@ from unittest import mock
 
 import torch
 from peers import requests_of
+from processors import with_others
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.arg_utils import DTYPES, EngineArgs
@@ -39,7 +40,7 @@ from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.progress import track
-from minivllm.lab.results import machine, record, write_json
+from minivllm.lab.results import machine, record, write_record
 from minivllm.lab.tables import markdown_table, table
 from minivllm.lab.timing import Stopwatch
 from minivllm.models.decoder import Decoder, Linear
@@ -298,9 +299,10 @@ def main(arguments: argparse.Namespace) -> None:
         figures = figures_of(variant, arguments)
         show(figures, f"A step of {arguments.requests} requests, {arguments.dtype}, mean of {figures['steps']}")
     context = {"dtype": arguments.dtype, "requests": arguments.requests}
-    print(json.dumps(record("steps", figures, **context)))
+    found = record("steps", figures, **context)
+    print(json.dumps(found))
     if arguments.json:
-        write_json(arguments.json, "steps", figures, **context)
+        write_record(arguments.json, with_others(arguments.json, found))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
 from minivllm.models.parallel import GroupCoordinator, kv_part
 from minivllm.models.quantized_checkpoint import packed_format
+from minivllm.platforms.spinning import limit_spinning
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -240,6 +241,8 @@ def _is_sharded_on_hub(name: str) -> bool:
 def _empty_model(
     config: ModelConfig, device: str | torch.device, dtype: str | torch.dtype, group: GroupCoordinator | None
 ) -> Decoder:
+    if torch.device(device).type == "cpu":
+        limit_spinning()  # here, since everything that computes with a model comes this way
     stored_as = packed_format(config)
     linear = stored_as.linear if stored_as else None
     with torch.device(device), _default_dtype(torch_dtype(config.dtype if dtype == "auto" else dtype)):

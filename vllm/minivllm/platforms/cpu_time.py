@@ -40,7 +40,8 @@ def thread_times(tasks: Path = TASKS) -> ThreadTimes:
         return {}
     for name in names:
         try:
-            ran, waited, _ = (tasks / name / "schedstat").read_text().split()
+            with open(f"{tasks}/{name}/schedstat", "rb", buffering=0) as file:
+                ran, waited, _ = file.read(64).split()
         except (OSError, ValueError):  # the thread has just ended, or the kernel does not count
             continue
         times[int(name)] = CpuTimes(int(ran) * NANOSECONDS, int(waited) * NANOSECONDS)

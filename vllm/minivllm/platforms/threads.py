@@ -46,7 +46,7 @@ def run_on_threads(function: Callable[[int], object], address: int, threads: int
     if threads <= 1:
         function(address)
         return
-    region = _parallel_region()
+    region = parallel_region()
     if region is not None:
         region(function, address, threads, 0)
         return
@@ -58,8 +58,8 @@ def run_on_threads(function: Callable[[int], object], address: int, threads: int
 
 
 @functools.cache
-def _parallel_region() -> Callable[..., None] | None:
-    """`GOMP_parallel` of the OpenMP library that PyTorch is linked with; None where it has none."""
+def parallel_region() -> Callable[..., None] | None:
+    """`GOMP_parallel(function, address, threads, flags)` of the library that PyTorch is linked with; None without."""
     library = Path(torch.__file__).parent / "lib" / LIBRARY.get(sys.platform, "")
     try:
         region = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in what the library is linked with

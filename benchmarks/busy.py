@@ -1,0 +1,133 @@
+"""The engine on a machine that is not idle: its rate alone, and beside one, two and four busy processes.
+
+    uv run python benchmarks/busy.py              # 5 minutes, on a machine that is otherwise idle
+    uv run python benchmarks/busy.py --quick
+
+The embedded model in fp32; 128 requests at once, prompts and outputs of 16 to 128 tokens; greedy. Each way to wait has
+a process of its own, and all take turns; the median counts. The busy processes are loops in Python that this script
+starts, and ends. The first way is the engine's own: its threads spin, and sleep while others want the cores. In
+the others the environment sets how long they spin: always (the library's own default), for so many turns, never.
+The table is followed by one line of JSON.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from peers import SETTLED_SECONDS, Peer, Running, requests_of
+from processors import with_others
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.progress import track
+from minivllm.lab.results import record, write_record
+from minivllm.lab.tables import console, table
+
+OURS, SPINNING, PASSIVE = "as it is", "always spinning", "never spinning"
+WAYS: dict[str, dict[str, str]] = {
+    OURS: {},
+    SPINNING: {"GOMP_SPINCOUNT": "300000"},
+    "10,000 turns": {"GOMP_SPINCOUNT": "10000"},
+    "1,000 turns": {"GOMP_SPINCOUNT": "1000"},
+    PASSIVE: {"OMP_WAIT_POLICY": "passive"},
+}
+NEIGHBOURS = (0, 1, 2, 4)
+SPIN = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
+LONGEST = 300.0
+"""Seconds after which a busy process ends, should nobody end it."""
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """So many processes that do nothing but keep a core busy, until the block ends."""
+    with ExitStack() as running:
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-S", "-c", SPIN, str(LONGEST)])
+            running.callback(process.wait)
+            running.callback(process.kill)
+        yield
+
+
+def work_of(requests: int, seed: int) -> dict[str, Any]:
+    """What `peer_engines/run_minivllm.py` reads."""
+    vocab_size = ModelConfig.from_pretrained(EMBEDDED_MODEL).vocab_size
+    shape = {"model": str(EMBEDDED_MODEL), "load_format": "auto", "max_model_len": 1024, "max_num_batched_tokens": 2048}
+    return {**shape, "device": "cpu", "requests": requests_of(requests, 16, 128, vocab_size, seed)}
+
+
+def measure(neighbours: tuple[int, ...], rounds: int, work: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Tokens per second by way and number of busy processes: the median, and the turns."""
+    tokens = sum(one["output"] for one in work["requests"])
+    turns: dict[str, dict[str, list[float]]] = {way: {str(count): [] for count in neighbours} for way in WAYS}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as processes:
+        peers = [
+            Peer(way, "run_minivllm.py", "float32", environment={"MINIVLLM_LOGGING_LEVEL": "WARNING", **environment})
+            for way, environment in WAYS.items()
+        ]
+        engines = [processes.enter_context(Running(peer, work, Path(name))) for peer in track(peers, "starting")]
+        for count in track(neighbours, "turns"):
+            with busy_processes(count):
+                for engine in [engine for _ in range(rounds) for engine in engines]:
+                    time.sleep(SETTLED_SECONDS)
+                    turns[engine.peer.title][str(count)].append(tokens / engine.ask("all")["seconds"])
+    return {
+        way: {count: {"rate": statistics.median(rates), "turns": rates} for count, rates in found.items()}
+        for way, found in turns.items()
+    }
+
+
+def against(rates: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float]:
+    """The engine's rate as a share: alone, of always spinning; beside others, of never spinning."""
+    return {
+        count: one["rate"] / rates[SPINNING if count == "0" else PASSIVE][count]["rate"]
+        for count, one in rates[OURS].items()
+    }
+
+
+def show(rates: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """The table, and how far the engine's own way is from the best of both."""
+    counts = list(rates[OURS])
+    columns = ("threads that wait", *("alone" if count == "0" else f"beside {count}" for count in counts))
+    rows = [(way, *(f"{found[count]['rate']:,.0f}" for count in counts)) for way, found in rates.items()]
+    table("Tokens a second, alone and beside busy processes", columns, rows)
+    alone, *beside = against(rates).values()
+    console.print(
+        f"{OURS}: alone {alone:.0%} of always spinning; beside {', '.join(counts[1:])} busy processes "
+        f"{', '.join(f'{share:.0%}' for share in beside)} of never spinning"
+    )
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, show, keep."""
+    quick = arguments.quick
+    rounds = arguments.rounds or (1 if quick else 3)
+    work = work_of(32 if quick else 128, arguments.seed)
+    rates = measure((0, 4) if quick else NEIGHBOURS, rounds, work)
+    show(rates)
+    figures = {"ways": rates, "against": against(rates), "rounds": rounds, "requests": len(work["requests"])}
+    found = record("busy", figures)
+    print(json.dumps(found))
+    if arguments.json:
+        write_record(arguments.json, with_others(arguments.json, found))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--quick", action="store_true", help="32 requests, one round, alone and beside four")
+    flags.add_argument("--rounds", type=positive_int, help="turns of each way (default: 3, quick: 1)")
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    flags.add_argument("--seed", type=int, default=0, help="seed of lengths and prompts (default: 0)")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

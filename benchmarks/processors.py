@@ -1,0 +1,35 @@
+"""Results of several kinds of processor in one file: a benchmark replaces its own kind's and keeps the others'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+OTHERS = "other_processors"
+"""Where the newest record holds those of other kinds, newest first."""
+
+
+def kind_of(found: dict[str, Any]) -> str:
+    """The processor of a record, as a person says it."""
+    return f"{found['machine']['cpu']}, {found['machine']['cores']} cores"
+
+
+def all_kinds(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The record and those of other processors that it holds."""
+    return [{name: value for name, value in found.items() if name != OTHERS}, *found.get(OTHERS, [])]
+
+
+def with_others(path: str | Path, found: dict[str, Any]) -> dict[str, Any]:
+    """The record with what the file at `path` holds of other kinds of processor."""
+    try:
+        earlier = json.loads(Path(path).read_text())
+    except (OSError, ValueError):
+        return found
+    if earlier.get("name") != found["name"]:
+        return found
+    kinds: dict[str, dict[str, Any]] = {}
+    for one in (*all_kinds(found), *all_kinds(earlier)):
+        kinds.setdefault(kind_of(one), one)  # the newer of two stays
+    newest, *others = kinds.values()
+    return newest | {OTHERS: others} if others else newest

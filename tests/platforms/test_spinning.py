@@ -1,0 +1,230 @@
+"""Threads that wait spin on a quiet machine and sleep on a busy one."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from minivllm.platforms import spinning
+from minivllm.platforms.cpu_time import CpuTimes
+from minivllm.platforms.spinning import IDLE_SECONDS, SECONDS, Contention, Watcher, limit_spinning
+
+
+def readings(*shares: float) -> list[bool]:
+    """What each of these shares of waiting, in readings of a tenth of a second on two threads, makes of the machine."""
+    contention = Contention()
+    return [contention.take(CpuTimes(0.2 * (1 - share), 0.2 * share)) for share in shares]
+
+
+def test_a_quiet_machine_stays_quiet():
+    assert not any(readings(*[0.0, 0.04, 0.08, 0.15] * 20))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_neighbours_are_noticed_within_half_a_second(share):
+    assert readings(*[share] * 5)[-1]
+
+
+def test_one_hiccup_is_no_neighbour():
+    assert not any(readings(0.02, 0.6, 0.02, 0.02))
+
+
+def test_it_is_quiet_again_when_they_have_gone_and_not_at_one_quiet_reading():
+    found = readings(*[0.6] * 10, 0.05, *[0.6] * 3, *[0.03] * 10)
+    assert all(found[3:14])
+    assert not found[-1]
+
+
+def test_between_the_two_limits_nothing_changes():
+    assert not readings(*[0.15] * 50)[-1]
+    assert readings(*[0.6] * 10, *[0.15] * 50)[-1]
+
+
+def test_a_process_that_does_nothing_learns_nothing():
+    contention = Contention()
+    for _ in range(10):
+        contention.take(CpuTimes(0.05, 0.05))
+    assert contention.take(CpuTimes(0.001, 0.0))
+    assert Contention().take(CpuTimes(0.001, 0.01)) is False
+
+
+class FakeTeam:
+    def __init__(self) -> None:
+        self.held, self.calls = False, []
+
+    def hold(self) -> None:
+        self.held = True
+        self.calls.append("hold")
+
+    def let_go(self) -> None:
+        self.held = False
+        self.calls.append("let go")
+
+
+def test_the_watcher_holds_the_team_while_others_want_the_cores():
+    now, team = {1: CpuTimes(0.0, 0.0)}, FakeTeam()
+    watcher = Watcher(team, lambda: dict(now))  # type: ignore[arg-type]
+
+    def look(ran: float, waited: float) -> float:
+        now[1] = CpuTimes(now[1].ran + ran, now[1].waited + waited)
+        return watcher.look()
+
+    for _ in range(5):
+        assert look(0.1, 0.0) == pytest.approx(SECONDS)
+    for _ in range(5):
+        look(0.05, 0.05)
+    assert team.calls == ["hold"]
+    assert look(0.0, 0.0) == pytest.approx(IDLE_SECONDS)
+    for _ in range(10):
+        look(0.1, 0.0)
+    assert team.calls == ["hold", "let go"]
+
+
+def test_a_reading_that_others_held_up_is_not_put_off():
+    def read():
+        time.sleep(0.05)
+        return {1: CpuTimes(time.monotonic(), 0.0)}
+
+    watcher = Watcher(FakeTeam(), read)  # type: ignore[arg-type]
+    assert watcher.look() < 2 * SECONDS
+
+
+def test_where_reading_is_dear_it_is_done_less_often():
+    def read():
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+        return {1: CpuTimes(time.monotonic(), 0.0)}
+
+    assert Watcher(FakeTeam(), read).look() >= 1.0  # type: ignore[arg-type]
+
+
+THREADS_THAT_WAIT = """
+import json, os, sys, time
+sys.path.insert(0, "vllm")
+import torch
+from minivllm.platforms.spinning import ExtraTeam
+
+x = torch.ones(1 << 20)
+
+def seconds_of_waiting():
+    x.add_(1)
+    time.sleep(0.05)
+    start = time.process_time()
+    for _ in range(20):
+        x[: 1 << 16].add_(1)  # threads share it
+        time.sleep(0.02)
+    return time.process_time() - start
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(2)
+team, found = ExtraTeam(), {}
+found["before"], found["threads"] = seconds_of_waiting(), threads()
+team.hold()
+team.hold()
+found["held"], found["more"] = seconds_of_waiting(), threads() - found["threads"]
+team.let_go()
+team.let_go()
+time.sleep(0.5)
+found["after"], found["left"] = seconds_of_waiting(), threads() - found["threads"]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP library")
+def test_with_more_threads_than_cores_threads_sleep_soon_and_without_them_they_spin_again():
+    environment = {name: value for name, value in os.environ.items() if name not in spinning.CHOICES}
+    command = [sys.executable, "-c", THREADS_THAT_WAIT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["held"] < found["before"] / 3, found
+    assert found["after"] > found["held"] * 3, found
+    assert found["more"] == len(os.sched_getaffinity(0)) + 1
+    assert found["left"] == 0
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[str]:
+    """The names of threads that were started, without a start."""
+    names: list[str] = []
+
+    class Thread:
+        def __init__(self, name: str, **_) -> None:
+            self.name = name
+
+        def start(self) -> None:
+            names.append(self.name)
+
+    monkeypatch.setattr(spinning.threading, "Thread", Thread)
+    monkeypatch.setattr(spinning, "_watched", set())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(spinning, "parallel_region", lambda: print)
+    monkeypatch.setattr(spinning, "thread_times", lambda: {1: CpuTimes(1.0, 0.0)})
+    monkeypatch.setattr(spinning.sys, "platform", "linux")
+    for name in (*spinning.CHOICES, "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    return names
+
+
+def test_a_process_has_one_watcher(started):
+    assert limit_spinning()
+    assert limit_spinning()
+    assert started == ["minivllm-watcher"]
+
+
+def test_a_child_that_was_forked_needs_one_of_its_own(started, monkeypatch):
+    limit_spinning()
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    limit_spinning()
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize("name", spinning.CHOICES)
+def test_what_a_person_has_set_stands(started, monkeypatch, name):
+    monkeypatch.setenv(name, "1000")
+    assert not limit_spinning()
+    assert not started
+    assert "KMP_BLOCKTIME" not in os.environ
+
+
+def test_the_other_libraries_are_told_before_they_start(started, monkeypatch):
+    monkeypatch.setattr(spinning, "parallel_region", lambda: None)
+    assert not limit_spinning()
+    assert not started
+    assert os.environ["KMP_BLOCKTIME"] == "1"
+
+
+@pytest.mark.parametrize("missing", ["run queue", "threads"])
+def test_where_there_is_nothing_to_watch_nobody_watches(started, monkeypatch, missing):
+    if missing == "run queue":
+        monkeypatch.setattr(spinning, "thread_times", dict)
+    else:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert not limit_spinning()
+    assert not started
+
+
+ENTRIES = {
+    "script": "from minivllm.lab.cli import lesson_parser; from minivllm.lab.lesson import begin; "
+    "from pathlib import Path; begin('', lesson_parser('', Path('x')).parse_args(['--device', 'cpu']))",
+    "llm": "import torch; from minivllm import LLM; from minivllm.config import EMBEDDED_MODEL; "
+    "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64)",
+    "notebook": "from minivllm.models.loader import load_model; from minivllm.config import EMBEDDED_MODEL; "
+    "load_model(EMBEDDED_MODEL)",
+}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's OpenMP library")
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_entry_is_watched(entry):
+    code = f"{ENTRIES[entry]}\nimport threading\nprint('minivllm-watcher' in [t.name for t in threading.enumerate()])"
+    environment = {name: value for name, value in os.environ.items() if name not in spinning.CHOICES}
+    environment["OMP_NUM_THREADS"] = "2"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True"
