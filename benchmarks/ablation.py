@@ -80,7 +80,7 @@ def configurations(names: list[str]) -> list[On]:
 
 def serve(core: EngineCore, work: Work) -> Measured:
     """Run the work to its end: seconds, tokens, and when they came."""
-    arrived = time.perf_counter()
+    before, arrived = core.scheduler.make_stats(), time.perf_counter()
     for index, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True)):
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         core.add_request(EngineCoreRequest(str(index), prompt, params, (), arrived))
@@ -88,16 +88,18 @@ def serve(core: EngineCore, work: Work) -> Measured:
     times: dict[str, list[float]] = defaultdict(list)
     steps = most_running = 0
     while core.has_unfinished_requests():
-        news = core.step()
+        outputs = core.step().outputs
         now = time.perf_counter()
         steps += 1
         most_running = max(most_running, len(core.scheduler.running))
-        for one in news:
+        for one in outputs:
             tokens[one.request_id] += one.new_token_ids
             times[one.request_id].append(now)
     seconds = time.perf_counter() - arrived
     gaps = [later - earlier for when in times.values() for earlier, later in pairwise(when)]
-    stats = core.make_stats()
+    stats = core.scheduler.make_stats()
+    queries = stats.prefix_cache_stats.queries - before.prefix_cache_stats.queries
+    hits = stats.prefix_cache_stats.hits - before.prefix_cache_stats.hits
     return {
         "seconds": seconds,
         "tokens_per_second": sum(work.outputs) / seconds,
@@ -105,9 +107,9 @@ def serve(core: EngineCore, work: Work) -> Measured:
         "gap_p99_ms": sorted(gaps)[int(0.99 * (len(gaps) - 1))] * 1e3 if gaps else 0.0,
         "steps": steps,
         "most_running": most_running,
-        "hit_rate": stats.prefix_cache_stats.hits / max(1, stats.prefix_cache_stats.queries),
-        "accepted": stats.spec_decoding_stats.num_accepted_tokens,
-        "preemptions": stats.num_preemptions,
+        "hit_rate": hits / max(1, queries),
+        "accepted": stats.spec_decoding_stats.num_accepted_tokens - before.spec_decoding_stats.num_accepted_tokens,
+        "preemptions": stats.num_preemptions - before.num_preemptions,
         "kv_tokens": (core.scheduler.cache_config.num_gpu_blocks - 1) * core.scheduler.cache_config.block_size,
         "outputs": [tokens[str(index)] for index in range(len(work.prompts))],
     }
