@@ -193,10 +193,7 @@ def config_path(path_or_name: str | Path) -> Path:
     Raises:
         MinivllmError: there is no such file, and no model of that name can be fetched.
     """
-    name = str(path_or_name)
-    if not name:
-        raise MinivllmError("there is no model directory ''")
-    path = Path(name).expanduser()
+    name, path = str(path_or_name), local_path(path_or_name)
     if path.is_file():
         return path
     if path.is_dir():
@@ -206,6 +203,25 @@ def config_path(path_or_name: str | Path) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise MinivllmError(f"there is no model directory {name!r}")
     return hub_file(name, "config.json")
+
+
+def local_path(path_or_name: str | Path) -> Path:
+    """The directory or file that this would be on this machine; nothing need be there.
+
+    Raises:
+        MinivllmError: no file can have this name.
+    """
+    name = str(path_or_name)
+    if not name or "\0" in name:
+        raise MinivllmError(f"there is no model directory {name!r}")
+    try:
+        path = Path(name).expanduser()
+        path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, or the home of a user who does not exist
+        shown = name if len(name) <= 60 else f"{name[:57]}..."
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MinivllmError(f"there is no model directory {shown!r}: {reason}") from None
+    return path
 
 
 def hub_file(name: str, filename: str) -> Path:

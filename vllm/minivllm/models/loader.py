@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm.config import ModelConfig
-from minivllm.config.model import config_path, hub_file, read_json_object
+from minivllm.config.model import config_path, hub_file, local_path, read_json_object
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
 from minivllm.models.parallel import GroupCoordinator, kv_part
@@ -177,7 +177,7 @@ def weight_files(path_or_name: str | Path) -> list[Path]:
         MinivllmError: there are none, or one that the index names is not there.
     """
     directory = config_path(path_or_name).parent
-    local = Path(path_or_name).expanduser().exists()
+    local = local_path(path_or_name).exists()
 
     def fetch(filename: str) -> Path:
         if not local:

@@ -2,9 +2,9 @@
 
 The largest of logit + noise is the smallest of E / w, where E = -log(1 - v) is the token's waiting time and w the
 exponential of its logit. E is never below v, so a token can only win where v < best * w, or in logarithms,
-log2(v) < log2(best) + log2(w). The bits of a float32, read as an integer, are its base-2
-logarithm up to a factor and a constant, and never above it. So the test of a token is its hash, an addition and a comparison, which the compiler does for many tokens at once;
-logarithm and exponential are left to the tokens that pass it, about ten of 4,096.
+log2(v) < log2(best) + log2(w). The bits of a float32, read as an integer, are its base-2 logarithm up to a factor and
+a constant, and never above it. So the test of a token is its hash, an addition and a comparison, which the compiler
+does for many tokens at once; logarithm and exponential are left to the tokens that pass it, about ten of 4,096.
 """
 
 from __future__ import annotations
