@@ -356,7 +356,7 @@ def test_the_names_that_vllms_users_import():
     wanted = ("LLM", "LLMEngine", "EngineArgs", "SamplingParams", "TextPrompt", "TokensPrompt", "RequestOutput")
     for name in (*wanted, "CompletionOutput"):
         assert getattr(minivllm, name).__name__ == name
-    with pytest.raises(AttributeError, match="AsyncLLMEngine.*; there are: .*LLMEngine"):
+    with pytest.raises(AttributeError, match=r"AsyncLLMEngine.*; there are: .*LLMEngine"):
         minivllm.AsyncLLMEngine  # noqa: B018
     prompts = [minivllm.TextPrompt(prompt="a"), minivllm.TokensPrompt(prompt_token_ids=[5])]
     assert [type(prompt) for prompt in prompts] == [dict, dict]
@@ -453,9 +453,9 @@ def test_parameters_assigned_later_are_checked_and_the_callers_object_stays_as_i
     params = SamplingParams(temperature=1.0, max_tokens=None, stop_token_ids=[9])
     before = params.clone()
     params.temperature = 3.0
-    with pytest.raises(MinivllmError, match="temperature is 3.0"):
+    with pytest.raises(MinivllmError, match=r"temperature is 3\.0"):
         idle.generate([[1]], params)
-    with pytest.raises(MinivllmError, match="temperature is 3.0"):
+    with pytest.raises(MinivllmError, match=r"temperature is 3\.0"):
         idle.llm_engine.add_request("assigned", [1], params)
     params.temperature, params.max_tokens = 1.0, 3
     idle.generate([[1]], params)

@@ -16,13 +16,17 @@ def test_torchs_own_error_is_explained_in_one_line():
     assert "\n" not in str(explained)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried …\nmore"), MemoryError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried …\nmore"), MemoryError()], ids=repr
+)
 def test_a_gpus_and_pythons_too(error):
     explained = explain_out_of_memory(error)
     assert explained is not None
     assert "\n" not in str(explained)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("out of memory"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError("out of memory"), KeyboardInterrupt()], ids=repr
+)
 def test_another_error_is_not(error):
     assert explain_out_of_memory(error) is None

@@ -115,7 +115,8 @@ def test_integers_where_the_config_says_nothing_of_them_are_refused(model, tenso
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
-    "name", ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight"]
+    "name",
+    ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight"],
 )
 def test_a_tensor_that_is_not_finite_is_named(model, tensors, name, bad):
     """One number is enough, at either end of the tensor."""
@@ -208,7 +209,8 @@ def test_files_that_are_not_there_or_broken(directory):
         {"layer_types": ("sliding_attention", "full_attention")},
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
         {"architecture": "Qwen3MoeForCausalLM"}, {"architecture": "GemmaForCausalLM"},
-        {"other_computation": "final_logit_softcapping=30.0"}, {"num_experts": 8}, {"kv_lora_rank": 16}, {"cache_exception": "some of its layers keep a state"},
+        {"other_computation": "final_logit_softcapping=30.0"}, {"num_experts": 8}, {"kv_lora_rank": 16},
+        {"cache_exception": "some of its layers keep a state"},
     ],
 )  # fmt: skip
 def test_what_the_decoder_does_not_compute_is_refused(changes):

@@ -132,7 +132,7 @@ def test_what_is_no_cost_is_refused_where_it_is_given(value):
     for name in (*sheet, "bandwidth", "flops", "efficiency", "step_overhead", "request_overhead"):
         with pytest.raises(MinivllmError, match=f"{name} is .*, and finite"):
             RooflineCost(**{**sheet, "bandwidth": 1.0, "flops": 1.0, name: value})
-    with pytest.raises(MinivllmError, match="seconds is .* above 0"):
+    with pytest.raises(MinivllmError, match=r"seconds is .* above 0"):
         MeasuredStep(StepShape.of([(1, 1)]), value)
 
 

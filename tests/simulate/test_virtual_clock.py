@@ -260,7 +260,7 @@ def test_without_a_cache_a_step_computes_all_that_was_computed_before():
 
 @pytest.mark.parametrize("arrival", [float("nan"), float("inf"), -1.0, "now", None], ids=str)
 def test_an_arrival_is_a_time(arrival):
-    with pytest.raises(MinivllmError, match="arrival is .*; it must be 0 seconds or more"):
+    with pytest.raises(MinivllmError, match=r"arrival is .*; it must be 0 seconds or more"):
         SimulatedRequest(1, 1, arrival=arrival)
 
 

@@ -44,16 +44,16 @@ class SamplingParams:
     on a copy of its own, so that a later assignment changes later requests only.
 
     - `n`: completions of the same prompt.
-    - `temperature`: logits are divided by it, at most 2; 0 takes the most likely token. `top_k`: only the k most likely (0 or -1:
-      all). `top_p`: only the most likely that together have this probability. `min_p`: only those at least this
-      share as likely as the most likely one.
+    - `temperature`: logits are divided by it, at most 2; 0 takes the most likely token. `top_k`: only the k most likely
+      (0 or -1: all). `top_p`: only the most likely that together have this probability. `min_p`: only those at least
+      this share as likely as the most likely one.
     - `presence_penalty`, `frequency_penalty`: subtracted from the logit of a token that was generated before, once or
       as often as it was. `repetition_penalty`: divides positive logits, multiplies negative ones, of every token
       in prompt and output.
     - `logit_bias`: added to the logits of these token ids. `allowed_token_ids`: all others are impossible. `bad_words`:
       never generated, with or without a space before them.
-    - `seed`: the same seed gives the same tokens, whatever else is in the batch; -1 and None: a random one. Completion i
-      of n uses `seed + i`. (Where logits are rounded otherwise, as another batch shape or device may do, a token can
+    - `seed`: the same seed gives the same tokens, whatever else is in the batch; -1 and None: a random one. Completion
+      i of n uses `seed + i`. (Where logits are rounded otherwise, as another batch shape or device may do, a token can
       still change, but only where two were as good as equal.)
     - `max_tokens`: at most so many (None: up to the model's length). `min_tokens`: before so many, no token that stops,
       nor the end-of-sequence token, ignored or not.

@@ -20,8 +20,8 @@ from minivllm.sampling_params import SamplingParams
 class InputProcessor:
     """Tokenizes and checks.
 
-    `eos_token_ids` are the model's end-of-sequence tokens. Only the first is one to the core; the others are stop tokens
-    like those that a request names, so that a request's `stop_reason` tells them apart.
+    `eos_token_ids` are the model's end-of-sequence tokens. To the core only the first is one; the rest are stop tokens
+    like those that a request names, so that its `stop_reason` tells them apart.
     """
 
     def __init__(

@@ -155,7 +155,7 @@ def _extremes(name: str, target: Tensor) -> dict[str, Tensor]:
 
 
 def _refuse_non_finite(extremes: dict[str, Tensor]) -> None:
-    """Raises for the first tensor that has a NaN or an infinity: attention and norms would spread it over all tokens."""
+    """Raises for the first tensor with a NaN or an infinity: attention and norms would spread it over all tokens."""
     if not extremes:
         return
     finite = torch.stack(list(extremes.values())).isfinite().all(-1).tolist()
