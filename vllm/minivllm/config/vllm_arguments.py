@@ -46,7 +46,7 @@ def takes_vllms_arguments(
         def _refuse_unless_without_effect(name: str, value: Any) -> None:
             if name in without_effect:
                 harmless = without_effect[name]
-                if harmless is ANY_VALUE or value is None or value in harmless:
+                if harmless is None or value is None or value in harmless:
                     return
                 values = " or ".join(map(repr, harmless))
                 raise MinivllmError(f"{name} is {value!r}; {whose} takes no value of it but {values}")
