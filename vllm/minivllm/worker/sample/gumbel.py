@@ -62,18 +62,20 @@ def waiting_times(keys: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def _compiled(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
+    from minivllm.worker.sample.gumbel_loops import DrawCells
+
     rows, vocab = logits.shape
     token_ids = torch.from_numpy(logits.numpy().argmax(-1))
-    addresses = (logits.data_ptr(), keys.ctypes.data, token_ids.data_ptr())
-    run_programs(_programs(), (rows, vocab, *addresses), most_threads=rows)
+    cells = DrawCells(rows, vocab, logits.data_ptr(), keys.ctypes.data, token_ids.data_ptr())
+    run_programs(_programs(), cells, most_threads=rows)
     return token_ids
 
 
 @functools.cache
 def _programs() -> Any:
-    from minivllm.worker.sample import gumbel_loops
+    from minivllm.worker.sample.gumbel_loops import compiled_programs
 
-    return gumbel_loops.compiled_programs()
+    return compiled_programs()
 
 
 def _mix(state: np.ndarray) -> np.ndarray:

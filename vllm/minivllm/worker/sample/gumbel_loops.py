@@ -10,14 +10,32 @@ does for many tokens at once; logarithm and exponential are left to the tokens t
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from minivllm.kernels.cpu.programs import array_at, compile_programs, sources_changed, take_number
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    layout_of,
+    sources_changed,
+    take_number,
+)
 
-BLOCK_SIZE = 6  # numbers in the block that the programs read
+
+class DrawCells(NamedTuple):
+    """Of `draw_rows`."""
+
+    rows: int
+    vocab: int
+    logits: int  # from here on addresses: float32 [rows, vocab]
+    keys: int  # uint32 [rows, 2]
+    token_ids: int  # int64 [rows]: each row's likeliest token on the way in, and what is drawn on the way out
+
+
+LAYOUT = layout_of(DrawCells)
 TOKENS = 256  # are tested at once
 UNIT = 2.0**23  # what 1 in the exponent adds to the bits of a float32
 BITS_OF_ONE = 127 * UNIT
@@ -70,29 +88,26 @@ def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
 
 
 @jit
-def draw_rows(block):
-    """block, int64: the next program, which is a row; rows, vocab; addresses of logits, keys (uint32) and tokens.
-
-    The tokens (int64) are each row's likeliest on the way in, and what is drawn on the way out.
-    """
-    rows, vocab = block[1], block[2]
-    logits = array_at(block[3], (rows, vocab), np.float32)
-    keys, token_ids = array_at(block[4], (rows, 2), np.uint32), array_at(block[5], rows, np.int64)
+def draw_rows(cells):
+    """Take programs, each of which is a row, until none is left."""
+    rows, vocab = cells.rows, cells.vocab
+    logits = array_at(cells.logits, (rows, vocab), np.float32)
+    keys, token_ids = array_at(cells.keys, (rows, 2), np.uint32), array_at(cells.token_ids, rows, np.int64)
     numbers = np.empty(TOKENS, np.float32)
     bits = numbers.view(np.int32)
     while True:
-        row = take_number(block)
+        row = take_number(cells)
         if row >= rows:
             return
         token_ids[row] = draw_row(logits[row], vocab, keys[row, 0], keys[row, 1], token_ids[row], numbers, bits)
 
 
 def compiled_programs() -> Any:
-    """All rows as one C function of the block's address."""
+    """`draw_rows`, called with `DrawCells`."""
     changed = sources_changed()
 
     def programs(address):
         _ = changed
-        draw_rows(array_at(address, BLOCK_SIZE, np.int64))
+        draw_rows(cells_at(address, LAYOUT))
 
     return compile_programs(programs)
