@@ -139,6 +139,20 @@ def test_stop_strings_do_not_depend_on_how_the_text_comes(text, stops, sizes, in
     assert all(found.startswith(part) for part in shown), "something was shown that the stop string took back"
 
 
+@given(st.text(alphabet="ab€", max_size=30), STOPS, st.lists(st.integers(0, 6), max_size=30), st.integers(0, 9))
+@settings(max_examples=200, deadline=None)
+def test_the_token_that_completes_a_stop_string_is_the_last_one_taken_in(text, stops, sizes, min_tokens):
+    """However many tokens a step brings: those behind it are as if they had never been generated."""
+    ids = [BYTE_IDS[byte] for byte in text.encode()]
+    taken_in = []
+    for chunks in ([[token] for token in ids], chunked(ids, sizes)):
+        params = SamplingParams(max_tokens=None, stop=stops, min_tokens=min_tokens)
+        detokenizer = IncrementalDetokenizer(TOKENIZER, [], params)
+        any(detokenizer.update(chunk) for chunk in chunks)
+        taken_in.append((detokenizer.num_tokens, detokenizer.text))
+    assert taken_in[0] == taken_in[1]
+
+
 def test_what_may_begin_a_stop_string_is_held_back_and_no_more():
     detokenizer = IncrementalDetokenizer(TOKENIZER, [], SamplingParams(stop=["abc", "\n\n"]))
     detokenizer.update([BYTE_IDS[ord(character)] for character in "xxab"])

@@ -103,16 +103,16 @@ def test_sampling_parameters_follow_their_row():
     scheduler = Scheduler(
         SchedulerConfig(max_model_len=32, max_num_seqs=4), CacheConfig(num_gpu_blocks=30, block_size=4)
     )
-    wishes = [
-        SamplingParams(temperature=0.5, seed=-1),
+    of_each = [
+        SamplingParams(temperature=0.5, seed=-2),
         SamplingParams(temperature=0.0),
         SamplingParams(top_k=3, seed=9),
     ]
-    for index, params in enumerate(wishes):
+    for index, params in enumerate(of_each):
         scheduler.add_request(Request(str(index), [1, 2], max_tokens=5, sampling_params=params))
     batch.update(scheduler.schedule())
     rows = np.array([batch.row_of["2"], batch.row_of["0"]])
     metadata = batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens[rows], batch.num_tokens[rows])
     assert metadata.temperature.tolist() == [1.0, 0.5]
     assert metadata.top_k.tolist() == [3, 0]
-    assert metadata.seeds.tolist() == [9, 2**64 - 1]
+    assert metadata.seeds.tolist() == [9, 2**64 - 2]

@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from minivllm import LLM, SamplingParams
+import minivllm
+from minivllm import LLM, EngineArgs, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.lab.inside import core_of, runner_of
@@ -117,6 +118,9 @@ def test_end_of_sequence_stops_unless_ignored_or_too_early(idle):
         "",
     )
     assert tokens(ignoring) == [eos] * 6
+    [both] = idle.generate([[5]], SamplingParams(**params, ignore_eos=True, min_tokens=3))
+    assert eos not in tokens(both)[:3], "an end that is ignored is still none of the first min_tokens"
+    assert tokens(both)[3:] == [eos] * 3
     assert eos not in tokens(waiting)[:3]
     assert tokens(waiting)[3:] == [eos]
 
@@ -190,7 +194,7 @@ BAD = [
     ({"prompt": "a", "prompt_token_ids": [1]}, GREEDY, "has the keys"),
     ({"prompt": 5}, GREEDY, "it must be a text"),
     ({"prompt": "a", "cache_salt": ""}, GREEDY, "cache_salt"),
-    ({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, "cache_salt.* is no text"),
+    ({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, "cache_salt.* is not a text"),
     ({"prompt": "a", "cache_slat": "b"}, GREEDY, "the key 'cache_slat', which means nothing"),
     ("\ud800", GREEDY, "half a character"),
     (b"abc", GREEDY, "prompts are bytes"),
@@ -247,7 +251,7 @@ def test_a_request_that_breaks_on_its_way_in_leaves_nothing(idle, monkeypatch):
 @pytest.mark.parametrize(
     "extreme",
     [
-        {"temperature": 1e300, "allowed_token_ids": [5, 6]},
+        {"temperature": 2.0, "allowed_token_ids": [5, 6]},
         {"temperature": 1e-300},
         {"top_p": 1e-320},
         {"top_k": 2**70},
@@ -258,7 +262,7 @@ def test_a_request_that_breaks_on_its_way_in_leaves_nothing(idle, monkeypatch):
     ],
     ids=str,
 )
-def test_extreme_wishes_give_tokens_and_leave_the_neighbours_alone(idle, extreme):
+def test_extreme_parameters_give_tokens_and_leave_the_neighbours_alone(idle, extreme):
     wild = SamplingParams(**{"seed": 1, "max_tokens": 8, "ignore_eos": True, **extreme})
     [alone] = idle.generate([[7]], GREEDY)
     [neighbour, output] = idle.generate([[7], [8]], [GREEDY, wild])
@@ -315,12 +319,15 @@ def test_a_request_that_could_never_fit_the_pool(idle):
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, "without chunked prefill"),
         ({"enable_chunked_prefill": "no"}, "enable_chunked_prefill is 'no'; it must be True or False"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; it must be True or False"),
-        ({"skip_tokenizer_init": None}, "skip_tokenizer_init is None"),
-        ({"block_size": None}, "block_size is None"),
-        ({"tensor_parallel_size": None}, "tensor_parallel_size is None; it must be a whole number"),
+        ({"skip_tokenizer_init": 0}, "skip_tokenizer_init is 0"),
+        ({"block_size": "16"}, "block_size is '16'"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be a whole number"),
+        ({"enable_sleep_mode": True}, "the engine of vLLM has the argument 'enable_sleep_mode'; minivllm does not"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; the engine takes no value of it but 1"),
+        ({"runner": "pooling"}, "runner is 'pooling'; the engine takes no value of it but 'auto' or 'generate'"),
         ({"tokenizer": 5}, "tokenizer is 5; it must be a directory"),
         ({"tokenizer": ""}, "tokenizer is ''"),
-        ({"watermark": None}, "watermark is None"),
+        ({"watermark": "x"}, "watermark is 'x'"),
         ({"num_gpu_blocks_override": 10**12}, r"takes 30,517,578.12 GiB, and this machine has .* fewer"),
         ({"block_size": 10**12, "num_gpu_blocks_override": 9}, "a KV cache of 9 blocks of 1000000000000 tokens takes"),
         ({"max_num_seqs": 10**12}, "the batch of max_num_seqs = 1000000000000 .* lower max_num_seqs"),
@@ -332,7 +339,36 @@ def test_an_engine_that_cannot_be(changes, said):
         LLM(EMBEDDED_MODEL, **changes)
 
 
+def test_vllms_arguments_that_change_nothing_are_taken_and_named_in_one_line(capsys):
+    args = EngineArgs(
+        model=EMBEDDED_MODEL, trust_remote_code=True, disable_log_stats=True, revision="main", tokenizer_mode="slow",
+        swap_space=4, seed=None, enable_prefix_caching=None, enable_sleep_mode=False, pipeline_parallel_size=1,
+    )  # fmt: skip
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "disable_log_stats, enable_sleep_mode, pipeline_parallel_size, revision, swap_space, tokenizer_mode, "
+        "trust_remote_code"
+    )
+    assert args == EngineArgs(model=EMBEDDED_MODEL)
+
+
+def test_the_names_that_vllms_users_import():
+    wanted = ("LLM", "LLMEngine", "EngineArgs", "SamplingParams", "TextPrompt", "TokensPrompt", "RequestOutput")
+    for name in (*wanted, "CompletionOutput"):
+        assert getattr(minivllm, name).__name__ == name
+    with pytest.raises(AttributeError, match=r"AsyncLLMEngine.*; there are: .*LLMEngine"):
+        minivllm.AsyncLLMEngine  # noqa: B018
+    prompts = [minivllm.TextPrompt(prompt="a"), minivllm.TokensPrompt(prompt_token_ids=[5])]
+    assert [type(prompt) for prompt in prompts] == [dict, dict]
+
+
 def test_models_that_cannot_be(tmp_path):
+    for name in ("~nouser/x", "a" * 300, "a\0b", ""):
+        with pytest.raises(MinivllmError, match="there is no model directory") as refused:
+            LLM(name)
+        assert len(str(refused.value)) < 200
+        with pytest.raises(MinivllmError, match="there is no model directory"):
+            LLM(EMBEDDED_MODEL, **SETTINGS, tokenizer=name or "~nouser")
     with pytest.raises(MinivllmError, match="there is no model directory"):
         LLM("./nothing-here")
     with pytest.raises(MinivllmError, match="model is None; it must be a directory, or a name"):
@@ -388,7 +424,10 @@ def test_default_parameters_are_the_models_own(tmp_path):
     assert (params.temperature, params.top_p, params.max_tokens) == (0.6, 0.9, 7)
     assert llm.llm_engine.input_processor.eos_token_ids == (0, 5, 9), "those outside the vocabulary cannot come"
     stopping = SamplingParams(temperature=0.0, logit_bias={9: 100.0})
-    assert tokens(llm.generate([[1]], stopping)[0]) == [9]
+    [stopped] = llm.generate([[1]], stopping)
+    assert (tokens(stopped), stopped.outputs[0].stop_reason) == ([9], 9), "a second end of sequence says which it was"
+    [stopped] = llm.generate([[1]], SamplingParams(temperature=0.0, logit_bias={0: 100.0}))
+    assert (tokens(stopped), stopped.outputs[0].stop_reason) == ([0], None), "the tokenizer's own does not"
 
 
 @pytest.mark.parametrize("contents", ["", "[]", "5", "{"])
@@ -398,6 +437,31 @@ def test_a_broken_generation_config_is_no_missing_one(tmp_path, contents):
     (tmp_path / "generation_config.json").write_text(contents)
     with pytest.raises(MinivllmError, match=r"generation_config.json (cannot be read as JSON|holds)"):
         LLM(tmp_path, **SETTINGS, load_format="dummy")
+
+
+def test_a_bad_word_with_a_space_is_forbidden_without_it_too(idle):
+    [token] = idle.get_tokenizer().encode("self").ids
+    [spaced] = idle.get_tokenizer().encode(" self").ids
+    for word in ("self", " self"):
+        for wanted in (token, spaced):
+            bias = {wanted: 100.0}
+            params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logit_bias=bias, bad_words=[word])
+            assert wanted not in tokens(idle.generate([[7]], params)[0])
+
+
+def test_parameters_assigned_later_are_checked_and_the_callers_object_stays_as_it_was(idle):
+    params = SamplingParams(temperature=1.0, max_tokens=None, stop_token_ids=[9])
+    before = params.clone()
+    params.temperature = 3.0
+    with pytest.raises(MinivllmError, match=r"temperature is 3\.0"):
+        idle.generate([[1]], params)
+    with pytest.raises(MinivllmError, match=r"temperature is 3\.0"):
+        idle.llm_engine.add_request("assigned", [1], params)
+    params.temperature, params.max_tokens = 1.0, 3
+    idle.generate([[1]], params)
+    assert (params.seed, params.all_stop_token_ids, params.output_kind) == (None, frozenset(), before.output_kind)
+    params.max_tokens = None
+    assert params == before
 
 
 def test_bad_words_are_never_said(idle):

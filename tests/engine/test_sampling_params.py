@@ -1,5 +1,7 @@
 """Sampling parameters: vLLM's names and defaults, and a clear error for each value that makes no sense."""
 
+import re
+
 import pytest
 
 from minivllm.errors import MinivllmError
@@ -11,6 +13,12 @@ WRONG = [
     ({"n": 2, "temperature": 0.0}, "greedy"),
     ({"temperature": -0.1}, "temperature is -0.1"),
     ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": 2.1}, "from 0 (greedy) to 2"),
+    ({"max_token": 5}, "SamplingParams has no argument 'max_token'; did you mean 'max_tokens'?"),
+    ({"structured_outputs": {"json": "{}"}}, "'structured_outputs'; minivllm does not serve it"),
+    ({"flat_logprobs": True}, "flat_logprobs is True; SamplingParams takes no value of it but False"),
+    ({"stop": ["a", "\ud800"]}, "a stop string is not a text: it has half a character"),
+    ({"bad_words": ["\ud800"]}, "a bad word is not a text: it has half a character"),
     ({"top_p": 0.0}, "top_p is 0.0"),
     ({"top_p": 1.5}, "above 0 and at most 1"),
     ({"top_k": -2}, "top_k is -2"),
@@ -50,7 +58,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("given", "said"), WRONG, ids=[said for _, said in WRONG])
 def test_a_wrong_value_is_named(given, said):
-    with pytest.raises(MinivllmError, match=said.replace("(", r"\(")):
+    with pytest.raises(MinivllmError, match=re.escape(said)):
         SamplingParams(**given)
 
 
@@ -67,9 +75,40 @@ def test_top_k_minus_one_is_off():
     assert SamplingParams(top_k=-1).top_k == 0
 
 
-def test_tiny_temperatures_are_raised_and_huge_ones_lowered_but_zero_stays_greedy():
+def test_what_vllm_takes_as_another_value_is_taken_so_here():
+    params = SamplingParams(seed=-1, logprobs=True, prompt_logprobs=True)
+    assert (params.seed, params.logprobs, params.prompt_logprobs) == (None, 1, 1)
+    assert type(params.logprobs) is int
+
+
+def test_fields_are_assigned_freely_and_checked_when_they_are_used():
+    params = SamplingParams(n=2)
+    params.temperature = 0.0  # does not go with n = 2; the next line says what is meant
+    params.n = 1
+    assert params.clone() == params
+    params.top_p = 3.0
+    with pytest.raises(MinivllmError, match=r"top_p is 3\.0"):
+        params.clone()
+    with pytest.raises(AttributeError, match="max_token"):
+        params.max_token = 3  # type: ignore[attr-defined]
+
+
+def test_a_clone_shares_nothing_with_its_original():
+    params = SamplingParams(stop=["a"], stop_token_ids=[1], bad_words=["b"], logit_bias={1: 1.0}, allowed_token_ids=[2])
+    clone = params.clone()
+    for name in ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids"):
+        assert getattr(clone, name) == getattr(params, name)
+        assert getattr(clone, name) is not getattr(params, name)
+
+
+def test_vllms_arguments_without_effect_are_logged_in_one_line(capsys):
+    SamplingParams(skip_clone=True, spaces_between_special_tokens=False, structured_outputs=None)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "skip_clone, spaces_between_special_tokens, structured_outputs" in line
+
+
+def test_tiny_temperatures_are_raised_but_zero_stays_greedy():
     assert SamplingParams(temperature=1e-9).temperature == 1e-2
-    assert SamplingParams(temperature=1e300).temperature == 1e6
     assert SamplingParams(temperature=0.0).is_greedy
 
 

@@ -1,5 +1,7 @@
 """Drafts change how many steps a request takes, and nothing else."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, SpeculativeConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab.inside import runner_of
+from minivllm.sampling_params import RequestOutputKind
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm.worker.spec_decode.rejection_sampler import kept_slices, num_accepted
 
@@ -127,6 +130,41 @@ def test_random_requests_keep_their_tokens_and_log_probabilities():
             for entry, their_entry in zip(logprobs or (), their_logprobs or (), strict=True):
                 for token_id, logprob in their_entry.items():
                     assert entry[token_id].logprob == pytest.approx(logprob.logprob, abs=1e-3)
+
+
+def streamed(llm, params):
+    """The pieces of a DELTA stream put together: tokens, text, log probabilities; and the last sum of these."""
+    llm.llm_engine.add_request("streamed", REPETITIVE, replace(params, output_kind=RequestOutputKind.DELTA))
+    token_ids, text, logprobs, total = [], "", [], None
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            [piece] = output.outputs
+            token_ids, text, logprobs = token_ids + piece.token_ids, text + piece.text, logprobs + piece.logprobs
+            total = piece.cumulative_logprob
+    return token_ids, text, logprobs, total
+
+
+def test_nothing_stays_of_the_drafts_behind_a_stop_string():
+    """Neither of their tokens nor of their log probabilities, in the whole output as in a stream's pieces."""
+    plain = LLM(EMBEDDED_MODEL, **SETTINGS)
+    drafting = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config={"num_speculative_tokens": 5, "prompt_lookup_min": 1})
+    base = SamplingParams(temperature=0.0, max_tokens=60, logprobs=0, ignore_eos=True)
+    [free] = plain.generate([REPETITIVE], base)
+    words = [plain.get_tokenizer().decode([token]) for token in free.outputs[0].token_ids[3:40:3]]
+    cut = 0
+    for word in words:
+        params = replace(base, stop=[word])
+        [expected], [found] = plain.generate([REPETITIVE], params), drafting.generate([REPETITIVE], params)
+        expected, found = expected.outputs[0], found.outputs[0]
+        assert (found.token_ids, found.text, found.stop_reason) == (expected.token_ids, expected.text, word)
+        assert len(found.logprobs) == len(found.token_ids)
+        assert found.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)
+        token_ids, text, logprobs, total = streamed(drafting, params)
+        assert (token_ids, text) == (found.token_ids, found.text)
+        assert [list(entry) for entry in logprobs] == [[token] for token in token_ids]
+        assert total == pytest.approx(expected.cumulative_logprob, abs=1e-3)
+        cut += len(found.token_ids) < 60
+    assert cut == len(words)
 
 
 @pytest.mark.parametrize(

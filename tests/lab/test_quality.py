@@ -32,6 +32,11 @@ def test_the_loss_and_the_favourites_are_those_of_one_plain_pass():
     assert reading.agreement(Reading(0.0, tuple(favourites))) > 0.99
 
 
+def test_one_token_is_no_text():
+    with pytest.raises(MinivllmError, match="a text of 1 token cannot be read"):
+        held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS), texts=1, tokens=1)
+
+
 def test_a_quantized_cache_costs_little_and_a_damaged_one_much(monkeypatch):
     full, quantized = (LLM(EMBEDDED_MODEL, **SETTINGS, kv_cache_dtype=kind) for kind in ("auto", "int8"))
     texts = held_out_tokens(full, texts=4, tokens=128)

@@ -223,7 +223,7 @@ def test_embedded_models_have_their_place():
         ({"quantization_config": "gptq"}, "'quantization_config' must be a mapping"),
         ({"rope_parameters": "x"}, "'rope_parameters' must be a mapping"),
         ({"rope_scaling": []}, "'rope_scaling' must be a mapping"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "'factor' .* must be 0 or more, not 'x'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "'factor' .* must be from 0 to 1e.15, not 'x'"),
         *(
             ({name: value}, f"'{name}' must be a number above 0, not ")
             for name in ("rms_norm_eps", "rope_theta")
@@ -234,6 +234,8 @@ def test_embedded_models_have_their_place():
             {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
             "'rope_theta' must be a number above 0, not 0",
         ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, "'factor' .* must be from 0 to"),
+        ({"vocab_size": 2**63}, r"'vocab_size' must be a positive whole number below 2\^63"),
         ({"sliding_window": "x"}, "'sliding_window' must be a whole number"),
         ({"eos_token_id": "x"}, "'eos_token_id' must be a token id or several"),
         ({"eos_token_id": [1, 2.0]}, "'eos_token_id' must be a token id or several"),
@@ -245,3 +247,21 @@ def test_embedded_models_have_their_place():
 def test_a_value_of_the_wrong_kind_is_named(changes, named):
     with pytest.raises(MinivllmError, match=named):
         ModelConfig.from_dict({**LLAMA, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier=0.22"),
+        ({"residual_multiplier": 1.0, "query_pre_attn_scalar": None}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_settings_that_ask_for_another_computation_are_noted(changes, said):
+    assert ModelConfig.from_dict({**LLAMA, **changes}).other_computation == said
+
+
+def test_gemmas_activation_is_not_that_of_a_field_it_keeps_for_others():
+    assert ModelConfig.from_dict({**LLAMA, "hidden_activation": "gelu_pytorch_tanh"}).hidden_act == "gelu_pytorch_tanh"

@@ -113,6 +113,53 @@ def test_integers_where_the_config_says_nothing_of_them_are_refused(model, tenso
         load_weights(model, {**tensors, name: tensors[name].to(torch.int8)}.items())
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight"],
+)
+def test_a_tensor_that_is_not_finite_is_named(model, tensors, name, bad):
+    """One number is enough, at either end of the tensor."""
+    for place in (0, -1):
+        tensor = tensors[name].clone()
+        tensor.view(-1)[place] = bad
+        with pytest.raises(MinivllmError, match=f"'{name}' of the checkpoint holds NaN or infinity"):
+            load_weights(model, {**tensors, name: tensor}.items())
+
+
+def test_a_number_beyond_the_dtype_is_refused_as_what_it_becomes(tensors):
+    wide = {name: tensor * 1e30 for name, tensor in tensors.items()}
+    load_weights(random_model(CONFIG, dtype="bfloat16"), wide.items())
+    with pytest.raises(MinivllmError, match=r"and \d+ more, or numbers beyond float16"):
+        load_weights(random_model(CONFIG, dtype="float16"), wide.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_size", 10**12), ("vocab_size", 2**63 - 1), ("num_hidden_layers", 10**9), ("hidden_size", 10**9),
+        ("head_dim", 10**10), ("intermediate_size", 10**13), ("max_position_embeddings", 10**12),
+    ],
+)  # fmt: skip
+def test_a_model_beyond_the_memory_is_refused_before_anything_is_allocated(monkeypatch, name, value):
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("something was allocated"))
+    if name == "max_position_embeddings":
+        monkeypatch.undo()  # the weights are small; their table is not
+    with pytest.raises(MinivllmError, match=r"takes [\d,.]+ GiB, and this machine has"):
+        random_model(dataclasses.replace(CONFIG, **{name: value}))
+
+
+def test_a_scaling_that_makes_no_number_is_refused():
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    for low, high in ((4.0, 4.0), (4.0, 1.0)):
+        scaling = {**llama3, "low_freq_factor": low, "high_freq_factor": high}
+        with pytest.raises(MinivllmError, match="the first must be above the second"):
+            random_model(dataclasses.replace(CONFIG, rope_scaling=scaling))
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    with pytest.raises(MinivllmError, match="yarn needs one above 1"):
+        random_model(dataclasses.replace(CONFIG, rope_scaling=yarn, rope_theta=1.0))
+
+
 def test_unexpected_tensor_is_named(model, tensors):
     with pytest.raises(MinivllmError, match=r"layers\.2"):
         load_weights(model, {**tensors, "model.layers.2.mlp.up_proj.weight": torch.zeros(24, 16)}.items())
@@ -151,7 +198,7 @@ def test_files_that_are_not_there_or_broken(directory):
     with pytest.raises(MinivllmError, match=r"tokenizer\.json"):
         load_tokenizer(directory)
     (directory / "tokenizer.json").write_text("{}")
-    with pytest.raises(MinivllmError, match="tokenizer"):
+    with pytest.raises(MinivllmError, match="cannot be read as a tokenizer"):
         load_tokenizer(directory)
 
 
@@ -161,7 +208,9 @@ def test_files_that_are_not_there_or_broken(directory):
         {"model_type": "gemma2"}, {"hidden_act": "gelu"}, {"quantization": "awq"},
         {"layer_types": ("sliding_attention", "full_attention")},
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
-        {"num_experts": 8}, {"kv_lora_rank": 16}, {"cache_exception": "some of its layers keep a state"},
+        {"architecture": "Qwen3MoeForCausalLM"}, {"architecture": "GemmaForCausalLM"},
+        {"other_computation": "final_logit_softcapping=30.0"}, {"num_experts": 8}, {"kv_lora_rank": 16},
+        {"cache_exception": "some of its layers keep a state"},
     ],
 )  # fmt: skip
 def test_what_the_decoder_does_not_compute_is_refused(changes):

@@ -118,3 +118,28 @@ def test_too_few_steps_make_no_fit():
         FittedCost.fit([MeasuredStep(StepShape.of([(1, 1)]), 1.0)] * 7)
     with pytest.raises(MinivllmError, match="measured step"):
         model_error(FittedCost(1, 0, 0, 0), [])
+
+
+NOT_A_COST = [-1e-9, float("nan"), float("inf"), "1", None, True]
+
+
+@pytest.mark.parametrize("value", NOT_A_COST, ids=str)
+def test_what_is_no_cost_is_refused_where_it_is_given(value):
+    for name in ("per_step", "per_request", "per_token", "per_pair"):
+        with pytest.raises(MinivllmError, match=f"{name} is .*; it must be 0 or more, and finite"):
+            FittedCost(**{"per_step": 1.0, "per_request": 0, "per_token": 0, "per_pair": 0, name: value})
+    sheet = {"weight_bytes": 1, "kv_bytes_per_token": 1, "flops_per_token": 1, "flops_per_pair": 1}
+    for name in (*sheet, "bandwidth", "flops", "efficiency", "step_overhead", "request_overhead"):
+        with pytest.raises(MinivllmError, match=f"{name} is .*, and finite"):
+            RooflineCost(**{**sheet, "bandwidth": 1.0, "flops": 1.0, name: value})
+    with pytest.raises(MinivllmError, match=r"seconds is .* above 0"):
+        MeasuredStep(StepShape.of([(1, 1)]), value)
+
+
+def test_no_rate_and_no_measured_time_is_zero():
+    for name in ("bandwidth", "flops", "efficiency"):
+        with pytest.raises(MinivllmError, match=f"{name} is 0; it must be above 0"):
+            RooflineCost(**{"weight_bytes": 1, "kv_bytes_per_token": 1, "flops_per_token": 1, "flops_per_pair": 1,
+                            "bandwidth": 1.0, "flops": 1.0, name: 0})  # fmt: skip
+    with pytest.raises(MinivllmError, match="seconds is 0"):
+        MeasuredStep(StepShape.of([(1, 1)]), 0)

@@ -256,3 +256,19 @@ def test_without_a_cache_a_step_computes_all_that_was_computed_before():
     assert [step.shape.num_tokens for step in found.steps] == [5, 6, 7, 8]
     assert [step.shape.num_pairs for step in found.steps] == [15, 21, 28, 36]
     assert [step.scheduled["0"] for step in found.steps] == [5, 1, 1, 1]
+
+
+@pytest.mark.parametrize("arrival", [float("nan"), float("inf"), -1.0, "now", None], ids=str)
+def test_an_arrival_is_a_time(arrival):
+    with pytest.raises(MinivllmError, match=r"arrival is .*; it must be 0 seconds or more"):
+        SimulatedRequest(1, 1, arrival=arrival)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_no_step_takes_less_than_no_time(seconds):
+    class Wrong:
+        def seconds(self, shape: StepShape) -> float:
+            return seconds
+
+    with pytest.raises(MinivllmError, match="the cost model says"):
+        simulate([SimulatedRequest(1, 2)], SchedulerConfig(max_model_len=16), CacheConfig(num_gpu_blocks=9), Wrong())

@@ -8,11 +8,16 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CompletionOutput": "minivllm.outputs",
+    "EngineArgs": "minivllm.engine.arg_utils",
     "LLM": "minivllm.entrypoints.llm",
-    "ModelConfig": "minivllm.config",
+    "LLMEngine": "minivllm.engine.llm_engine",
     "MinivllmError": "minivllm.errors",
+    "ModelConfig": "minivllm.config",
     "RequestOutput": "minivllm.outputs",
     "SamplingParams": "minivllm.sampling_params",
+    "TextPrompt": "minivllm.inputs",
+    "TokensPrompt": "minivllm.inputs",
     "UnsupportedModelError": "minivllm.errors",
 }
 
@@ -21,7 +26,7 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
+        raise AttributeError(f"module 'minivllm' has no attribute {name!r}; there are: {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)
 
 

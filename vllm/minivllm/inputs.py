@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from minivllm.config.checks import encodable
 from minivllm.errors import MinivllmError
 
 
@@ -48,7 +49,7 @@ def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | No
         MinivllmError: it has neither, or both.
     """
     if isinstance(prompt, str):
-        return _encodable(prompt, "the prompt"), None, None
+        return encodable(prompt, "the prompt"), None, None
     if not isinstance(prompt, Mapping):
         return None, _token_ids(prompt), None
     unknown = [key for key, value in prompt.items() if key not in KEYS and value is not None]
@@ -62,16 +63,7 @@ def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | No
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise MinivllmError(f'"cache_salt" is {salt!r}; it must be a text that is not empty')
     token_ids = None if ids is None else _token_ids(ids)
-    return text and _encodable(text, '"prompt"'), token_ids, salt and _encodable(salt, '"cache_salt"')
-
-
-def _encodable(text: str, name: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        broken = f"half a character ({text[error.start]!r} at {error.start})"
-        raise MinivllmError(f"{name} is no text: it has {broken}, as a wrongly decoded file has") from None
-    return text
+    return text and encodable(text, '"prompt"'), token_ids, salt and encodable(salt, '"cache_salt"')
 
 
 def _token_ids(ids: object) -> list[int]:

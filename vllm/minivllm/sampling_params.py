@@ -1,23 +1,30 @@
-"""What a person asks of one request's tokens: how to choose them and when to stop. No torch.
+"""How the tokens of one request are chosen, and when it stops. No torch.
 
 In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `RequestOutputKind`). Fields have vLLM's names and
 defaults; left out are structured outputs, repetition detection and the fields for engines' own use.
 """
 
 from collections.abc import Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from minivllm.config.checks import is_count, is_number, require, require_flags
+from minivllm.config.checks import encodable, is_count, is_number, require, require_flags
+from minivllm.config.vllm_arguments import ANY_VALUE, takes_vllms_arguments
 
 MIN_TEMPERATURE = 1e-2
 """Temperatures between 0 and this are raised to it: smaller ones overflow when the logits are divided by them."""
-MAX_TEMPERATURE = 1e6
-"""Higher ones are lowered to it. All tokens are as good as equally likely there, and a float32 holds it."""
+MAX_TEMPERATURE = 2.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_N = 16384
 """Completions of one prompt. Each is a request of its own, so a number with a few zeros too many would never start."""
 MAX_LOGIT_BIAS = 100.0
+WITHOUT_EFFECT = {"spaces_between_special_tokens": ANY_VALUE, "skip_clone": ANY_VALUE, "flat_logprobs": (False,)}
+NOT_SERVED = (
+    "best_of", "extra_args", "guided_decoding", "logits_processors", "logprob_token_ids", "prompt_logprob_start",
+    "prompt_logprob_token_ids", "repetition_detection", "skip_reading_prefix_cache", "stream_interval",
+    "structured_outputs", "thinking_token_budget", "trace_decode_token_ids", "truncate_prompt_tokens",
+)  # fmt: skip
 
 
 class RequestOutputKind(Enum):
@@ -28,24 +35,32 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@takes_vllms_arguments("SamplingParams", WITHOUT_EFFECT, NOT_SERVED)
+@dataclass(kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample one request. Values that make no sense raise a `MinivllmError` that says which would.
+    """How to sample one request. A value that makes no sense raises a `MinivllmError` that says which would.
+
+    Fields may be assigned. They are checked when the object is made, and again when a request uses it: the engine works
+    on a copy of its own, so that a later assignment changes later requests only.
 
     - `n`: completions of the same prompt.
-    - `temperature`: logits are divided by it; 0 takes the most likely token. `top_k`: only the k most likely (0 or -1:
-      all). `top_p`: only the most likely that together have this probability. `min_p`: only those at least this
-      share as likely as the most likely one.
+    - `temperature`: logits are divided by it, at most 2; 0 takes the most likely token. `top_k`: only the k most likely
+      (0 or -1: all). `top_p`: only the most likely that together have this probability. `min_p`: only those at least
+      this share as likely as the most likely one.
     - `presence_penalty`, `frequency_penalty`: subtracted from the logit of a token that was generated before, once or
       as often as it was. `repetition_penalty`: divides positive logits, multiplies negative ones, of every token
       in prompt and output.
     - `logit_bias`: added to the logits of these token ids. `allowed_token_ids`: all others are impossible. `bad_words`:
-      never generated.
-    - `seed`: the same seed gives the same tokens, whatever else is in the batch. Completion i of n uses `seed + i`.
-    - `max_tokens`: at most so many (None: up to the model's length). `min_tokens`: nothing that stops, before so many.
+      never generated, with or without a space before them.
+    - `seed`: the same seed gives the same tokens, whatever else is in the batch; -1 and None: a random one. Completion
+      i of n uses `seed + i`. (Where logits are rounded otherwise, as another batch shape or device may do, a token can
+      still change, but only where two were as good as equal.)
+    - `max_tokens`: at most so many (None: up to the model's length). `min_tokens`: before so many, no token that stops,
+      nor the end-of-sequence token, ignored or not.
     - `stop`: strings, looked for in the text; it ends before them (`include_stop_str_in_output`: after them).
       `stop_token_ids` stop like the end-of-sequence token, which `ignore_eos` turns off.
-    - `logprobs`: log probabilities of so many most likely tokens at each position, and of the chosen one; -1: of all.
+    - `logprobs`: log probabilities of so many most likely tokens at each position, and of the chosen one; -1: of
+      all; True counts as 1.
       `prompt_logprobs`: the same of the prompt. They are the model's own, before temperature, penalties and bias.
     - `detokenize`: off, no text is made of the tokens. `skip_special_tokens`: leave them out of the text.
     - `output_kind`: for streams; `LLM.generate` returns final outputs.
@@ -96,20 +111,28 @@ class SamplingParams:
         """`stop` as a tuple, empty where there is none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    def clone(self) -> "SamplingParams":
+        """A copy that shares no list with this one, its values checked anew."""
+        containers = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
+        return replace(self, **{name: copy(getattr(self, name)) for name in containers})
+
     def child(self, index: int) -> "SamplingParams":
         """The parameters of completion `index` of `n`: one completion, its own seed."""
         return replace(self, n=1, seed=None if self.seed is None else self.seed + index)
 
     def _normalize(self) -> None:
         if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
+            self.top_k = 0
+        if self.seed == -1:
+            self.seed = None
+        self.logprobs = 1 if self.logprobs is True else self.logprobs
+        self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         if is_number(self.temperature) and self.temperature > 0.0:
-            object.__setattr__(self, "temperature", min(max(self.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE))
+            self.temperature = max(self.temperature, MIN_TEMPERATURE)
         if isinstance(self.logit_bias, Mapping) and all(map(is_number, self.logit_bias.values())):
-            clamped = {
+            self.logit_bias = {
                 token: max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, bias)) for token, bias in self.logit_bias.items()
             }
-            object.__setattr__(self, "logit_bias", clamped)
 
     def _check_counts(self) -> None:
         require(
@@ -137,8 +160,8 @@ class SamplingParams:
 
     def _check_distribution(self) -> None:
         require(
-            is_number(self.temperature) and self.temperature >= 0.0,
-            f"temperature is {self.temperature!r}; it must be 0 (greedy) or above",
+            is_number(self.temperature) and 0.0 <= self.temperature <= MAX_TEMPERATURE,
+            f"temperature is {self.temperature!r}; it must be from 0 (greedy) to {MAX_TEMPERATURE:.0f}",
         )
         require(
             is_number(self.top_p) and 0.0 < self.top_p <= 1.0,
@@ -170,6 +193,9 @@ class SamplingParams:
         words = (self.stop,) if isinstance(self.stop, str) else self.stop
         require(_are_words(words), f"stop is {self.stop!r}; it must be a string or several, none of them empty")
         require(_are_words(self.bad_words), f"bad_words is {self.bad_words!r}; it must be strings, none of them empty")
+        for name, texts in (("a stop string", words), ("a bad word", self.bad_words)):
+            for text in texts or ():
+                encodable(text, name)
         require(
             self.detokenize or not self.stop_strings,
             "stop strings are looked for in the text, so they need detokenize=True; use stop_token_ids without it",

@@ -1,4 +1,4 @@
-"""What the checks of settings ask of a value, and how they refuse it."""
+"""What settings are checked for, and how a wrong one is refused."""
 
 import sys
 
@@ -19,7 +19,7 @@ def require_flags(settings: object, *names: str) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number, and finite; True and False are none."""
+    """Whether it is a finite number; True and False are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -32,3 +32,13 @@ def positive_count(name: str, value: int) -> int:
     """The value, if it is a whole number of at least 1; raises a `MinivllmError` that names it otherwise."""
     require(is_count(value, 1), f"{name} must be a positive whole number, not {value!r}")
     return value
+
+
+def encodable(text: str, name: str) -> str:
+    """The text, if it can be encoded in UTF-8; raises a `MinivllmError` that names it otherwise."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        broken = f"half a character ({text[error.start]!r} at {error.start})"
+        raise MinivllmError(f"{name} is not a text: it has {broken}, as a wrongly decoded file has") from None
+    return text

@@ -46,6 +46,22 @@ ROPE_NUMBERS = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast",
     "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
 )  # fmt: skip
+MAX_ROPE_NUMBER = 1e15
+# Settings by which families differ from Llama in what they compute, and the values with which they do not.
+OTHER_COMPUTATION = {
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "dim_model_base": (),
+    "embedding_multiplier": (1.0,),
+    "final_logit_softcapping": (),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "no_rope_layers": ([],),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1.0,),
+    "scale_depth": (),
+    "scale_emb": (1.0,),
+}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -105,6 +121,8 @@ class ModelConfig:
     """What such a checkpoint says of it: bits, groups, which layers, ..., in the words of its method."""
     checkpoint_kv_dtype: str | None = None
     """The KV-cache dtype that a quantized checkpoint asks for; None where it asks for none."""
+    other_computation: str | None = None
+    """The first setting that asks for a computation that Llama and its kin do not have; None where there is none."""
     cache_exception: str | None = None
     """Why bytes per token cannot be told by the one formula; None for models that keep every token in every layer."""
 
@@ -138,7 +156,7 @@ class ModelConfig:
             model_type=hf.get("model_type") or "",
             dtype=_dtype(hf),
             rms_norm_eps=_positive(hf, "rms_norm_eps", 1e-6),
-            hidden_act=hf.get("hidden_act") or hf.get("activation_function") or "silu",
+            hidden_act=hf.get("hidden_activation") or hf.get("hidden_act") or hf.get("activation_function") or "silu",
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", hf.get("model_type") in TIED_BY_DEFAULT)),
@@ -149,6 +167,7 @@ class ModelConfig:
             quantization=(hf.get("quantization_config") or {}).get("quant_method"),
             quantization_config=dict(hf.get("quantization_config") or {}) or None,
             checkpoint_kv_dtype=_checkpoint_kv_dtype(hf.get("quantization_config")),
+            other_computation=_other_computation(hf),
             cache_exception=exception,
         )
 
@@ -193,10 +212,7 @@ def config_path(path_or_name: str | Path) -> Path:
     Raises:
         MinivllmError: there is no such file, and no model of that name can be fetched.
     """
-    name = str(path_or_name)
-    if not name:
-        raise MinivllmError("there is no model directory ''")
-    path = Path(name).expanduser()
+    name, path = str(path_or_name), local_path(path_or_name)
     if path.is_file():
         return path
     if path.is_dir():
@@ -206,6 +222,25 @@ def config_path(path_or_name: str | Path) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise MinivllmError(f"there is no model directory {name!r}")
     return hub_file(name, "config.json")
+
+
+def local_path(path_or_name: str | Path) -> Path:
+    """The directory or file that this would be on this machine; nothing need be there.
+
+    Raises:
+        MinivllmError: no file can have this name.
+    """
+    name = str(path_or_name)
+    if not name or "\0" in name:
+        raise MinivllmError(f"there is no model directory {name!r}")
+    try:
+        path = Path(name).expanduser()
+        path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, or the home of a user who does not exist
+        shown = name if len(name) <= 60 else f"{name[:57]}..."
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MinivllmError(f"there is no model directory {shown!r}: {reason}") from None
+    return path
 
 
 def hub_file(name: str, filename: str) -> Path:
@@ -261,8 +296,8 @@ def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
     value = hf.get(name)
     if value is None:
         return default
-    if not is_count(value, 1):
-        raise MinivllmError(f"the model config's {name!r} must be a positive whole number, not {value!r}")
+    if not is_count(value, 1) or value >= 2**63:
+        raise MinivllmError(f"the model config's {name!r} must be a positive whole number below 2^63, not {value!r}")
     return value
 
 
@@ -336,8 +371,10 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
         given = given["full_attention"]
     for name in ROPE_NUMBERS:
         value = given.get(name)
-        if value is not None and not (is_number(value) and value >= 0):
-            raise MinivllmError(f"{name!r} in the model config's rope parameters must be 0 or more, not {value!r}")
+        if value is not None and not (is_number(value) and 0 <= value <= MAX_ROPE_NUMBER):
+            raise MinivllmError(
+                f"{name!r} in the model config's rope parameters must be from 0 to {MAX_ROPE_NUMBER:.0e}, not {value!r}"
+            )
     theta = _positive(given, "rope_theta", _positive(hf, "rope_theta", 10000.0))
     scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "type")}
     scaling["rope_type"] = given.get("rope_type") or given.get("type") or "default"
@@ -355,6 +392,11 @@ def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_bias": bool(hf.get("mlp_bias")),
         "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
+
+
+def _other_computation(hf: Mapping[str, Any]) -> str | None:
+    given = ((name, hf.get(name), usual) for name, usual in OTHER_COMPUTATION.items())
+    return next((f"{name}={value!r}" for name, value, usual in given if value is not None and value not in usual), None)
 
 
 def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,15 @@
 In vLLM v0.33.0: `vllm/engine/arg_utils.py` (`EngineArgs`, `get_batch_defaults`), `vllm/config/`.
 """
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from minivllm.config.checks import is_count, is_number, require, require_flags
 from minivllm.config.units import GIB
-from minivllm.errors import MinivllmError
+from minivllm.config.vllm_arguments import ANY_VALUE, takes_vllms_arguments
 from minivllm.kernels.packed_weights import QUANTIZATIONS
 from minivllm.worker.worker import WorkerSettings
 
@@ -22,9 +21,47 @@ ATTENTION_BACKENDS = (None, "naive")
 LOAD_FORMATS = ("auto", "dummy")
 
 
+WITHOUT_EFFECT = {
+    "allowed_local_media_path": ANY_VALUE,
+    "async_scheduling": ANY_VALUE,
+    "compilation_config": ANY_VALUE,
+    "config_format": ("auto", "hf"),
+    "cpu_offload_gb": (0,),
+    "data_parallel_size": (1,),
+    "disable_custom_all_reduce": ANY_VALUE,
+    "disable_log_requests": ANY_VALUE,
+    "disable_log_stats": ANY_VALUE,
+    "distributed_executor_backend": ("mp", "uni"),
+    "enable_log_requests": ANY_VALUE,
+    "generation_config": ("auto",),
+    "max_logprobs": ANY_VALUE,
+    "max_parallel_loading_workers": ANY_VALUE,
+    "max_seq_len_to_capture": ANY_VALUE,
+    "pipeline_parallel_size": (1,),
+    "revision": ANY_VALUE,
+    "runner": ("auto", "generate"),
+    "swap_space": ANY_VALUE,
+    "task": ("auto", "generate"),
+    "tokenizer_mode": ANY_VALUE,
+    "tokenizer_revision": ANY_VALUE,
+    "trust_remote_code": ANY_VALUE,
+}
+NOT_SERVED = (
+    "additional_config", "code_revision", "convert", "decode_context_parallel_size", "download_dir",
+    "enable_expert_parallel", "enable_lora", "enable_prompt_embeds", "enable_return_routed_experts",
+    "enable_sleep_mode", "hf_config_path", "hf_overrides", "hf_token", "kv_offloading_size", "kv_transfer_config",
+    "language_model_only", "limit_mm_per_prompt", "logits_processors", "logprobs_mode", "lora_modules",
+    "max_cpu_loras", "max_lora_rank", "max_loras", "mm_processor_kwargs", "model_impl", "model_loader_extra_config",
+    "override_generation_config", "override_pooler_config", "pooler_config", "prefix_caching_hash_algo",
+    "profiler_config", "quantization_param_path", "reasoning_parser", "served_model_name", "speculative_model",
+    "structured_outputs_config", "worker_cls",
+)  # fmt: skip
+
+
+@takes_vllms_arguments("the engine", WITHOUT_EFFECT, NOT_SERVED)
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """One engine. Names and defaults are vLLM's, unless said otherwise.
+    """One engine. Names and defaults are vLLM's, unless said otherwise; None is the default everywhere.
 
     - `model`: a local directory or a name on the Hugging Face hub; `tokenizer`: another one's, if not the model's own.
     - `dtype`: of weights and computation. "auto": the checkpoint's on a GPU; on a CPU float32, in which our CPU
@@ -41,13 +78,13 @@ class EngineArgs:
     - `gpu_memory_utilization`: the share of the device's memory that the engine may use, 0 to 1; on a CPU, of the
       memory that is available. `num_gpu_blocks_override`: so many blocks, whatever would fit.
     - `use_kv_cache`: off, every step computes all tokens of its requests again; what they write is read in the same
-      step and then forgotten. Not in vLLM, but what it is worth should be measurable.
+      step and then forgotten. Not in vLLM; it is here to measure what the cache is worth.
     - `attention_backend`: None is the unified kernel; "naive" what there was before (`unified_attention`).
     - `speculative_config`: as vLLM's dictionary, such as {"method": "ngram", "num_speculative_tokens": 4}.
     - `multiprocess`: the core runs in a process of its own. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
     - `tensor_parallel_size`: ranks that share the model, each with a GPU of its own, or all on one CPU.
     - `enforce_eager`: no CUDA graphs. There are none on a CPU.
-    - `seed`: of the requests that bring none.
+    - `seed`: of the requests that bring none of their own.
     - `skip_tokenizer_init`: prompts are token ids, and outputs have no text.
     """
 
@@ -82,16 +119,13 @@ class EngineArgs:
 
     @classmethod
     def of(cls, model: str | Path, settings: dict[str, Any]) -> "EngineArgs":
-        """From the arguments of a call. Raises `MinivllmError` for one that there is not, and names the nearest."""
-        known = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
-                raise MinivllmError(f"the engine has no argument {name!r}{hint}")
+        """From the arguments of a call. Raises `MinivllmError` for an unknown one, and names the nearest."""
         return cls(model=model, **settings)
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) is None and field.default not in (None, MISSING):
+                object.__setattr__(self, field.name, field.default)
         require(
             isinstance(self.model, str | Path),
             f"model is {self.model!r}; it must be a directory, or a name on the Hugging Face hub",

@@ -25,14 +25,15 @@ MAX_WINDOW_TOKENS = 48
 class IncrementalDetokenizer:
     """The text of one request, which only ever grows, until a stop string cuts it.
 
-    `text` is what may be shown: no broken character at its end that the next token could mend.
+    `text` is what may be shown: no broken character at its end that the next token could mend. `num_tokens` tokens were
+    taken in for it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._stop_strings = params.stop_strings
-        self._num_tokens = 0
+        self.num_tokens = 0
         self.text = ""
         # The last tokens, and how many characters of theirs are in `text` already (or in the prompt's).
         self._window = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
@@ -41,19 +42,26 @@ class IncrementalDetokenizer:
     def update(self, new_token_ids: Sequence[int], stopped_by_token: bool = False) -> str | None:
         """Adds tokens to the text. Returns the stop string that ends it, if one does; the text is cut there.
 
-        `stopped_by_token`: the last of them is a stop token, which leaves no trace in the text (unless the request asks
-        for it).
+        The token that completes it is the last one taken in (`num_tokens`). `stopped_by_token`: the last of the new
+        tokens is a stop token, which leaves no trace in the text (unless the request asks for it).
         """
         if stopped_by_token and not self._params.include_stop_str_in_output:
             new_token_ids = new_token_ids[:-1]
-        num_exempt = max(0, self._params.min_tokens - self._num_tokens)
-        self._append(new_token_ids[:num_exempt])
-        num_before = len(self.text)
-        self._append(new_token_ids[num_exempt:])
-        return self._cut_at_stop_string(num_before)
+        if not self._stop_strings:
+            self._append(new_token_ids)
+            return None
+        for token_id in new_token_ids:
+            num_before = len(self.text)
+            self._append([token_id])
+            if self.num_tokens <= self._params.min_tokens:
+                continue
+            stop = self._cut_at_stop_string(num_before)
+            if stop is not None:
+                return stop
+        return None
 
     def finish(self) -> str | None:
-        """Shows what was held back: no further token comes. Returns a stop string found in it, as `update` does."""
+        """Shows what was held back, as no further token comes. Returns a stop string found in it, as `update` does."""
         num_before = len(self.text)
         decoded = self._decode()
         self.text += decoded[self._num_shown :]
@@ -72,7 +80,7 @@ class IncrementalDetokenizer:
     def _append(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
             return
-        self._num_tokens += len(token_ids)
+        self.num_tokens += len(token_ids)
         self._window += token_ids
         decoded = self._decode()
         whole = self._whole(decoded)

@@ -1,4 +1,4 @@
-"""From what a person asks to what the core runs: tokens, resolved parameters, and every reason why it could not run.
+"""From what a person asks for to what the core runs: tokens, resolved parameters, and a clear refusal otherwise.
 
 In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor.process_inputs`).
 """
@@ -18,7 +18,11 @@ from minivllm.sampling_params import SamplingParams
 
 
 class InputProcessor:
-    """Tokenizes and checks. `eos_token_ids` are the model's end-of-sequence tokens."""
+    """Tokenizes and checks.
+
+    `eos_token_ids` are the model's end-of-sequence tokens. To the core only the first is one; the rest are stop tokens
+    like those that a request names, so that its `stop_reason` tells them apart.
+    """
 
     def __init__(
         self,
@@ -45,7 +49,7 @@ class InputProcessor:
         """The prompt's text, where it has one, and the request for the core.
 
         Raises:
-            MinivllmError: the prompt or the parameters cannot be; the message says what would be right.
+            MinivllmError: the prompt or the parameters are wrong; the message says what would be right.
         """
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise MinivllmError(f"priority is {priority!r}; it must be a whole number, a lower one goes first")
@@ -59,7 +63,7 @@ class InputProcessor:
             request_id,
             token_ids,
             resolved,
-            self.eos_token_ids,
+            self.eos_token_ids[:1],
             arrival_time=time.monotonic(),
             priority=priority,
             cache_salt=cache_salt,
@@ -79,17 +83,19 @@ class InputProcessor:
             raise MinivllmError(f"the prompt has the token id {outside}; the vocabulary is 0 to {self.vocab_size - 1}")
 
     def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """The parameters with a seed, a maximum, and everything in token ids."""
+        """A checked copy of the parameters with a seed, a maximum, and everything in token ids."""
         if not isinstance(params, SamplingParams):
             raise MinivllmError(f"sampling_params are {type(params).__name__}; they must be SamplingParams")
+        params = params.clone()
         self._check_params(params)
-        stops = frozenset(params.stop_token_ids or ())
+        stops = tuple(params.stop_token_ids or ())
         max_tokens = max(1, self.limits.max_model_len - num_prompt_tokens)
         return replace(
             params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             max_tokens=max_tokens if params.max_tokens is None else params.max_tokens,
-            all_stop_token_ids=stops if params.ignore_eos else stops | frozenset(self.eos_token_ids),
+            stop_token_ids=stops if params.ignore_eos else (*stops, *self.eos_token_ids[1:]),
+            all_stop_token_ids=frozenset((*stops, *self.eos_token_ids)),
             bad_words_token_ids=self._bad_words_token_ids(params),
         )
 
@@ -108,10 +114,14 @@ class InputProcessor:
             )
 
     def _bad_words_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is spelled at the beginning of a text, and after a space."""
+        """Each word as it is spelled at the beginning of a text, and after a space; what is all spaces, as it is.
+
+        vLLM leaves out the second spelling where it has more tokens than the first; here it is forbidden too.
+        """
         spellings = set()
         for word in params.bad_words or ():
             assert self.tokenizer is not None
-            for text in (word, " " + word.lstrip()):
+            bare = word.lstrip()
+            for text in (bare, " " + bare) if bare else (word,):
                 spellings.add(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids))
         return tuple(sorted(filter(None, spellings)))

@@ -29,7 +29,7 @@ class LLMEngine:
     def __init__(self, args: EngineArgs) -> None:
         self.model_config = ModelConfig.from_pretrained(args.model)
         self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
-        self.generation_config = GenerationConfig.of(args.model, self.model_config)
+        self.generation_config = GenerationConfig.of(args.model, self.model_config, self.tokenizer)
         self.engine_core = make_client(args)
         self.stats: SchedulerStats = self.engine_core.ready.scheduler_stats
         """The scheduler's state after the last step. Reading it consumes nothing."""

@@ -1,4 +1,4 @@
-"""From what the core sampled to what a person reads: text, stop strings, log probabilities, completions put together.
+"""From what the core sampled to what a person reads: text, stop strings, log probabilities, all completions together.
 
 In vLLM v0.33.0: `vllm/v1/engine/output_processor.py` (`OutputProcessor`, `RequestState`), `vllm/v1/engine/logprobs.py`.
 """
@@ -18,7 +18,7 @@ from minivllm.sampling_params import RequestOutputKind
 
 @dataclass(slots=True)
 class RequestState:
-    """What is known of one child request outside the core. `num_sent_…`: what a DELTA stream has had."""
+    """What is known of one child request outside the core. `num_sent_…`: what a DELTA stream has been sent."""
 
     request: EngineCoreRequest
     prompt: str | None
@@ -38,9 +38,16 @@ class RequestState:
     num_sent_tokens: int = 0
     num_sent_characters: int = 0
 
+    def drop_tokens_behind(self, num_tokens: int) -> None:
+        """Keeps so many tokens: a step with accepted drafts goes on behind the token that completes a stop string."""
+        del self.token_ids[num_tokens:]
+        if self.logprobs is not None:
+            del self.logprobs[num_tokens:]
+            self.cumulative_logprob = sum(_chosen(entry).logprob for entry in self.logprobs)
+
 
 class OutputProcessor:
-    """The requests that are under way, and how their outputs come out."""
+    """The requests that are under way, and what becomes of their outputs."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -59,9 +66,9 @@ class OutputProcessor:
         self.states[request.request_id] = state
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """Takes in a step's news. Returns what is to be shown, and the ids of requests that a stop string has ended.
+        """Takes in a step's outputs. Returns what is to be shown, and the ids of requests that a stop string has ended.
 
-        Those the core must abort: it knows nothing of text, and would go on.
+        The core must abort those: it knows nothing of text, and would go on.
         """
         shown: list[RequestOutput] = []
         to_abort: list[str] = []
@@ -111,7 +118,7 @@ class OutputProcessor:
                 state.cumulative_logprob = (state.cumulative_logprob or 0.0) + entry.logprobs[0]
 
     def _detokenize(self, state: RequestState) -> bool:
-        """Makes text of the new tokens. True where a stop string ended a request that the core thinks goes on.
+        """Turns the new tokens into text. True where a stop string ended a request that the core would go on with.
 
         Where nobody reads along and no stop string is looked for, the text is made once, at the end.
         """
@@ -123,7 +130,9 @@ class OutputProcessor:
         new_token_ids = state.token_ids[state.num_detokenized :]
         state.num_detokenized = len(state.token_ids)
         stop = detokenizer.update(new_token_ids, stopped_by_token=state.finish_reason == "stop")
-        if stop is None and finished:
+        if stop is not None:
+            state.drop_tokens_behind(detokenizer.num_tokens)
+        elif finished:
             stop = detokenizer.finish()
         if stop is None:
             return False
@@ -183,3 +192,9 @@ class OutputProcessor:
 
     def _decoded(self, token_id: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _chosen(entry: dict[int, Logprob] | None) -> Logprob:
+    """The chosen token's log probability, which stands first."""
+    assert entry
+    return next(iter(entry.values()))

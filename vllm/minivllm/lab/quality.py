@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.config import ModelConfig
+from minivllm.config.checks import require
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
 from minivllm.lab.corpus import held_out_texts
@@ -48,6 +49,7 @@ def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[i
     Raises:
         MinivllmError: the engine has no tokenizer, or not so many texts of that length are there.
     """
+    require(tokens >= 2, f"a text of {tokens} token cannot be read: what a token is given are those before it; give 2")
     tokenizer = llm.get_tokenizer()
     if tokenizer is None:
         raise MinivllmError("reading texts needs a tokenizer: build the engine without skip_tokenizer_init")

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
+from minivllm.config.model import ARCHITECTURES
 from minivllm.errors import UnsupportedModelError
 from minivllm.kernels.elementwise import add_rms_norm, rotate_heads, silu_and_mul
 from minivllm.models.attention import AttentionFunction
@@ -218,6 +219,13 @@ def _check_supported(config: ModelConfig) -> None:
     name = config.architecture or config.model_type or "this model"
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(f"{name} cannot be run; the decoder runs the families {', '.join(FAMILIES)}")
+    if config.architecture not in ("", ARCHITECTURES[config.model_type]):
+        raise UnsupportedModelError(
+            f"{name} cannot be run, though its model_type is {config.model_type!r}: the decoder computes "
+            f"{ARCHITECTURES[config.model_type]}"
+        )
+    if config.other_computation:
+        raise UnsupportedModelError(f"{name} has {config.other_computation}, which the decoder does not compute")
     if config.hidden_act != "silu":
         raise UnsupportedModelError(f"{name} has the activation {config.hidden_act!r}; the decoder computes silu")
     if config.num_experts or config.kv_lora_rank is not None:

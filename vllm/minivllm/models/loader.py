@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from minivllm.config import ModelConfig
-from minivllm.config.model import config_path, hub_file, read_json_object
+from minivllm.config.model import config_path, hub_file, local_path, read_json_object
 from minivllm.errors import MinivllmError
-from minivllm.models.decoder import Decoder
+from minivllm.memory import num_parameters
+from minivllm.models.decoder import FAMILIES, Decoder
 from minivllm.models.parallel import GroupCoordinator, kv_part
 from minivllm.models.quantized_checkpoint import packed_format
+from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.platforms.spinning import limit_spinning
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -111,11 +113,12 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy tensors, named as in a Hugging Face checkpoint, into the model.
 
     Raises:
-        MinivllmError: a tensor is missing, unexpected, given twice or of another shape; the message names it.
+        MinivllmError: a tensor is missing, unexpected, given twice, of another shape, or not finite; the message names
+            it.
     """
     targets = checkpoint_slots(model)
     tied = model.config.tie_word_embeddings
-    missing = set(targets)
+    missing, extremes = set(targets), {}
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
             continue  # what old checkpoints store although it follows from the config
@@ -135,10 +138,35 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
             )
         targets[name].fill(tensor)
         missing.remove(name)
+        extremes.update(_extremes(name, targets[name].target))
+    _refuse_non_finite(extremes)
     if missing:
         some = ", ".join(sorted(missing)[:3])
         raise MinivllmError(
             f"the checkpoint lacks {len(missing)} of the model's {len(targets)} tensors, such as {some}"
+        )
+
+
+def _extremes(name: str, target: Tensor) -> dict[str, Tensor]:
+    """The least and the largest number of what a tensor filled [2], on its device; nothing for integers.
+
+    Both are NaN where there is one. It is read while the caches still hold it, and nobody waits for a GPU here.
+    """
+    return {name: torch.stack(torch.aminmax(target))} if target.is_floating_point() else {}
+
+
+def _refuse_non_finite(extremes: dict[str, Tensor]) -> None:
+    """Raises for the first tensor with a NaN or an infinity: attention and norms would spread it over all tokens."""
+    if not extremes:
+        return
+    finite = torch.stack(list(extremes.values())).isfinite().all(-1).tolist()
+    wrong = [name for name, is_finite in zip(extremes, finite, strict=True) if not is_finite]
+    if wrong:
+        others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        dtype = str(extremes[wrong[0]].dtype).removeprefix("torch.")
+        raise MinivllmError(
+            f"the tensor {wrong[0]!r} of the checkpoint holds NaN or infinity{others}, or numbers beyond {dtype}: the "
+            'file is damaged, or needs a dtype of wider range (dtype="float32" or "bfloat16")'
         )
 
 
@@ -178,7 +206,7 @@ def weight_files(path_or_name: str | Path) -> list[Path]:
         MinivllmError: there are none, or one that the index names is not there.
     """
     directory = config_path(path_or_name).parent
-    local = Path(path_or_name).expanduser().exists()
+    local = local_path(path_or_name).exists()
 
     def fetch(filename: str) -> Path:
         if not local:
@@ -245,8 +273,21 @@ def _empty_model(
         limit_spinning()  # here, since everything that computes with a model comes this way
     stored_as = packed_format(config)
     linear = stored_as.linear if stored_as else None
+    _refuse_beyond_memory(config, torch.device(device), torch_dtype(config.dtype if dtype == "auto" else dtype), group)
     with torch.device(device), _default_dtype(torch_dtype(config.dtype if dtype == "auto" else dtype)):
         return Decoder(config, group, linear).eval()
+
+
+def _refuse_beyond_memory(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, group: GroupCoordinator | None
+) -> None:
+    """Refuses a model whose weights the device has no room for, before anything is allocated."""
+    if config.model_type not in FAMILIES or device.type == "meta":
+        return  # the decoder says what it does not compute; and a shape alone takes no memory
+    bits = 4 if config.quantization else 8 * dtype.itemsize  # of a quantized checkpoint, no fewer than these
+    num_bytes = num_parameters(config) * bits // 8 // (group.size if group else 1)
+    what = f"the model ({config.num_hidden_layers} layers of width {config.hidden_size})"
+    refuse_beyond_memory(num_bytes, device, what, "take a smaller one, or a dtype or checkpoint of fewer bits")
 
 
 @contextmanager

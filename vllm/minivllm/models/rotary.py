@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.platforms.device_memory import refuse_beyond_memory
 
 
 class RotaryTable(nn.Module):
@@ -28,9 +29,13 @@ class RotaryTable(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         frequencies, scale = rotary_frequencies(config)
-        angles = torch.arange(table_length(config), dtype=torch.float32)[:, None] * frequencies.to(
-            torch.get_default_device()
-        )
+        length, device = table_length(config), torch.get_default_device()
+        if device.type != "meta":
+            # Angles, sines and cosines stand beside the table while it is made.
+            what = f"the table of rotary positions for max_position_embeddings = {config.max_position_embeddings}"
+            num_bytes = 3 * length * config.head_dim * torch.float32.itemsize
+            refuse_beyond_memory(num_bytes, device, what, "lower it, or the factor of its rope scaling, in config.json")
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies.to(device)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
 
@@ -73,6 +78,11 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Llama 3.1: slow pairs are slowed by `factor`, fast ones kept, those between blended by how often they turn."""
     factor, low, high = (_parameter(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise MinivllmError(
+            f"the model config's rope scaling has high_freq_factor {high} and low_freq_factor {low}; the first must be "
+            "above the second, since what lies between them is blended"
+        )
     turns = _parameter(scaling, "original_max_position_embeddings") * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
@@ -80,6 +90,8 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], config: ModelConfig) -> tuple[Tensor, float]:
     """YaRN: as above with a ramp over pair numbers, and attention made a little sharper."""
+    if config.rope_theta <= 1.0:
+        raise MinivllmError(f"the model config's rope_theta is {config.rope_theta}; yarn needs one above 1")
     original = _parameter(scaling, "original_max_position_embeddings")
     factor = scaling.get("factor") or config.max_position_embeddings / original
     first, last = (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from minivllm.config.model import hub_file
+from minivllm.config.model import hub_file, local_path
 from minivllm.errors import MinivllmError
 
 FILENAME = "tokenizer.json"
@@ -18,11 +18,11 @@ def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     Raises:
         MinivllmError: there is no `tokenizer.json`, or it cannot be read.
     """
-    directory = Path(path_or_name).expanduser()
+    directory = local_path(path_or_name)
     path = directory / FILENAME if directory.is_dir() else hub_file(str(path_or_name), FILENAME)
     if not path.is_file():
         raise MinivllmError(f"{directory} has no {FILENAME}")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise MinivllmError(f"{path} is no tokenizer: {error}") from error
+        raise MinivllmError(f"{path} cannot be read as a tokenizer: {error}") from error

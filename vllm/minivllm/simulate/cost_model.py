@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from minivllm.config import ModelConfig
+from minivllm.config.checks import is_number, require
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, num_parameters, serving_dtype, weight_bytes
 from minivllm.simulate.hardware import Hardware
@@ -76,6 +77,11 @@ class RooflineCost:
     step_overhead: float = 1.1e-3
     request_overhead: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check(self, "weight_bytes", "kv_bytes_per_token", "flops_per_token", "flops_per_pair", above_zero=False)
+        _check(self, "step_overhead", "request_overhead", above_zero=False)
+        _check(self, "bandwidth", "flops", "efficiency", above_zero=True)
+
     @classmethod
     def of(
         cls,
@@ -128,6 +134,9 @@ class MeasuredStep:
     shape: StepShape
     seconds: float
 
+    def __post_init__(self) -> None:
+        _check(self, "seconds", above_zero=True)
+
 
 @dataclass(frozen=True)
 class FittedCost:
@@ -137,6 +146,9 @@ class FittedCost:
     per_request: float
     per_token: float
     per_pair: float
+
+    def __post_init__(self) -> None:
+        _check(self, "per_step", "per_request", "per_token", "per_pair", above_zero=False)
 
     @classmethod
     def fit(cls, steps: Sequence[MeasuredStep]) -> FittedCost:
@@ -157,6 +169,14 @@ class FittedCost:
         """Seconds of one step of this shape, by the line."""
         coefficients = (self.per_step, self.per_request, self.per_token, self.per_pair)
         return sum(c * value for c, value in zip(coefficients, _features(shape), strict=True))
+
+
+def _check(costs: object, *names: str, above_zero: bool) -> None:
+    """Refuses a negative number, one that is not finite, and 0 where it must be above."""
+    for name in names:
+        value = getattr(costs, name)
+        fits = is_number(value) and (value > 0 if above_zero else value >= 0)
+        require(fits, f"{name} is {value!r}; it must be {'above 0' if above_zero else '0 or more'}, and finite")
 
 
 def _features(shape: StepShape) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""The real scheduler under a virtual clock: what it decides is decided, only the forward pass is replaced by its cost.
+"""The real scheduler under a virtual clock: it decides as in the engine; only the forward pass is replaced by its cost.
 
 Time to first token, inter-token latency, throughput and preemptions of a workload, without a model and without a GPU,
 in milliseconds of real time. The figures are as good as the cost model: print its error beside them.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config.checks import is_number, require
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -25,7 +26,7 @@ GENERATED = 0
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """One request of a workload: when it comes (seconds), how long its prompt is, and how many tokens it will generate.
+    """One request of a workload: when it arrives (seconds), how long its prompt is, how many tokens it will generate.
 
     `prompt_token_ids` matter to the prefix cache only; without them the prompt shares nothing with any other. Every
     generated token is GENERATED: that is what the next turn of a conversation must repeat in its prompt.
@@ -38,6 +39,11 @@ class SimulatedRequest:
     prompt_token_ids: Sequence[int] | None = None
     after: int | None = None
     """The request (its index in the workload) whose end this one waits for; `arrival` then counts from that end."""
+
+    def __post_init__(self) -> None:
+        require(
+            is_number(self.arrival) and self.arrival >= 0, f"arrival is {self.arrival!r}; it must be 0 seconds or more"
+        )
 
 
 @dataclass
@@ -174,7 +180,7 @@ def simulate(
 
     Raises:
         MinivllmError: an empty workload, one that waits for a request that never comes, an acceptance outside [0, 1],
-            or a request that the scheduler refuses (too long for pool or model).
+            a request that the scheduler refuses (too long for pool or model), or a cost below 0 or not finite.
     """
     if not workload:
         raise MinivllmError("a simulation needs at least one request")
@@ -259,6 +265,8 @@ class _Clock:
         for new_request in output.scheduled_new_reqs:
             self.timelines[int(new_request.req_id)].num_cached_tokens = live[new_request.req_id].num_cached_tokens
         seconds = self.cost.seconds(shape)
+        if not 0 <= seconds < math.inf:
+            raise MinivllmError(f"the cost model says {seconds} seconds for {shape}; a step takes 0 or more")
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
         usage = scheduler.kv_cache_manager.usage
         prefix, before = scheduler.make_stats().prefix_cache_stats, self.prefix_counts
@@ -269,10 +277,10 @@ class _Clock:
             for key in scheduled
             if live[key].num_computed_tokens >= live[key].num_tokens
         }
-        for news in scheduler.update_from_output(output, ModelRunnerOutput(sampled)):
-            index = int(news.request_id)
-            self.timelines[index].token_times += [self.now + seconds] * len(news.new_token_ids)
-            if news.finish_reason:
+        for request_output in scheduler.update_from_output(output, ModelRunnerOutput(sampled)):
+            index = int(request_output.request_id)
+            self.timelines[index].token_times += [self.now + seconds] * len(request_output.new_token_ids)
+            if request_output.finish_reason:
                 self._finished(index, self.now + seconds)
         self._propose(sampled)
         return StepRecord(
@@ -305,7 +313,7 @@ def to_request(index: int, spec: SimulatedRequest, arrival: float) -> Request:
     """The scheduler's request for the `index`-th of a workload, arriving at `arrival` seconds; its id is the index.
 
     Raises:
-        MinivllmError: as many token ids as `prompt_tokens` says are not there.
+        MinivllmError: there are not as many token ids as `prompt_tokens` says.
     """
     # One token that no other prompt begins with is enough to share nothing: block hashes are chained.
     token_ids = spec.prompt_token_ids or [-1 - index, *[0] * (spec.prompt_tokens - 1)]

@@ -5,7 +5,6 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_mem
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.memory import Device, LedgerRow, MemoryLedger, memory_ledger
 from minivllm.platforms.device import device_name
+from minivllm.platforms.device_memory import available_memory, refuse_beyond_memory
 from minivllm.worker.paged_attention import LayerCache
 
 UNKNOWN_MEMORY = 4 * GIB
@@ -158,23 +158,6 @@ def allocate_kv_caches(
     return [LayerCache(*(_zeros(shape, device, kind) for shape, kind in shapes)) for _ in layers]
 
 
-def refuse_beyond_memory(num_bytes: int, device: torch.device, what: str, advice: str) -> None:
-    """Refuses what the device has no memory for: on a CPU it would be granted, and the process killed in using it.
-
-    Raises:
-        MinivllmError: as said.
-    """
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        name, available = device_name(device), torch.cuda.mem_get_info(device)[0] + unused
-    else:
-        name, available = "this machine", available_memory()
-    if available is not None and num_bytes > available:
-        raise MinivllmError(
-            f"{what} takes {num_bytes / GIB:,.2f} GiB, and {name} has {available / GIB:,.2f} left: {advice}"
-        )
-
-
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
@@ -198,28 +181,3 @@ def _bytes_outside_torch(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
-
-
-def available_memory() -> int | None:
-    """Main memory that programs can still have, in bytes: what the system says, and what the container may use.
-
-    None where neither says.
-    """
-    return min((known for known in (_system_available(), _container_available()) if known is not None), default=None)
-
-
-def _system_available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-
-
-def _container_available() -> int | None:
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit, current = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
-        return max(0, int(limit) - int(current)) if limit != "max" else None
-    except (OSError, ValueError):
-        return None

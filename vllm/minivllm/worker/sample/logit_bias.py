@@ -1,4 +1,4 @@
-"""What a request says of single tokens: only these, more or less of those, none of these yet. All in place.
+"""What a request says about single tokens: only these, more or less of those, not these yet. All in place.
 
 In vLLM v0.33.0: `vllm/v1/sample/logits_processor/builtin.py` (`LogitBiasLogitsProcessor`, `MinTokensLogitsProcessor`),
 `vllm/v1/sample/ops/bad_words.py`.
@@ -19,15 +19,15 @@ def apply_logit_bias(
 
     logits [rows, vocab]; `output_token_ids` are each row's tokens so far, without the prompt.
     """
-    for row, (wishes, output) in enumerate(zip(params, output_token_ids, strict=True)):
-        if wishes.allowed_token_ids is not None:
-            _allow_only(logits[row], wishes.allowed_token_ids)
-        if wishes.logit_bias:
-            ids = _ids(wishes.logit_bias, logits)
-            logits[row, ids] += torch.tensor(list(wishes.logit_bias.values()), device=logits.device)
-        impossible = _completing_bad_words(wishes.bad_words_token_ids, output)
-        if len(output) < wishes.min_tokens:
-            impossible += wishes.all_stop_token_ids
+    for row, (each, output) in enumerate(zip(params, output_token_ids, strict=True)):
+        if each.allowed_token_ids is not None:
+            _allow_only(logits[row], each.allowed_token_ids)
+        if each.logit_bias:
+            ids = _ids(each.logit_bias, logits)
+            logits[row, ids] += torch.tensor(list(each.logit_bias.values()), device=logits.device)
+        impossible = _completing_bad_words(each.bad_words_token_ids, output)
+        if len(output) < each.min_tokens:
+            impossible += each.all_stop_token_ids
         if impossible:
             logits[row, _ids(impossible, logits)] = -torch.inf
 

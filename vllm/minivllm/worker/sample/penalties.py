@@ -23,11 +23,11 @@ def apply_penalties(
 
     Repetition looks at prompt and output, the others at the output alone.
     """
-    for row, (wishes, prompt, output) in enumerate(zip(params, prompt_token_ids, output_token_ids, strict=True)):
-        if has_penalties(wishes):
+    for row, (each, prompt, output) in enumerate(zip(params, prompt_token_ids, output_token_ids, strict=True)):
+        if has_penalties(each):
             ids, counts = _occurring(prompt, output)
             ids, counts = torch.from_numpy(ids).to(logits.device), torch.from_numpy(counts).to(logits.device)
-            logits[row, ids] = _penalized(logits[row, ids], counts, wishes)
+            logits[row, ids] = _penalized(logits[row, ids], counts, each)
 
 
 def has_penalties(params: SamplingParams) -> bool:

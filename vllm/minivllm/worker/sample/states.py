@@ -1,4 +1,4 @@
-"""What each request wants of its tokens: arrays with one row a request, so that a step gathers instead of asking.
+"""Sampling parameters as arrays with one row for each request: a step gathers its rows, with no loop over requests.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/states.py` (`SamplingStates`).
 """

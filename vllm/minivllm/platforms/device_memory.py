@@ -1,0 +1,57 @@
+"""What a device has left, and a refusal in place of a killed process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minivllm.config.units import GIB
+from minivllm.errors import MinivllmError
+from minivllm.platforms.device import device_name
+
+if TYPE_CHECKING:
+    import torch
+
+
+def refuse_beyond_memory(num_bytes: int, device: torch.device, what: str, advice: str) -> None:
+    """Refuses what the device has no memory for: on a CPU it would be granted, and the process killed in using it.
+
+    Raises:
+        MinivllmError: as said.
+    """
+    import torch
+
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        name, available = device_name(device), torch.cuda.mem_get_info(device)[0] + unused
+    else:
+        name, available = "this machine", available_memory()
+    if available is not None and num_bytes > available:
+        raise MinivllmError(
+            f"{what} takes {num_bytes / GIB:,.2f} GiB, and {name} has {available / GIB:,.2f} left: {advice}"
+        )
+
+
+def available_memory() -> int | None:
+    """Main memory that programs can still have, in bytes: what the system says, and what the container may use.
+
+    None where neither says.
+    """
+    return min((known for known in (_system_available(), _container_available()) if known is not None), default=None)
+
+
+def _system_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def _container_available() -> int | None:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, current = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text()
+        return max(0, int(limit) - int(current)) if limit != "max" else None
+    except (OSError, ValueError):
+        return None

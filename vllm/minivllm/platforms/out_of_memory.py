@@ -1,0 +1,25 @@
+"""What to say when a step finds no memory."""
+
+from __future__ import annotations
+
+from minivllm.errors import MinivllmError
+
+SIGNS = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
+ADVICE = "lower max_num_batched_tokens or max_num_seqs, or leave more free with a lower gpu_memory_utilization"
+
+
+def explain_out_of_memory(error: BaseException) -> MinivllmError | None:
+    """An error that says what to lower, if that is what this one is about: torch's of a CPU or GPU, or Python's own.
+
+    None for any other error, which is to be raised as it is.
+    """
+    import torch
+
+    text = str(error).lower()
+    ran_out = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS)
+    )
+    if not ran_out:
+        return None
+    said = str(error).strip().splitlines()
+    return MinivllmError(f"a step found no memory ({said[0] if said else type(error).__name__}): {ADVICE}")

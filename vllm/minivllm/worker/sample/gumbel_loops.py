@@ -1,0 +1,113 @@
+"""The CPU form of `gumbel.py`, compiled by numba. It computes the noise of the few tokens that could win, not of all.
+
+The largest of logit + noise is the smallest of E / w, where E = -log(1 - v) is the token's waiting time and w the
+exponential of its logit. E is never below v, so a token can only win where v < best * w, or in logarithms,
+log2(v) < log2(best) + log2(w). The bits of a float32, read as an integer, are its base-2 logarithm up to a factor and
+a constant, and never above it. So the test of a token is its hash, an addition and a comparison, which the compiler
+does for many tokens at once; logarithm and exponential are left to the tokens that pass it, about ten of 4,096.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    layout_of,
+    sources_changed,
+    take_number,
+)
+
+
+class DrawCells(NamedTuple):
+    """Of `draw_rows`."""
+
+    rows: int
+    vocab: int
+    logits: int  # from here on addresses: float32 [rows, vocab]
+    keys: int  # uint32 [rows, 2]
+    token_ids: int  # int64 [rows]: each row's likeliest token on the way in, and what is drawn on the way out
+
+
+LAYOUT = layout_of(DrawCells)
+TOKENS = 256  # are tested at once
+UNIT = 2.0**23  # what 1 in the exponent adds to the bits of a float32
+BITS_OF_ONE = 127 * UNIT
+ROUNDING = 1024.0  # more than float32 may be wrong by in the test
+SCALE = 2.0**-32  # of the hash, to numbers below 1
+jit = njit(error_model="numpy", nogil=True)
+
+
+@jit
+def mixed(token, first, second):
+    """The hash of a token id under a row's key, uint32; numba would make uint64 of every operation, hence the casts."""
+    x = np.uint32(np.uint32(token * np.uint32(0x9E3779B9)) ^ first)
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+    x = np.uint32(np.uint32(x * np.uint32(0x7FEB352D)) ^ second)
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+
+
+@jit
+def bound(best):
+    """What a token's bits, less its logit in the same units, must stay below to win over `best`."""
+    return np.float32((math.log2(best) - math.log2(SCALE)) * UNIT + BITS_OF_ONE + ROUNDING)
+
+
+@jit
+def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
+    """The token of one row. `numbers` [TOKENS] is room for hashes as float32, `bits` the same memory as int32."""
+    top, unit = logits[likeliest], np.float32(UNIT / math.log(2.0))
+    token, hashed = likeliest, np.float32(mixed(np.uint32(likeliest), first, second)) + np.float32(0.5)
+    best = -math.log1p(-np.float64(hashed) * SCALE)
+    limit = bound(best)
+    for start in range(0, vocab, TOKENS):
+        count = min(TOKENS, vocab - start)
+        for i in range(count):
+            numbers[i] = np.float32(mixed(np.uint32(np.uint32(start) + np.uint32(i)), first, second)) + np.float32(0.5)
+        passed = 0
+        for i in range(count):
+            passed += np.float32(bits[i]) - unit * (logits[start + i] - top) < limit
+        if not passed:
+            continue
+        for i in range(count):
+            if np.float32(bits[i]) - unit * (logits[start + i] - top) < limit:
+                behind = np.float64(top) - np.float64(logits[start + i])
+                time = -math.log1p(-np.float64(numbers[i]) * SCALE) * math.exp(behind)
+                if time < best:
+                    best, token = time, start + i
+                    limit = bound(best)
+    return token
+
+
+@jit
+def draw_rows(cells):
+    """Take programs, each of which is a row, until none is left."""
+    rows, vocab = cells.rows, cells.vocab
+    logits = array_at(cells.logits, (rows, vocab), np.float32)
+    keys, token_ids = array_at(cells.keys, (rows, 2), np.uint32), array_at(cells.token_ids, rows, np.int64)
+    numbers = np.empty(TOKENS, np.float32)
+    bits = numbers.view(np.int32)
+    while True:
+        row = take_number(cells)
+        if row >= rows:
+            return
+        token_ids[row] = draw_row(logits[row], vocab, keys[row, 0], keys[row, 1], token_ids[row], numbers, bits)
+
+
+def compiled_programs() -> Any:
+    """`draw_rows`, called with `DrawCells`."""
+    changed = sources_changed()
+
+    def programs(address):
+        _ = changed
+        draw_rows(cells_at(address, LAYOUT))
+
+    return compile_programs(programs)
