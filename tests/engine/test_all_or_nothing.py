@@ -144,6 +144,17 @@ def resolved(params):
     )
 
 
+def test_a_step_without_memory_says_what_to_lower(llm, expected, monkeypatch):
+    def starved(output):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core_of(llm).executor, "execute_model", starved)
+        with pytest.raises(MinivllmError, match="max_num_batched_tokens"):
+            llm.generate(PROMPTS, GREEDY)
+    check(llm, expected)
+
+
 def test_a_refusal_that_only_the_core_makes_comes_back_as_an_output(llm, expected):
     core = core_of(llm)
     for _ in range(2):

@@ -28,6 +28,7 @@ from minivllm.logger import init_logger
 from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
 from minivllm.platforms.device import pick_device
+from minivllm.platforms.out_of_memory import explain_out_of_memory
 from minivllm.worker.memory_profiling import check_override, profile_memory
 
 logger = init_logger(__name__)
@@ -124,14 +125,16 @@ class EngineCore:
             yield
         except WorkerDiedError:
             raise
-        except BaseException as error:
-            lost = who_is_lost()
+        except BaseException as failure:
+            error, lost = explain_out_of_memory(failure) or failure, who_is_lost()
             logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
             known = {output.request_id for output in self._undelivered}
             self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
             self.scheduler.start_over(lost)
             self.executor.collective_rpc("reset")
-            raise
+            if error is failure:
+                raise
+            raise error from failure
 
     def _log_step(self, output: SchedulerOutput) -> None:
         if not logger.isEnabledFor(logging.DEBUG):
