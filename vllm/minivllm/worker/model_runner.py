@@ -118,9 +118,16 @@ class ModelRunner:
         return self.sample_tokens(inputs, hidden)
 
     def take_sampled(self, sampled: dict[str, list[int]]) -> None:
-        """Takes in what rank 0 sampled in the step before, by request id."""
+        """Takes in what rank 0 sampled in this step, by request id."""
         rows = np.array([self.batch.row_of[req_id] for req_id in sampled])
         self.batch.append_tokens(rows, list(sampled.values()))
+
+    def reset(self) -> None:
+        """Forgets every request; the cache's contents stay."""
+        max_num_reqs, max_model_len = self.batch.token_ids.shape
+        self.batch = InputBatch(max_num_reqs, max_model_len, self.block_size)
+        self.prompt_logprobs = PromptLogprobs()
+        self._draft_token_ids = {}
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
         """Gathers the step's inputs from the batch, and sets the tables that attention will read, but for a graph."""
