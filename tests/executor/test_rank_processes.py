@@ -232,14 +232,19 @@ def test_an_interrupt_is_told_once(tmp_path, module, script):
     with run_script(tmp_path, module, script) as parent:
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline()) for _ in range(2)]
-        for pid in pids:
-            os.kill(pid, signal.SIGINT)
         os.killpg(parent.pid, signal.SIGINT)
         _, said = parent.communicate(timeout=20)
     assert parent.returncode == -signal.SIGINT
     assert said.count("Traceback") == 1
     assert said.rstrip().endswith("KeyboardInterrupt")
     assert have_ended(pids)
+
+
+def test_an_interrupt_is_not_the_ranks_to_answer(ranks):
+    for pid in pids_of(ranks):
+        assert os.getpgid(pid) != os.getpgid(0), "a terminal interrupts the group of the parent"
+        os.kill(pid, signal.SIGINT)
+    assert ranks.call("who") == [(0, 1), (1, 1)]
 
 
 def test_calls_in_flight_are_answered_in_order_whichever_is_asked_first(ranks):
@@ -367,6 +372,17 @@ def test_an_exception_at_any_line_of_a_call_leaves_the_ranks_usable(ranks, call)
     assert not ranks._futures
 
 
+def test_an_interrupted_wait_can_be_taken_up_again(ranks):
+    number, interrupted = 1, True
+    while interrupted:
+        future = ranks.send_for_one("who", number)
+        interrupted = interrupted_at_line(number, future.result)
+        assert future.result(5.0) == (0, number, number)
+        assert future.done()
+        number += 1
+    assert number > 20
+
+
 def test_signals_at_any_moment_leave_the_ranks_usable(ranks):
     random, interrupted = Random(1), 0
     for number in range(400):
@@ -422,7 +438,7 @@ def test_interrupted_starts_leave_nobody():
         before = time.monotonic()
         interrupted += interrupted_after(random.uniform(1e-3, seconds), lambda: RankProcesses(double, (), 2).shutdown())
         assert time.monotonic() - before < 10 * seconds + 2.0
-    assert interrupted > 10
+    assert interrupted > 3
     for number in range(1, 1200, 60):
         interrupted_at_line(number, lambda: RankProcesses(double, (), 2).shutdown())
     gc.collect()
