@@ -122,13 +122,6 @@ class ModelRunner:
         rows = np.array([self.batch.row_of[req_id] for req_id in sampled])
         self.batch.append_tokens(rows, list(sampled.values()))
 
-    def reset(self) -> None:
-        """Forgets every request; the cache's contents stay."""
-        max_num_reqs, max_model_len = self.batch.token_ids.shape
-        self.batch = InputBatch(max_num_reqs, max_model_len, self.block_size)
-        self.prompt_logprobs = PromptLogprobs()
-        self._draft_token_ids = {}
-
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
         """Gathers the step's inputs from the batch, and sets the tables that attention will read, but for a graph."""
         assert self.attention is not None

@@ -119,10 +119,6 @@ class Worker:
                 self.runner.take_sampled(told)
 
     def reset(self) -> None:
-        """Forgets every request: after a step that failed, those that live on come again as new."""
-        self.runner.reset()
-
-    def reset(self) -> None:
         """Forgets every request, whatever a failed step has left of them."""
         self.runner.reset()
 
