@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine.test_rank_processes import have_ended, pids_of
+from executor.test_rank_processes import have_ended, pids_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig

@@ -1,44 +1,55 @@
 """A process for each rank. In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`).
 
-Rank 0 too is a worker: so the engine's process never waits inside a sum, sees at once when a rank ends, and can end the
-others, wherever they are stuck.
+Rank 0 is a process too: so the engine's own never waits inside an all-reduce, sees at once when a rank ends, and can
+end the others, wherever they are stuck.
 """
 
-import shutil
-import tempfile
-import weakref
-from pathlib import Path
-from typing import Any
+import socket
+from concurrent.futures import Future
+from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
 from minivllm.executor.rank_processes import RankProcesses
-from minivllm.worker.worker import WorkerSettings, worker_of_rank
+from minivllm.worker.worker import LOOPBACK_ADDRESS, WorkerSettings, worker_of_rank
 
 
 class MultiprocExecutor:
-    """A process for each rank."""
+    """A process for each rank.
+
+    Steps may be in flight together: the ranks tell one another what they sampled, so the next step can be sent before
+    this one's output has been read. The ranks handle all calls in the order in which they were made.
+    """
+
+    max_tensor_parallel_size: int | None = None
 
     def __init__(self, settings: WorkerSettings) -> None:
         check_devices(settings)
-        self._sampled: dict[str, list[int]] = {}
-        folder = tempfile.mkdtemp(prefix="minivllm-")  # the ranks look into it as long as they live
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        meeting = str(Path(folder) / "ranks")
-        self.ranks = RankProcesses(worker_of_rank, (settings, meeting), settings.tensor_parallel_size)
+        self._store = rendezvous(settings.tensor_parallel_size)  # the ranks may look into it as long as they live
+        address = (self._store.host, self._store.port)
+        self.ranks = RankProcesses(worker_of_rank, (settings, address), settings.tensor_parallel_size)
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """As `Executor`."""
         return self.ranks.call(method, *arguments)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    @overload
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, non_block: Literal[False] = False
+    ) -> ModelRunnerOutput: ...
+    @overload
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, non_block: Literal[True]
+    ) -> Future[ModelRunnerOutput]: ...
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
         """As `Executor`."""
-        sampled, self._sampled = self._sampled, {}  # each is told once, also where this step is interrupted
-        output: ModelRunnerOutput = self.ranks.call_for_one("execute_model", scheduler_output, sampled)
-        self._sampled = output.sampled_token_ids
-        return output
+        future = self.ranks.send_for_one("execute_model", scheduler_output)
+        return future if non_block else future.result()
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """As `Executor`."""
@@ -47,6 +58,16 @@ class MultiprocExecutor:
     def shutdown(self) -> None:
         """As `Executor`."""
         self.ranks.shutdown()
+
+
+def rendezvous(size: int) -> dist.TCPStore:
+    """The store in which `size` ranks find one another: served by this process, on a port that was free.
+
+    It listens on the loopback address only. Given no socket, torch would listen on every interface.
+    """
+    with socket.create_server((LOOPBACK_ADDRESS, 0), backlog=128) as listener:
+        port, fd = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(LOOPBACK_ADDRESS, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def check_devices(settings: WorkerSettings) -> None:

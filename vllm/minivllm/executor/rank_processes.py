@@ -1,40 +1,54 @@
 """Processes that all do what one process says, in the same order: how they start, answer, fail and end.
 
-Each has a pipe; a call is pickled once and sent to all. Three promises:
+A call is pickled once and goes to every rank through its own socket; the replies come back by number. Four promises:
 
-- If one ends, by a signal or by an exception, the others are killed and the caller gets an error that says which and
-  why. Where they wait for one another, the first to be heard of is often not the one that began: it says that it lost
-  a peer (`LostPeerError`), and the others are asked before anyone is blamed.
+- If one rank ends, by a signal or by an exception, the others are killed, and the caller gets an error that says which
+  rank and why. Ranks wait for one another, so the first to complain is often not the one that began: it says that it
+  lost a peer (`LostPeerError`), and the others are asked before anyone is blamed.
+- An exception at any line of a call, Ctrl-C above all, leaves the ranks usable: a call goes to all of them or to none,
+  and the reply to an abandoned call is recognized by its number. What makes this true is that no byte is forgotten.
+  Python raises KeyboardInterrupt between two bytecodes, so in `count = socket.send(data)` the bytes can be gone and
+  the count lost. `counts.extend(map(socket.send, [data]))` sends and notes the count with no bytecode between.
 - They end with the object that started them, with `shutdown`, and with the interpreter.
-- They end with the process that started them, whatever kills it: a thread in each waits for just that.
+- They end with the process that started them, whatever kills it and however early (`rank_main`).
 
-In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`, `WorkerProc`), where calls go round by a
-ring in shared memory.
+In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`, `WorkerProc`, `FutureWrapper`), where
+calls travel through a ring buffer in shared memory.
 """
 
+import contextlib
+import functools
 import itertools
-import multiprocessing
+import json
+import math
 import os
 import pickle
+import select
 import signal
+import socket
+import struct
+import subprocess
 import sys
-import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 from minivllm.errors import LostPeerError, MinivllmError, WorkerDiedError
 
+SECONDS_A_TURN = 0.5
+"""The longest wait in one piece. A signal that another thread of this process took is noticed only after it."""
 SECONDS_FOR_REPORTS = 1.0
-"""When a rank has lost a peer, the others get so long to say what they saw."""
+"""When a rank has lost a peer, the others get this long to say what they saw."""
 SECONDS_TO_LEAVE = 2.0
 """Ranks that are told to leave and do not are killed after this."""
+MAX_RECEIVE_BYTES = 1 << 20
+LENGTH = struct.Struct(">Q")
+"""What stands before each reply: the number of bytes of its pickle."""
 
 
 @dataclass(frozen=True)
@@ -57,192 +71,301 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's last words. `refusal` is an error that a person can act on; `lost_peer`: another rank began."""
+    """A rank's last words. `refusal` is an error that a person can act on; `lost_peer`: another rank failed first."""
 
     text: str
     refusal: MinivllmError | None = None
     lost_peer: bool = False
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """Bytes for one rank; `counts` are those that its socket has taken so far, send by send."""
+
+    data: bytes
+    counts: list[int] = field(default_factory=list)
+
+    def unsent(self) -> memoryview:
+        """What the socket has not taken yet."""
+        return memoryview(self.data)[sum(self.counts) :]
+
+
+class RankFuture(Future[Any]):
+    """The result of a call that has been sent: rank 0's where it alone replies, else the list of all ranks' results.
+
+    Nobody listens to the ranks in the background: asking this future, or any other of the same ranks, does.
+    """
+
+    def __init__(self, ranks: "RankProcesses", one_reply: bool) -> None:
+        super().__init__()
+        self._ranks, self._one_reply = ranks, one_reply
+        self._values: dict[int, Any] = {}
+        self.set_running_or_notify_cancel()  # sent is sent: it cannot be cancelled
+
+    def done(self) -> bool:
+        """Whether there is a result or an error; takes in what the ranks have sent so far."""
+        with contextlib.suppress(Exception):  # what went wrong is told by `result`
+            self._ranks.wait_for(self, 0.0)
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for it, `timeout` seconds at most.
+
+        Raises:
+            WorkerDiedError: a rank has ended.
+            TimeoutError: as said.
+        """
+        self._ranks.wait_for(self, timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits as `result` does; the error instead of the value."""
+        with contextlib.suppress(WorkerDiedError, MinivllmError):
+            self._ranks.wait_for(self, timeout)
+        return super().exception(0)
+
+    def is_settled(self) -> bool:
+        """As `done`, from what has been taken in already."""
+        return super().done()
+
+    def take_reply(self, rank: int, value: Any) -> None:
+        """Notes one rank's reply; the same one may come twice, after an interrupt."""
+        self._values[rank] = value
+        if self._one_reply:
+            self._settle(value)
+        elif len(self._values) == self._ranks.size:
+            self._settle([self._values[rank] for rank in range(self._ranks.size)])
+
+    def fail(self, error: Exception) -> None:
+        """Gives it an error, where it has no result."""
+        if not self.is_settled():
+            self.set_exception(error)
+
+    def _settle(self, value: Any) -> None:
+        if not self.is_settled():
+            self.set_result(value)
+
+
 class RankProcesses:
-    """`size` processes; in rank r lives the object that `make(*arguments, r)` gave."""
+    """`size` processes; in rank r lives the object that `make(*arguments, r)` returned.
+
+    `make` is a function of a module that can be imported; the script that runs is not imported by the ranks. Calls are
+    made from one thread. Several may be under way: each rank handles them in the order in which they were made.
+    """
 
     def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...], size: int) -> None:
-        """Starts them, and waits until all are ready. `make` must be a function that a module names.
+        """Starts them, and waits until all are ready.
 
         Raises:
             MinivllmError: what a rank refuses.
             WorkerDiedError: a rank ended before it was ready.
         """
         self.size = size
-        self.processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._sockets: list[socket.socket] = []
+        self._received: list[list[bytes]] = [[] for _ in range(size)]
         self._numbers = itertools.count(1)
-        self._ready = False
+        self._futures: dict[int, RankFuture] = {}
+        self._failures: dict[int, Failure] = {}
         self._dead: WorkerDiedError | None = None
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), self.processes, self._pipes)
+        self._end = functools.partial(_end, os.getpid(), self.processes, self._sockets)
+        self._finalizer = weakref.finalize(self, self._end)
         try:
-            for rank in range(size):
-                self._start(make, (*arguments, rank), rank)
-            self._replies(0, range(size))
+            ready = self._futures[0] = RankFuture(self, one_reply=False)
+            self._outgoing = [Outgoing(pickle.dumps((make, (*arguments, rank)))) for rank in range(size)]
+            for _ in range(size):
+                self._start()
+            ready.result()
         except BaseException:
             self.shutdown()
             raise
-        self._ready = True
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """What the method returns on every rank. Raises `WorkerDiedError`, at once, where a rank has ended."""
-        return self._call(method, arguments, range(self.size))
+        return self._send(method, arguments, one_reply=False).result()
 
     def call_for_one(self, method: str, *arguments: Any) -> Any:
         """As `call`, but only rank 0 is waited for: its result."""
-        return self._call(method, arguments, (0,))[0]
+        return self.send_for_one(method, *arguments).result()
+
+    def send_for_one(self, method: str, *arguments: Any) -> RankFuture:
+        """Sends a call to all ranks and returns without its result, which will be rank 0's."""
+        return self._send(method, arguments, one_reply=True)
+
+    def wait_for(self, future: RankFuture, timeout: float | None) -> None:
+        """Listens until the future has a result or an error. Raises that error, or `TimeoutError`."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not future.is_settled():
+            if self._dead is not None:
+                future.fail(self._dead)
+                raise self._dead
+            left = deadline - time.monotonic()
+            self._take_turn(max(0.0, min(left, SECONDS_A_TURN)))
+            if left <= 0.0 and not future.is_settled():
+                raise TimeoutError("the ranks have not replied yet")
 
     def shutdown(self) -> None:
         """Ends them. No call can be made after it; a second time it does nothing."""
         self._dead = self._dead or WorkerDiedError("the engine has been shut down")
-        self._finalizer()
+        self._end()
+        self._finalizer.detach()
 
-    def _start(self, make: Callable[..., Any], arguments: tuple[Any, ...], rank: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        ours, theirs = spawn.Pipe()
-        name = f"minivllm rank {rank}"
-        process = spawn.Process(target=_live, args=(make, arguments, theirs), name=name, daemon=True)
-        resource_tracker.ensure_running()  # whose own start would let Ctrl-C through again
-        allowed = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            process.start()  # a rank inherits that: Ctrl-C goes to every process of a terminal, and the parent decides
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, allowed)
-        theirs.close()  # or the rank's end would not close the pipe
-        self.processes.append(process)
-        self._pipes.append(ours)
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:  # once ours alone is open here, the rank's end closes it
+            ours.setblocking(False)
+            self._sockets.append(ours)
+            script, fd = Path(__file__).with_name("rank_main.py"), str(theirs.fileno())
+            command = [sys.executable, "-P", str(script), fd, str(os.getpid()), json.dumps(list(map(str, sys.path)))]
+            # A terminal sends Ctrl-C to a whole session. What it means is decided here: the ranks get one of their own.
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+            self.processes.append(process)
 
-    def _call(self, method: str, arguments: tuple[Any, ...], ranks: Sequence[int]) -> list[Any]:
+    def _send(self, method: str, arguments: tuple[Any, ...], one_reply: bool) -> RankFuture:
         if self._dead is not None:
             raise self._dead
-        number = next(self._numbers)
-        message = pickle.dumps(Call(number, method, arguments, one_reply=len(ranks) < self.size))
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                pipe.send_bytes(message)
-            except OSError:
-                self._fail(rank, self._last_words(rank))
-        return self._replies(number, ranks)
+        future, number = RankFuture(self, one_reply), next(self._numbers)
+        message = pickle.dumps(Call(number, method, arguments, one_reply))  # what cannot be pickled fails here, unsent
+        # With this assignment the call is made, on all ranks: an interrupted one is sent on with the next.
+        self._outgoing = [Outgoing(b"".join((outgoing.unsent(), message))) for outgoing in self._outgoing]
+        self._futures[number] = future
+        self._write()
+        while any(outgoing.unsent() for outgoing in self._outgoing):
+            self._take_turn(SECONDS_A_TURN)
+        return future
 
-    def _replies(self, number: int, ranks: Sequence[int]) -> list[Any]:
-        """What these ranks reply to call `number`. Replies to calls that were interrupted are passed over."""
-        values: dict[int, Any] = {}
-        while len(values) < len(ranks):
-            for rank in self._ranks_with_news(range(self.size), timeout=None):
-                news = self._hear(rank)
-                if isinstance(news, Failure):
-                    self._fail(rank, news)
-                if news.number == number:
-                    values[rank] = news.value
-        return [values[rank] for rank in ranks]
+    def _take_turn(self, timeout: float) -> None:
+        """Sends and receives, waiting up to `timeout` seconds for either. Raises the error where a rank has ended."""
+        self._exchange(timeout)
+        if self._failures:
+            self._fail()
 
-    def _ranks_with_news(self, ranks: Sequence[int], timeout: float | None) -> list[int]:
-        """Those that have sent something, or have ended."""
-        sources = {rank: (self._pipes[rank], self.processes[rank].sentinel) for rank in ranks}
-        ready = connection.wait([source for pair in sources.values() for source in pair], timeout)
-        return [rank for rank, (pipe, sentinel) in sources.items() if pipe in ready or sentinel in ready]
+    def _exchange(self, timeout: float) -> None:
+        poll = select.poll()
+        ranks = {sock.fileno(): rank for rank, sock in enumerate(self._sockets) if rank not in self._failures}
+        for fd, rank in ranks.items():
+            poll.register(fd, select.POLLIN | (select.POLLOUT if self._outgoing[rank].unsent() else 0))
+        ready = [(ranks[fd], event) for fd, event in poll.poll(timeout * 1000)]
+        self._write()
+        ended = [rank for rank, event in ready if event & ~select.POLLOUT and not self._read(rank)]
+        for rank in range(self.size):
+            self._take_messages(rank)  # also what was received when the last turn was interrupted
+        for rank in ended:
+            self._failures.setdefault(rank, Failure(self._how_it_ended(rank)))
 
-    def _hear(self, rank: int) -> Reply | Failure:
-        """What the rank has sent; where it ended without a word, how."""
+    def _write(self) -> None:
+        for sock, outgoing in zip(self._sockets, self._outgoing, strict=True):
+            if unsent := outgoing.unsent():
+                with contextlib.suppress(OSError):  # full, which `poll` will tell, or closed, which `recv` will tell
+                    outgoing.counts.extend(map(sock.send, (unsent,)))
+
+    def _read(self, rank: int) -> bool:
+        """Takes in some bytes; False where none will come any more."""
+        received = self._received[rank]
         try:
-            return self._pipes[rank].recv()
-        except (EOFError, OSError):
-            return Failure(self._how_it_ended(rank))
+            received.extend(map(self._sockets[rank].recv, (MAX_RECEIVE_BYTES,)))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return received[-1] != b""
 
-    def _last_words(self, rank: int) -> Failure:
-        while not isinstance(news := self._hear(rank), Failure):
-            continue
-        return news
+    def _take_messages(self, rank: int) -> None:
+        data = memoryview(b"".join(self._received[rank]))
+        while len(data) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(data)[0]
+            if len(data) < end:
+                break
+            self._take_message(rank, pickle.loads(data[LENGTH.size : end]))
+            data = data[end:]
+        self._received[rank] = [bytes(data)]  # interrupted before this, the same messages are taken once more
+
+    def _take_message(self, rank: int, message: Reply | Failure) -> None:
+        if isinstance(message, Failure):
+            self._failures[rank] = message
+        elif future := self._futures.get(message.number):
+            future.take_reply(rank, message.value)
+            if future.is_settled():
+                self._futures.pop(message.number, None)
 
     def _how_it_ended(self, rank: int) -> str:
         process = self.processes[rank]
-        process.join(SECONDS_FOR_REPORTS)
-        code = process.exitcode
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_FOR_REPORTS)
+        code = process.returncode
         if code is not None and code < 0:
             return f"it was killed by {signal.Signals(-code).name}"
-        hint = "" if self._ready else "; a script must make such an LLM under `if __name__ == '__main__':`"
-        return f"its process ended with exit code {code}{hint}"
+        return f"its process ended with exit code {code}"
 
-    def _fail(self, rank: int, failure: Failure) -> NoReturn:
-        """Ends all ranks, and raises the error of the one that began."""
-        silent = set(range(self.size)) - {rank}
+    def _fail(self) -> NoReturn:
+        """Ends all ranks, and raises the error of the one that failed first."""
         deadline = time.monotonic() + SECONDS_FOR_REPORTS
-        while failure.lost_peer and silent:
-            heard = self._ranks_with_news(sorted(silent), max(0.0, deadline - time.monotonic()))
-            if not heard:
+        while all(failure.lost_peer for failure in self._failures.values()) and len(self._failures) < self.size:
+            if (left := deadline - time.monotonic()) <= 0.0:
                 break
-            for other in heard:
-                words = self._hear(other)
-                if isinstance(words, Reply):
-                    continue  # it came through, and may say no more
-                silent.discard(other)
-                if not words.lost_peer:
-                    rank, failure = other, words
-        pid = self.processes[rank].pid
+            self._exchange(left)
+        rank, failure = min(self._failures.items(), key=lambda item: item[1].lost_peer)
         self._dead = WorkerDiedError(
-            f"rank {rank} of {self.size} (process {pid}) has ended, and the engine with it: {failure.text}"
+            f"rank {rank} of {self.size} (process {self.processes[rank].pid}) has ended, and the engine with it: "
+            f"{failure.text}"
         )
         for process in self.processes:
             process.kill()
-        self._finalizer()
-        if failure.refusal is not None:
-            raise failure.refusal
-        raise self._dead
+        error = failure.refusal or self._dead
+        for future in self._futures.values():
+            future.fail(error)
+        self._futures.clear()
+        self.shutdown()
+        raise error
 
 
-def _end(owner: int, processes: Sequence[BaseProcess], pipes: Sequence[Connection]) -> None:
+def _end(owner: int, processes: Sequence[subprocess.Popen[bytes]], sockets: Sequence[socket.socket]) -> None:
     """Tells every rank to leave, and kills those that are still there a little later."""
     if os.getpid() != owner:
         return  # a fork of the process that they belong to
-    for pipe in pipes:
-        pipe.close()
+    for sock in sockets:
+        sock.close()
     deadline = time.monotonic() + SECONDS_TO_LEAVE
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
             process.kill()
-            process.join()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_TO_LEAVE)
 
 
 # ---- in the rank's process -------------------------------------------------------------------------------------------
 
 
-def _live(make: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
-    """The whole life of a rank."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    rank = arguments[-1]
+def live(sock: socket.socket) -> NoReturn:
+    """The whole life of a rank: makes its object, then does as it is told."""
     try:
-        worker = make(*arguments)
-        pipe.send(Reply(0, None))
-        while (call := _next_call(pipe)) is not None:
+        calls = sock.makefile("rb")
+        make, arguments = pickle.load(calls)
+        rank, worker = arguments[-1], make(*arguments)
+        _say(sock, Reply(0, None))
+        while (call := _next_call(calls)) is not None:
             value = getattr(worker, call.method)(*call.arguments)
             if rank == 0 or not call.one_reply:
-                pipe.send(Reply(call.number, value))
+                _say(sock, Reply(call.number, value))
     except Exception as error:
         refusal = error if isinstance(error, MinivllmError) else None
-        pipe.send(Failure(traceback.format_exc(), refusal, isinstance(error, LostPeerError)))
+        _say(sock, Failure(traceback.format_exc(), refusal, isinstance(error, LostPeerError)))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(0)  # leaving in order could wait for peers that never come
 
 
-def _next_call(pipe: Connection) -> Call | None:
+def _next_call(calls: BinaryIO) -> Call | None:
     """None where nobody wants more."""
     try:
-        return pickle.loads(pipe.recv_bytes())
+        return pickle.load(calls)
     except EOFError:
         return None
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
+def _say(sock: socket.socket, message: Reply | Failure) -> None:
+    pickled = pickle.dumps(message)
+    sock.sendall(LENGTH.pack(len(pickled)) + pickled)

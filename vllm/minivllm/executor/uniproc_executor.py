@@ -1,6 +1,7 @@
 """One rank, in the engine's process. In vLLM v0.33.0: `vllm/v1/executor/uniproc_executor.py` (`UniProcExecutor`)."""
 
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Literal, overload
 
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.worker.worker import Worker, WorkerSettings
@@ -9,6 +10,8 @@ from minivllm.worker.worker import Worker, WorkerSettings
 class UniprocExecutor:
     """One rank, in this process."""
 
+    max_tensor_parallel_size: int | None = 1
+
     def __init__(self, settings: WorkerSettings) -> None:
         self.worker = Worker(settings)
 
@@ -16,9 +19,26 @@ class UniprocExecutor:
         """As `Executor`."""
         return [getattr(self.worker, method)(*arguments)]
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """As `Executor`."""
-        return self.worker.execute_model(scheduler_output)
+    @overload
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, non_block: Literal[False] = False
+    ) -> ModelRunnerOutput: ...
+    @overload
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, non_block: Literal[True]
+    ) -> Future[ModelRunnerOutput]: ...
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+        """As `Executor`; the future is done when it is returned."""
+        if not non_block:
+            return self.worker.execute_model(scheduler_output)
+        future: Future[ModelRunnerOutput] = Future()
+        try:
+            future.set_result(self.worker.execute_model(scheduler_output))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """As `Executor`."""

@@ -18,6 +18,8 @@ Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. In vLLM v0.33.0: `vllm/dis
 (`GroupCoordinator`), `vllm/model_executor/layers/linear.py` (`QKVParallelLinear`, `RowParallelLinear`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -48,11 +50,26 @@ class GroupCoordinator:
         if self.size == 1:
             return terms
         self.bytes_reduced += terms.nbytes
-        try:
+        with self._peers():
             dist.all_reduce(terms)
+        return terms
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Puts what rank 0 has in `tensor` into that of every rank: same shape and dtype everywhere.
+
+        Raises:
+            LostPeerError: another rank is gone.
+        """
+        if self.size > 1:
+            with self._peers():
+                dist.broadcast(tensor, src=0)
+
+    @contextmanager
+    def _peers(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise LostPeerError(f"rank {self.rank} lost another rank: {error}") from error
-        return terms
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:

@@ -118,7 +118,7 @@ class ModelRunner:
         return self.sample_tokens(inputs, hidden)
 
     def take_sampled(self, sampled: dict[str, list[int]]) -> None:
-        """Takes in what rank 0 sampled in the step before, by request id."""
+        """Takes in what rank 0 sampled in this step, by request id."""
         rows = np.array([self.batch.row_of[req_id] for req_id in sampled])
         self.batch.append_tokens(rows, list(sampled.values()))
 

@@ -22,7 +22,8 @@ from minivllm.platforms.triton_utils import INTERPRETED
 from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK_ADDRESS = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +93,30 @@ class Worker:
             self.runner.capture_model()
         self.group.bytes_reduced = 0
 
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, sampled: dict[str, list[int]] | None = None
-    ) -> ModelRunnerOutput:
-        """One step. Only rank 0 samples; to the others `sampled` says what it sampled in the step before."""
-        if sampled and self.group.rank > 0:
-            self.runner.take_sampled(sampled)
-        return self.runner.execute_model(scheduler_output)
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step. Only rank 0 samples, and tells the others before the step ends."""
+        output = self.runner.execute_model(scheduler_output)
+        if self.group.size > 1 and scheduler_output.num_scheduled_tokens:
+            self._share_sampled(scheduler_output, output.sampled_token_ids)
+        return output
+
+    def _share_sampled(self, scheduler_output: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
+        """Broadcasts what rank 0 sampled: [requests, drafts + 1] token ids, filled up with -1.
+
+        The ranks do this among themselves, within the step, so that the next step can be under way to them before the
+        engine has read this one's output. All know the shape: it follows from what was scheduled.
+        """
+        req_ids = list(scheduler_output.num_scheduled_tokens)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        width = 1 + max(map(len, drafts.values()), default=0)
+        rows = [sampled.get(req_id, []) for req_id in req_ids]
+        table = torch.tensor([row + [-1] * (width - len(row)) for row in rows], device=self.device)
+        self.group.broadcast(table)
+        if self.group.rank > 0:
+            rows = [[token_id for token_id in row if token_id >= 0] for row in table.tolist()]
+            told = {req_id: row for req_id, row in zip(req_ids, rows, strict=True) if row}
+            if told:
+                self.runner.take_sampled(told)
 
     def reset(self) -> None:
         """Forgets every request, whatever a failed step has left of them."""
@@ -113,22 +131,23 @@ class Worker:
         return self.group.bytes_reduced
 
 
-def worker_of_rank(settings: WorkerSettings, meeting: str, rank: int) -> Worker:
-    """One of several ranks, in a process of its own; `meeting` is a file in which they find one another."""
-    return Worker(settings, join_group(settings, meeting, rank))
+def worker_of_rank(settings: WorkerSettings, address: tuple[str, int], rank: int) -> Worker:
+    """One of several ranks, in a process of its own; `address` is the host and port where they find one another."""
+    return Worker(settings, join_group(settings, address, rank))
 
 
-def join_group(settings: WorkerSettings, meeting: str, rank: int) -> GroupCoordinator:
+def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) -> GroupCoordinator:
     """Makes torch.distributed's default group: NCCL between GPUs, gloo between processes on a CPU."""
-    size, device = settings.tensor_parallel_size, device_of_rank(settings.device, rank)
+    (host, port), size, device = address, settings.tensor_parallel_size, device_of_rank(settings.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, settings.num_threads // size))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # the host's name need not lead anywhere
+        if host == LOOPBACK_ADDRESS:  # gloo would ask for the host's name, which need not lead anywhere
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(meeting, size),
+        store=dist.TCPStore(host, port, size, is_master=False),
         rank=rank,
         world_size=size,
         device_id=device if device.type == "cuda" else None,

@@ -48,6 +48,12 @@ class RankDouble:
         if self.rank == rank:
             raise LostPeerError(words)
 
+    def size_of(self, data: bytes) -> int:
+        return len(data)
+
+    def zeros(self, size: int) -> bytes:
+        return bytes(size)
+
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
@@ -84,6 +90,6 @@ def main(ranks_stuck: bool, leave: bool) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from engine.rank_double import main as importable_main
+    from executor.rank_double import main as importable_main
 
     importable_main(*(word == "yes" for word in sys.argv[1:]))

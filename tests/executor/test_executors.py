@@ -1,0 +1,206 @@
+"""The executors by name, and what the core may rely on: steps in flight, a reset, and an exception anywhere."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import count
+
+import psutil
+import pytest
+from executor.test_rank_processes import have_ended, interrupted_after, interrupted_at_line, pids_of
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.core.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.errors import MinivllmError, WorkerDiedError
+from minivllm.executor.abstract import get_class, make_executor
+from minivllm.executor.multiproc_executor import MultiprocExecutor
+from minivllm.executor.uniproc_executor import UniprocExecutor
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.worker import WorkerSettings
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_STEPS = 16, 40, 10
+PROMPTS = {
+    "greedy": [(7 * position + 5) % 900 for position in range(40)],
+    "penalized": [5, 6, 5, 6, 5],
+    "seeded": [(3 * position + 1) % 900 for position in range(23)],
+}
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "penalized": SamplingParams(temperature=0.0, repetition_penalty=1.4),
+    "seeded": SamplingParams(temperature=0.9, seed=3),
+}
+
+
+def settings_for(size: int) -> WorkerSettings:
+    args = EngineArgs(
+        model=EMBEDDED_MODEL,
+        device="cpu",
+        tensor_parallel_size=size,
+        max_model_len=96,
+        max_num_seqs=4,
+        block_size=BLOCK_SIZE,
+    )
+    scheduler = args.scheduler_config(ModelConfig.from_pretrained(EMBEDDED_MODEL), None)
+    return args.worker_settings(scheduler, "cpu", 2)
+
+
+def started(size: int, backend: str | None = None) -> UniprocExecutor | MultiprocExecutor:
+    executor = make_executor(settings_for(size), backend)
+    executor.collective_rpc("initialize_kv_cache", NUM_BLOCKS)
+    return executor
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[MultiprocExecutor]:
+    executor = started(2)
+    assert isinstance(executor, MultiprocExecutor)
+    yield executor
+    executor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, list[int]]]:
+    """What one rank in this process samples, step by step."""
+    return tokens_of(started(1))
+
+
+def steps() -> Iterator[SchedulerOutput]:
+    """Prompts, then decodes: made without a look at any token, as a scheduler does that is a step ahead."""
+    blocks = count(1)
+    new = [
+        NewRequestData(
+            req_id,
+            prompt,
+            prompt,
+            [next(blocks) for _ in range(0, len(prompt) + NUM_STEPS, BLOCK_SIZE)],
+            0,
+            PARAMS[req_id],
+        )
+        for req_id, prompt in PROMPTS.items()
+    ]
+    counts = {req_id: len(prompt) for req_id, prompt in PROMPTS.items()}
+    yield SchedulerOutput(new, CachedRequestData(), counts, sum(counts.values()), {}, set(), set())
+    for step in range(NUM_STEPS - 1):
+        known = [length + step for length in counts.values()]
+        cached = CachedRequestData(list(counts), [None] * len(counts), known)
+        yield SchedulerOutput([], cached, dict.fromkeys(counts, 1), len(counts), {}, set(), set())
+
+
+def tokens_of(executor: UniprocExecutor | MultiprocExecutor, in_flight: bool = False) -> list[dict[str, list[int]]]:
+    executor.collective_rpc("reset")
+    if not in_flight:
+        return [executor.execute_model(step).sampled_token_ids for step in steps()]
+    futures: list[Future[ModelRunnerOutput]] = [executor.execute_model(step, non_block=True) for step in steps()]
+    return [future.result().sampled_token_ids for future in futures]
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "chosen"),
+    [
+        (None, 1, UniprocExecutor),
+        (None, 2, MultiprocExecutor),
+        ("uni", 1, UniprocExecutor),
+        ("mp", 1, MultiprocExecutor),
+    ],
+)
+def test_executors_by_name(backend, size, chosen):
+    assert get_class(backend, size) is chosen
+
+
+@pytest.mark.parametrize("backend", ["ray", "MP", "", 3, ["mp"]])
+def test_a_name_that_there_is_not(backend):
+    with pytest.raises(MinivllmError, match=r'^there is no distributed_executor_backend .*: use one of "mp", "uni"'):
+        make_executor(settings_for(1), backend)
+
+
+def test_one_process_cannot_be_two_ranks():
+    with pytest.raises(MinivllmError, match=r'"uni" runs 1 rank, but tensor_parallel_size is 2: use "mp"$'):
+        make_executor(settings_for(2), "uni")
+
+
+def test_one_rank_in_a_process_of_its_own(expected):
+    executor = started(1, "mp")
+    assert isinstance(executor, MultiprocExecutor)
+    try:
+        assert tokens_of(executor) == expected
+    finally:
+        executor.shutdown()
+    assert have_ended(pids_of(executor.ranks), 0.0)
+
+
+def test_steps_in_flight_give_the_same_tokens(pair, expected):
+    """No step waits for the engine to read the one before: rank 0 tells the others what it sampled."""
+    assert tokens_of(pair) == expected
+    assert tokens_of(pair, in_flight=True) == expected
+    assert tokens_of(started(1), in_flight=True) == expected
+    assert [len(tokens) for tokens in expected] == [len(PROMPTS)] * NUM_STEPS
+
+
+def test_a_future_of_one_process_holds_the_error(monkeypatch):
+    executor = started(1)
+    monkeypatch.setattr(executor, "worker", None)
+    future = executor.execute_model(next(steps()), non_block=True)
+    assert future.done()
+    assert isinstance(future.exception(), AttributeError)
+
+
+def test_a_reset_forgets_requests_in_the_middle(pair, expected):
+    for executor in (pair, started(1)):
+        executor.collective_rpc("reset")
+        for step in list(steps())[:3]:
+            executor.execute_model(step)
+        assert tokens_of(executor) == expected
+
+
+def test_after_an_exception_at_any_line_of_the_executor_the_tokens_are_right(pair, expected):
+    number, interrupted = 1, True
+    while interrupted:
+        interrupted = interrupted_at_line(number, lambda: tokens_of(pair), where=f"minivllm{os.sep}executor")
+        assert tokens_of(pair) == expected, number
+        number += 73
+    assert number > 700
+
+
+def test_after_a_signal_at_any_moment_the_tokens_are_right(pair, expected):
+    interrupted = 0
+    for number in range(30):
+        interrupted += interrupted_after(2e-3 * (1 + number), lambda: tokens_of(pair, in_flight=number % 2 == 0))  # noqa: B023
+        assert tokens_of(pair) == expected, number
+    assert interrupted > 10
+
+
+def test_two_pairs_at_once_do_not_meet(pair, expected):
+    other = started(2)
+    assert isinstance(other, MultiprocExecutor)
+    assert tokens_of(other) == tokens_of(pair) == expected
+    other.shutdown()
+    with pytest.raises(WorkerDiedError, match="shut down"):
+        tokens_of(other)
+    assert tokens_of(pair) == expected
+
+
+def test_nothing_listens_but_on_the_loopback_address(pair):
+    processes = [psutil.Process(), *map(psutil.Process, pids_of(pair.ranks))]
+    listening = [place for process in processes for place in process.net_connections() if place.status == "LISTEN"]
+    assert listening
+    assert {place.laddr.ip for place in listening} <= {"127.0.0.1", "::1"}
+
+
+KILLED = """
+import os, signal
+from executor.test_executors import pids_of, started
+print(*pids_of(started(1, "mp").ranks), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_parent_that_is_killed_leaves_no_file_and_no_process(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-P", "-c", KILLED], env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL
+    assert have_ended([int(done.stdout)], 2.0)
+    assert not list(tmp_path.iterdir())

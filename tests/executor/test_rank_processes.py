@@ -1,0 +1,445 @@
+"""Ranks in processes: whichever way one of them or their parent ends, it is said, and nobody is left behind."""
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+import pytest
+from executor.rank_double import double, leaving_double, refusing_double
+
+from minivllm.errors import MinivllmError, WorkerDiedError
+from minivllm.executor.rank_processes import RankProcesses
+
+
+@pytest.fixture
+def ranks():
+    ranks = RankProcesses(double, (), 2)
+    yield ranks
+    ranks.shutdown()
+
+
+def pids_of(ranks: RankProcesses) -> list[int]:
+    return [process.pid for process in ranks.processes]
+
+
+def have_ended(pids: Sequence[int], seconds: float = 5.0) -> bool:
+    """Whether these processes, of whosever children, are gone within the time. Zombies are; none is reaped."""
+    import psutil  # not at the top: the image of `make gpu` does without
+
+    def lives(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + seconds
+    while any(map(lives, pids)):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_every_rank_does_what_is_said_in_order(ranks):
+    assert ranks.call("who") == [(0, 1), (1, 1)]
+    assert ranks.call_for_one("who", "a") == (0, 2, "a")
+    assert ranks.call_for_one("who") == (0, 3)
+    assert ranks.call("who", 1, [2]) == [(0, 4, 1, [2]), (1, 4, 1, [2])]
+    assert not have_ended(pids_of(ranks), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "why"), [("fail", "KeyError: 'a bug'"), ("be_killed", "killed by SIGKILL"), ("no_such", "no_such")]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_one_rank_ends_the_run_ends_and_says_which_and_why(ranks, method, why, rank):
+    pids, start = pids_of(ranks), time.monotonic()
+    arguments = () if method == "no_such" else (rank,)
+    with pytest.raises(WorkerDiedError, match=f"(?s)rank . of 2 .process.*{why}") as caught:
+        ranks.call_for_one(method, *arguments)
+    assert time.monotonic() - start < 5.0
+    if arguments:
+        assert f"rank {rank} of 2 (process {pids[rank]})" in str(caught.value)
+    assert have_ended(pids, 0.0)
+    with pytest.raises(WorkerDiedError, match=why):
+        ranks.call("who")
+
+
+def test_a_rank_that_dies_between_calls(ranks):
+    os.kill(pids_of(ranks)[1], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .* killed by SIGKILL"):
+        ranks.call("who")
+    assert have_ended(pids_of(ranks), 0.0)
+
+
+def test_who_lost_a_peer_is_not_blamed(ranks):
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .* killed by SIGKILL"):
+        ranks.call("be_killed_and_missed", 1, "somebody is gone")
+
+
+def test_a_rank_that_came_through_has_nothing_to_say(ranks):
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=r"(?s)rank 0 .* somebody is gone"):
+        ranks.call("lose_a_peer", 0, "somebody is gone")
+    assert time.monotonic() - start < 5.0
+
+
+def test_where_all_lost_a_peer_one_of_them_says_so(ranks):
+    with pytest.raises(WorkerDiedError, match="somebody is gone"):
+        ranks.call("be_killed_and_missed", 2, "somebody is gone")
+
+
+def test_what_a_person_can_act_on_comes_as_it_is(ranks):
+    with pytest.raises(MinivllmError, match=r"^this cannot be$"):
+        ranks.call("refuse", 1)
+    assert have_ended(pids_of(ranks), 0.0)
+    with pytest.raises(MinivllmError, match=r"^no such model$"):
+        RankProcesses(refusing_double, (), 2)
+
+
+def test_a_rank_that_leaves_before_it_is_ready():
+    with pytest.raises(WorkerDiedError, match=r"rank 1 of 2 .* exit code 3$"):
+        RankProcesses(leaving_double, (), 2)
+
+
+def test_they_end_with_the_object_and_with_shutdown():
+    ranks = RankProcesses(double, (), 2)
+    pids = pids_of(ranks)
+    del ranks
+    assert have_ended(pids, 0.0)
+    ranks = RankProcesses(double, (), 2)
+    ranks.shutdown()
+    ranks.shutdown()
+    assert have_ended(pids_of(ranks), 0.0)
+    with pytest.raises(WorkerDiedError, match="shut down"):
+        ranks.call("who")
+
+
+def test_ranks_that_are_stuck_are_killed_at_shutdown(ranks):
+    pids = pids_of(ranks)
+    os.kill(pids[0], signal.SIGSTOP)
+    ranks.shutdown()
+    assert have_ended(pids, 0.0)
+
+
+@pytest.mark.parametrize(("stuck", "leave"), [(True, False), (False, False), (False, True)])
+def test_they_end_with_their_parent(stuck, leave):
+    words = ["yes" if word else "no" for word in (stuck, leave)]
+    script = Path(__file__).with_name("rank_double.py")
+    parent = subprocess.Popen(
+        [sys.executable, "-P", script, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    assert not have_ended(pids, 0.0)
+    if leave:
+        parent.communicate("x", timeout=10)
+        assert parent.returncode == 0
+    else:
+        parent.kill()
+        parent.communicate(timeout=10)
+    assert have_ended(pids)
+
+
+def run_script(folder: Path, module: str, script: str) -> subprocess.Popen[str]:
+    """Runs a script that starts ranks whose functions stand in `ranks_module`; its output can be read."""
+    (folder / "ranks_module.py").write_text(module)
+    (folder / "script.py").write_text(f"import sys\nsys.path.insert(0, {str(folder)!r})\n{script}")
+    return subprocess.Popen(
+        [sys.executable, "-P", folder / "script.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+SLOW_IN_RANKS = """
+import os, sys, time
+if sys.argv[0].endswith("rank_main.py"):
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(20)
+def make(rank): pass
+"""
+STARTS = """
+import ranks_module
+from minivllm.executor.rank_processes import RankProcesses
+RankProcesses(ranks_module.make, (), 2)
+"""
+WORKS = """
+import os, time
+class Worker:
+    def __init__(self, rank):
+        pass
+    def work(self):
+        os.write(1, f"{os.getpid()}\\n".encode())
+        time.sleep(60)
+"""
+WORKING = """
+import ranks_module
+from minivllm.executor.rank_processes import RankProcesses
+RankProcesses(ranks_module.Worker, (), 2).call("work")
+"""
+FORKING = """
+import os, time
+import ranks_module
+from minivllm.executor.rank_processes import RankProcesses
+ranks = RankProcesses(ranks_module.Worker, (), 2)
+if os.fork() == 0:
+    time.sleep(4)
+    os._exit(0)
+ranks.call("work")
+"""
+BOTH = pytest.mark.parametrize(
+    ("module", "script"), [(SLOW_IN_RANKS, STARTS), (WORKS, WORKING)], ids=["while they start", "while they work"]
+)
+
+
+@BOTH
+def test_they_end_with_a_parent_that_is_killed(tmp_path, module, script):
+    """Also while they import what takes long. The script has no `if __name__ == "__main__"`: it is not imported."""
+    with run_script(tmp_path, module, script) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        assert not have_ended(pids, 0.0)
+        parent.kill()
+        assert have_ended(pids, 2.0)
+
+
+def test_a_fork_of_their_parent_does_not_keep_them(tmp_path):
+    with run_script(tmp_path, WORKS, FORKING) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.kill()
+        assert have_ended(pids, 2.0)
+
+
+@BOTH
+def test_an_interrupt_is_told_once(tmp_path, module, script):
+    """A terminal sends Ctrl-C to all of its processes; it is the parent's to answer."""
+    with run_script(tmp_path, module, script) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        os.killpg(parent.pid, signal.SIGINT)
+        _, said = parent.communicate(timeout=20)
+    assert parent.returncode == -signal.SIGINT
+    assert said.count("Traceback") == 1
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert have_ended(pids)
+
+
+def test_an_interrupt_is_not_the_ranks_to_answer(ranks):
+    for pid in pids_of(ranks):
+        assert os.getpgid(pid) != os.getpgid(0), "a terminal interrupts the group of the parent"
+        os.kill(pid, signal.SIGINT)
+    assert ranks.call("who") == [(0, 1), (1, 1)]
+
+
+def test_calls_in_flight_are_answered_in_order_whichever_is_asked_first(ranks):
+    futures = [ranks.send_for_one("who", number) for number in range(5)]
+    assert ranks.call("who", "between") == [(0, 6, "between"), (1, 6, "between")]
+    futures.append(ranks.send_for_one("who", 6))
+    assert futures[5].result() == (0, 7, 6)
+    assert [future.done() for future in futures] == [True] * 6
+    assert [future.result() for future in futures[:5]] == [(0, 1 + number, number) for number in range(5)]
+
+
+def test_a_call_in_flight_is_waited_for_as_long_as_one_says(ranks):
+    future = ranks.send_for_one("sleep", 0.5)
+    assert not future.done()
+    assert not future.cancel()
+    with pytest.raises(TimeoutError):
+        future.result(0.05)
+    assert future.result() is None
+    assert future.done()
+
+
+def test_large_calls_in_flight_do_not_block_one_another(ranks):
+    """Beyond what sockets hold, both ways: a rank that cannot send its reply does not read the next call."""
+    size = 3_000_000
+    futures = [ranks.send_for_one("zeros", size) for _ in range(3)]
+    futures += [ranks.send_for_one("size_of", bytes(size)) for _ in range(3)]
+    assert ranks.call("size_of", bytes(size)) == [size, size]
+    assert [len(future.result()) for future in futures[:3]] == [size] * 3
+    assert [future.result() for future in futures[3:]] == [size] * 3
+
+
+def test_when_a_rank_dies_every_call_in_flight_fails_at_once(ranks):
+    futures = [ranks.send_for_one("sleep", 0.01), ranks.send_for_one("be_killed", 1), ranks.send_for_one("who")]
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .* killed by SIGKILL"):
+        futures[2].result()
+    assert futures[0].result() is None
+    assert isinstance(futures[1].exception(), WorkerDiedError)
+    assert futures[1].done()
+    assert time.monotonic() - start < 5.0
+    assert have_ended(pids_of(ranks), 0.0)
+
+
+def test_what_cannot_be_sent_is_not_sent(ranks):
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        ranks.call("who", lambda: None)
+    assert ranks.call("who") == [(0, 1), (1, 1)]
+
+
+# ---- interrupts ------------------------------------------------------------------------------------------------------
+
+
+class Interrupt(BaseException):
+    """Raised where a test says; nothing but the test catches it."""
+
+
+def interrupted_at_line(number: int, function: Callable[[], object], where: str = "") -> bool:
+    """Calls the function; raises at the `number`-th line that Python runs in it, in files whose path has `where`.
+
+    Returns:
+        Whether the function has so many lines.
+    """
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if event == "line" and where in frame.f_code.co_filename:
+            lines += 1
+            if lines == number:
+                raise Interrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except Interrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return lines >= number
+
+
+def interrupted_after(seconds: float, function: Callable[[], object]) -> bool:
+    """Calls the function; a signal's handler raises in it after so many seconds, as Ctrl-C does."""
+
+    def handle(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            function()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except Interrupt:
+        return True
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return False
+
+
+def require_right_answers(ranks: RankProcesses, number: int) -> None:
+    """Both ranks have done the same calls, and answer the one that was made."""
+    (rank_0, done_by_0, heard_by_0), (rank_1, done_by_1, heard_by_1) = ranks.call("who", number)
+    assert (rank_0, rank_1) == (0, 1)
+    assert heard_by_0 == heard_by_1 == number
+    assert done_by_0 == done_by_1
+
+
+@pytest.mark.parametrize("call", ["for all", "for one", "in flight", "large"])
+def test_an_exception_at_any_line_of_a_call_leaves_the_ranks_usable(ranks, call):
+    calls: dict[str, Callable[[], object]] = {
+        "for all": lambda: ranks.call("who", "interrupted"),
+        "for one": lambda: ranks.call_for_one("who", "interrupted"),
+        "in flight": lambda: [future.result() for future in [ranks.send_for_one("who", n) for n in range(3)]],
+        "large": lambda: ranks.call("who", bytes(400_000)),
+    }
+    number = 1
+    while interrupted_at_line(number, calls[call]):
+        require_right_answers(ranks, number)
+        number += 1
+    assert number > 50
+    assert not ranks._futures
+
+
+def test_an_interrupted_wait_can_be_taken_up_again(ranks):
+    number, interrupted = 1, True
+    while interrupted:
+        future = ranks.send_for_one("who", number)
+        interrupted = interrupted_at_line(number, future.result)
+        assert future.result(5.0) == (0, number, number)
+        assert future.done()
+        number += 1
+    assert number > 20
+
+
+def test_signals_at_any_moment_leave_the_ranks_usable(ranks):
+    random, interrupted = Random(1), 0
+    for number in range(400):
+        size = random.choice([0, 10, 500_000])
+        interrupted += interrupted_after(random.uniform(1e-6, 1.5e-3), lambda: ranks.call("who", bytes(size)))  # noqa: B023
+        require_right_answers(ranks, number)
+    assert interrupted > 50
+
+
+def test_an_interrupted_call_that_only_some_ranks_got_reaches_the_others_with_the_next(ranks, monkeypatch):
+    sent = []
+
+    def send_to_one(self: RankProcesses) -> None:
+        self._outgoing[0].counts.append(self._sockets[0].send(self._outgoing[0].unsent()))
+        sent.append(0)
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankProcesses, "_write", send_to_one)
+        with pytest.raises(Interrupt):
+            ranks.call("who", "interrupted")
+    assert sent
+    assert ranks.call("who", "next") == [(0, 2, "next"), (1, 2, "next")]
+
+
+def test_an_interrupt_that_another_thread_took_is_noticed(ranks):
+    """The kernel may give a signal to any thread; then it does not wake the one that waits."""
+    start = time.monotonic()
+    other = threading.Thread(
+        target=lambda: (time.sleep(0.2), signal.pthread_kill(threading.get_ident(), signal.SIGINT))
+    )
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        ranks.call("sleep", 3)
+    assert time.monotonic() - start < 2.0
+    other.join()
+    require_right_answers(ranks, 0)
+
+
+def no_child_left() -> bool:
+    import psutil
+
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=5.0)
+    return not alive
+
+
+def test_interrupted_starts_leave_nobody():
+    """At moments all through a start of about 0.2 s, and at lines of it."""
+    start, random = time.monotonic(), Random(2)
+    RankProcesses(double, (), 2).shutdown()
+    seconds, interrupted = time.monotonic() - start, 0
+    for _ in range(30):
+        before = time.monotonic()
+        interrupted += interrupted_after(random.uniform(1e-3, seconds), lambda: RankProcesses(double, (), 2).shutdown())
+        assert time.monotonic() - before < 10 * seconds + 2.0
+    assert interrupted > 3
+    for number in range(1, 1200, 60):
+        interrupted_at_line(number, lambda: RankProcesses(double, (), 2).shutdown())
+    gc.collect()
+    assert no_child_left()

@@ -1,0 +1,45 @@
+"""The script that a rank's process runs: `rank_main.py SOCKET_FD PARENT_PID SYS_PATH_AS_JSON`.
+
+It imports the standard library alone until a thread watches for the parent's end, because everything else can take
+long: minivllm and torch, and whatever module the rank's function stands in. The parent's script is not imported, so
+it may start ranks at its top level too.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+
+MILLISECONDS_A_LOOK = 500
+
+
+def end_with_parent(sock: socket.socket, parent: int) -> None:
+    """Ends this process when the other end of the socket is closed, or when the parent is gone.
+
+    The second matters where the parent had forked: the fork holds a copy of the other end.
+    """
+    hang_up = select.poll()
+    hang_up.register(sock, select.POLLHUP)
+    while not hang_up.poll(MILLISECONDS_A_LOOK) and os.getppid() == parent:
+        pass
+    os._exit(0)
+
+
+def main() -> None:
+    """Sees to it that the rank will end, then lets it live."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what an interrupt means, the parent decides
+    fd, parent, path = sys.argv[1:]
+    sock = socket.socket(fileno=int(fd))
+    threading.Thread(target=end_with_parent, args=(sock, int(parent)), daemon=True).start()
+    sys.path[:] = json.loads(path)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]; nobody flushes at the end
+    from minivllm.executor.rank_processes import live
+
+    live(sock)
+
+
+if __name__ == "__main__":
+    main()
