@@ -31,7 +31,6 @@ WITHOUT_EFFECT = {
     "disable_custom_all_reduce": ANY_VALUE,
     "disable_log_requests": ANY_VALUE,
     "disable_log_stats": ANY_VALUE,
-    "distributed_executor_backend": ("mp", "uni"),
     "enable_log_requests": ANY_VALUE,
     "generation_config": ("auto",),
     "max_logprobs": ANY_VALUE,
@@ -83,6 +82,8 @@ class EngineArgs:
     - `speculative_config`: as vLLM's dictionary, such as {"method": "ngram", "num_speculative_tokens": 4}.
     - `multiprocess`: the core runs in a process of its own. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
     - `tensor_parallel_size`: ranks that share the model, each with a GPU of its own, or all on one CPU.
+    - `distributed_executor_backend`: "uni" runs the one rank in the core's process, "mp" each in its own. None: by
+      their number.
     - `enforce_eager`: no CUDA graphs. There are none on a CPU.
     - `seed`: of the requests that bring none of their own.
     - `skip_tokenizer_init`: prompts are token ids, and outputs have no text.
@@ -115,6 +116,7 @@ class EngineArgs:
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
     multiprocess: bool = False
     tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
     enforce_eager: bool = False
 
     @classmethod

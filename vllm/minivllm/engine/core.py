@@ -49,7 +49,9 @@ class EngineCore:
         shard_config(self.model_config, args.tensor_parallel_size)
         memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
         config = args.scheduler_config(self.model_config, memory)
-        self.executor = make_executor(args.worker_settings(config, device.type, torch.get_num_threads()))
+        self.executor = make_executor(
+            args.worker_settings(config, device.type, torch.get_num_threads()), args.distributed_executor_backend
+        )
         try:
             self.ledger = self._profile(args, config)
             num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
