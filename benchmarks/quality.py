@@ -21,7 +21,7 @@ from minivllm.lab.quality import held_out_tokens, read
 from minivllm.lab.results import record, write_json
 from minivllm.lab.tables import table
 from minivllm.models.decoder import Decoder
-from minivllm.worker.cpu import packed_forms
+from minivllm.models.linear import Linear, weight_bytes
 
 WAYS = {
     "float32": {},
@@ -67,8 +67,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def projection_bytes(model: Decoder) -> int:
     """Bytes of the layers' matrices as they are stored: in panels, or plain, or integers with their scales."""
-    plain = sum(parameter.nbytes for name, parameter in model.layers.named_parameters() if "_proj." in name)
-    return plain + sum(form.nbytes for form in packed_forms(model.layers))
+    return sum(weight_bytes(linear) for linear in model.layers.modules() if isinstance(linear, Linear))
 
 
 def parser() -> argparse.ArgumentParser:

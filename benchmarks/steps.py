@@ -43,7 +43,8 @@ from minivllm.lab.progress import track
 from minivllm.lab.results import machine, record, write_record
 from minivllm.lab.tables import markdown_table, table
 from minivllm.lab.timing import Stopwatch
-from minivllm.models.decoder import Decoder, Linear
+from minivllm.models.decoder import Decoder
+from minivllm.models.linear import Linear, UnquantizedLinearMethod
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.worker.paged_attention import PagedAttention
 
@@ -60,26 +61,26 @@ class Variant:
     environment: tuple[str, str] | None = None
 
 
-class OneDNNLinear:
-    """A product whose weight oneDNN has laid out once, as `F.linear` with a packed weight."""
+class OneDNNLinearMethod(UnquantizedLinearMethod):
+    """The method of one linear whose weight oneDNN has laid out once, as `F.linear` with a packed weight."""
 
     def __init__(self, linear: Linear) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.bias = linear.bias
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] to [rows, out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
-def pack_for_onednn(model: Decoder) -> int:
-    """In the place of `pack_linears`: the products of a library instead of our own."""
+def pack_for_onednn(model: Decoder) -> None:
+    """In the place of `process_weights_after_loading`: the products of a library instead of our own."""
     for module in model.modules():
         if isinstance(module, Linear):
-            module.forward = OneDNNLinear(module)
-    return 0
+            module.method = OneDNNLinearMethod(module)
 
 
+RUNNER = "minivllm.worker.model_runner"
 AS_IT_IS = Variant("as it is")
 SWITCHED = [
     Variant("torch's norms, gates and rotations", ("minivllm.kernels.elementwise", "has_numba", lambda: False)),
@@ -87,14 +88,14 @@ SWITCHED = [
     Variant("torch's writes of int8 caches", ("minivllm.kernels.cpu.cache_calls", "has_numba", lambda: False)),
 ]
 KEPT = [
-    Variant("without packed linears", ("minivllm.worker.model_runner", "pack_linears", lambda model: 0)),
+    Variant("without packed linears", (RUNNER, "process_weights_after_loading", lambda model: None)),
     Variant("without compiled attention", ("minivllm.kernels.cpu.attention_calls", "has_numba", lambda: False)),
     Variant("without one-pass norms and rotations", ("minivllm.kernels.elementwise", "has_numba", lambda: False)),
     Variant("without threads for them", ("minivllm.kernels.cpu.elementwise_calls", "TOKENS", 1 << 30)),
     Variant("without keeping freed memory", ("minivllm.worker.worker", "keep_freed_memory", lambda: None)),
 ]
 REJECTED = [
-    Variant("linears that oneDNN packs", ("minivllm.worker.model_runner", "pack_linears", pack_for_onednn)),
+    Variant("linears that oneDNN packs", (RUNNER, "process_weights_after_loading", pack_for_onednn)),
     Variant("threads that sleep between operators", environment=("OMP_WAIT_POLICY", "passive")),
     Variant("one thread", environment=("OMP_NUM_THREADS", "1")),
 ]
@@ -116,7 +117,7 @@ def watched_methods(engine: LLMEngine) -> list[tuple[str, object, str]]:
         ("schedule", scheduler, "schedule"),
         ("prepare", runner, "_update_states"),
         ("prepare", runner, "prepare_inputs"),
-        ("attention", PagedAttention, "__call__"),
+        ("attention", PagedAttention, "attend"),
         ("rest of forward", runner, "forward"),
         ("head", runner.model, "compute_logits"),
         ("sample", runner, "sample_tokens"),

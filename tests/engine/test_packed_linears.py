@@ -1,26 +1,62 @@
 """A decoder whose weights lie in panels computes what it did, and keeps none of them twice."""
 
 import torch
+import torch.nn.functional as F
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.models.attention import CausalAttention
+from minivllm.models.linear import (
+    UNQUANTIZED,
+    GatedLinear,
+    Linear,
+    LinearMethod,
+    PanelLinearMethod,
+    process_weights_after_loading,
+    weight_bytes,
+)
 from minivllm.models.loader import load_model
-from minivllm.worker.cpu import pack_linears, packed_forms
 
 
 def test_a_packed_model_computes_what_it_did_and_gives_its_plain_weights_up():
     plain, packed = (load_model(EMBEDDED_MODEL, dtype="float32", device="cpu")[0] for _ in range(2))
-    before = sum(parameter.nbytes for parameter in packed.layers.parameters())
-    packed_bytes = pack_linears(packed)
-    assert len(packed_forms(packed)) == 4 * 4 + 1
-    assert packed_bytes == sum(form.panels.nbytes + form.bias.nbytes for form in packed_forms(packed))
+    layers, whole = weight_bytes(packed.layers), weight_bytes(packed)
+    process_weights_after_loading(packed)
+    linears = [module for module in packed.modules() if isinstance(module, Linear)]
+    assert len(linears) == 4 * 4 + 1
+    assert all(isinstance(linear.method, PanelLinearMethod) for linear in linears)
     assert [name for name, _ in packed.named_parameters() if "proj" in name] == []
+    assert layers <= weight_bytes(packed.layers) <= 1.02 * layers
     head = plain.embed_tokens.weight.nbytes
-    assert before <= packed_bytes + sum(p.nbytes for p in packed.layers.parameters()) - head <= 1.02 * before
+    assert whole + head <= weight_bytes(packed) <= 1.02 * (whole + head), "the head's panels stand beside the embedding"
     assert torch.equal(packed.embed_tokens.weight, plain.embed_tokens.weight), "the head's weight is the embedding too"
-    assert pack_linears(packed) == packed_bytes, "packed once"
+    methods = [linear.method for linear in linears]
+    process_weights_after_loading(packed)
+    assert [linear.method for linear in linears] == methods, "packed once"
     ids = torch.arange(37) * 97 % plain.config.vocab_size
     hidden = [model(ids, torch.arange(37), CausalAttention(model.config)) for model in (plain, packed)]
     torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-4, atol=1e-4)
     logits = [model.compute_logits(state) for model, state in zip((plain, packed), hidden, strict=True)]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+class Doubled(LinearMethod):
+    """Around another method, as an adapter stands: twice what that one computes."""
+
+    def __init__(self, base: LinearMethod):
+        self.base = base
+
+    def create_weights(self, linear: Linear, in_features: int, out_features: int, input_parts: int) -> None:
+        self.base.create_weights(linear, in_features, out_features, input_parts)
+
+    def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.base.apply(linear, x)
+
+
+def test_a_method_may_stand_around_another_and_the_activation_follows_it():
+    linear, x = GatedLinear(8, 12, True, Doubled(UNQUANTIZED)), torch.randn(3, 8)
+    torch.nn.init.normal_(linear.weight)
+    torch.nn.init.normal_(linear.bias)
+    gate, up = (2 * F.linear(x, linear.weight, linear.bias)).chunk(2, dim=-1)
+    torch.testing.assert_close(linear(x), F.silu(gate) * up)
+    process_weights_after_loading(linear)
+    torch.testing.assert_close(linear(x), F.silu(gate) * up, msg="its own method was not asked for panels")

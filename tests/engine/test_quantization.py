@@ -1,5 +1,7 @@
 """`quantization`: bytes are counted exactly, tokens do not depend on scheduling, what cannot be is refused."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,10 +12,10 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import default_group_size, dequantize_weight
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.models.attention import CausalAttention
-from minivllm.models.decoder import Linear
+from minivllm.models.linear import Linear, UnquantizedLinearMethod, weight_bytes
 from minivllm.models.loader import load_model, random_model
-from minivllm.models.quantized import QuantizedLinear, quantize_linears
-from minivllm.worker.cpu import packed_forms
+from minivllm.models.parallel import GroupCoordinator
+from minivllm.models.quantized import QuantizedLinearMethod
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96}
 SHARED = [(7 * position + 5) % 900 for position in range(40)]
@@ -51,15 +53,14 @@ def bytes_of_linears(quantization: str) -> int:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_count_is_what_is_there(quantization):
-    model = load_model(EMBEDDED_MODEL)[0]
-    before = sum(parameter.nbytes for parameter in model.parameters())
-    linears = [module for module in model.layers.modules() if isinstance(module, Linear)]
+    plain, quantized = load_model(EMBEDDED_MODEL)[0], load_model(EMBEDDED_MODEL, quantization=quantization)[0]
+    linears = [module for module in plain.layers.modules() if isinstance(module, Linear)]
     assert [tuple(linear.weight.shape) for linear in linears[:4]] == shapes()
-    quantize_linears(model, quantization)
-    after = sum(parameter.nbytes for parameter in model.parameters())
-    assert before - after == sum(linear.weight.nbytes for linear in linears) - bytes_of_linears(quantization)
-    assert not [module for module in model.layers.modules() if isinstance(module, Linear)]
-    assert isinstance(model.lm_head, Linear)
+    spared = weight_bytes(plain) - weight_bytes(quantized)
+    assert spared == sum(linear.weight.nbytes for linear in linears) - bytes_of_linears(quantization)
+    methods = [module.method for module in quantized.layers.modules() if isinstance(module, Linear)]
+    assert all(isinstance(method, QuantizedLinearMethod) for method in methods)
+    assert isinstance(quantized.lm_head.method, UnquantizedLinearMethod)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -68,10 +69,11 @@ def test_the_engines_ledger_counts_the_packed_bytes(quantization):
     config = CONFIG
     norms = (2 * config.num_hidden_layers + 1) * config.hidden_size * 2
     embedding = config.vocab_size * config.hidden_size * 2  # the head is the same tensor, or packed beside it
-    head = sum(form.nbytes for form in packed_forms(runner_of(core).model))
+    lm_head = runner_of(core).model.lm_head
+    head = weight_bytes(lm_head) if lm_head.weight is None else 0
     found = next(row.bytes for row in core.ledger.rows if "weights" in row.name)
     assert found == runner_of(core).weight_bytes()
-    rotary = sum(buffer.nbytes for buffer in runner_of(core).model.buffers())
+    rotary = runner_of(core).model.rotary.table.nbytes
     assert found == bytes_of_linears(quantization) + norms + embedding + head + rotary
 
 
@@ -84,10 +86,9 @@ def test_a_quantized_model_computes_with_the_numbers_that_its_integers_stand_for
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32,
         "dtype": "float32",
     })  # fmt: skip
-    quantized, plain = random_model(config, seed=3), random_model(config, seed=3)
-    quantize_linears(quantized, quantization, group_size=16)
-    for name, module in quantized.named_modules():
-        if isinstance(module, QuantizedLinear):
+    quantized, plain = random_model(config, seed=3, quantization=quantization), random_model(config, seed=3)
+    for name, module in quantized.layers.named_modules(prefix="layers"):
+        if isinstance(module, Linear):
             weight = plain.get_submodule(name).weight
             numbers = dequantize_weight(module.packed, module.scales)
             assert 0 < (numbers - weight).abs().max() < 0.15 * weight.abs().max()
@@ -134,8 +135,32 @@ def test_every_lever_of_bytes_at_once(expected):
 def test_unknown_ones_are_refused():
     with pytest.raises(MinivllmError, match="unknown quantization 'int3'; known are int8, int4"):
         EngineArgs(model="m", quantization="int3")
-    with pytest.raises(MinivllmError, match=r"rows of 256 .* groups of 24: possible are 16, 32, 64, 128, 256"):
-        quantize_linears(load_model(EMBEDDED_MODEL)[0], "int4", group_size=24)
+    with pytest.raises(MinivllmError, match="unknown quantization 'int3'; known are int8, int4"):
+        load_model(EMBEDDED_MODEL, quantization="int3")
+    with pytest.raises(MinivllmError, match=r"rows of 688 weights in groups of 16 .* over 2 ranks: .* pieces of 8"):
+        load_model(EMBEDDED_MODEL, group=GroupCoordinator(0, 2), quantization="int4")
+
+
+@pytest.mark.parametrize(("quantization", "width", "sizes"), [("int8", 688, (2, 4)), ("int4", 704, (2, 4))])
+def test_ranks_have_the_scales_of_whole_rows(quantization, width, sizes):
+    """Of 704 weights in groups of 32, a rank of four has 176: the pieces of a group that is cut keep its scale."""
+    config = dataclasses.replace(CONFIG, intermediate_size=width, num_hidden_layers=1, dtype="float32")
+    whole = random_model(config, seed=1, quantization=quantization).layers[0]
+
+    def numbers(layer, name):
+        linear = layer.get_submodule(name)
+        return dequantize_weight(linear.packed, linear.scales)
+
+    for size in sizes:
+        groups = [GroupCoordinator(rank, size) for rank in range(size)]
+        parts = [random_model(config, seed=1, group=group, quantization=quantization).layers[0] for group in groups]
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            assert torch.equal(torch.cat([numbers(part, name) for part in parts], dim=1), numbers(whole, name))
+        if quantization == "int8":
+            assert all(torch.equal(part.mlp.down_proj.scales, whole.mlp.down_proj.scales) for part in parts)
+        halves = [numbers(part, "mlp.gate_up_proj").chunk(2) for part in parts]
+        together = torch.cat([*(half[0] for half in halves), *(half[1] for half in halves)])
+        assert torch.equal(together, numbers(whole, "mlp.gate_up_proj"))
 
 
 @pytest.mark.gpu

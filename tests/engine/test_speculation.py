@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, SpeculativeConfig
+from minivllm.config.speculative import METHODS
 from minivllm.errors import MinivllmError
 from minivllm.lab.inside import runner_of
 from minivllm.sampling_params import RequestOutputKind
+from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm.worker.spec_decode.proposer import PROPOSERS, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import kept_slices, num_accepted
 
 SETTINGS = {
@@ -49,13 +52,27 @@ def test_the_longest_suffix_is_looked_up_at_its_first_place(tokens, one, other, 
     most, least = max(one, other), min(one, other)
     config = SpeculativeConfig(num_speculative_tokens=wanted, prompt_lookup_max=most, prompt_lookup_min=least)
     proposer = NgramProposer(config, max_model_len=1000)
-    assert proposer.propose(np.array(tokens, np.int32)) == looked_up(tokens, most, least, wanted)
+    assert proposer.drafts_after(np.array(tokens, np.int32)) == looked_up(tokens, most, least, wanted)
 
 
 def test_no_draft_reaches_beyond_the_last_position():
     proposer = NgramProposer(SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=1), max_model_len=8)
-    assert proposer.propose(np.array([1, 2, 3, 4, 5, 1], np.int32)) == [2, 3]
-    assert proposer.propose(np.array([1, 2, 3, 4, 5, 6, 7, 1], np.int32)) == []
+    assert proposer.drafts_after(np.array([1, 2, 3, 4, 5, 1], np.int32)) == [2, 3]
+    assert proposer.drafts_after(np.array([1, 2, 3, 4, 5, 6, 7, 1], np.int32)) == []
+
+
+def test_every_method_has_its_proposer():
+    assert set(PROPOSERS) == set(METHODS)
+    assert make_proposer(None, 8) is None
+    assert isinstance(make_proposer(SpeculativeConfig(num_speculative_tokens=1), 8), NgramProposer)
+
+
+def test_a_batch_is_asked_for_in_the_order_of_its_rows():
+    batch = InputBatch(max_num_reqs=3, max_model_len=8, block_size=4)
+    for row, tokens in ((0, [1, 2, 1]), (2, [7, 7, 7])):
+        batch.token_ids[row, : len(tokens)], batch.num_tokens[row] = tokens, len(tokens)
+    proposer = NgramProposer(SpeculativeConfig(num_speculative_tokens=2, prompt_lookup_max=1), max_model_len=8)
+    assert proposer.propose(batch, np.array([2, 0, 1])) == [[7, 7], [2, 1], []]
 
 
 @given(

@@ -1,7 +1,6 @@
 """Quantized checkpoints: what their definitions say that they hold is what the model computes with."""
 
 import copy
-import dataclasses
 import json
 
 import pytest
@@ -15,9 +14,10 @@ from minivllm.kernels.packed_weights import dequantize_weight
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
+from minivllm.models.linear import Linear, UnquantizedLinearMethod
 from minivllm.models.loader import SINGLE_FILE, checkpoint_slots, load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
-from minivllm.models.quantized import QuantizedLinear, quantize_linears
+from minivllm.models.quantized import QuantizedLinearMethod
 from minivllm.models.quantized_checkpoint import packed_format
 
 HF = json.loads((EMBEDDED_MODEL / "config.json").read_text())
@@ -148,7 +148,9 @@ def test_both_formats_hold_what_their_definitions_say(tmp_path, bits, group_size
         (source.compressed(), compressed_config(source)),
     ):
         model, _ = load_model(write(tmp_path, tensors, config))
-        assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 2 * 4
+        linears = [module for module in model.layers.modules() if isinstance(module, Linear)]
+        assert len(linears) == 2 * 4
+        assert all(isinstance(linear.method, QuantizedLinearMethod) for linear in linears)
         assert torch.allclose(logits(model), expected, atol=2e-4)
 
 
@@ -178,7 +180,7 @@ def test_what_tools_add_is_passed_over(tmp_path):
         load_model(write(tmp_path, tensors, gptq_config(source)))
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (8, -1)])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (4, 64), (8, -1)])
 def test_ranks_hold_parts_of_the_same_numbers(tmp_path, bits, group_size):
     """Two ranks' rows, or the halves of their rows, put together are the whole weight."""
     hf = {"intermediate_size": 704, "tie_word_embeddings": True}
@@ -274,8 +276,7 @@ def test_an_ordinary_model_is_not_touched_by_any_of_this():
     config = ModelConfig.from_dict(HF)
     assert packed_format(config) is None
     assert config.quantization_config is None
-    model = random_model(config)
-    quantize_linears(model, "int4")
-    model.config = dataclasses.replace(model.config, quantization="gptq")
+    linears = [module for module in random_model(config).modules() if isinstance(module, Linear)]
+    assert all(isinstance(linear.method, UnquantizedLinearMethod) for linear in linears)
     with pytest.raises(MinivllmError, match="already quantized"):
-        quantize_linears(model, "int4")
+        random_model(config_with(GPTQ), quantization="int4")

@@ -1,5 +1,7 @@
 """The errors that a person can act on: what is wrong, and what would be right."""
 
+from collections.abc import Sequence
+
 
 class MinivllmError(ValueError):
     """Input that cannot work. Scripts print it as one line and exit with code 2, without a traceback."""
@@ -7,6 +9,14 @@ class MinivllmError(ValueError):
 
 class UnsupportedModelError(MinivllmError):
     """A model for which an answer would be wrong, so none is given."""
+
+
+class NonFiniteLogitsError(MinivllmError):
+    """The model computed NaN or infinity, from which no token can be chosen. `request_ids` says for whom."""
+
+    def __init__(self, message: str, request_ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.request_ids = tuple(request_ids)
 
 
 class WorkerDiedError(RuntimeError):

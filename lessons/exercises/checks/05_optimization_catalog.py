@@ -105,7 +105,7 @@ def check_drafts_are_the_engines(module):
         tokens = [draw.randint(0, 3) for _ in range(draw.randint(0, 24))]
         longest, count = draw.randint(1, 5), draw.randint(1, 6)
         config = SpeculativeConfig(num_speculative_tokens=count, prompt_lookup_max=longest, prompt_lookup_min=1)
-        expected = NgramProposer(config, 10_000).propose(np.array(tokens, dtype=np.int32))
+        expected = NgramProposer(config, 10_000).drafts_after(np.array(tokens, dtype=np.int32))
         found = list(module.propose(tokens, longest, count))
         assert found == expected, f"after {tokens} (longest {longest}, count {count}): {found}, the engine {expected}"
 

@@ -3,16 +3,14 @@
     for each layer:  h += attention(norm(h));  h += mlp(norm(h))          then  logits = head(norm(h))
 
 Tokens of all sequences of a step stand in one flat row, each with its position: a decoder does not need to know where a
-sequence begins. Attention does, and is handed in (`AttentionFunction`). Projections that read the same input are
-merged, as in vLLM: q, k and v are one matrix product, and so are the two halves of the gated MLP. A rank of a
-tensor-parallel group has some of the heads and of the MLP's width, and adds its terms to those of the other ranks
-(`minivllm.models.parallel`).
+sequence begins. Attention does, and is handed in with the step (`ForwardContext`). Projections that read the same input
+are merged, as in vLLM: q, k and v are one matrix product, and so are the two halves of the gated MLP. How a product is
+computed is up to its method (`minivllm.models.linear`). A rank of a tensor-parallel group has some of the heads and of
+the MLP's width, and adds its terms to those of the other ranks (`minivllm.models.parallel`).
 
 In vLLM: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`; `QKVParallelLinear` and
 `MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +19,13 @@ from torch import Tensor, nn
 from minivllm.config import ModelConfig
 from minivllm.config.model import ARCHITECTURES
 from minivllm.errors import UnsupportedModelError
-from minivllm.kernels.elementwise import add_rms_norm, rotate_heads, silu_and_mul
+from minivllm.kernels.elementwise import add_rms_norm, rotate_heads
 from minivllm.models.attention import AttentionFunction
+from minivllm.models.forward_context import ForwardContext
+from minivllm.models.linear import UNQUANTIZED, GatedLinear, Linear, LinearMethod
 from minivllm.models.parallel import GroupCoordinator, shard_config
 from minivllm.models.rotary import RotaryTable
 
-LinearFactory = Callable[[int, int, bool], nn.Module]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -40,14 +39,14 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         group: GroupCoordinator | None = None,
-        linear: LinearFactory | None = None,
+        method: LinearMethod = UNQUANTIZED,
     ):
         """Build with torch's default dtype and device.
 
         Args:
             config: of the whole model.
             group: the ranks that it is divided over; None: all of it is here.
-            linear: what makes the projections of the layers, from (in, out, has a bias); None: `Linear`.
+            method: how the projections of the layers compute.
 
         Raises:
             UnsupportedModelError: another family, or a variant that this decoder does not compute.
@@ -60,35 +59,41 @@ class Decoder(nn.Module):
         self.config = config = shard_config(config, group.size)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, group, linear or Linear) for index in range(config.num_hidden_layers)
+            DecoderLayer(config, index, group, method) for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryTable(config)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionFunction, rows: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        context: ForwardContext | AttentionFunction,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """One step over the flattened tokens of all sequences.
 
         Args:
             input_ids: `[tokens]`.
             positions: `[tokens]`, each token's place in its own sequence.
-            attention: attends, and keeps the cache if there is one.
+            context: the step's. Where only attention matters, its function alone will do; it attends, and keeps the
+                cache if there is one.
             rows: the tokens whose outcome is wanted, all where None. The others only leave their keys and values, so
                 the last layer need not go on with them.
 
         Returns:
             `[rows, hidden_size]`, normalised: what `compute_logits` takes.
         """
+        context = ForwardContext.of(context)
         hidden = self.embed_tokens(input_ids)
         residual = torch.zeros_like(hidden)
         table = self.rotary.table
         for layer in self.layers:
             wanted = rows if layer is self.layers[-1] else None
-            hidden, residual = layer(hidden, residual, positions, table, attention, wanted)
+            hidden, residual = layer(hidden, residual, positions, table, context, wanted)
         return self.norm(hidden, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -99,10 +104,10 @@ class Decoder(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with a norm before and the residual around."""
 
-    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, linear: LinearFactory):
+    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LinearMethod):
         super().__init__()
-        self.self_attn = SelfAttention(config, index, group, linear)
-        self.mlp = GatedMLP(config, group, linear)
+        self.self_attn = SelfAttention(config, index, group, method)
+        self.mlp = GatedMLP(config, group, method)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -112,7 +117,7 @@ class DecoderLayer(nn.Module):
         residual: Tensor,
         positions: Tensor,
         table: Tensor,
-        attention: AttentionFunction,
+        context: ForwardContext,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """What the layer before added, and the sum before that; the same of this layer.
@@ -120,7 +125,7 @@ class DecoderLayer(nn.Module):
         `[tokens, hidden_size]` in, `[rows, hidden_size]` out. Each sum is made where it is normalised, in one pass.
         """
         hidden = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, positions, table, attention, rows)
+        hidden = self.self_attn(hidden, positions, table, context, rows)
         residual = residual if rows is None else residual[rows]
         hidden = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
@@ -129,19 +134,21 @@ class DecoderLayer(nn.Module):
 class SelfAttention(nn.Module):
     """Projections around attention: into heads, positions applied, and out again."""
 
-    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, linear: LinearFactory):
+    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LinearMethod):
         super().__init__()
         self.index, self.group = index, group
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv_proj = linear(config.hidden_size, width, config.attention_bias)
-        self.o_proj = linear(self.heads * self.head_dim, config.hidden_size, config.attention_output_bias)
+        self.qkv_proj = Linear(config.hidden_size, width, config.attention_bias, method)
+        self.o_proj = Linear(
+            self.heads * self.head_dim, config.hidden_size, config.attention_output_bias, method, group.size
+        )
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, table: Tensor, attention: AttentionFunction, rows: Tensor | None
+        self, hidden: Tensor, positions: Tensor, table: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
         """`[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
         heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
@@ -151,26 +158,23 @@ class SelfAttention(nn.Module):
             q_and_k = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         rotate_heads(q_and_k, positions, table)
         q, k = q_and_k.split((self.heads, self.kv_heads), dim=1)
-        attended = attention(self.index, q, k, v).flatten(1)
+        attended = context.attention(self.index, q, k, v).flatten(1)
         return self.group.all_reduce(self.o_proj(attended if rows is None else attended[rows]))
 
 
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, group: GroupCoordinator, linear: LinearFactory):
+    def __init__(self, config: ModelConfig, group: GroupCoordinator, method: LinearMethod):
         super().__init__()
         self.group = group
-        self.gate_up_proj = linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
-        self.down_proj = linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        width = config.intermediate_size
+        self.gate_up_proj = GatedLinear(config.hidden_size, 2 * width, config.mlp_bias, method)
+        self.down_proj = Linear(width, config.hidden_size, config.mlp_bias, method, group.size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[tokens, hidden_size]` in and out."""
-        return self.group.all_reduce(self.down_proj(self.gate(hidden)))
-
-    def gate(self, x: Tensor) -> Tensor:
-        """`silu(gate(x)) * up(x)`: `[tokens, hidden_size]` to `[tokens, intermediate_size]`."""
-        return silu_and_mul(self.gate_up_proj(x))
+        return self.group.all_reduce(self.down_proj(self.gate_up_proj(hidden)))
 
 
 class RMSNorm(nn.Module):
@@ -186,19 +190,6 @@ class RMSNorm(nn.Module):
         if residual is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)
-
-
-class Linear(nn.Module):
-    """A matrix product with uninitialised weights `[out, in]`: initialising what a file fills would cost time."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`."""
-        return F.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):

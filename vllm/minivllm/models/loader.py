@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
 from minivllm.config.model import config_path, hub_file, local_path, read_json_object
 from minivllm.errors import MinivllmError
+from minivllm.kernels.packed_weights import row_width
 from minivllm.memory import num_parameters
 from minivllm.models.decoder import FAMILIES, Decoder
+from minivllm.models.linear import UNQUANTIZED, Linear
 from minivllm.models.parallel import GroupCoordinator, kv_part
+from minivllm.models.quantized import Quantization, QuantizedLinearMethod, Rounding
 from minivllm.models.quantized_checkpoint import packed_format
 from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.platforms.spinning import limit_spinning
@@ -32,6 +35,7 @@ INITIAL_SPREAD = 0.02  # standard deviation of random weights, as the families' 
 class Slot:
     """Where a stored tensor goes: part `index` of its `parts` along `dim` into `target`, rows of a parameter.
 
+    `repeat`: each of its columns counts so many times, a scale for every piece of a group that the division cuts.
     `zero`: nothing of it goes there, since another rank adds it to the sum.
     """
 
@@ -39,13 +43,14 @@ class Slot:
     dim: int = 0
     index: int = 0
     parts: int = 1
+    repeat: int = 1
     zero: bool = False
 
     @property
     def shape(self) -> torch.Size:
         """Of the stored tensor."""
         shape = list(self.target.shape)
-        shape[self.dim] *= self.parts
+        shape[self.dim] = shape[self.dim] * self.parts // self.repeat
         return torch.Size(shape)
 
     def fill(self, stored: Tensor) -> None:
@@ -54,6 +59,7 @@ class Slot:
             self.target.zero_()
         else:
             width = self.target.shape[self.dim]
+            stored = stored.repeat_interleave(self.repeat, self.dim) if self.repeat > 1 else stored
             self.target.copy_(stored.narrow(self.dim, self.index * width, width))
 
 
@@ -62,6 +68,7 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "auto",
     group: GroupCoordinator | None = None,
+    quantization: str | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """The model of a local directory, or of the Hugging Face hub, with its weights.
 
@@ -70,6 +77,7 @@ def load_model(
         device: where the weights go.
         dtype: of weights and computation; "auto" is the one that the checkpoint names.
         group: the ranks to divide the model over; the model is this rank's part. None: all of it is here.
+        quantization: "int8" or "int4" rounds the layers' linears as they are read.
 
     Returns:
         The model, and the config of the whole of it.
@@ -79,9 +87,10 @@ def load_model(
         MinivllmError: a file is missing, or a tensor is missing, unexpected or of another shape; the message names it.
     """
     config = ModelConfig.from_pretrained(path_or_name)
-    model = _empty_model(config, device, dtype, group)
-    tensors, stored_as = stored_tensors(weight_files(path_or_name)), packed_format(config)
-    load_weights(model, stored_as.unpacked(tensors) if stored_as else tensors)
+    scheme = quantization_of(config, quantization)
+    model = _empty_model(config, device, dtype, group, scheme)
+    tensors = stored_tensors(weight_files(path_or_name))
+    load_weights(model, scheme.convert(tensors, model.embed_tokens.weight) if scheme else tensors)
     return model, config
 
 
@@ -91,22 +100,33 @@ def random_model(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "auto",
     group: GroupCoordinator | None = None,
+    quantization: str | None = None,
 ) -> Decoder:
     """A model with the real shapes and random weights, the same for the same seed: for tests and measurements.
 
-    The ranks of a `group` get the parts of one and the same model.
+    The ranks of a `group` get the parts of one and the same model, and `quantization` rounds that model.
     """
-    model = _empty_model(config, device, dtype, group)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    for name, slot in checkpoint_slots(model).items():
-        stored = torch.empty(slot.shape, dtype=slot.target.dtype, device=device)
-        if name.endswith("norm.weight"):
-            slot.fill(stored.fill_(1.0))
-        elif not stored.is_floating_point():
-            slot.fill(stored.random_(generator=generator))
-        else:
-            slot.fill(stored.normal_(0.0, INITIAL_SPREAD, generator=generator))
+    scheme = quantization_of(config, quantization)
+    model = _empty_model(config, device, dtype, group, scheme)
+    rounded = isinstance(scheme, Rounding)
+    tensors = _random_tensors(_empty_model(config, "meta", dtype, None, None if rounded else scheme), seed, device)
+    load_weights(model, scheme.convert(tensors, model.embed_tokens.weight) if rounded else tensors)
     return model
+
+
+def quantization_of(config: ModelConfig, quantization: str | None) -> Quantization | None:
+    """How the layers' linears are quantized: as the checkpoint was, or as it is asked for; None: not at all.
+
+    Raises:
+        UnsupportedModelError: the checkpoint is quantized in a way that is not computed here.
+        MinivllmError: an unknown quantization, or one of a checkpoint that is quantized already.
+    """
+    if quantization and config.quantization:
+        raise MinivllmError(
+            f"the checkpoint is already quantized ({config.quantization}), its weights cannot be quantized to "
+            f"{quantization!r} again: leave quantization out, or give the ordinary checkpoint"
+        )
+    return Rounding(quantization) if quantization else packed_format(config)
 
 
 def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -174,7 +194,6 @@ def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
     """Where each tensor of a Hugging Face checkpoint goes, by its name."""
     config, group, slots = model.config, model.group, {}
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    stored_as = packed_format(model.whole_config)
     mine, shared = (group.rank, group.size), kv_part(model.whole_config, group)
     merged = {
         "qkv_proj": (("q_proj", "k_proj", "v_proj"), (q, kv, kv), (mine, shared, shared)),
@@ -189,14 +208,25 @@ def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
             for part, target, which in zip(names, parameter.split(rows), parts, strict=True):
                 slots[stored.replace(whole, part)] = Slot(target, 0, *which)
         elif linear.endswith(("o_proj", "down_proj")):
-            slots[stored] = Slot(parameter, 1, *mine)
-            if what == "bias":
-                slots[stored] = Slot(parameter, zero=group.rank > 0)
-            elif what == "scales" and stored_as and not stored_as.group_size:
-                slots[stored] = Slot(parameter)  # the scale of a row is that of each of its parts
+            slots[stored] = _slot_of_divided_row(model.get_submodule(linear), what, parameter, group)
         else:
             slots[stored] = Slot(parameter)
     return slots
+
+
+def _slot_of_divided_row(linear: nn.Module, what: str, parameter: Tensor, group: GroupCoordinator) -> Slot:
+    """Where a tensor goes of a linear whose inputs are divided over the ranks."""
+    assert isinstance(linear, Linear)
+    if what == "bias":
+        return Slot(parameter, zero=group.rank > 0)
+    if what != "scales" or not isinstance(linear.method, QuantizedLinearMethod):
+        return Slot(parameter, 1, group.rank, group.size)
+    in_features = row_width(linear.packed)
+    group_size = linear.method.group_size_of(in_features * group.size)
+    if group_size == in_features * group.size:
+        return Slot(parameter)  # the scale of a row is that of each of its parts
+    pieces = group_size // linear.method.group_size_on_rank(in_features, group.size)
+    return Slot(parameter, 1, group.rank, group.size, repeat=pieces)
 
 
 def weight_files(path_or_name: str | Path) -> list[Path]:
@@ -267,25 +297,41 @@ def _is_sharded_on_hub(name: str) -> bool:
 
 
 def _empty_model(
-    config: ModelConfig, device: str | torch.device, dtype: str | torch.dtype, group: GroupCoordinator | None
+    config: ModelConfig,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    group: GroupCoordinator | None,
+    scheme: Quantization | None,
 ) -> Decoder:
     if torch.device(device).type == "cpu":
         limit_spinning()  # here, since everything that computes with a model comes this way
-    stored_as = packed_format(config)
-    linear = stored_as.linear if stored_as else None
-    _refuse_beyond_memory(config, torch.device(device), torch_dtype(config.dtype if dtype == "auto" else dtype), group)
-    with torch.device(device), _default_dtype(torch_dtype(config.dtype if dtype == "auto" else dtype)):
-        return Decoder(config, group, linear).eval()
+    kind = torch_dtype(config.dtype if dtype == "auto" else dtype)
+    _refuse_beyond_memory(config, torch.device(device), 4 if scheme else 8 * kind.itemsize, group)
+    method = scheme.method if scheme else UNQUANTIZED
+    with torch.device(device), _default_dtype(kind):
+        return Decoder(config, group, method).eval()
+
+
+def _random_tensors(model: Decoder, seed: int, device: str | torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Random contents for every tensor that such a model is loaded from."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, slot in checkpoint_slots(model).items():
+        stored = torch.empty(slot.shape, dtype=slot.target.dtype, device=device)
+        if name.endswith("norm.weight"):
+            yield name, stored.fill_(1.0)
+        elif not stored.is_floating_point():
+            yield name, stored.random_(generator=generator)
+        else:
+            yield name, stored.normal_(0.0, INITIAL_SPREAD, generator=generator)
 
 
 def _refuse_beyond_memory(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, group: GroupCoordinator | None
+    config: ModelConfig, device: torch.device, least_bits: int, group: GroupCoordinator | None
 ) -> None:
-    """Refuses a model whose weights the device has no room for, before anything is allocated."""
+    """Refuses a model whose weights, of at least so many bits, the device has no room for, before it is allocated."""
     if config.model_type not in FAMILIES or device.type == "meta":
         return  # the decoder says what it does not compute; and a shape alone takes no memory
-    bits = 4 if config.quantization else 8 * dtype.itemsize  # of a quantized checkpoint, no fewer than these
-    num_bytes = num_parameters(config) * bits // 8 // (group.size if group else 1)
+    num_bytes = num_parameters(config) * least_bits // 8 // (group.size if group else 1)
     what = f"the model ({config.num_hidden_layers} layers of width {config.hidden_size})"
     refuse_beyond_memory(num_bytes, device, what, "take a smaller one, or a dtype or checkpoint of fewer bits")
 

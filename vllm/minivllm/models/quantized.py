@@ -4,49 +4,134 @@ Only the projections inside the layers are quantized. Of the embedding, a step r
 would spare no time; the head's error would go straight into the logits, and often it is the same tensor. Norms are
 vectors. Quantized checkpoints leave out the same ones.
 
+An ordinary checkpoint is rounded tensor by tensor while it is read (`Rounding`), before a rank takes its part: so the
+scales are those of whole rows, the same on any number of ranks, and the plain weights are never all there at once.
+
 In vLLM v0.33.0: `vllm/model_executor/layers/quantization/` (`QuantizationConfig`, whose `LinearMethodBase` makes the
 weights of a layer and computes with them).
 """
 
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.kernels.packed_weights import quantize_weight
+from minivllm.kernels.packed_weights import (
+    QUANTIZATIONS,
+    SMALLEST_GROUP,
+    check_group_size,
+    default_group_size,
+    quantize_weight,
+)
 from minivllm.kernels.quantized_linear import quantized_linear
-from minivllm.models.decoder import Decoder, Linear
+from minivllm.models.linear import Linear, LinearMethod, parameter
 
 
-class QuantizedLinear(nn.Module):
-    """Stands where a `Linear` stood. `packed` and `scales` are as in `minivllm.kernels.packed_weights`."""
+@dataclass(frozen=True)
+class QuantizedLinearMethod(LinearMethod):
+    """Computes with `packed` and `scales` as in `minivllm.kernels.packed_weights`, of 8 or 4 `bits`.
 
-    def __init__(self, packed: Tensor, scales: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.packed = nn.Parameter(packed, requires_grad=False)
-        self.scales = nn.Parameter(scales, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[rows, in]` to `[rows, out]`."""
-        return quantized_linear(x, self.packed, self.scales, self.bias)
-
-
-@torch.no_grad()
-def quantize_linears(model: Decoder, quantization: str, group_size: int | None = None) -> None:
-    """Replaces the linears of all layers, one by one, by quantized ones; "int8" or "int4".
-
-    Raises:
-        MinivllmError: an unknown quantization, a group size that does not fit the model's rows, or a model whose
-            checkpoint was quantized already.
+    - `group_size`: numbers of a row that share a scale; None: the whole row.
+    - `scale_dtype`: None is torch's default when the linear is made.
     """
-    stored_as = model.config.quantization
-    if stored_as:
-        raise MinivllmError(
-            f"the checkpoint is already quantized ({stored_as}), its weights cannot be quantized to {quantization!r} "
-            "again: leave quantization out, or give the ordinary checkpoint"
-        )
-    for parent in list(model.layers.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Linear):
-                packed = quantize_weight(child.weight, quantization, group_size)
-                setattr(parent, name, QuantizedLinear(*packed, child.bias))
+
+    bits: int
+    group_size: int | None = None
+    scale_dtype: torch.dtype | None = None
+
+    def create_weights(self, linear: Linear, in_features: int, out_features: int, input_parts: int) -> None:
+        """As `LinearMethod`.
+
+        Raises:
+            MinivllmError: its rows cannot have such groups, or not over so many ranks.
+        """
+        group_size = self.group_size_on_rank(in_features, input_parts)
+        kind, width = (torch.uint8, in_features // 2) if self.bits == 4 else (torch.int8, in_features)
+        linear.packed = parameter(torch.empty(out_features, width, dtype=kind))
+        linear.scales = parameter(torch.empty(out_features, in_features // group_size, dtype=self.scale_dtype))
+
+    def apply(self, linear: Linear, x: Tensor) -> Tensor:
+        """As `LinearMethod`."""
+        return quantized_linear(x, linear.packed, linear.scales, linear.bias)
+
+    def group_size_of(self, width: int) -> int:
+        """Numbers that share a scale in rows of `width`, undivided."""
+        return self.group_size or width
+
+    def group_size_on_rank(self, in_features: int, input_parts: int) -> int:
+        """The same in a rank's part of the row: where the division cuts a group, its parts keep the scale of the whole.
+
+        Raises:
+            MinivllmError: there are no such groups.
+        """
+        width = in_features * input_parts
+        group_size = self.group_size_of(width)
+        check_group_size(group_size, width)
+        if group_size == width:
+            return in_features
+        part = math.gcd(group_size, in_features)
+        if part < SMALLEST_GROUP:
+            raise MinivllmError(
+                f"rows of {width} weights in groups of {group_size} cannot be divided over {input_parts} ranks: that "
+                f"leaves pieces of {part}, and {SMALLEST_GROUP} is the least; use fewer ranks, or int8"
+            )
+        return part
+
+
+@dataclass(frozen=True)
+class RoundedLinearMethod(QuantizedLinearMethod):
+    """Of weights that are rounded here: the default groups of int4 follow from the row's width."""
+
+    def group_size_of(self, width: int) -> int:
+        """As `QuantizedLinearMethod`."""
+        return default_group_size(width) if self.bits == 4 else width
+
+
+class Quantization(Protocol):
+    """Where quantized weights come from: the method of the layers' linears, and their tensors by its names."""
+
+    @property
+    def method(self) -> LinearMethod:
+        """Of every linear inside the layers."""
+        ...
+
+    def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A checkpoint's tensors with those of quantized linears as `packed` and `scales`; all others as they are.
+
+        `like` has the dtype and the device of the model's other weights.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounds the linears of an ordinary checkpoint: `quantization` is "int8" or "int4"."""
+
+    quantization: str
+
+    def __post_init__(self) -> None:
+        if self.quantization not in QUANTIZATIONS:
+            known = ", ".join(QUANTIZATIONS)
+            raise MinivllmError(f"unknown quantization {self.quantization!r}; known are {known}")
+
+    @property
+    def method(self) -> QuantizedLinearMethod:
+        """As `Quantization`."""
+        if self.quantization == "int8":
+            return RoundedLinearMethod(8, scale_dtype=torch.float32)
+        return RoundedLinearMethod(4, scale_dtype=torch.bfloat16)
+
+    def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """As `Quantization`. What is rounded is the weight in the model's dtype."""
+        for name, tensor in tensors:
+            linear = name.removesuffix(".weight")
+            if linear == name or not linear.endswith("_proj") or tensor.dim() != 2:
+                yield name, tensor
+                continue
+            packed, scales = quantize_weight(tensor.to(like.device, like.dtype), self.quantization)
+            yield f"{linear}.packed", packed
+            yield f"{linear}.scales", scales

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.kernels.packed_weights import check_group_size
-from minivllm.models.quantized import QuantizedLinear
+from minivllm.models.quantized import QuantizedLinearMethod
 
 GPTQ, COMPRESSED_TENSORS = "gptq", "compressed-tensors"
 WHAT_WORKS = (
@@ -41,30 +40,22 @@ WHAT_WORKS = (
 class PackedFormat:
     """How a checkpoint stores its linears; `group_size` None: a scale for each row."""
 
-    method: str
+    stored_by: str
     bits: int
     group_size: int | None
 
-    def linear(self, in_features: int, out_features: int, bias: bool) -> QuantizedLinear:
-        """A linear with room for what the checkpoint stores; scales and bias of torch's default dtype.
+    @property
+    def method(self) -> QuantizedLinearMethod:
+        """As `minivllm.models.quantized.Quantization`; the scales are kept in the model's dtype."""
+        return QuantizedLinearMethod(self.bits, self.group_size)
 
-        Raises:
-            MinivllmError: its rows cannot have such groups.
-        """
-        group_size = self.group_size or in_features
-        check_group_size(group_size, in_features)
-        kind, width = (torch.uint8, in_features // 2) if self.bits == 4 else (torch.int8, in_features)
-        packed = torch.empty(out_features, width, dtype=kind)
-        scales = torch.empty(out_features, in_features // group_size)
-        return QuantizedLinear(packed, scales, torch.empty(out_features) if bias else None)
-
-    def unpacked(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors as `QuantizedLinear` has them and names them; all others as they are.
+    def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """As `minivllm.models.quantized.Quantization`; the integers are those of the checkpoint.
 
         Raises:
             UnsupportedModelError: the weights are asymmetric, or their groups out of order.
         """
-        read = self._from_gptq if self.method == GPTQ else self._from_compressed_tensors
+        read = self._from_gptq if self.stored_by == GPTQ else self._from_compressed_tensors
         for name, tensor in tensors:
             linear, _, what = name.rpartition(".")
             found = read(what, tensor, linear)

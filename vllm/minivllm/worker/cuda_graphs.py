@@ -2,10 +2,10 @@
 
 A decode step of a small batch takes the GPU less time than the host needs to launch its kernels one by one. A graph is
 captured once for a number of rows and launched as a whole ever after. What it may not do is change: it reads and writes
-the addresses that it was captured with (`step_buffers.py`), with the grids of then. So a batch is padded to the next
-size that there is a graph for, and what the host would choose by looking at the step is chosen for all steps: the
+the addresses that it was captured with (`step_buffers.py`), and launches the same grids. So a batch is padded to the
+next size that there is a graph for, and what the host would choose by looking at the step is chosen for all steps: the
 number of parts that attention splits the keys into, which follows from `max_seq_len`, is that of the longest request
-there may be. Prompts and chunks, drafts, and batches larger than the largest graph are computed as ever.
+there may be. Prompts and chunks, drafts, and batches larger than the largest graph are launched kernel by kernel.
 
 All graphs share one pool of memory, since only one of them runs at a time. The largest is captured first, and the
 others fit into what it took. The result is copied to a buffer outside the pool, where the next graph leaves it alone.
@@ -23,6 +23,7 @@ import torch
 
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
+from minivllm.models.forward_context import ForwardContext
 from minivllm.worker.input_batch import StepInputs
 from minivllm.worker.paged_attention import PagedAttention
 from minivllm.worker.step_buffers import PADDING_SLOT, StepBuffers
@@ -109,12 +110,11 @@ class CudaGraphs:
     def _step(self, size: int) -> Callable[[], None]:
         """A decode of `size` rows on the buffers. What is recorded of it runs without Python, which counts nothing."""
         buffers, group = self.buffers, self.model.group
-        metadata = buffers.metadata(size, self.max_model_len)
+        context = ForwardContext(self.attention.of_step(buffers.metadata(size, self.max_model_len)))
 
         def step() -> None:
             before = group.bytes_reduced
-            self.attention.metadata = metadata
-            hidden = self.model(buffers.input_ids[:size], buffers.positions[:size], self.attention)
+            hidden = self.model(buffers.input_ids[:size], buffers.positions[:size], context)
             self.hidden[:size].copy_(hidden)
             self._bytes_reduced[size] = group.bytes_reduced - before
             group.bytes_reduced = before

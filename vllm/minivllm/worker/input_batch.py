@@ -88,7 +88,7 @@ class InputBatch:
                     self._append_block_ids(row, block_ids)
 
     def forget_computed(self, num_scheduled_tokens: dict[str, int]) -> dict[str, int]:
-        """The tokens of a step in which these requests begin again at their first: without a KV cache, every step."""
+        """The tokens of a step that computes these requests from their first on: every step without a KV cache."""
         rows = {req_id: self.row_of[req_id] for req_id in num_scheduled_tokens}
         counts = {req_id: int(self.num_computed_tokens[row]) for req_id, row in rows.items()}
         self.num_computed_tokens[list(rows.values())] = 0
@@ -100,21 +100,23 @@ class InputBatch:
             row = self.row_of[req_id]
             self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + len(token_ids)] = token_ids
         req_ids = list(num_scheduled_tokens)
-        rows = np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))
-        counts = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))
-        num_computed = self.num_computed_tokens[rows]
-        seq_lens = num_computed + counts
-        query_start_loc = np.zeros(len(rows) + 1, np.int32)
+        rows = np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))  # [requests]
+        counts = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))  # [requests]
+        num_computed = self.num_computed_tokens[rows]  # [requests]
+        seq_lens = num_computed + counts  # [requests]
+        query_start_loc = np.zeros(len(rows) + 1, np.int32)  # [requests + 1]
         np.cumsum(counts, out=query_start_loc[1:])
 
-        token_rows = np.repeat(rows, counts)
-        positions = consecutive(num_computed, counts)
-        blocks, offsets = np.divmod(positions, self.block_size)
+        token_rows = np.repeat(rows, counts)  # [tokens]
+        positions = consecutive(num_computed, counts)  # [tokens]
+        blocks, offsets = np.divmod(positions, self.block_size)  # [tokens] each
         max_num_blocks = -(-int(seq_lens.max()) // self.block_size)
-        sampling = np.flatnonzero(seq_lens >= self.num_tokens[rows])
-        num_sampled = np.ones(len(sampling), np.int64)
+
+        sampling = np.flatnonzero(seq_lens >= self.num_tokens[rows])  # [n], places in req_ids
+        num_sampled = np.ones(len(sampling), np.int64)  # [n]
         if drafts:
             num_sampled += [len(drafts.get(req_ids[index], ())) for index in sampling]
+        ends = query_start_loc[1:][sampling]  # [n], behind the last token of each
         return StepInputs(
             req_ids=req_ids,
             rows=rows,
@@ -126,14 +128,14 @@ class InputBatch:
             block_table=self.block_table[rows, :max_num_blocks],
             sampling=sampling,
             num_sampled=num_sampled,
-            logits_indices=consecutive(query_start_loc[1:][sampling] - num_sampled, num_sampled),
+            logits_indices=consecutive(ends - num_sampled, num_sampled),  # [sum of num_sampled]
             drafts=drafts,
         )
 
     def append_tokens(self, rows: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
-        """Adds sampled tokens to these rows, over the drafts that stand there."""
-        counts = np.fromiter(map(len, token_ids), np.int64, len(rows))
-        places = consecutive(self.num_tokens[rows], counts)
+        """Adds sampled tokens, a list for each of `rows` [n], over the drafts that stand there."""
+        counts = np.fromiter(map(len, token_ids), np.int64, len(rows))  # [n]
+        places = consecutive(self.num_tokens[rows], counts)  # [sum of counts]
         self.token_ids[np.repeat(rows, counts), places] = list(chain.from_iterable(token_ids))
         self.num_tokens[rows] += counts
 
@@ -157,7 +159,7 @@ class InputBatch:
     def _remove_request(self, req_id: str) -> None:
         row = self.row_of.pop(req_id, None)
         if row is not None:
-            # Whoever gets the row next has fewer blocks perhaps, and what pads a table must be the null block.
+            # The row's next request may have fewer blocks, and a table must be padded with the null block.
             self.block_table[row, : self.num_blocks[row]] = 0
             self._free_rows.append(row)
 

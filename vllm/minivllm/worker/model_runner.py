@@ -12,17 +12,21 @@ import torch
 
 from minivllm.config import SpeculativeConfig
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.errors import NonFiniteLogitsError
 from minivllm.models.decoder import Decoder
+from minivllm.models.forward_context import ForwardContext
+from minivllm.models.linear import process_weights_after_loading, weight_bytes
+from minivllm.platforms.device_memory import refuse_beyond_memory
+from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.sampling_params import SamplingParams
-from minivllm.worker.cpu import pack_linears
 from minivllm.worker.cuda_graphs import CudaGraphs, Record, capture_sizes
 from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
-from minivllm.worker.memory_profiling import allocate_kv_caches, check_kv_cache_dtype, refuse_beyond_memory
+from minivllm.worker.memory_profiling import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
 from minivllm.worker.sample.prompt_logprobs import PromptLogprobs
-from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplingMetadata, sample
+from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplerOutput, SamplingMetadata, sample
 from minivllm.worker.sample.states import SamplingStates
-from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm.worker.spec_decode.proposer import make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import kept_slices
 
 
@@ -45,8 +49,8 @@ class ModelRunner:
         self.config = model.config
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
-        self._packed_bytes = pack_linears(model)
-        self.block_size = block_size
+        process_weights_after_loading(model)
+        self.max_num_seqs, self.max_model_len, self.block_size = max_num_seqs, max_model_len, block_size
         self.kv_cache_dtype = kv_cache_dtype
         check_kv_cache_dtype(kv_cache_dtype, self.device)
         refuse_beyond_memory(
@@ -55,23 +59,21 @@ class ModelRunner:
             f"the batch of max_num_seqs = {max_num_seqs} requests of {max_model_len} tokens",
             "lower max_num_seqs",
         )
-        self._batch_shape = max_num_seqs, max_model_len, block_size
-        self.reset()
         self.attention_backend, self.use_kv_cache = attention_backend, use_kv_cache
-        self.proposer = NgramProposer(speculative_config, max_model_len) if speculative_config else None
+        self.proposer = make_proposer(speculative_config, max_model_len)
         self.attention: PagedAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
+        self.reset()
 
     def reset(self) -> None:
-        """Forgets every request: rows, log probabilities of prompts, drafts."""
-        self.batch = InputBatch(*self._batch_shape)
+        """Forgets every request. After a step that failed, wherever it did, nothing of its batch can be relied on."""
+        self.batch = InputBatch(self.max_num_seqs, self.max_model_len, self.block_size)
         self.prompt_logprobs = PromptLogprobs()
         self._draft_token_ids: dict[str, list[int]] = {}
 
     def weight_bytes(self) -> int:
-        """Bytes of all parameters and tables, tied ones once, and of their packed forms."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()) + self._packed_bytes
+        """Bytes of all parameters and tables, in the form they are kept in; tied ones once."""
+        return weight_bytes(self.model)
 
     def activation_peak(self, max_num_batched_tokens: int, max_num_seqs: int) -> int | None:
         """Bytes that the largest step needs beside weights and cache, measured; None where only a GPU could tell."""
@@ -93,29 +95,39 @@ class ModelRunner:
     def capture_model(self, record: Record | None = None) -> None:
         """Captures the CUDA graphs of decode steps, once there is a cache; `record` as `CudaGraphs.capture`'s."""
         assert self.attention is not None
-        max_num_seqs, max_model_len = self.batch.token_ids.shape
         self.cuda_graphs = CudaGraphs(
             self.model,
             self.attention,
-            sizes=capture_sizes(max_num_seqs),
+            sizes=capture_sizes(self.max_num_seqs),
             max_num_blocks=self.batch.block_table.shape[1],
-            max_model_len=max_model_len,
+            max_model_len=self.max_model_len,
             block_size=self.block_size,
         )
         self.cuda_graphs.capture(record)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step: what the scheduler decided in, what was sampled out."""
-        self._update_states(scheduler_output)
-        if not scheduler_output.num_scheduled_tokens:
-            return ModelRunnerOutput({})
-        inputs = self.prepare_inputs(scheduler_output)
-        hidden = self.forward(inputs)
+        """One step: what the scheduler decided in, what was sampled out.
+
+        Raises:
+            NonFiniteLogitsError: the model computed NaN or infinity. As after any other error, only `reset` helps.
+        """
+        with record_function_or_nullcontext("minivllm::prepare"):
+            self._update_states(scheduler_output)
+            if not scheduler_output.num_scheduled_tokens:
+                return ModelRunnerOutput({})
+            inputs = self.prepare_inputs(scheduler_output)
+        with record_function_or_nullcontext("minivllm::forward"):
+            hidden = self.forward(inputs)
         if self.model.group.rank > 0:
             self.prompt_logprobs.pass_over(inputs)
             return ModelRunnerOutput({})
-        return self.sample_tokens(inputs, hidden)
+        with record_function_or_nullcontext("minivllm::sample"):
+            output = self.sample_tokens(inputs, hidden)
+        if self.proposer:
+            with record_function_or_nullcontext("minivllm::draft"):
+                self.propose_draft_token_ids(inputs)
+        return output
 
     def take_sampled(self, sampled: dict[str, list[int]]) -> None:
         """Takes in what rank 0 sampled in this step, by request id."""
@@ -123,84 +135,76 @@ class ModelRunner:
         self.batch.append_tokens(rows, list(sampled.values()))
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
-        """Gathers the step's inputs from the batch, and sets the tables that attention will read, but for a graph."""
-        assert self.attention is not None
+        """Gathers the step's inputs from the batch, on the host."""
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         if not self.use_kv_cache:
             num_scheduled_tokens = self.batch.forget_computed(num_scheduled_tokens)
-        inputs = self.batch.prepare(num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens)
-        if self._has_graph(inputs):
-            return inputs
-        self.attention.metadata = AttentionMetadata(
-            self._on_device(inputs.query_start_loc),
-            self._on_device(inputs.seq_lens),
-            self._on_device(inputs.block_table),
-            self._on_device(inputs.slot_mapping),
-            int(inputs.seq_lens.max()),
-        )
-        return inputs
+        return self.batch.prepare(num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states [rows that sample, hidden]; of all tokens where some prompt's log probabilities are wanted.
+        """Hidden states [sum of num_sampled, hidden], behind which something is sampled.
 
-        This is the part of a step that a CUDA graph replays, where there is one for it.
+        Where some prompt's log probabilities are wanted, those of all tokens [tokens, hidden]. A decode step is a CUDA
+        graph's replay where there is one for it.
         """
-        assert self.attention is not None
-        if self.cuda_graphs is not None and self._has_graph(inputs):
-            hidden = self.cuda_graphs.replay(inputs)
-            all_sample = len(inputs.logits_indices) == len(hidden)
-            return hidden if all_sample else hidden[self._on_device(inputs.logits_indices)]
-        rows = None
-        if len(inputs.logits_indices) < len(inputs.input_ids) and not self.prompt_logprobs:
-            rows = self._on_device(inputs.logits_indices)
-        return self.model(self._on_device(inputs.input_ids), self._on_device(inputs.positions), self.attention, rows)
+        num_tokens, num_wanted = len(inputs.input_ids), len(inputs.logits_indices)
+        all_wanted = num_wanted == num_tokens or bool(self.prompt_logprobs)
+        rows = None if all_wanted else self._on_device(inputs.logits_indices)
+        if self.cuda_graphs is not None and not self.prompt_logprobs and self.cuda_graphs.size_for(inputs) is not None:
+            hidden = self.cuda_graphs.replay(inputs)  # [tokens, hidden]
+            return hidden if rows is None else hidden[rows]
+        input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
+        return self.model(input_ids, positions, self._forward_context(inputs), rows)
 
     def sample_tokens(self, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput:
-        """Samples for the requests that reached their last known token, and remembers what stays of it."""
+        """Samples for the requests that reached their last known token, and remembers what stays of it.
+
+        `hidden` as `forward` returns it.
+        """
         prompt_logprobs = {}
         if self.prompt_logprobs:
             prompt_logprobs = self.prompt_logprobs.observe(self.batch, inputs, hidden, self.model.compute_logits)
-            hidden = hidden[self._on_device(inputs.logits_indices)]
+            hidden = hidden[self._on_device(inputs.logits_indices)]  # [tokens, hidden] to [sum of num_sampled, hidden]
         if not len(inputs.sampling):
             return ModelRunnerOutput({})
-        logits = self.model.compute_logits(hidden).float()
-        sampled = sample(logits, self._sampling_metadata(inputs))
-        req_ids = [inputs.req_ids[index] for index in inputs.sampling]
-        kept = kept_slices(sampled.token_ids, inputs.num_sampled, [inputs.drafts.get(req_id, ()) for req_id in req_ids])
-        token_ids = {req_id: sampled.token_ids[which] for req_id, which in zip(req_ids, kept, strict=True)}
-        logprobs = zip(req_ids, kept, strict=True) if sampled.logprobs else ()
-        self.batch.append_tokens(inputs.rows[inputs.sampling], list(token_ids.values()))
-        if self.proposer:
-            self._draft_token_ids = self._propose(req_ids)
-        return ModelRunnerOutput(
-            token_ids,
-            {req_id: sampled.logprobs[which] for req_id, which in logprobs if sampled.logprobs[which.start]},
-            prompt_logprobs,
-        )
+        logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
+        sums = logits.sum(dim=-1)  # [sum of num_sampled], not finite where any logit is not; sampling changes logits
+        sampled = sample(logits, self._sampling_metadata(inputs))  # a token for each of them
+        refuse_nonfinite(inputs, sums)
+        output = kept_of(inputs, sampled)  # of each request that samples, accepted drafts and one token more
+        output.prompt_logprobs = prompt_logprobs
+        self.batch.append_tokens(inputs.rows[inputs.sampling], list(output.sampled_token_ids.values()))
+        return output
+
+    def propose_draft_token_ids(self, inputs: StepInputs) -> None:
+        """Asks the proposer for drafts for the requests that have sampled in this step."""
+        assert self.proposer is not None
+        drafts = self.proposer.propose(self.batch, inputs.rows[inputs.sampling])
+        req_ids = (inputs.req_ids[index] for index in inputs.sampling)
+        self._draft_token_ids = {req_id: theirs for req_id, theirs in zip(req_ids, drafts, strict=True) if theirs}
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Drafts for what comes after the last step's tokens, by request id; once."""
         drafts, self._draft_token_ids = self._draft_token_ids, {}
         return drafts
 
-    def _has_graph(self, inputs: StepInputs) -> bool:
-        graphs = self.cuda_graphs
-        return graphs is not None and not self.prompt_logprobs and graphs.size_for(inputs) is not None
-
-    def _propose(self, req_ids: list[str]) -> dict[str, list[int]]:
-        assert self.proposer is not None
-        batch, drafts = self.batch, {}
-        for req_id in req_ids:
-            row = batch.row_of[req_id]
-            drafts[req_id] = self.proposer.propose(batch.token_ids[row, : batch.num_tokens[row]])
-        return {req_id: token_ids for req_id, token_ids in drafts.items() if token_ids}
+    def _forward_context(self, inputs: StepInputs) -> ForwardContext:
+        assert self.attention is not None
+        metadata = AttentionMetadata(
+            self._on_device(inputs.query_start_loc),
+            self._on_device(inputs.seq_lens),
+            self._on_device(inputs.block_table),
+            self._on_device(inputs.slot_mapping),
+            int(inputs.seq_lens.max()),
+        )
+        return ForwardContext(self.attention.of_step(metadata))
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
-        batch, rows = self.batch, inputs.rows[inputs.sampling]
+        batch, rows = self.batch, inputs.rows[inputs.sampling]  # [n]
         if not batch.sampling.needs_of(rows):
             return NOTHING_NEEDED
-        num_tokens = consecutive(batch.num_tokens[rows], inputs.num_sampled)
-        rows = np.repeat(rows, inputs.num_sampled)
+        num_tokens = consecutive(batch.num_tokens[rows], inputs.num_sampled)  # [sum of num_sampled]
+        rows = np.repeat(rows, inputs.num_sampled)  # the same
         return batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens[rows], num_tokens)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
@@ -224,3 +228,36 @@ class ModelRunner:
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
+    """What stays of the tokens sampled, by request: its accepted drafts, and the token behind the last of them."""
+    req_ids = [inputs.req_ids[index] for index in inputs.sampling]  # [n]
+    drafts = [inputs.drafts.get(req_id, ()) for req_id in req_ids]
+    output = ModelRunnerOutput({})
+    kept = kept_slices(sampled.token_ids, inputs.num_sampled, drafts)
+    for req_id, places in zip(req_ids, kept, strict=True):
+        output.sampled_token_ids[req_id] = sampled.token_ids[places]
+        if sampled.logprobs and sampled.logprobs[places.start] is not None:
+            output.logprobs[req_id] = sampled.logprobs[places]
+    return output
+
+
+def refuse_nonfinite(inputs: StepInputs, sums: torch.Tensor) -> None:
+    """Refuses what was sampled from logits that are not all finite; `sums` [sum of num_sampled] are those of each row.
+
+    One sum a row costs less than any look at the single logits, and is NaN or infinite where one of them is.
+
+    Raises:
+        NonFiniteLogitsError: it names the requests.
+    """
+    wrong = ~np.isfinite(sums.cpu().numpy())
+    if not wrong.any():
+        return
+    places = np.unique(np.repeat(inputs.sampling, inputs.num_sampled)[wrong])
+    req_ids = [inputs.req_ids[place] for place in places]
+    raise NonFiniteLogitsError(
+        f"the model computed NaN or infinite logits for {len(req_ids)} of {len(inputs.sampling)} requests "
+        f"({', '.join(req_ids[:5])}{', ...' if len(req_ids) > 5 else ''}): check its weights, or try dtype='float32'",
+        req_ids,
+    )

@@ -16,7 +16,6 @@ from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
-from minivllm.models.quantized import quantize_linears
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.triton_utils import INTERPRETED
 from minivllm.worker.memory_profiling import MemoryUse, measure_memory
@@ -164,9 +163,6 @@ def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator
     """The rank's part of the model; "auto" is float32 on a CPU, else the checkpoint's own dtype."""
     dtype = "float32" if settings.dtype == "auto" and device.type == "cpu" else settings.dtype
     if settings.load_format == "dummy":
-        model = random_model(ModelConfig.from_pretrained(settings.model), settings.seed, device, dtype, group)
-    else:
-        model = load_model(settings.model, device, dtype, group)[0]
-    if settings.quantization:
-        quantize_linears(model, settings.quantization)
-    return model
+        config = ModelConfig.from_pretrained(settings.model)
+        return random_model(config, settings.seed, device, dtype, group, settings.quantization)
+    return load_model(settings.model, device, dtype, group, settings.quantization)[0]

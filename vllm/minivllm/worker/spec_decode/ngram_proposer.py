@@ -10,6 +10,7 @@ In vLLM v0.33.0: `vllm/v1/spec_decode/ngram_proposer.py` (`NgramProposer`); the 
 import numpy as np
 
 from minivllm.config import SpeculativeConfig
+from minivllm.worker.input_batch import InputBatch
 
 
 class NgramProposer:
@@ -19,7 +20,11 @@ class NgramProposer:
         self.config = config
         self.max_model_len = max_model_len
 
-    def propose(self, token_ids: np.ndarray) -> list[int]:
+    def propose(self, batch: InputBatch, rows: np.ndarray) -> list[list[int]]:
+        """As `minivllm.worker.spec_decode.proposer.Proposer`."""
+        return [self.drafts_after(batch.token_ids[row, : batch.num_tokens[row]]) for row in rows]
+
+    def drafts_after(self, token_ids: np.ndarray) -> list[int]:
         """Drafts for what comes after `token_ids` [tokens], int32: none, or up to `num_speculative_tokens`."""
         room = self.max_model_len - len(token_ids)
         wanted = min(self.config.num_speculative_tokens, room)

@@ -1,0 +1,185 @@
+"""The runner's step by itself: what it hands through the model, what it refuses, and how it recovers from anything."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.errors import NonFiniteLogitsError
+from minivllm.models.forward_context import ForwardContext
+from minivllm.models.loader import random_model
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker import model_runner
+from minivllm.worker.model_runner import ModelRunner
+
+CONFIG = ModelConfig.from_dict({
+    "model_type": "qwen3", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "dtype": "float32",
+})  # fmt: skip
+MOST_STEPS = 40
+
+
+def new_runner(drafts: int = 0) -> ModelRunner:
+    speculation = SpeculativeConfig(num_speculative_tokens=drafts, prompt_lookup_min=1) if drafts else None
+    settings = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 4, "speculative_config": speculation}
+    runner = ModelRunner(random_model(CONFIG, seed=2), **settings)
+    runner.initialize_kv_cache(40)
+    return runner
+
+
+def new_scheduler(prompts: list[list[int]], drafts: int = 0, **wishes) -> Scheduler:
+    config = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=9, num_speculative_tokens=drafts)
+    scheduler = Scheduler(config, CacheConfig(num_gpu_blocks=40, block_size=4, enable_prefix_caching=False))
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.5 * (index % 2), seed=index, max_tokens=9, ignore_eos=True, **wishes)
+        scheduler.add_request(Request(f"request {index}", prompt, max_tokens=9, sampling_params=params))
+    return scheduler
+
+
+def tokens_of(runner: ModelRunner, scheduler: Scheduler) -> dict[str, list[int]]:
+    """Runs to the end, drafts included."""
+    tokens: dict[str, list[int]] = {}
+    for _ in range(MOST_STEPS):
+        if not scheduler.has_unfinished_requests():
+            break
+        output = scheduler.schedule()
+        for one in scheduler.update_from_output(output, runner.execute_model(output)):
+            tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
+        scheduler.update_draft_token_ids(runner.take_draft_token_ids())
+    assert not scheduler.has_unfinished_requests()
+    return tokens
+
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3, 4, 3, 4, 3], [20, 21, 22]]
+
+
+def test_every_step_has_a_context_of_its_own_that_nobody_changes():
+    runner, contexts = new_runner(), []
+    runner.model.register_forward_pre_hook(lambda model, inputs: contexts.append(inputs[2]))
+    tokens_of(runner, new_scheduler(PROMPTS))
+    assert len(contexts) > 8
+    assert len({id(context) for context in contexts}) == len(contexts)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        contexts[0].attention = None
+    [metadata] = contexts[0].attention.args
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        metadata.max_seq_len = 1
+
+
+def test_two_steps_contexts_do_not_mix():
+    """A step that was prepared first may run last: nothing between them is shared but the cache."""
+    runner, ids = new_runner(), torch.arange(6)
+    seen = []
+
+    def attention(name):
+        return lambda layer, q, k, v: seen.append((name, layer)) or torch.zeros_like(q)
+
+    contexts = [ForwardContext(attention(name)) for name in "ab"]
+    for context in reversed(contexts):
+        runner.model(ids, ids, context)
+    assert seen == [("b", 0), ("b", 1), ("a", 0), ("a", 1)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_logits_that_are_not_finite_are_refused_and_the_request_is_named(value, drafts):
+    runner = new_runner(drafts)
+    runner.model.embed_tokens.weight[21] = value
+    prompts = [[1, 2, 3], [20, 21, 22], [4, 3, 4]]
+    scheduler = new_scheduler(prompts, drafts)
+    with pytest.raises(
+        NonFiniteLogitsError, match=r"NaN or infinite logits for 1 of 3 requests \(request 1\)"
+    ) as found:
+        tokens_of(runner, scheduler)
+    assert found.value.request_ids == ("request 1",)
+    sound = new_runner()
+    for one in (runner, sound):
+        one.model.embed_tokens.weight[21] = 0.0
+    runner.reset()
+    again = tokens_of(runner, new_scheduler(prompts, drafts))
+    assert again == tokens_of(sound, new_scheduler(prompts)), "nothing of the NaN is left in the cache"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_logit_of_a_row_is_enough(value, monkeypatch):
+    runner = new_runner()
+    compute = runner.model.compute_logits
+
+    def with_one(hidden):
+        logits = compute(hidden)
+        logits[-1, 7] = value
+        return logits
+
+    monkeypatch.setattr(runner.model, "compute_logits", with_one)
+    with pytest.raises(NonFiniteLogitsError, match="for 1 of 1 requests"):
+        tokens_of(runner, new_scheduler([[5, 6]], logit_bias={8: 90.0}))
+
+
+def test_large_logits_are_not_refused(monkeypatch):
+    runner = new_runner()
+    compute = runner.model.compute_logits
+    monkeypatch.setattr(runner.model, "compute_logits", lambda hidden: 1e30 * compute(hidden))
+    assert len(tokens_of(runner, new_scheduler([[5, 6]]))["request 0"]) == 9
+
+
+class Interrupt(Exception):
+    """Comes at any line."""
+
+
+def lines_of(action) -> int:
+    """How many lines of the worker an action runs."""
+    return interrupted(action, None)
+
+
+def interrupted(action, at: int | None) -> int:
+    """Runs an action, and raises `Interrupt` before line number `at` that it runs of the worker's files."""
+    folder, count = model_runner.__file__.rsplit("/", 1)[0], 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if event == "line":
+            count += 1
+            if count == at:
+                raise Interrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("wishes", [{}, {"prompt_logprobs": 1, "logprobs": 1}], ids=str)
+def test_after_a_reset_a_step_that_failed_at_any_line_is_forgotten(wishes):
+    drafts = 2
+    expected = tokens_of(new_runner(drafts), new_scheduler(PROMPTS, drafts, **wishes))
+    runner = new_runner(drafts)
+    lines = lines_of(lambda: tokens_of(runner, new_scheduler(PROMPTS, drafts, **wishes)))
+    assert lines > 1000
+    runner.reset()
+    for at in range(1, lines, lines // 30):
+        with pytest.raises(Interrupt):
+            interrupted(lambda: tokens_of(runner, new_scheduler(PROMPTS, drafts, **wishes)), at)
+        runner.reset()
+        assert tokens_of(runner, new_scheduler(PROMPTS, drafts, **wishes)) == expected, f"line {at}"
+        runner.reset()
+    assert not runner.take_draft_token_ids()
+    assert sorted(runner.batch._free_rows) == [0, 1, 2, 3]
+
+
+def test_the_parts_of_a_step_have_names_in_the_profiler():
+    runner, scheduler = new_runner(drafts=2), new_scheduler(PROMPTS, 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        tokens_of(runner, scheduler)
+    names = {event.key for event in profile.key_averages()}
+    assert {"minivllm::prepare", "minivllm::forward", "minivllm::sample", "minivllm::draft"} <= names

@@ -1,0 +1,151 @@
+"""Linears, and the one way to change how they compute: each hands its input to its `LinearMethod`.
+
+A method makes the parameters of a linear, may change them once they are loaded, and computes with them:
+
+    UnquantizedLinearMethod    weight [out, in]                       F.linear
+    PanelLinearMethod          the same numbers in panels             compiled loops on a CPU; chosen after loading
+    QuantizedLinearMethod      packed integers and their scales       `minivllm.models.quantized`
+
+To put something else in a linear's place, or around it, give it another method.
+
+In vLLM v0.33.0: `vllm/model_executor/layers/linear.py` (`LinearMethodBase`, `UnquantizedLinearMethod`,
+`MergedColumnParallelLinear`), `vllm/model_executor/model_loader/utils.py` (`process_weights_after_loading`).
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivllm.kernels.cpu.panel_linear import PanelLinear, can_pack
+from minivllm.kernels.elementwise import silu_and_mul
+
+
+class LinearMethod(ABC):
+    """How a linear computes. One object may serve many linears: what belongs to one of them is kept there."""
+
+    @abstractmethod
+    def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
+        """Gives the linear its parameters, uninitialised, of torch's default dtype and device; the bias it has itself.
+
+        `input_parts`: the ranks that a row of the whole weight is divided over, `in_features` to each.
+        """
+
+    @abstractmethod
+    def apply(self, linear: "Linear", x: Tensor) -> Tensor:
+        """`x @ weight.T + bias`: `[rows, in]` to `[rows, out]`."""
+
+    def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
+        """`silu(gate) * up`, the two halves of the product: `[rows, in]` to `[rows, out / 2]`.
+
+        A method overrides this where it can multiply the halves while it computes them.
+        """
+        return silu_and_mul(self.apply(linear, x))
+
+    def process_weights_after_loading(self, linear: "Linear") -> None:
+        """Changes the layout of what was loaded, or gives the linear another method. Called once all is loaded."""
+        return
+
+
+class UnquantizedLinearMethod(LinearMethod):
+    """Weights as they are stored, `[out, in]`."""
+
+    def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
+        """As `LinearMethod`."""
+        linear.weight = parameter(torch.empty(out_features, in_features))
+
+    def apply(self, linear: "Linear", x: Tensor) -> Tensor:
+        """As `LinearMethod`."""
+        return F.linear(x, linear.weight, linear.bias)
+
+    def process_weights_after_loading(self, linear: "Linear") -> None:
+        """Goes over to panels where there are loops for them."""
+        if can_pack(linear.weight):
+            linear.method = PanelLinearMethod(linear)
+
+
+class PanelLinearMethod(LinearMethod):
+    """The method of one linear on a CPU, whose weight and bias it lays out in panels.
+
+    The plain weight is given up, unless something else holds it too (tied embeddings). A gated linear's panels hold
+    gate and up side by side, so that of it only the gated product can be had.
+    """
+
+    def __init__(self, linear: "Linear") -> None:
+        self.product = PanelLinear(linear.weight, linear.bias, gated=isinstance(linear, GatedLinear))
+        linear.register_parameter("weight", None)
+        linear.bias = None
+        linear.register_buffer("panels", self.product.panels, persistent=False)
+        linear.register_buffer("panel_bias", self.product.bias, persistent=False)
+
+    def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
+        """There is nothing to create: panels are made of loaded weights."""
+        raise NotImplementedError("panels are made of loaded weights")
+
+    def apply(self, linear: "Linear", x: Tensor) -> Tensor:
+        """As `LinearMethod`."""
+        return self.product(x)
+
+    def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
+        """As `LinearMethod`, in one pass."""
+        return self.product(x)
+
+
+UNQUANTIZED = UnquantizedLinearMethod()
+
+
+class Linear(nn.Module):
+    """A matrix product with uninitialised weights: initialising what a file fills would cost time.
+
+    Which parameters there are beside `bias` is up to the method: `weight`, or `packed` and `scales`.
+    """
+
+    weight: nn.Parameter
+    packed: nn.Parameter
+    scales: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        method: LinearMethod = UNQUANTIZED,
+        input_parts: int = 1,
+    ) -> None:
+        """`input_parts` as in `LinearMethod.create_weights`."""
+        super().__init__()
+        self.method, self.input_parts = method, input_parts
+        method.create_weights(self, in_features, out_features, input_parts)
+        self.bias = parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[rows, in]` to `[rows, out]`."""
+        return self.method.apply(self, x)
+
+
+class GatedLinear(Linear):
+    """Gate and up of an MLP as one product, and the activation on it: `silu(gate(x)) * up(x)`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[rows, in]` to `[rows, out / 2]`."""
+        return self.method.apply_gated(self, x)
+
+
+def process_weights_after_loading(model: nn.Module) -> None:
+    """Lets the method of every linear do with the loaded weights what it does once. A second time changes nothing."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.method.process_weights_after_loading(module)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and tables of a model or a part of it, in the form they are kept in; tied ones once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def parameter(tensor: Tensor) -> nn.Parameter:
+    """A parameter that is not trained."""
+    return nn.Parameter(tensor, requires_grad=False)
