@@ -23,6 +23,7 @@ from minivllm.errors import MinivllmError
 from minivllm.lab.allocators import Reservations, replay_workloads
 from minivllm.lab.beam_search import measure_sharing
 from minivllm.lab.cli import run
+from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.paged_cache import PagedCache, decode_case, engine_decode, gather_decode, in_blocks, random_case
 from minivllm.lab.progress import track
@@ -311,9 +312,9 @@ def measure_price(device: torch.device, sizes: tuple[int, ...]) -> dict:
     return report.price(in_turns(runs, 40, device), q, data)
 
 
-def measure_block_sizes(device: torch.device, plan: report.Plan) -> dict:
-    """Both costs of a block size: slots that stay empty in held blocks, and the time of attention."""
-    price, names = measure_price(device, plan.sizes), ("alpaca", "sharegpt", "azure-conversation")
+def measure_block_sizes(price: dict, plan: report.Plan) -> dict:
+    """Both costs of a block size: slots that stay empty in held blocks, and `price`, the time of attention."""
+    names = ("alpaca", "sharegpt", "azure-conversation")
     allocators = {str(size): partial(paged, block_size=size) for size in plan.sizes}
     held = replay_workloads(allocators, names, plan.slots, plan.steps // 3, LONGEST, plan.seed)
     return report.show_block_sizes(price, held, LONGEST)
@@ -335,10 +336,7 @@ def double_free(pool: BlockPool) -> list[int]:
 
 
 def leak(cache: PagedCache, mine: list[int], stranger: list[int], new_tokens: int) -> tuple[list[int], list[int]]:
-    """Fork a request, end its first half, let a stranger in: what the second half then finds, and what it writes.
-
-    Both are tokens: those that lie where its prompt should lie, and `new_tokens` more.
-    """
+    """Fork a request, end its first half, let a stranger in: (tokens where its prompt should lie, tokens it writes)."""
     first = cache.table()
     logits = cache.forward([first], [mine])
     second, written = first.fork(), []
@@ -369,7 +367,7 @@ def break_it(cache_of: Callable[[], PagedCache], decode, mine: list[int], strang
 
 def main(arguments: argparse.Namespace) -> None:
     """Run the lesson from top to bottom."""
-    plan, found = report.plan(arguments, LONGEST), {}
+    plan, found, control = report.plan(arguments, LONGEST), {}, Control()
     device = begin("Lesson 02. PagedAttention", arguments)
     model, config = load_model(arguments.model, device, "auto" if device.type == "cuda" else "float32")
     tokenizer = load_tokenizer(arguments.model)
@@ -384,11 +382,14 @@ def main(arguments: argparse.Namespace) -> None:
     found["sharing"] = measure_sharing(cache_of, lambda blocks, size: BlockTable(BlockPool(blocks), size), *work)
     report.show_sharing(found["sharing"], len(prompt), plan.beam_steps, tokenizer)
     heading("6. What a block size costs")
-    found["blocks"] = measure_block_sizes(device, plan)
+    with control.watch():
+        price = measure_price(device, plan.sizes)
+    found["blocks"] = measure_block_sizes(price, plan)
     heading("7. Break it")
     found["broken"] = break_it(cache_of, tokenizer.decode, prompt, stranger)
-    report.conclude(found, LONGEST)
-    keep(__file__, found, arguments, report.draw, block_size=plan.block_size, slots=plan.slots)
+    report.conclude(found, LONGEST, control.disturbance())
+    context = {"block_size": plan.block_size, "slots": plan.slots, "disturbance": control.record()}
+    keep(__file__, found, arguments, report.draw, **context)
 
 
 parser = partial(report.parser, __doc__)

@@ -14,7 +14,7 @@ from minivllm.errors import MinivllmError
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int
 from minivllm.lab.figures import curves, panels
-from minivllm.lab.tables import closing, console, table
+from minivllm.lab.tables import Timed, closing, console, table
 from minivllm.simulate.memory_replay import Occupancy
 from minivllm.simulate.workloads import WORKLOADS
 
@@ -195,16 +195,19 @@ def show_break(found: dict, refused_twice: str, refused_dry: str) -> None:
     table(title, ("the second half", "its reference counted", "forgotten"), rows, words=True)
 
 
-def conclude(found: dict, longest: int) -> None:
-    """What you saw."""
+def conclude(found: dict, longest: int, disturbance: str) -> None:
+    """What you saw; where something disturbed the timings, they lead to no conclusion."""
     reserved, blocks = (found["memory"]["sharegpt"][kind] for kind in ("max", "paged"))
     ratio, leaked = found["blocks"]["price"]["ratio"], found["broken"]["forgotten"]["reads"]
     closing(
         f"Requests like ShareGPT's: {reserved['tokens']:.0%} of the slots hold a token where each keeps {longest:,}, "
         f"{blocks['tokens']:.0%} in blocks; {blocks['running'] / reserved['running']:.1f} times as many run at once.",
-        f"Attention over blocks of 16 took {ratio['16']:.2f} times as long as over a contiguous cache, blocks of 1 "
-        f"{ratio['1']:.2f} times.",
+        Timed(
+            f"Attention over blocks of 16 took {ratio['16']:.2f} times as long as over a contiguous cache, blocks of 1 "
+            f"{ratio['1']:.2f} times."
+        ),
         f"One forgotten reference, and a request reads a stranger's text: {leaked[:48]!r}.",
+        disturbance=disturbance,
     )
 
 
