@@ -41,7 +41,7 @@ def stem_of(number: str) -> str:
 
 
 def output_of(command: str, more: list[str]) -> str:
-    """What a command prints, errors included, as on a terminal of `WIDTH` columns."""
+    """What a command prints, errors included, as on a terminal of `WIDTH` columns; not which files `more` wrote."""
     arguments = [sys.executable, *shlex.split(command), *more]
     environment = {**os.environ, "COLUMNS": WIDTH}
     done = subprocess.run(
@@ -49,7 +49,7 @@ def output_of(command: str, more: list[str]) -> str:
     )
     if done.returncode not in (0, 2):
         raise MinivllmError(f"{command} ended with {done.returncode}:\n{done.stdout}")
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines())
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines() if not line.startswith("wrote "))
 
 
 def part_of(output: str, start: str) -> str:

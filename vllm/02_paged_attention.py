@@ -1,7 +1,7 @@
 """Lesson 02. PagedAttention: the KV cache in small blocks, a table for each sequence, and blocks that several share.
 
-Builds the naive allocator, then block pool, block tables, reference counts and copy-on-write, and two Triton kernels:
-decode attention through a block table, and a copy of many blocks in one launch.
+Builds block pool, block tables, reference counts and copy-on-write, and two Triton kernels: decode attention through a
+block table, and a copy of many blocks in one launch.
 You learn where a reserved cache loses its memory, why blocks lose next to none, what looking a block up costs the
 kernel, and what one forgotten reference does.
 
@@ -12,84 +12,43 @@ kernel, and what one forgotten reference does.
 
 import argparse
 import math
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from rich.markup import escape
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
-from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab import palette
-from minivllm.lab.cli import lesson_parser, positive_int, run
-from minivllm.lab.figures import curves, panels
+from minivllm.lab.allocators import Reservations, replay_workloads
+from minivllm.lab.beam_search import measure_sharing
+from minivllm.lab.cli import run
+from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
+from minivllm.lab.paged_cache import PagedCache, decode_case, engine_decode, gather_decode, in_blocks, random_case
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, refusal, show_errors
-from minivllm.lab.tables import closing, console, heading, table
+from minivllm.lab.reports import paged_attention as report
+from minivllm.lab.tables import heading
 from minivllm.lab.timing import in_turns
-from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import tl, triton
-from minivllm.simulate.memory_replay import Running, TablesOnDemand, replay
+from minivllm.simulate.memory_replay import TablesOnDemand
 from minivllm.simulate.workloads import WORKLOADS, RequestLengths
 
 # %% 1. The pain: one unbroken region for each request
 
 LONGEST = 2048  # tokens of the longest request that is served
 
-
-class Reservations:
-    """The naive way: a request keeps one region of neighbouring slots, the first that is long enough, until it ends."""
-
-    def __init__(self, slots: int, region: Callable[[RequestLengths], int]) -> None:
-        self.slots, self.region = slots, region
-        self.taken: list[tuple[int, int]] = []  # (first slot, slots) of each region, in order
-
-    def admit(self, one: Running) -> bool:
-        """Reserve the whole region now, in the first hole that is long enough."""
-        size, hole = self.region(one.lengths), 0
-        for first, length in [*self.taken, (self.slots, 0)]:
-            if first - hole >= size:
-                one.home = (hole, size)
-                insort(self.taken, one.home)
-                return True
-            hole = first + length
-        return False
-
-    def grow(self, one: Running) -> bool:
-        """One more token goes where it was reserved."""
-        return True
-
-    def release(self, one: Running) -> None:
-        """Give the region back."""
-        self.taken.remove(one.home)
-
-    def held(self, one: Running) -> int:
-        """All of the region, written or not."""
-        return one.home[1]
-
-
-# What is reserved, by name. Nobody knows an output's length in advance: all but the first are for comparison.
+# A request reserves one region of neighbouring slots and keeps it until it ends. How long it is, is one of these rules;
+# nobody knows an output's length in advance, so all but the first are for comparison.
 REGIONS: dict[str, Callable[[RequestLengths], int]] = {
     "max": lambda request: LONGEST,
     "pow2": lambda request: request.prompt_tokens + triton.next_power_of_2(request.output_tokens),
     "buddy": lambda request: triton.next_power_of_2(request.total),  # all regions of a buddy allocator are such
     "exact": lambda request: request.total,
-}
-TITLES = {
-    "max": "greatest length",
-    "pow2": "power of two",
-    "buddy": "exact, buddy",
-    "exact": "exact",
-    "paged": "blocks",
 }
 
 # %% 2. The mechanism: a pool of equal blocks, and a table for each sequence
@@ -141,8 +100,6 @@ class BlockPool:
 
 
 # endregion
-
-
 # region: slot_mapping
 def slot_mapping(block_ids: Sequence[int], positions: Iterable[int], block_size: int) -> list[int]:
     """The slot of each position: which block the table names, and where in that block."""
@@ -150,8 +107,6 @@ def slot_mapping(block_ids: Sequence[int], positions: Iterable[int], block_size:
 
 
 # endregion
-
-
 # region: table
 class BlockTable:
     """The blocks of one sequence, in the order of its tokens."""
@@ -215,34 +170,12 @@ def paged(slots: int, block_size: int) -> TablesOnDemand:
     return TablesOnDemand(slots, block_size, lambda: BlockTable(pool, block_size))
 
 
-def replayed(names: Iterable[str], steps: int, slots: int, seed: int) -> dict[str, list[RequestLengths]]:
-    """Enough requests of each kind for so many steps, those of at most LONGEST tokens."""
-    sampled = {name: WORKLOADS[name].sample(max(1000, steps * slots // 2000), seed) for name in names}
-    return {name: [one for one in requests if one.total <= LONGEST] for name, requests in sampled.items()}
-
-
-SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}  # of all slots
-
-
-def measure_memory(slots: int, block_size: int, steps: int, seed: int) -> dict:
+def measure_memory(plan: report.Plan) -> dict:
     """What the slots hold under every allocator, and how many requests run at once."""
-    found: dict = {}
-    for name, requests in track(replayed(WORKLOADS, steps, slots, seed).items(), "replaying requests"):
-        memories: dict = {kind: Reservations(slots, region) for kind, region in REGIONS.items()}
-        memories["paged"] = paged(slots, block_size)
-        found[name] = {kind: replay(memory, requests, steps).figures() for kind, memory in memories.items()}
-        for one in found[name].values():
-            gains = {
-                key: found[name]["paged"][key] / one[key] for key in ("tokens", "running", "served_per_1000_steps")
-            }
-            one["paged_over_this"] = gains
-    kinds = found["sharegpt"].items()
-    rows = [(TITLES[kind], *(f"{one[share]:.1%}" for share in SHARES), f"{one['running']:.1f}") for kind, one in kinds]
-    title = f"What {slots:,} slots hold, requests like {WORKLOADS['sharegpt'].title}"
-    table(title, ("reserved", *SHARES.values(), "run"), rows)
-    rows = [(TITLES[kind], *(f"{kinds[kind]['tokens']:.1%}" for kinds in found.values())) for kind in TITLES]
-    table("Slots that hold a token, requests like", ("reserved", *(WORKLOADS[name].title for name in found)), rows)
-    return found
+    allocators = {kind: partial(Reservations, region=region) for kind, region in REGIONS.items()}
+    allocators["paged"] = partial(paged, block_size=plan.block_size)
+    found = replay_workloads(allocators, WORKLOADS, plan.slots, plan.steps, LONGEST, plan.seed)
+    return report.show_memory(found, plan.slots)
 
 
 # %% 4. The kernels: attend through a block table, and copy blocks
@@ -292,8 +225,6 @@ def paged_decode_kernel(
 
 
 # endregion
-
-
 # region: copy_kernel
 @triton.jit
 def copy_blocks_kernel(cache, pairs, num_blocks, SIZE: tl.constexpr, CHUNK: tl.constexpr):
@@ -324,16 +255,6 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, l
     return out
 
 
-def gather_decode(q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor) -> Tensor:
-    """The same the long way: fetch each sequence's tokens out of its blocks, then attend."""
-    results = []
-    for query, row, length in zip(q, block_table, lengths.tolist(), strict=True):
-        slots = slot_mapping(row.tolist(), range(length), keys.shape[1])
-        k, v = (cache.flatten(0, 1)[slots].transpose(0, 1) for cache in (keys, values))
-        results.append(F.scaled_dot_product_attention(query[:, None], k, v, enable_gqa=True)[:, 0])
-    return torch.stack(results)
-
-
 def copy_blocks(cache: Tensor, copies: list[tuple[int, int]]) -> None:
     """Copy (source, target) blocks in every plane of cache [planes, blocks, ...], in one launch."""
     if copies:
@@ -347,13 +268,9 @@ def verify_kernels(device: torch.device) -> dict:
     """Attention against float64 on awkward lengths and block sizes; copies, bit for bit."""
     errors = {}
     for heads, kv_heads, head_dim, block_size in track([(4, 4, 64, 16), (6, 2, 80, 5), (8, 1, 128, 1)], "verifying"):
-        lengths = torch.tensor([1, block_size, block_size + 1, 2 * BLOCK_T + 3], dtype=torch.int32)
-        width = -(-int(lengths.max()) // block_size)
-        block_table = (torch.randperm(4 * width, dtype=torch.int32) + 1).view(4, width)
-        keys, values = torch.randn(2, 4 * width + 1, block_size, kv_heads, head_dim).half()
-        q = torch.randn(4, heads, head_dim).half()
-        expected = gather_decode(q.double(), keys.double(), values.double(), block_table, lengths)
-        found = paged_decode(*(tensor.to(device) for tensor in (q, keys, values, block_table, lengths)))
+        case = random_case(heads, kv_heads, head_dim, block_size, (1, block_size, block_size + 1, 2 * BLOCK_T + 3))
+        expected = gather_decode(*(x.double() if x.is_floating_point() else x for x in case))
+        found = paged_decode(*(x.to(device) for x in case))
         shape = f"{heads} query heads, {kv_heads} KV heads of {head_dim}, blocks of {block_size}"
         errors[shape] = furthest(found, expected)
     cache = torch.randn(6, 9, 4, 2, 40, device=device)
@@ -367,220 +284,40 @@ def verify_kernels(device: torch.device) -> dict:
 # %% 5. Sharing: parallel samples and beam search
 
 
-class PagedCache:
-    """Keys and values of all sequences in one tensor, and the pool that says whose is what."""
-
-    def __init__(self, model: Decoder, num_blocks: int, block_size: int) -> None:
-        shape = (num_blocks, block_size, model.config.num_key_value_heads, model.config.head_dim)
-        self.data = model.lm_head.weight.new_zeros(2 * model.config.num_hidden_layers, *shape)
-        self.written = torch.zeros(shape[:2], dtype=torch.int64, device=self.data.device)  # token ids, to look at
-        self.model, self.block_size, self.pool = model, block_size, BlockPool(num_blocks)
-
-    @torch.inference_mode()
-    def forward(self, tables: list[BlockTable], new: list[list[int]]) -> Tensor:
-        """One sequence's prompt, or the next token of each of several -> logits of their last tokens [n, vocab]."""
-        starts = [one.num_tokens for one in tables]
-        room = [one.append(len(tokens)) for one, tokens in zip(tables, new, strict=True)]
-        self.copy([pair for _, copies in room for pair in copies])  # before anything is written
-        device, counts = self.data.device, [len(tokens) for tokens in new]
-        ids = torch.tensor([token for tokens in new for token in tokens], device=device)
-        slots = torch.tensor([slot for found, _ in room for slot in found], device=device)
-        positions = torch.cat([torch.arange(s, s + n, device=device) for s, n in zip(starts, counts, strict=True)])
-        rows = [torch.tensor(one.block_ids(), dtype=torch.int32, device=device) for one in tables]
-        block_table = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # with 0, the null block
-        lengths = torch.tensor([one.num_tokens for one in tables], dtype=torch.int32, device=device)
-        self.written.view(-1)[slots] = ids
-        decode, prompt = (paged_decode if device.type == "cuda" else gather_decode), CausalAttention(self.model.config)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self.data[2 * layer], self.data[2 * layer + 1]
-            keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = k, v
-            if len(q) > len(tables):
-                return prompt(layer, q, k, v)
-            return decode(q.contiguous(), keys, values, block_table, lengths)
-
-        hidden = self.model(ids, positions, attend)
-        last = torch.tensor(counts, device=device).cumsum(0) - 1
-        return self.model.compute_logits(hidden[last]).float()
-
-    def copy(self, copies: list[tuple[int, int]]) -> None:
-        """Copy (source, target) blocks, in all layers."""
-        sources, targets = [pair[0] for pair in copies], [pair[1] for pair in copies]
-        self.written[targets] = self.written[sources]
-        if self.data.is_cuda:
-            copy_blocks(self.data, copies)
-        elif copies:  # what the kernel does; interpreted, it takes a thousand times longer
-            self.data[:, targets] = self.data[:, sources]
-
-    def table(self) -> BlockTable:
-        """An empty sequence."""
-        return BlockTable(self.pool, self.block_size)
-
-    def tokens_of(self, one: BlockTable) -> list[int]:
-        """What lies where this sequence's table points."""
-        return self.written.view(-1)[slot_mapping(one.block_ids(), range(one.num_tokens), self.block_size)].tolist()
-
-
-def blocks_held(pool: BlockPool) -> int:
-    """All blocks but the null block and the free ones."""
-    return len(pool.blocks) - 1 - pool.get_num_free_blocks()
-
-
-def saved_by_samples(requests: list[RequestLengths], samples: int, block_size: int) -> float:
-    """The share of blocks that is saved when each request is answered `samples` times on one copy of its prompt."""
-    shared = alone = 0
-    for lengths in requests:
-        pool = BlockPool(2 + samples * (1 + lengths.total // block_size))
-        tables = [BlockTable(pool, block_size)]
-        tables[0].append(lengths.prompt_tokens)
-        tables += [tables[0].fork() for _ in range(samples - 1)]
-        for _ in range(lengths.output_tokens):
-            for one in tables:
-                one.append(1)
-            shared += blocks_held(pool)
-            alone += sum(len(one.blocks) for one in tables)
-    return 1 - shared / alone
-
-
-@dataclass
-class Beam:
-    """One candidate: the tokens after the prompt, their log-probability, and where they are."""
-
-    tokens: list[int]
-    score: float
-    table: BlockTable
-
-
-# region: beam_search
-def beam_search(
-    cache: PagedCache, prompt: list[int], width: int, steps: int, fork: Callable[[BlockTable], BlockTable]
-) -> tuple[list[Beam], list[int]]:
-    """The `width` likeliest continuations of `steps` tokens, and the blocks held after each step.
-
-    `fork` makes a child's table from its parent's.
-    """
-    beams, held = [Beam([], 0.0, cache.table())], []
-    new = [prompt]
-    for _ in range(steps):
-        logits = cache.forward([beam.table for beam in beams], new)
-        held.append(blocks_held(cache.pool))
-        scores = logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in beams], device=logits.device)
-        best, places = scores.flatten().topk(width)
-        parents, tokens = places // logits.shape[-1], places % logits.shape[-1]
-        children = [
-            Beam([*beams[parent].tokens, token], score, fork(beams[parent].table))
-            for parent, token, score in zip(parents.tolist(), tokens.tolist(), best.tolist(), strict=True)
-        ]
-        for beam in beams:
-            beam.table.free()
-        beams, new = children, [beam.tokens[-1:] for beam in children]
-    return beams, held
-
-
-# endregion
-
-
-def full_copy(cache: PagedCache, parent: BlockTable) -> BlockTable:
-    """A child without sharing: blocks of its own for the whole past."""
-    child = cache.table()
-    child.append(parent.num_tokens)
-    cache.copy(list(zip(parent.block_ids(), child.block_ids(), strict=True)))
-    return child
-
-
-PROMPT = (
-    'class Stack:\n    """Keeps things in the order in which they came; the last one leaves first."""\n\n'
-    "    def __init__(self, items=None):\n        self.items = list(items or [])\n\n"
-    "    def push(self, item):\n        self."
-)
-
-
-def measure_sharing(cache_of, prompt: list[int], widths: list[int], steps: int, block_size: int, seed: int) -> dict:
-    """Blocks that sharing saves: for parallel samples of many requests, and in a beam search that really runs."""
-    found: dict = {"samples": {}, "beams": {}}
-    for name in ("alpaca", "sharegpt"):
-        requests = WORKLOADS[name].sample(40, seed)
-        found["samples"][name] = {str(n): saved_by_samples(requests, n, block_size) for n in (2, 4, 6)}
-    rows = [(WORKLOADS[n].title, *(f"{s:.1%}" for s in saved.values())) for n, saved in found["samples"].items()]
-    table("Blocks saved when samples share their prompt", ("requests like", "2 samples", "4", "6"), rows)
-    rows = []
-    for width in track(widths, "beam search"):
-        together, shared = beam_search(cache_of(), prompt, width, steps, BlockTable.fork)
-        cache = cache_of()
-        apart, alone = beam_search(cache, prompt, width, steps, lambda parent, cache=cache: full_copy(cache, parent))
-        same = [(beam.tokens, beam.score) for beam in together] == [(beam.tokens, beam.score) for beam in apart]
-        assert same, "sharing changed the beams"
-        saved = 1 - sum(shared) / sum(alone)
-        found["beams"][str(width)] = {"saved": saved, "most_alone": max(alone), "most_shared": max(shared)}
-        found["best"] = together[0].tokens
-        rows.append((width, max(alone), max(shared), f"{saved:.1%}"))
-    title = f"Beam search, {len(prompt)} + {steps} tokens: the same beams both ways"
-    table(title, ("beams", "most blocks, each its own", "shared", "saved on average"), rows)
-    return found
+def paged_cache(model: Decoder, num_blocks: int, block_size: int) -> PagedCache:
+    """A real model's keys and values in our blocks. On a GPU the kernels above read and copy them."""
+    return PagedCache(model, BlockPool(num_blocks), BlockTable, block_size, paged_decode, copy_blocks)
 
 
 # %% 6. The measurement: what a block size costs, in empty slots and in time
 
 
-def in_blocks(data: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """[2, sequences, length, kv_heads, head_dim] laid into blocks in random order: the caches, and the block table."""
-    blocks = data.reshape(2, -1, block_size, *data.shape[3:])
-    order = torch.randperm(blocks.shape[1], device=data.device)
-    caches = torch.empty_like(blocks)
-    caches[:, order] = blocks
-    return caches, order.view(data.shape[1], -1).int()
-
-
-def measure_price(device: torch.device, sizes: tuple[int, ...], rounds: int) -> dict:
+def measure_price(device: torch.device, sizes: tuple[int, ...]) -> dict:
     """Decode attention through tables, over the same data with one region for each sequence.
 
     A GPU runs the kernel above, with the table and without. A CPU runs the engine's attention (lesson 03), where
     one block as long as the sequence stands for the contiguous cache: the same code, another table.
     """
-    cuda = device.type == "cuda"
-    sequences, length, heads, kv_heads, head_dim = (64, 4096, 32, 8, 128) if cuda else (16, 1024, 8, 2, 64)
-    data = torch.randn(2, sequences, length, kv_heads, head_dim, device=device)
-    q = torch.randn(sequences, heads, head_dim, device=device)
-    data, q = (data.bfloat16(), q.bfloat16()) if cuda else (data, q)
-    lengths = torch.full((sequences,), length, dtype=torch.int32, device=device)
-    starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
-
-    def attending(caches: Tensor, block_table: Tensor, paged: bool = True) -> Callable[[], Tensor]:
-        if cuda:
-            return lambda: paged_decode(q, *caches, block_table, lengths, paged)
-        return lambda: unified_attention(q, *caches, starts, lengths, block_table, head_dim**-0.5)
-
-    one_each = starts[:-1, None].contiguous()
-    runs = {name: attending(data.clone(), one_each, paged=False) for name in ("contiguous", "contiguous again")}
-    runs |= {str(size): attending(*in_blocks(data, size)) for size in sizes}
+    q, data, lengths = decode_case(device)
+    decode = paged_decode if q.is_cuda else engine_decode
+    one_each = torch.arange(len(q), dtype=torch.int32, device=device)[:, None]
+    names = ("contiguous", "contiguous again")
+    runs = {name: partial(decode, q, *data.clone(), one_each, lengths, paged=False) for name in names}
+    for size in sizes:
+        caches, block_table = in_blocks(data, size)
+        runs[str(size)] = partial(decode, q, *caches, block_table, lengths)
     expected = runs["contiguous"]()
     for size, attend in runs.items():
         assert furthest(attend(), expected) < 1e-2, f"blocks of {size} give another result"
-    # The best round counts: other work can only slow one down.
-    best = {name: min(seconds) for name, seconds in in_turns(runs, rounds, device).items()}
-    ratio = {name: seconds / best["contiguous"] for name, seconds in best.items()}
-    again, _ = ratio.pop("contiguous again"), ratio.pop("contiguous")
-    shape = f"{sequences} sequences of {length:,} tokens, {heads} heads on {kv_heads}"
-    return {"shape": shape, "contiguous_ms": best["contiguous"] * 1e3, "again": again, "ratio": ratio}
+    return report.price(in_turns(runs, 40, device), q, data)
 
 
-def measure_block_sizes(device: torch.device, slots: int, sizes: tuple[int, ...], steps: int, seed: int) -> dict:
-    """Both costs of a block size: slots that stay empty in held blocks, and the time of attention."""
-    price, empty = measure_price(device, sizes, 40), {}
-    kinds = replayed(("alpaca", "sharegpt", "azure-conversation"), steps, slots, seed)
-    for name, requests in track(kinds.items(), "replaying block sizes", total=len(kinds)):
-        empty[name] = {str(size): replay(paged(slots, size), requests, steps).empty for size in sizes}
-    rows = [
-        (size, *(f"{shares[size]:.1%}" for shares in empty.values()), f"{LONGEST // int(size):,}", f"{ratio:.2f} ×")
-        for size, ratio in price["ratio"].items()
-    ]
-    columns = ("block", *(WORKLOADS[name].title for name in empty), "table entries", "time")
-    caption = (
-        f"time: {price['shape']}, blocks scattered, against a contiguous cache ({price['contiguous_ms']:.2f} ms); "
-        f"against a second contiguous cache, which says how far to trust it: {price['again']:.2f} ×"
-    )
-    table("Held slots that are empty, the table, and the time of attention", columns, rows, caption)
-    return {"price": price, "empty": empty}
+def measure_block_sizes(price: dict, plan: report.Plan) -> dict:
+    """Both costs of a block size: slots that stay empty in held blocks, and `price`, the time of attention."""
+    names = ("alpaca", "sharegpt", "azure-conversation")
+    allocators = {str(size): partial(paged, block_size=size) for size in plan.sizes}
+    held = replay_workloads(allocators, names, plan.slots, plan.steps // 3, LONGEST, plan.seed)
+    return report.show_block_sizes(price, held, LONGEST)
 
 
 # %% 7. Break it
@@ -598,18 +335,8 @@ def double_free(pool: BlockPool) -> list[int]:
     return sorted(set(one.block_ids()) & set(other.block_ids()))
 
 
-STRANGER = (
-    'class Account:\n    """The account of one customer; nobody else may see it."""\n\n'
-    "    def __init__(self, owner, password):\n        self.owner = owner\n        self.password = password\n\n"
-    "    def check(self, password):\n        if self.password"
-)
-
-
 def leak(cache: PagedCache, mine: list[int], stranger: list[int], new_tokens: int) -> tuple[list[int], list[int]]:
-    """Fork a request, end its first half, let a stranger in, go on with the second half.
-
-    Returns the tokens that lie where its prompt should lie, and the tokens that it writes.
-    """
+    """Fork a request, end its first half, let a stranger in: (tokens where its prompt should lie, tokens it writes)."""
     first = cache.table()
     logits = cache.forward([first], [mine])
     second, written = first.fork(), []
@@ -621,108 +348,51 @@ def leak(cache: PagedCache, mine: list[int], stranger: list[int], new_tokens: in
     return cache.tokens_of(second)[: len(mine)], written
 
 
-def break_it(cache_of: Callable[[], PagedCache], tokenizer, mine: list[int], stranger: list[int]) -> dict:
+def break_it(cache_of: Callable[[], PagedCache], decode, mine: list[int], stranger: list[int]) -> dict:
     """A double free, a pool that runs dry and a forgotten reference: with the checks, and without them."""
     trusting, dry, forgetful = BlockPool(9), BlockTable(BlockPool(5), 16), cache_of()
     trusting.free_blocks = lambda blocks: trusting.free.extendleft(list(blocks)[::-1])  # takes back what it is given
     dry.append(64)
     forgetful.pool.touch = lambda blocks: None  # does not count a fork
     found: dict = {"double_free": double_free(trusting)}
-    console.print(f"freed twice without a check, the blocks {found['double_free']} went to two sequences at once")
-    console.print(f"freed twice: {refusal(lambda: double_free(BlockPool(9)))}")
-    console.print(f"the pool is dry: {refusal(lambda: dry.append(1))}")
     for name, cache in (("counted", cache_of()), ("forgotten", forgetful)):
         reads, writes = leak(cache, mine, stranger, 16)
-        found[name] = {"reads": tokenizer.decode(reads), "writes": tokenizer.decode(writes)}
-    texts = {"finds": "reads", "goes on": "writes"}
-    rows = [
-        (line, *(escape(found[name][text].rstrip()) for name in ("counted", "forgotten")))
-        for line, text in texts.items()
-    ]
-    title = "A request is forked, its first half ends, a stranger comes in"
-    table(title, ("the second half", "its reference counted", "forgotten"), rows, words=True)
+        found[name] = {"reads": decode(reads), "writes": decode(writes)}
+    report.show_break(found, refusal(lambda: double_free(BlockPool(9))), refusal(lambda: dry.append(1)))
     return found
 
 
 # %% The talk, in order
 
 
-def draw(found: dict, path: str) -> None:
-    """What the slots hold under each allocator, and what a block size costs in empty slots and in time."""
-    kinds, price, empty = found["memory"]["sharegpt"], found["blocks"]["price"], found["blocks"]["empty"]
-    start = [0.0] * len(kinds)
-    with panels(path, 3, height=4) as (left, middle, right):
-        colours = (palette.BLUE, palette.SKY, palette.ORANGE, palette.PALE)
-        for (share, label), colour in zip(SHARES.items(), colours, strict=True):
-            widths = [one[share] for one in kinds.values()]
-            left.barh([TITLES[kind] for kind in kinds], widths, left=start, color=colour, label=label)
-            start = [before + width for before, width in zip(start, widths, strict=True)]
-        left.set(title="What the slots hold", xlabel="share of the slots, requests like ShareGPT", xlim=(0, 1))
-        left.invert_yaxis()
-        left.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.2))
-        curves(middle, {WORKLOADS[name].title: shares for name, shares in empty.items()}, factor=100, octaves=True)
-        middle.set(title="Empty slots in held blocks", xlabel="block size", ylabel="%", ylim=0)
-        curves(right, {"with a table": price["ratio"]}, octaves=True)
-        right.axhline(1, color=palette.GREY, linestyle="--", label="contiguous")
-        right.axhline(price["again"], color=palette.GREY, linestyle=":", label="contiguous, once more")
-        top = 1.3 * max(price["ratio"].values())
-        right.set(title="Time of decode attention", xlabel="block size", ylabel="against contiguous", ylim=(0, top))
-        right.legend(fontsize=8)
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, slots, seed = begin("Lesson 02. PagedAttention", arguments), arguments.slots, arguments.seed
+    plan, found, control = report.plan(arguments, LONGEST), {}, Control()
+    device = begin("Lesson 02. PagedAttention", arguments)
     model, config = load_model(arguments.model, device, "auto" if device.type == "cuda" else "float32")
     tokenizer = load_tokenizer(arguments.model)
-    prompt, stranger = (tokenizer.encode(text).ids for text in (arguments.prompt, arguments.stranger))
-    beam_steps, steps = (16, 600) if arguments.quick else (48, 8000) if arguments.full else (48, 2000)
-    room = config.max_position_embeddings - beam_steps
-    if not (0 < len(prompt) <= room and 0 < len(stranger) <= room):
-        raise MinivllmError(f"both prompts must be 1 to {room} tokens, not {len(prompt)} and {len(stranger)}")
-    if slots < LONGEST or arguments.block_size > LONGEST:
-        raise MinivllmError(f"requests of {LONGEST} tokens are replayed: --slots must be more, --block-size no more")
-    sizes = (1, 16, 512) if arguments.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    widths = [arguments.beam_width] if arguments.quick else sorted({2, 4, 6, arguments.beam_width})
-
-    def cache_of() -> PagedCache:
-        blocks = 1 + (max(len(prompt), len(stranger)) + beam_steps) // arguments.block_size
-        return PagedCache(model, 2 + 2 * widths[-1] * blocks, arguments.block_size)
-
-    found: dict = {}
+    prompt, stranger = report.prompts(arguments, tokenizer, config.max_position_embeddings - plan.beam_steps)
+    cache_of = partial(paged_cache, model, plan.cache_blocks(prompt, stranger), plan.block_size)
     heading("1–3. The same requests on the same memory")
-    found["memory"] = measure_memory(slots, arguments.block_size, steps, seed)
+    found["memory"] = measure_memory(plan)
     heading("4. The kernels, verified")
     found["kernels"] = prove(verify_kernels, device)
     heading("5. Sharing")
-    found["sharing"] = measure_sharing(cache_of, prompt, widths, beam_steps, arguments.block_size, seed)
-    console.print(f"the likeliest begins: {tokenizer.decode(found['sharing']['best'])[:64]!r}", markup=False)
+    work = (prompt, plan.widths, plan.beam_steps, plan.block_size, plan.seed)
+    found["sharing"] = measure_sharing(cache_of, lambda blocks, size: BlockTable(BlockPool(blocks), size), *work)
+    report.show_sharing(found["sharing"], len(prompt), plan.beam_steps, tokenizer)
     heading("6. What a block size costs")
-    found["blocks"] = measure_block_sizes(device, slots, sizes, steps // 3, seed)
+    with control.watch():
+        price = measure_price(device, plan.sizes)
+    found["blocks"] = measure_block_sizes(price, plan)
     heading("7. Break it")
-    found["broken"] = break_it(cache_of, tokenizer, prompt, stranger)
-    reserved, blocks = (found["memory"]["sharegpt"][kind] for kind in ("max", "paged"))
-    ratio, leaked = found["blocks"]["price"]["ratio"], found["broken"]["forgotten"]["reads"]
-    closing(
-        f"Requests like ShareGPT's: {reserved['tokens']:.0%} of the slots hold a token where each keeps {LONGEST:,}, "
-        f"{blocks['tokens']:.0%} in blocks; {blocks['running'] / reserved['running']:.1f} times as many run at once.",
-        f"Attention over blocks of 16 took {ratio['16']:.2f} times as long as over a contiguous cache, blocks of 1 "
-        f"{ratio['1']:.2f} times.",
-        f"One forgotten reference, and a request reads a stranger's text: {leaked[:48]!r}.",
-    )
-    keep(__file__, found, arguments, draw, block_size=arguments.block_size, slots=slots)
+    found["broken"] = break_it(cache_of, tokenizer.decode, prompt, stranger)
+    report.conclude(found, LONGEST, control.disturbance())
+    context = {"block_size": plan.block_size, "slots": plan.slots, "disturbance": control.record()}
+    keep(__file__, found, arguments, report.draw, **context)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The lesson's own knobs, beside those that every lesson has."""
-    flags = lesson_parser(__doc__, EMBEDDED_MODEL)
-    flags.add_argument("--prompt", default=PROMPT, help="text that the beam search continues")
-    flags.add_argument("--stranger", default=STRANGER, help="text of the other request where a reference is forgotten")
-    flags.add_argument("--block-size", type=positive_int, default=16, help="token slots in a block (default: 16)")
-    flags.add_argument("--slots", type=positive_int, default=15_696, help="token slots of the replay (default: 15696)")
-    flags.add_argument("--beam-width", type=positive_int, default=4, help="candidates of the beam search (default: 4)")
-    return flags
-
+parser = partial(report.parser, __doc__)
 
 if __name__ == "__main__":
     run(main, parser())

@@ -95,7 +95,8 @@ def test_nothing_watched_is_nothing_disturbed():
 def said(*sentences: str, disturbance: str = "") -> list[str]:
     with console.capture() as shown:
         closing(*sentences, disturbance=disturbance)
-    return [line.strip() for line in shown.get().splitlines() if "•" in line]
+    text = " ".join(shown.get().split())  # sentences are broken into lines
+    return [f"• {sentence.strip()}" for sentence in text.split("•")[1:]]
 
 
 def test_a_quiet_machine_says_all():

@@ -29,7 +29,7 @@ def test_a_device_that_is_not_there_is_no_lesson(monkeypatch):
         begin("Lesson 00", arguments("--device", "cuda"))
 
 
-def test_what_was_found_goes_where_the_command_line_says(tmp_path):
+def test_what_was_found_goes_where_the_command_line_says(tmp_path, capsys):
     numbers, drawn = tmp_path / "numbers.json", []
 
     def draw(found, path):
@@ -37,8 +37,10 @@ def test_what_was_found_goes_where_the_command_line_says(tmp_path):
 
     keep("vllm/00_x.py", {"a": 1}, arguments(), draw)
     assert not drawn
+    assert capsys.readouterr().out == ""
     keep("vllm/00_x.py", {"a": 1}, arguments("--json", str(numbers), "--plot", "x.svg"), draw, slots=5)
     assert drawn == [({"a": 1}, "x.svg")]
+    assert capsys.readouterr().out.splitlines() == ["wrote x.svg", f"wrote {numbers}"]
     record = json.loads(numbers.read_text())
     assert (record["name"], record["figures"], record["slots"]) == ("00_x", {"a": 1}, 5)
 

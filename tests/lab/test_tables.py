@@ -1,6 +1,10 @@
-"""Tables in Markdown."""
+"""Tables in Markdown, and the lines at a script's end."""
 
-from minivllm.lab.tables import markdown_table
+import pytest
+from rich.console import Console
+
+from minivllm.lab import tables
+from minivllm.lab.tables import closing, markdown_table
 
 COLUMNS = ("engine", "tokens/s", "alone")
 
@@ -15,3 +19,15 @@ def test_numbers_are_aligned_to_the_right_and_words_to_the_left():
 
 def test_without_rows_only_the_head_is_left():
     assert markdown_table(COLUMNS[:1], []) == "| engine |\n| --- |"
+
+
+@pytest.mark.parametrize(("terminal", "longest"), [(60, 60), (80, 80), (200, 80)])
+def test_what_you_saw_breaks_between_words(monkeypatch, capsys, terminal, longest):
+    monkeypatch.setattr(tables, "console", Console(width=terminal, highlight=False))
+    sentences = [" ".join(f"word{n}" for n in range(40)), "a tag [/red] is text here"]
+    closing(*sentences)
+    _, title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "What you saw"
+    assert longest - 8 < max(map(len, lines)) <= longest
+    assert all(line.startswith(("  • ", "    ")) for line in lines)
+    assert " ".join(" ".join(lines).split()) == f"• {sentences[0]} • {sentences[1]}"

@@ -22,7 +22,11 @@ from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels import reshape_and_cache as engine_cache
 from minivllm.kernels.unified_attention import unified_attention
+from minivllm.lab.allocators import Reservations
+from minivllm.lab.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples, share
 from minivllm.lab.exercise import load
+from minivllm.lab.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
+from minivllm.lab.reports.paged_attention import PROMPT
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
 from minivllm.simulate.memory_replay import Running, TablesOnDemand, replay
@@ -45,7 +49,7 @@ def running(prompt, output):
 
 
 def test_regions_never_overlap_and_leave_one_hole():
-    memory = lesson.Reservations(100, lambda request: request.total)
+    memory = Reservations(100, lambda request: request.total)
     kept = [running(10, 10), running(20, 10), running(5, 5), running(30, 10)]
     assert all(memory.admit(one) for one in kept)
     taken = [slot for one in kept for slot in range(one.home[0], sum(one.home))]
@@ -59,7 +63,7 @@ def test_regions_never_overlap_and_leave_one_hole():
 
 def test_free_memory_in_two_holes_is_no_room():
     """External fragmentation: 40 slots are free, and a request of 30 must wait."""
-    memory = lesson.Reservations(60, lambda request: request.total)
+    memory = Reservations(60, lambda request: request.total)
     kept = [running(20, 0) for _ in range(3)]
     assert all(memory.admit(one) for one in kept)
     memory.release(kept[0])
@@ -72,7 +76,7 @@ def test_free_memory_in_two_holes_is_no_room():
 def test_the_replay_finds_what_the_paper_found():
     """Kwon et al. 2023, figures 2 and 13: 20.4 % and 96.3 % of the memory hold tokens; 7.00 and 30.42 requests run."""
     requests = [one for one in workload("sharegpt").sample(12_000) if one.total <= 2048]
-    reserved = replay(lesson.Reservations(15_696, lesson.REGIONS["max"]), requests, 1600)
+    reserved = replay(Reservations(15_696, lesson.REGIONS["max"]), requests, 1600)
     blocks = replay(lesson.paged(15_696, 16), requests, 1600)
     assert reserved.tokens == pytest.approx(0.204, abs=0.03)
     assert reserved.running == pytest.approx(7.0, abs=0.05)
@@ -82,7 +86,7 @@ def test_the_replay_finds_what_the_paper_found():
 
 def test_every_allocator_serves_the_same_requests_and_blocks_hold_most():
     requests = [one for one in workload("azure-conversation").sample(2000) if one.total <= 2048]
-    found = {kind: replay(lesson.Reservations(15_696, rule), requests, 400) for kind, rule in lesson.REGIONS.items()}
+    found = {kind: replay(Reservations(15_696, rule), requests, 400) for kind, rule in lesson.REGIONS.items()}
     blocks = replay(lesson.paged(15_696, 16), requests, 400)
     assert max(one.tokens for one in found.values()) < blocks.tokens
     assert found["exact"].never == 0
@@ -95,7 +99,7 @@ def test_every_allocator_serves_the_same_requests_and_blocks_hold_most():
 
 
 def small_cache(blocks=64, block_size=4):
-    return lesson.PagedCache(random_model(SMALL, dtype="float32"), blocks, block_size)
+    return lesson.paged_cache(random_model(SMALL, dtype="float32"), blocks, block_size)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
@@ -130,8 +134,8 @@ def test_sequences_of_a_batch_do_not_see_each_other():
 def test_beams_are_the_same_with_and_without_sharing(width, block_size):
     prompt = [5, 6, 7, 8, 9, 10, 11]
     cache, copying = small_cache(400, block_size), small_cache(400, block_size)
-    shared, held = lesson.beam_search(cache, prompt, width, 12, lesson.BlockTable.fork)
-    alone, held_alone = lesson.beam_search(copying, prompt, width, 12, lambda parent: lesson.full_copy(copying, parent))
+    shared, held = beam_search(cache, prompt, width, 12, share)
+    alone, held_alone = beam_search(copying, prompt, width, 12, lambda parent: full_copy(copying, parent))
     assert [(beam.tokens, beam.score) for beam in shared] == [(beam.tokens, beam.score) for beam in alone]
     assert held_alone == [(width if step else 1) * -(-(7 + step) // block_size) for step in range(12)]
     assert all(less <= more for less, more in zip(held, held_alone, strict=True))
@@ -139,13 +143,13 @@ def test_beams_are_the_same_with_and_without_sharing(width, block_size):
     for beam in shared:
         assert cache.tokens_of(beam.table) == prompt + beam.tokens[:-1]
         beam.table.free()
-    assert lesson.blocks_held(cache.pool) == 0, "a beam search leaks no block"
+    assert blocks_held(cache.pool) == 0, "a beam search leaks no block"
 
 
 def test_beams_are_the_likeliest_texts():
     """Width 128 over two steps keeps every first token, so the best pair of all 16,384 is found."""
     cache = small_cache(600)
-    beams, _ = lesson.beam_search(cache, [7, 8, 9], 128, 2, lesson.BlockTable.fork)
+    beams, _ = beam_search(cache, [7, 8, 9], 128, 2, share)
     scores = torch.empty(128, 128)
     for first in range(128):
         texts = torch.tensor([7, 8, 9, first])
@@ -157,12 +161,27 @@ def test_beams_are_the_likeliest_texts():
     assert beams[0].score == pytest.approx(scores.max().item(), abs=1e-4)
 
 
-def test_samples_share_their_prompt_by_arithmetic():
-    """32 + 16 tokens, two samples, blocks of 16: 2 shared blocks and 1 of each sample, of 3 each, at every step."""
-    assert lesson.saved_by_samples([RequestLengths(32, 16)], 2, 16) == pytest.approx(1 - 4 / 6)
-    assert lesson.saved_by_samples([RequestLengths(32, 16)], 1, 16) == 0
-    half_full = lesson.saved_by_samples([RequestLengths(24, 8)], 2, 16)  # the half full block is copied: 1 + 2 of 4
-    assert half_full == pytest.approx(1 - 3 / 4)
+@pytest.mark.parametrize(
+    ("prompt", "output", "samples", "saved"),
+    [
+        (32, 16, 2, 1 - 4 / 6),  # blocks of 16: 2 shared and 1 of each sample, of 3 each, at every step
+        (32, 16, 1, 0),
+        (24, 8, 2, 1 - 3 / 4),  # the half full block is copied: 1 shared and 1 of each, of 2 each
+    ],
+)
+def test_samples_share_their_prompt_by_arithmetic(prompt, output, samples, saved):
+    def new_table(blocks, block_size):
+        return lesson.BlockTable(lesson.BlockPool(blocks), block_size)
+
+    assert saved_by_samples([RequestLengths(prompt, output)], samples, 16, new_table) == pytest.approx(saved)
+
+
+def test_beams_that_differ_are_no_result(monkeypatch):
+    """A child that reads another past than its parent's must not pass for a saving."""
+    assert beams_both_ways(lambda: small_cache(400), [5, 6, 7, 8, 9], [2], 6)[0]["2"]["saved"] > 0
+    monkeypatch.setattr(PagedCache, "copy", lambda cache, copies: None)
+    with pytest.raises(AssertionError, match="sharing changed the beams"):
+        beams_both_ways(lambda: small_cache(400), [5, 6, 7, 8, 9], [2], 6)
 
 
 # ---- break it --------------------------------------------------------------------------------------------------------
@@ -238,7 +257,7 @@ def test_where_the_slots_are_is_all_that_differs_from_lesson_01(device):
     expected = lesson_01.decode_batch(q, keys[last], values[last], keys.clone(), values.clone(), lengths - 1)
     assert torch.equal(lesson.paged_decode(q, keys, values, table, lengths, paged=False), expected)
     assert torch.equal(lesson.paged_decode(q, keys, values, table, lengths), expected)
-    blocks, scattered = lesson.in_blocks(torch.stack([keys, values]), 4)
+    blocks, scattered = in_blocks(torch.stack([keys, values]), 4)
     assert torch.equal(lesson.paged_decode(q, *blocks, scattered, lengths), expected)
 
 
@@ -249,7 +268,7 @@ def test_decode_is_what_the_engines_kernel_does(device):
     starts = start_locations([1] * 4, device)
     engine = unified_attention(q, keys, values, starts, counts, table, 64**-0.5, backend="triton")
     assert_close(lesson.paged_decode(q, keys, values, table, counts), engine)
-    assert_close(lesson.gather_decode(q, keys, values, table, counts), engine)
+    assert_close(gather_decode(q, keys, values, table, counts), engine)
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 1, 16), (16, 2, 80), (3, 1, 8), (512, 2, 2)])
@@ -338,8 +357,8 @@ def test_quick_run(tmp_path):
     figures = figures_of_quick_run("02", tmp_path)
     kinds = figures["memory"]["sharegpt"]
     assert kinds["max"]["tokens"] < 0.25 < 0.9 < kinds["paged"]["tokens"]
-    assert figures["broken"]["counted"]["reads"] == lesson.PROMPT
-    assert figures["broken"]["forgotten"]["reads"] != lesson.PROMPT
+    assert figures["broken"]["counted"]["reads"] == PROMPT
+    assert figures["broken"]["forgotten"]["reads"] != PROMPT
     assert set(figures["blocks"]["price"]["ratio"]) == {"1", "16", "512"}
     assert figures["sharing"]["beams"]["4"]["saved"] > 0.2
 
@@ -348,10 +367,15 @@ def test_quick_run(tmp_path):
     ("arguments", "about"),
     [
         (("--block-size", "0"), "at least 1"),
-        (("--slots", "100"), "--slots"),
+        (("--slots", "100"), "--slots must be 2,048"),
+        (("--slots", "2100", "--block-size", "1500"), "--slots must be 3,000"),
+        (("--slots", "1000000000000"), "--slots"),
         (("--block-size", "4096"), "--block-size"),
+        (("--beam-width", "0"), "at least 1"),
+        (("--beam-width", "1000"), "--beam-width must be at most 64"),
         (("--model", "nowhere"), "nowhere"),
         (("--prompt", ""), "prompt"),
+        (("--stranger", "x " * 3000), "prompt"),
     ],
 )
 def test_bad_input_gets_one_line(arguments, about):

@@ -2,7 +2,7 @@
 
 import json
 import math
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,12 @@ from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.aot import SHARED_MEMORY, compile_for
+from minivllm.lab.attention_in_model import attend_in_model
 from minivllm.lab.exercise import load
+from minivllm.lab.reports.flash_attention import TEXT
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm.platforms.triton_utils import triton
+from minivllm.platforms.triton_utils import HAS_TRITON, triton
 from minivllm.simulate import attention_traffic
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
@@ -235,7 +237,8 @@ def test_the_tile_that_breaks_is_too_large_for_every_nvidia_gpu():
 
 def test_the_widgets_row_is_the_embedded_models():
     model, tokenizer = load_model(EMBEDDED_MODEL, dtype="float32")[0], load_tokenizer(EMBEDDED_MODEL)
-    _, row = lesson.attend_in_model(model, tokenizer.encode(lesson.TEXT), lesson.TEXT)
+    kernel = partial(lesson.flash_attention, **lesson.SMALL_TILES) if HAS_TRITON else None
+    row = attend_in_model(model, tokenizer, TEXT, kernel, lesson.LIMITS["float16"]).row
     stored = json.loads(ROW.read_text())["figures"]
     how = f"run vllm/03_flash_attention.py --quick --row {Path('widgets') / ROW.name}"
     assert {name: stored[name] for name in ("layer", "head", "tokens")} == {
@@ -319,6 +322,7 @@ def test_quick_run(tmp_path):
         (["--model", "/no/such/model"], "no model directory"),
         (["--target", "sm_70"], "sm_80"),
         (["--json", "/proc/nowhere/results.json"], "cannot write"),
+        (["--row", "/proc/nowhere/row.json"], "cannot write"),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], "no CUDA device")]),
     ],
 )

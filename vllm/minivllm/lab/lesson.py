@@ -39,3 +39,10 @@ def keep(
         draw(found, arguments.plot)
     if arguments.json:
         write_json(arguments.json, Path(script).stem, found, **context)
+    for path in filter(None, (arguments.plot, arguments.json)):
+        wrote(path)
+
+
+def wrote(path: str) -> None:
+    """Say that a file was written."""
+    console.print(f"wrote {path}", markup=False, soft_wrap=True)

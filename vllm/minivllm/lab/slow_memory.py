@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,3 +48,15 @@ def in_slow_memory(*arrays: np.ndarray) -> tuple[list[SlowArray], Trips]:
     for array in slow:
         array.trips = trips
     return slow, trips
+
+
+def count_trips(function: Callable[..., object], *arrays: np.ndarray) -> tuple[Trips, float]:
+    """Call `function` on the arrays in slow memory: its trips, and the MiB that it allocated at its peak."""
+    slow, trips = in_slow_memory(*arrays)
+    tracemalloc.start()
+    try:
+        function(*slow)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return trips, peak / 2**20

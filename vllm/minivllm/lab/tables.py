@@ -1,11 +1,14 @@
 """Tables on the terminal, all in one style, and in Markdown."""
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 console = Console(highlight=False)
+MOST_COLUMNS = 80
+"""Of a sentence: longer lines are hard to read, however wide the terminal is."""
 
 
 def table(
@@ -55,7 +58,13 @@ def closing(*sentences: str, disturbance: str = "") -> None:
     console.print("\n[bold]What you saw[/bold]")
     for sentence in sentences:
         if not (disturbance and isinstance(sentence, Timed)):
-            console.print(f"  • {sentence}", soft_wrap=True)
+            _bullet(sentence)
     if disturbance and any(isinstance(sentence, Timed) for sentence in sentences):
         again = "no conclusion from timings; run again when it is idle"
-        console.print(f"  • This machine was disturbed ({disturbance}): {again}.", soft_wrap=True)
+        _bullet(f"This machine was disturbed ({disturbance}): {again}.")
+
+
+def _bullet(sentence: str) -> None:
+    """Print one sentence, broken between words: a line has at most 80 columns, or as many as the terminal."""
+    lines = textwrap.wrap(sentence, min(console.width, MOST_COLUMNS), initial_indent="  • ", subsequent_indent="    ")
+    console.print("\n".join(lines), markup=False)
