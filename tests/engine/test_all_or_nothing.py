@@ -14,6 +14,7 @@ import minivllm.errors
 from minivllm import LLM, MinivllmError, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.messages import EngineCoreRequest
+from minivllm.errors import NonFiniteLogitsError
 from minivllm.lab.inside import core_of
 
 ENGINE = str(Path(minivllm.errors.__file__).parent)
@@ -153,6 +154,29 @@ def test_a_step_without_memory_says_what_to_lower(llm, expected, monkeypatch):
         with pytest.raises(MinivllmError, match="max_num_batched_tokens"):
             llm.generate(PROMPTS, GREEDY)
     check(llm, expected)
+
+
+def test_only_those_with_broken_logits_end(llm, expected, monkeypatch):
+    core = core_of(llm)
+    execute = core.executor.execute_model
+
+    def breaks_once(output):
+        monkeypatch.undo()
+        raise NonFiniteLogitsError("broken logits", ["1"])
+
+    monkeypatch.setattr(core.executor, "execute_model", breaks_once)
+    for index in range(3):
+        core.add_request(EngineCoreRequest(str(index), list(PROMPTS[index]), replace(GREEDY, seed=0), (), 0.0))
+    with pytest.raises(NonFiniteLogitsError):
+        core.step()
+    assert core.executor.execute_model == execute
+    outputs, tokens = [], {"0": [], "1": [], "2": []}
+    while core.has_unfinished_requests():
+        outputs += core.step().outputs
+    for output in outputs:
+        tokens[output.request_id] += output.new_token_ids
+    assert tokens == {"0": expected[0], "1": [], "2": expected[2]}
+    assert [output.request_id for output in outputs if output.error == "broken logits"] == ["1"]
 
 
 def test_a_refusal_that_only_the_core_makes_comes_back_as_an_output(llm, expected):

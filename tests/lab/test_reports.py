@@ -19,7 +19,7 @@ def test_conclusions_from_timings_are_withheld_where_the_machine_was_disturbed(s
     close, counted = CLOSINGS[script]
 
     def said() -> list[str]:
-        return [sentence.strip() for sentence in capsys.readouterr().out.split("•")[1:]]
+        return [" ".join(sentence.split()) for sentence in capsys.readouterr().out.split("•")[1:]]
 
     found = json.loads((REPOSITORY / "benchmarks" / "results" / f"{script}.cpu.json").read_text())["figures"]
     close(found, "")

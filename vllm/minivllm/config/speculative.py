@@ -61,6 +61,11 @@ class SpeculativeConfig:
         )
 
     @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots that the drafter itself writes beyond a request's tokens: none where it has no cache of its own."""
+        return {"ngram": 0}[self.method]
+
+    @property
     def lookup_max(self) -> int:
         """The most tokens that are looked up."""
         return self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP

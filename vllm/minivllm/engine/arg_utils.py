@@ -207,6 +207,7 @@ class EngineArgs:
             scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
             watermark=self.watermark,
             num_speculative_tokens=self.speculation.num_speculative_tokens if self.speculation else 0,
+            num_lookahead_tokens=self.speculation.num_lookahead_tokens if self.speculation else 0,
             static_batching=self.static_batching,
         )
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.profiler import record_function
 
 from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.config.units import GIB
@@ -22,13 +21,14 @@ from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.errors import MinivllmError, WorkerDiedError
+from minivllm.errors import MinivllmError, NonFiniteLogitsError, WorkerDiedError
 from minivllm.executor.abstract import make_executor
 from minivllm.logger import init_logger
 from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
 from minivllm.platforms.device import pick_device
 from minivllm.platforms.out_of_memory import explain_out_of_memory
+from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.worker.memory_profiling import check_override, profile_memory
 
 logger = init_logger(__name__)
@@ -98,12 +98,12 @@ class EngineCore:
         """
         scheduled: Collection[str] | None = None
         with self._all_or_nothing(lambda: list(self.scheduler.requests) if scheduled is None else scheduled):
-            with record_function("minivllm::schedule"):
+            with record_function_or_nullcontext("minivllm::schedule"):
                 scheduler_output = self.scheduler.schedule()
             scheduled = scheduler_output.num_scheduled_tokens
             self._log_step(scheduler_output)
             model_runner_output = self.executor.execute_model(scheduler_output)
-            with record_function("minivllm::update"):
+            with record_function_or_nullcontext("minivllm::update"):
                 outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
                 if self._speculates:
                     self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
@@ -128,7 +128,8 @@ class EngineCore:
         except WorkerDiedError:
             raise
         except BaseException as failure:
-            error, lost = explain_out_of_memory(failure) or failure, who_is_lost()
+            error = explain_out_of_memory(failure) or failure
+            lost = failure.request_ids if isinstance(failure, NonFiniteLogitsError) else who_is_lost()
             logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
             known = {output.request_id for output in self._undelivered}
             self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
