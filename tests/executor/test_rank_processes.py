@@ -430,7 +430,7 @@ def children() -> set[Any]:
 
 def test_interrupted_starts_leave_nobody():
     """At moments all through a start of about 0.2 s, and at lines of it."""
-    before, start, random = children(), time.monotonic(), Random(2)
+    others, start, random = children(), time.monotonic(), Random(2)
     RankProcesses(double, (), 2).shutdown()
     seconds, interrupted = time.monotonic() - start, 0
     for _ in range(30):
@@ -442,6 +442,6 @@ def test_interrupted_starts_leave_nobody():
         interrupted_at_line(number, lambda: RankProcesses(double, (), 2).shutdown())
     gc.collect()
     deadline = time.monotonic() + 5.0
-    while children() - before and time.monotonic() < deadline:
+    while children() - others and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not children() - before
+    assert not children() - others
