@@ -126,7 +126,9 @@ class KVCacheManager:
     def record_prefix_cache_stats(self, request: Request, num_hit_tokens: int) -> None:
         """Counts the lookup of a request that is being admitted; lookups that end in no admission do not count."""
         if self.enable_caching and not request.skip_reading_prefix_cache:
-            self.prefix_cache_stats.record(request.num_tokens, num_hit_tokens, request.num_preemptions > 0)
+            self.prefix_cache_stats = self.prefix_cache_stats.with_lookup(
+                request.num_tokens, num_hit_tokens, request.num_preemptions > 0
+            )
 
     def _num_available(
         self, request: Request, new_computed_blocks: Sequence[KVCacheBlock], has_scheduled_reqs: bool

@@ -11,7 +11,7 @@ KV connectors, pipeline and data parallelism.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.kv_cache_manager import KVCacheManager
@@ -71,6 +71,7 @@ class Scheduler:
         self.finished_req_ids: set[str] = set()
         self.num_preemptions = 0
         self.spec_decoding_stats = SpecDecodingStats()
+        self._drafts_snapshot = self.spec_decoding_stats.copy()
 
     # Requests come and go
 
@@ -105,13 +106,14 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """A snapshot of the state now and of all counts since the start."""
-        drafts = self.spec_decoding_stats
+        if self._drafts_snapshot.num_drafts != self.spec_decoding_stats.num_drafts:
+            self._drafts_snapshot = self.spec_decoding_stats.copy()
         return SchedulerStats(
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting),
             kv_cache_usage=self.kv_cache_manager.usage,
-            prefix_cache_stats=replace(self.kv_cache_manager.prefix_cache_stats),
-            spec_decoding_stats=replace(drafts, num_accepted_tokens_per_pos=list(drafts.num_accepted_tokens_per_pos)),
+            prefix_cache_stats=self.kv_cache_manager.prefix_cache_stats,
+            spec_decoding_stats=self._drafts_snapshot,
             num_preemptions=self.num_preemptions,
         )
 

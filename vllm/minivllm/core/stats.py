@@ -4,10 +4,10 @@ In vLLM v0.33.0: `vllm/v1/metrics/stats.py` (`PrefixCacheStats`, `SchedulerStats
 `vllm/v1/spec_decode/metrics.py` (`SpecDecodingStats`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
     """Counts since the start: requests that looked their prefix up, tokens that they had, tokens found.
 
@@ -21,16 +21,17 @@ class PrefixCacheStats:
     preempted_queries: int = 0
     preempted_hits: int = 0
 
-    def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
-        """Counts one lookup of `num_tokens` tokens, of which `num_hits` were cached."""
-        if preempted:
-            self.preempted_requests += 1
-            self.preempted_queries += num_tokens
-            self.preempted_hits += num_hits
-        else:
-            self.requests += 1
-            self.queries += num_tokens
-            self.hits += num_hits
+    def with_lookup(self, num_tokens: int, num_hits: int, preempted: bool) -> "PrefixCacheStats":
+        """The counts after one more lookup of `num_tokens` tokens, of which `num_hits` were cached."""
+        requests, queries, hits = (0, 0, 0) if preempted else (1, num_tokens, num_hits)
+        return PrefixCacheStats(
+            self.requests + requests,
+            self.queries + queries,
+            self.hits + hits,
+            self.preempted_requests + 1 - requests,
+            self.preempted_queries + num_tokens - queries,
+            self.preempted_hits + num_hits - hits,
+        )
 
 
 @dataclass(slots=True)
@@ -44,6 +45,10 @@ class SpecDecodingStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def copy(self) -> "SpecDecodingStats":
+        """A snapshot, which later counts leave as it is."""
+        return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Counts one verification of `num_draft_tokens` drafts, the first `num_accepted_tokens` of them accepted."""

@@ -2,32 +2,41 @@
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
+from typing import Any, ClassVar
 
 
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Holds SIGINT back to the end of the block; a second one is let through at once.
+class InterruptsHeld:
+    """A `with` block that SIGINT does not cut in two: it is delivered at the end. A second one is let through at once.
 
-    Only the main thread is ever interrupted, so in other threads nothing is done.
+    Blocks may be nested: the outermost one holds. Only the main thread is ever interrupted, so in other threads nothing
+    is done, and neither is where a program ignores SIGINT.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    held: list[tuple[int, FrameType | None]] = []
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append((number, frame))
-        if len(held) > 1:
-            handler(number, frame)
+    _outermost: "ClassVar[InterruptsHeld | None]" = None
 
-    try:
-        signal.signal(signal.SIGINT, hold)
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if len(held) == 1:
-        handler(*held[0])
+    def __init__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+        self._held: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> None:
+        if InterruptsHeld._outermost is not None or threading.get_ident() != threading.main_thread().ident:
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            self._handler, InterruptsHeld._outermost = handler, self
+            signal.signal(signal.SIGINT, self._hold)
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is None:
+            return
+        InterruptsHeld._outermost = None
+        signal.signal(signal.SIGINT, self._handler)
+        if len(self._held) == 1:
+            self._handler(*self._held[0])
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        self._held.append((number, frame))
+        if len(self._held) > 1 and self._handler is not None:
+            self._handler(number, frame)

@@ -84,6 +84,13 @@ def torch_write(
     value_scales: torch.Tensor | None,
 ) -> None:
     """The same in torch's calls, for every type."""
+    if key_scales is None and key_cache.dtype == key.dtype and key_cache.is_contiguous() and value_cache.is_contiguous():
+        try:
+            key_cache.flatten(0, 1).index_copy_(0, slots, key)
+            value_cache.flatten(0, 1).index_copy_(0, slots, value)
+            return
+        except IndexError:  # a slot of −1: to look for one before every copy would take as long as the copy
+            pass
     if slots.shape[0] and int(slots.min()) < 0:
         real = slots >= 0
         key, value, slots = key[real], value[real], slots[real]
