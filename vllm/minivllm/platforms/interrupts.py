@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of what must not be cut in two."""
+"""Delay Ctrl-C until the end of a block that must not be interrupted."""
 
 import signal
 import threading
@@ -9,9 +9,9 @@ from types import FrameType
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Holds SIGINT back to the end of the block; a second one is let through at once.
+    """Hold SIGINT back until the end of the block; a second one is let through at once.
 
-    Only the main thread is ever interrupted, so in other threads nothing is done.
+    Only the main thread is ever interrupted, so this does nothing in other threads.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
