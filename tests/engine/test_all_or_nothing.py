@@ -30,7 +30,7 @@ class Boom(BaseException):
 
 
 class RaiseAtLine:
-    """Raises in the engine's own code when so many of its lines have been run."""
+    """Raises in the engine's own code after a given number of its lines has run."""
 
     def __init__(self, line: int) -> None:
         self.line, self.count, self.place = line, 0, ""

@@ -102,7 +102,7 @@ def test_the_same_tokens_with_graphs(eager, graphed):
 
 
 def step(num_rows: int, keys: int = 20) -> StepInputs:
-    """A decode step of so many requests, all real rows in the last blocks of the cache."""
+    """A decode step of a given number of requests, all real rows in the last blocks of the cache."""
     nothing = np.zeros(0, np.int64)
     return StepInputs(
         req_ids=[str(row) for row in range(num_rows)],

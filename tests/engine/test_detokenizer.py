@@ -16,7 +16,7 @@ TEXTS = st.text(alphabet="ab é€😀\n", max_size=12)
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """As in SentencePiece: a space is part of the word, bytes are spelled <0x..>, a text loses its first space."""
+    """As in SentencePiece: a space is part of the word, bytes are spelled <0x..>, a text's first space is dropped."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
     for piece in ("▁Hello", "▁world", "!", "lo", "▁"):
         vocab[piece] = len(vocab)

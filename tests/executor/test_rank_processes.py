@@ -329,7 +329,7 @@ def interrupted_at_line(number: int, function: Callable[[], object], where: str 
 
 
 def interrupted_after(seconds: float, function: Callable[[], object]) -> bool:
-    """Calls the function; a signal's handler raises in it after so many seconds, as Ctrl-C does."""
+    """Calls the function; a signal handler raises in it after the given number of seconds, as Ctrl-C does."""
 
     def handle(*_: object) -> None:
         raise Interrupt

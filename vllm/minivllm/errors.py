@@ -1,4 +1,4 @@
-"""The errors that a person can act on: what is wrong, and what would be right."""
+"""Exceptions, most of which a user can act on: they say what is wrong and what would be right."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ class MinivllmError(ValueError):
 
 
 class UnsupportedModelError(MinivllmError):
-    """A model for which an answer would be wrong, so none is given."""
+    """The model is not supported: any answer for it would be wrong."""
 
 
 class NonFiniteLogitsError(MinivllmError):
-    """The model computed NaN or infinity, from which no token can be chosen. `request_ids` says for whom."""
+    """The model produced NaN or infinite logits, which cannot be sampled. `request_ids` names the affected requests."""
 
     def __init__(self, message: str, request_ids: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -20,12 +20,12 @@ class NonFiniteLogitsError(MinivllmError):
 
 
 class WorkerDiedError(RuntimeError):
-    """A process that computed a part of the model has ended, and the engine with it. The message says which and why."""
+    """A worker process has died, and the engine with it. The message says which rank died and why."""
 
 
 class EngineDeadError(RuntimeError):
-    """The process of the engine's core has ended; no request can be served by it any more."""
+    """The process of the engine core has died; it can serve no more requests."""
 
 
 class LostPeerError(RuntimeError):
-    """Another rank did not come to a sum. What became of that one is the error; this is what the others notice."""
+    """Another rank did not join an all-reduce. That rank's failure is the cause; this is how its peers notice."""

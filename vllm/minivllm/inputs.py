@@ -1,4 +1,4 @@
-"""The forms in which a prompt may come. In vLLM v0.33.0: `vllm/inputs/` (`TextPrompt`, `TokensPrompt`)."""
+"""The forms a prompt can take. In vLLM v0.33.0: `vllm/inputs/` (`TextPrompt`, `TokensPrompt`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
@@ -8,14 +8,14 @@ from minivllm.errors import MinivllmError
 
 
 class TextPrompt(TypedDict, total=False):
-    """A text, and a salt that keeps its cached prefix from others."""
+    """A text prompt, and a salt: its cached prefix is shared only with prompts that have the same salt."""
 
     prompt: str
     cache_salt: str
 
 
 class TokensPrompt(TypedDict, total=False):
-    """Token ids, and a salt that keeps its cached prefix from others."""
+    """A prompt of token ids, and a salt: its cached prefix is shared only with prompts that have the same salt."""
 
     prompt_token_ids: list[int]
     cache_salt: str
@@ -28,10 +28,10 @@ EXPECTED = 'a prompt is a text, a list of token ids, {"prompt": text} or {"promp
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. A flat list of numbers is one prompt.
+    """Return one prompt or several as a list. A flat list of token ids is one prompt.
 
     Raises:
-        MinivllmError: it is neither.
+        MinivllmError: `prompts` is neither a prompt nor a sequence.
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]  # type: ignore[list-item]
@@ -43,10 +43,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
-    """Text or token ids of one prompt, whichever it has, and its cache salt.
+    """Return `(text, token_ids, cache_salt)` of one prompt. Either the text or the token ids are None.
 
     Raises:
-        MinivllmError: it has neither, or both.
+        MinivllmError: the prompt has neither text nor token ids, or both, or a value of the wrong type.
     """
     if isinstance(prompt, str):
         return encodable(prompt, "the prompt"), None, None

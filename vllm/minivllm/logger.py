@@ -1,7 +1,7 @@
-"""Logging: `logger = init_logger(__name__)`, then what Python's `logging` offers.
+"""Logging: `logger = init_logger(__name__)`, then use it as any logger of Python's `logging`.
 
-`MINIVLLM_LOGGING_LEVEL` sets the level (default INFO; DEBUG says a line for each step). Lines go to standard error.
-An application that has configured the logger "minivllm" itself keeps its configuration.
+`MINIVLLM_LOGGING_LEVEL` sets the level (default INFO; DEBUG logs one line per step). Output goes to standard error.
+If an application has already configured the logger "minivllm", its configuration is kept.
 
 In vLLM v0.33.0: `vllm/logger.py` (`init_logger`), `VLLM_LOGGING_LEVEL`.
 """
@@ -18,10 +18,10 @@ DATE_FORMAT = "%m-%d %H:%M:%S"
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of a module, below the logger "minivllm", which is configured at the first call.
+    """Return a module's logger, a child of the logger "minivllm", which the first call configures.
 
     Raises:
-        MinivllmError: the environment asks for a level that does not exist.
+        MinivllmError: `MINIVLLM_LOGGING_LEVEL` is not a valid level.
     """
     root = logging.getLogger("minivllm")
     if not root.handlers and root.level == logging.NOTSET:
@@ -34,10 +34,10 @@ def init_logger(name: str) -> logging.Logger:
 
 
 class _StandardError(logging.StreamHandler):
-    """Writes to what `sys.stderr` is at that moment: notebooks and tests replace it."""
+    """Looks up `sys.stderr` at each record, because notebooks and tests replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As `logging.StreamHandler`."""
+        """See `logging.StreamHandler`."""
         self.stream = sys.stderr
         super().emit(record)
 

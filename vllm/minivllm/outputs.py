@@ -1,4 +1,4 @@
-"""What a request gives back.
+"""The outputs of a request.
 
 In vLLM v0.33.0: `vllm/outputs.py` (`RequestOutput`, `CompletionOutput`), `vllm/logprobs.py`.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Logprob:
-    """The natural logarithm of a token's probability, its rank in the vocabulary (1: the most likely), and its text."""
+    """The natural log probability of a token, its rank in the vocabulary (1: the most likely), and its text."""
 
     logprob: float
     rank: int | None = None
@@ -16,17 +16,17 @@ class Logprob:
 
 
 Logprobs = list[dict[int, Logprob] | None]
-"""One entry a position: the chosen token and the most likely ones. None where nothing precedes (a prompt's first)."""
+"""One entry per position: the chosen token and the most likely ones. None for the first token of a prompt."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
     """One completion of a prompt.
 
-    - `finish_reason`: "stop", "length", "abort" or "error"; None while it goes on. `error` says why it is "error".
-    - `stop_reason`: the stop string, or the id of the stop token; None for the end-of-sequence token and everything
-      else.
-    - `cumulative_logprob`: sum over the chosen tokens, where log probabilities were asked for.
+    - `finish_reason`: "stop", "length", "abort" or "error"; None while unfinished. `error`: the message of an "error".
+    - `stop_reason`: the stop string or stop token id that ended it; None for the end-of-sequence token and all other
+      reasons.
+    - `cumulative_logprob`: the sum over the chosen tokens, if log probabilities were requested.
     """
 
     index: int
@@ -39,13 +39,13 @@ class CompletionOutput:
     error: str | None = None
 
     def finished(self) -> bool:
-        """Whether no further token will come."""
+        """Whether the completion is finished."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened, in seconds of `time.monotonic()`. `num_cached_tokens` is counted in `RequestOutput`."""
+    """Timestamps in seconds of `time.monotonic()`. `num_cached_tokens` is in `RequestOutput`."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -54,7 +54,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt with its `n` completions. `num_cached_tokens`: tokens of the prompt found in the prefix cache."""
+    """A prompt with its `n` completions. `num_cached_tokens`: prompt tokens found in the prefix cache."""
 
     request_id: str
     prompt: str | None

@@ -1,7 +1,7 @@
-"""How the tokens of one request are chosen, and when it stops. No torch.
+"""How one request is sampled, and when it stops. No torch.
 
 In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `RequestOutputKind`). Fields have vLLM's names and
-defaults; left out are structured outputs, repetition detection and the fields for engines' own use.
+defaults. Structured outputs, repetition detection and fields for internal use are left out.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -13,11 +13,11 @@ from minivllm.config.checks import encodable, is_count, is_number, require, requ
 from minivllm.config.vllm_arguments import ANY_VALUE, takes_vllms_arguments
 
 MIN_TEMPERATURE = 1e-2
-"""Temperatures between 0 and this are raised to it: smaller ones overflow when the logits are divided by them."""
+"""Temperatures between 0 and this are raised to it, because dividing logits by smaller ones can overflow."""
 MAX_TEMPERATURE = 2.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_N = 16384
-"""Completions of one prompt. Each is a request of its own, so a number with a few zeros too many would never start."""
+"""Completions per prompt. Each is a separate request, so a mistyped, huge `n` would never get started."""
 MAX_LOGIT_BIAS = 100.0
 WITHOUT_EFFECT = {"spaces_between_special_tokens": ANY_VALUE, "skip_clone": ANY_VALUE, "flat_logprobs": (False,)}
 NOT_SERVED = (
@@ -28,7 +28,7 @@ NOT_SERVED = (
 
 
 class RequestOutputKind(Enum):
-    """What a stream of `RequestOutput`s carries: all text so far, only what is new, or one output at the end."""
+    """What each `RequestOutput` of a stream holds: everything so far, only what is new, or one output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -38,34 +38,34 @@ class RequestOutputKind(Enum):
 @takes_vllms_arguments("SamplingParams", WITHOUT_EFFECT, NOT_SERVED)
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
-    """How to sample one request. A value that makes no sense raises a `MinivllmError` that says which would.
+    """How to sample one request. An invalid value raises a `MinivllmError` that says which values are valid.
 
-    Fields may be assigned. They are checked when the object is made, and again when a request uses it: the engine works
-    on a copy of its own, so that a later assignment changes later requests only.
+    Fields may be assigned. They are checked when the object is created, and again when a request uses it. The engine
+    works on its own copy, so a later assignment affects only later requests.
 
-    - `n`: completions of the same prompt.
-    - `temperature`: logits are divided by it, at most 2; 0 takes the most likely token. `top_k`: only the k most likely
-      (0 or -1: all). `top_p`: only the most likely that together have this probability. `min_p`: only those at least
-      this share as likely as the most likely one.
-    - `presence_penalty`, `frequency_penalty`: subtracted from the logit of a token that was generated before, once or
-      as often as it was. `repetition_penalty`: divides positive logits, multiplies negative ones, of every token
-      in prompt and output.
-    - `logit_bias`: added to the logits of these token ids. `allowed_token_ids`: all others are impossible. `bad_words`:
-      never generated, with or without a space before them.
-    - `seed`: the same seed gives the same tokens, whatever else is in the batch; -1 and None: a random one. Completion
-      i of n uses `seed + i`. (Where logits are rounded otherwise, as another batch shape or device may do, a token can
-      still change, but only where two were as good as equal.)
-    - `max_tokens`: at most so many (None: up to the model's length). `min_tokens`: before so many, no token that stops,
-      nor the end-of-sequence token, ignored or not.
-    - `stop`: strings, looked for in the text; it ends before them (`include_stop_str_in_output`: after them).
-      `stop_token_ids` stop like the end-of-sequence token, which `ignore_eos` turns off.
-    - `logprobs`: log probabilities of so many most likely tokens at each position, and of the chosen one; -1: of
-      all; True counts as 1.
-      `prompt_logprobs`: the same of the prompt. They are the model's own, before temperature, penalties and bias.
-    - `detokenize`: off, no text is made of the tokens. `skip_special_tokens`: leave them out of the text.
-    - `output_kind`: for streams; `LLM.generate` returns final outputs.
+    - `n`: number of completions of the prompt.
+    - `temperature`: divides the logits; at most 2, and 0 is greedy sampling. `top_k`: sample from the k most likely
+      tokens (0 or -1: all). `top_p`: sample from the smallest set of most likely tokens whose probabilities sum to at
+      least this. `min_p`: drop tokens whose probability is below this fraction of the most likely token's.
+    - `presence_penalty`, `frequency_penalty`: subtracted from the logit of each token already generated, once or
+      once per occurrence. `repetition_penalty`: divides positive logits and multiplies negative ones, for every token
+      of the prompt and the output.
+    - `logit_bias`: added to the logits of these token ids, clamped to ±100. `allowed_token_ids`: no other token can
+      be sampled. `bad_words`: never generated, with or without a leading space.
+    - `seed`: the same seed gives the same tokens, whatever else is in the batch; -1 or None picks a random one.
+      Completion i of n uses `seed + i`. (Logits may be rounded differently in another batch shape or on another
+      device; that changes a token only where two candidates were nearly tied.)
+    - `max_tokens`: the most tokens to generate (None: up to the model's length). `min_tokens`: until this many are
+      generated, neither stop tokens nor the end-of-sequence token are sampled, even with `ignore_eos`.
+    - `stop`: strings to look for in the generated text, which is cut before them (`include_stop_str_in_output`: after
+      them). `stop_token_ids` end the request like the end-of-sequence token, which `ignore_eos` turns off.
+    - `logprobs`: how many of the most likely tokens to return log probabilities for at each position, besides the
+      chosen token; -1 for the whole vocabulary; True counts as 1. `prompt_logprobs`: the same for the prompt. They
+      are the model's raw log probabilities, before temperature, penalties and bias.
+    - `detokenize`: if False, no text is produced. `skip_special_tokens`: leave special tokens out of the text.
+    - `output_kind`: applies to streams; `LLM.generate` returns final outputs.
 
-    `all_stop_token_ids` and `bad_words_token_ids` are filled in by the engine, which knows model and tokenizer.
+    The engine, which knows the model and the tokenizer, fills in `all_stop_token_ids` and `bad_words_token_ids`.
     """
 
     n: int = 1
@@ -103,21 +103,21 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, without any randomness."""
+        """Whether the most likely token is always taken, without randomness."""
         return self.temperature == 0.0
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, empty where there is none."""
+        """`stop` as a tuple; empty if there are no stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def clone(self) -> "SamplingParams":
-        """A copy that shares no list with this one, its values checked anew."""
+        """Return a copy that shares no containers with this one; its values are checked again."""
         containers = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
         return replace(self, **{name: copy(getattr(self, name)) for name in containers})
 
     def child(self, index: int) -> "SamplingParams":
-        """The parameters of completion `index` of `n`: one completion, its own seed."""
+        """Return the parameters of completion `index` of `n`: `n=1` and a seed of its own."""
         return replace(self, n=1, seed=None if self.seed is None else self.seed + index)
 
     def _normalize(self) -> None:

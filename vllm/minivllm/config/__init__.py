@@ -1,4 +1,4 @@
-"""What a person sets, and what a model's own files say: one frozen dataclass a subject, each checked when it is made.
+"""User settings, and the model's own config: one frozen dataclass per subject, checked when it is created.
 
 In vLLM v0.33.0: `vllm/config/`.
 """

@@ -1,4 +1,4 @@
-"""What a person sets for the pool of cache blocks. No torch.
+"""Settings of the KV-cache block pool. No torch.
 
 In vLLM v0.33.0: `vllm/config/cache.py` (`CacheConfig`).
 """
@@ -10,7 +10,7 @@ from minivllm.config.checks import is_count, require, require_flags
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The pool: `num_gpu_blocks` blocks of `block_size` tokens, one of which is the null block."""
+    """The block pool: `num_gpu_blocks` blocks of `block_size` tokens, including the null block."""
 
     num_gpu_blocks: int
     block_size: int = 16

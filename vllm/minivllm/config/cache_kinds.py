@@ -1,17 +1,17 @@
-"""Which models keep the key and the value of every token in every layer.
+"""Which models cache the key and value of every token in every layer.
 
-Only for those does one formula give the bytes of a token. State-space layers keep one state however long the text is,
-windowed layers forget, some layers share the cache of another, and some keep a second one. Such a model is named here
-with its reason, so that nothing counts its cache as if it were an ordinary one.
+Only for those does one formula give the bytes per token. State-space layers keep one state, however long the sequence;
+sliding-window layers forget old tokens; some layers share another layer's cache, and some keep a second one. Such
+models are listed here with the reason, so that nothing counts their cache as if it were an ordinary one.
 
-In vLLM: `vllm/v1/kv_cache_interface.py`, where each kind of layer has its own spec (`FullAttentionSpec`,
+In vLLM: `vllm/v1/kv_cache_interface.py`, where each layer kind has its own spec (`FullAttentionSpec`,
 `SlidingWindowSpec`, `MambaSpec`, ...).
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-# Every layer is ordinary attention over all tokens, or multi-head latent attention over all tokens.
+# In these, every layer is ordinary or multi-head latent attention over all tokens.
 EVERY_TOKEN_TYPES = frozenset({
     "apertus", "aquila", "arcee", "baichuan", "bloom", "chatglm", "codegen", "cohere", "deepseek", "deepseek_v2",
     "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "falcon", "gemma", "glm", "glm4", "glm4_moe", "gpt2",
@@ -46,7 +46,7 @@ OTHER_TYPES = {
     **dict.fromkeys(("decilm", "nemotron-nas", "openelm"), UNEQUAL),
 }  # fmt: skip
 
-# A field that only such models have, whatever the model calls itself. Null, false, zero and empty do not count.
+# Config fields that only such models have, whatever their `model_type`. Null, false, zero and empty values are ignored.
 TELLING_FIELDS = {
     **dict.fromkeys((
         "attn_layer_idx", "attn_layer_indices", "attn_layer_period", "block_types", "conv_L_cache", "full_attn_idxs",
@@ -68,13 +68,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def cache_exception(hf_config: Mapping[str, Any]) -> str | None:
-    """Why the cache of this model is not "every token in every layer", or None where it is.
+    """Return why this model does not cache every token in every layer, or None if it does.
 
-    A config without `model_type` is judged by its fields alone. A type that is not known is not trusted, since a wrong
-    count is worse than none. Sliding windows are not judged here (see `window_of_layers`).
+    A config without `model_type` is judged by its fields alone. An unknown type is rejected, unless `layer_types` says
+    that every layer is full attention: a wrong count is worse than none. For sliding windows, see `window_of_layers`.
 
     Args:
-        hf_config: the (text) config of a model, as in its `config.json`.
+        hf_config: the model's (text) config, as in its `config.json`.
     """
     model_type = hf_config.get("model_type") or ""
     if model_type in OTHER_TYPES:
@@ -94,13 +94,13 @@ def cache_exception(hf_config: Mapping[str, Any]) -> str | None:
 
 
 def window_of_layers(hf_config: Mapping[str, Any], num_hidden_layers: int) -> tuple[int | None, tuple[str, ...] | None]:
-    """The window that *every* layer has (else None), and the kind of each layer where the config lists or implies it.
+    """Return the window shared by *every* layer (else None), and each layer's kind if the config lists or implies it.
 
-    The list of layers wins over the field `sliding_window`. Qwen2's `use_sliding_window` switches the window on, and
-    its `max_window_layers` names the first layer that has it.
+    `layer_types` takes precedence over `sliding_window`. Qwen2's `use_sliding_window` turns the window on, and its
+    `max_window_layers` is the index of the first layer that has it.
 
     Returns:
-        `(sliding_window, layer_types)`, the window in tokens.
+        `(sliding_window, layer_types)`, with the window in tokens.
     """
     window = hf_config.get("sliding_window")
     kinds = tuple(hf_config.get("layer_types") or ()) or None

@@ -1,4 +1,4 @@
-"""The shape of a model, read from the `config.json` that Hugging Face models carry.
+"""The shape of a model, read from the `config.json` of a Hugging Face model.
 
 In vLLM: `vllm/config/model.py`, `ModelConfig`, and `vllm/transformers_utils/model_arch_config_convertor.py`.
 """
@@ -16,7 +16,7 @@ from minivllm.errors import MinivllmError
 MODELS = Path(__file__).resolve().parents[2] / "models"
 EMBEDDED_MODEL, EMBEDDED_DRAFT = MODELS / "tiny-python", MODELS / "tiny-python-draft"
 
-# Other names under which configs give the same figure; the first that is there is taken.
+# Other names that configs use for the same field; the first one present is used.
 ALIASES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
@@ -32,7 +32,7 @@ NESTED_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 OUTER_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 TIED_BY_DEFAULT = ("gemma", "gpt2", "opt")
 HUB_TIMEOUT = 10  # seconds
-# What is read without further ado must be of this kind; where it is not there, or null, the family's default holds.
+# Types of the fields that are read without any other check. If a field is missing or null, the family's default holds.
 KINDS = {
     "model_type": (str, "a text"),
     "architectures": (list, "a list of names"),
@@ -47,7 +47,7 @@ ROPE_NUMBERS = (
     "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
 )  # fmt: skip
 MAX_ROPE_NUMBER = 1e15
-# Settings by which families differ from Llama in what they compute, and the values with which they do not.
+# Settings that make a family compute something other than Llama, and the values at which they have no effect.
 OTHER_COMPUTATION = {
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
@@ -72,7 +72,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a decoder and the arithmetic of its memory need to know of a model. Zero means: the config does not say."""
+    """What the decoder and the memory arithmetic need to know about a model. Zero: the config does not say."""
 
     num_hidden_layers: int
     num_attention_heads: int
@@ -85,24 +85,24 @@ class ModelConfig:
     architecture: str = ""
     model_type: str = ""
     dtype: str = "bfloat16"
-    """Of the weights as stored: float32, float16, bfloat16, ..."""
+    """The dtype of the stored weights: float32, float16, bfloat16, ..."""
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    """None for plain rotary positions, else a dict with the key `rope_type`: linear, dynamic, llama3, yarn, ..."""
+    """None for unscaled RoPE, else a dict with the key `rope_type`: linear, dynamic, llama3, yarn, ..."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    """Have the q, k and v projections a bias?"""
+    """Whether the q, k and v projections have a bias."""
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Is each head of q and k normalised before rotary positions (Qwen3)?"""
+    """Whether each head of q and k is normalized before RoPE (Qwen3)."""
     sliding_window: int | None = None
-    """The window of *every* layer, in tokens; None where there is none or where layers differ."""
+    """The window of *every* layer, in tokens; None if there is no window or if layers differ."""
     layer_types: tuple[str, ...] | None = None
     kv_lora_rank: int | None = None
-    """Width of the latent vector of multi-head latent attention (DeepSeek); None for ordinary heads."""
+    """Width of the latent vector of multi-head latent attention (DeepSeek); None for ordinary attention."""
     qk_rope_head_dim: int | None = None
     qk_nope_head_dim: int = 0
     v_head_dim: int = 0
@@ -112,26 +112,26 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     num_shared_experts: int = 0
     num_dense_layers: int = 0
-    """Leading layers that have an ordinary MLP in a mixture-of-experts model."""
+    """Number of leading layers with a dense MLP in a mixture-of-experts model."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None
-    """How a quantized checkpoint's weights are stored (fp8, awq, gptq, ...); None for ordinary weights."""
+    """Quantization method of the checkpoint (fp8, awq, gptq, ...); None if it is not quantized."""
     quantization_config: dict[str, Any] | None = field(default=None, hash=False)
-    """What such a checkpoint says of it: bits, groups, which layers, ..., in the words of its method."""
+    """The checkpoint's own description of its quantization: bits, groups, layers, ..., as its method spells them."""
     checkpoint_kv_dtype: str | None = None
-    """The KV-cache dtype that a quantized checkpoint asks for; None where it asks for none."""
+    """The KV-cache dtype that a quantized checkpoint asks for; None if it does not ask for one."""
     other_computation: str | None = None
-    """The first setting that asks for a computation that Llama and its kin do not have; None where there is none."""
+    """The first setting that requires a computation the Llama family does not have; None if no setting does."""
     cache_exception: str | None = None
-    """Why bytes per token cannot be told by the one formula; None for models that keep every token in every layer."""
+    """Why one formula cannot give the bytes per token; None for models that cache every token in every layer."""
 
     @classmethod
     def from_dict(cls, hf_config: Mapping[str, Any]) -> "ModelConfig":
-        """Read the contents of a `config.json`, old style or that of transformers 5; nested text configs too.
+        """Read the contents of a `config.json`, in the old style or that of transformers 5, nested text configs too.
 
         Raises:
-            MinivllmError: a field that every model needs is not there or makes no sense; the message names it.
+            MinivllmError: a required field is missing or invalid; the message names it.
         """
         if not isinstance(hf_config, Mapping):
             raise MinivllmError(f"a model config is a mapping of names to values, not {type(hf_config).__name__}")
@@ -173,10 +173,10 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path_or_name: str | Path) -> "ModelConfig":
-        """Read a model's directory, its `config.json`, or the config of a model on the Hugging Face hub.
+        """Read the config of a local model directory, of a `config.json`, or of a model on the Hugging Face Hub.
 
         Raises:
-            MinivllmError: nothing is there, the hub cannot be reached, or the file is no model config.
+            MinivllmError: there is no such model, the Hub cannot be reached, or the file is not a model config.
         """
         contents = read_json_object(config_path(path_or_name))
         try:
@@ -185,17 +185,17 @@ class ModelConfig:
             raise type(error)(f"{path_or_name}: {error}") from error
 
     def require(self, *names: str) -> None:
-        """Raise a MinivllmError that names the first of these fields that the config does not give."""
+        """Raise a `MinivllmError` that names the first of these fields missing from the config."""
         for name in names:
             if not getattr(self, name):
                 raise MinivllmError(f"the model config lacks {name!r}, which is needed here")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The names and values in a JSON file.
+    """Read a JSON object from a file.
 
     Raises:
-        MinivllmError: it cannot be read, or holds something else.
+        MinivllmError: the file cannot be read, or does not hold a JSON object.
     """
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
@@ -207,10 +207,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def config_path(path_or_name: str | Path) -> Path:
-    """The `config.json` of a local model directory (or that file itself), else of a model on the hub.
+    """Return the `config.json` of a local model directory (or that file itself), else of a model on the Hub.
 
     Raises:
-        MinivllmError: there is no such file, and no model of that name can be fetched.
+        MinivllmError: there is no such local file, and no model of that name can be fetched.
     """
     name, path = str(path_or_name), local_path(path_or_name)
     if path.is_file():
@@ -225,10 +225,10 @@ def config_path(path_or_name: str | Path) -> Path:
 
 
 def local_path(path_or_name: str | Path) -> Path:
-    """The directory or file that this would be on this machine; nothing need be there.
+    """Return the local path that this name would have; it need not exist.
 
     Raises:
-        MinivllmError: no file can have this name.
+        MinivllmError: the name is not a valid path.
     """
     name = str(path_or_name)
     if not name or "\0" in name:
@@ -236,7 +236,7 @@ def local_path(path_or_name: str | Path) -> Path:
     try:
         path = Path(name).expanduser()
         path.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, or the home of a user who does not exist
+    except (OSError, RuntimeError, ValueError) as error:  # name too long, or the home of an unknown user
         shown = name if len(name) <= 60 else f"{name[:57]}..."
         reason = error.strerror if isinstance(error, OSError) else error
         raise MinivllmError(f"there is no model directory {shown!r}: {reason}") from None
@@ -244,10 +244,10 @@ def local_path(path_or_name: str | Path) -> Path:
 
 
 def hub_file(name: str, filename: str) -> Path:
-    """A file of a model on the Hugging Face hub, from the local cache or downloaded.
+    """Return a file of a model on the Hugging Face Hub, from the local cache or downloaded.
 
     Raises:
-        MinivllmError: the hub does not know the model or the file, or cannot be reached.
+        MinivllmError: the Hub does not have the model or the file, or cannot be reached.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
@@ -255,9 +255,9 @@ def hub_file(name: str, filename: str) -> Path:
         cached = try_to_load_from_cache(name, filename)
         if isinstance(cached, str):
             return Path(cached)
-        get_hf_file_metadata(hf_hub_url(name, filename), timeout=HUB_TIMEOUT)  # fails at once where a download retries
+        get_hf_file_metadata(hf_hub_url(name, filename), timeout=HUB_TIMEOUT)  # fails at once; a download would retry
         return Path(hf_hub_download(name, filename))
-    except Exception as error:  # the hub's client raises errors of several libraries
+    except Exception as error:  # the Hub client raises errors of several libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MinivllmError(
             f"{name!r} is no local directory, and {filename} cannot be fetched from the Hugging Face hub ({reason}); "
@@ -266,7 +266,7 @@ def hub_file(name: str, filename: str) -> Path:
 
 
 def _text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's own config, with what only the outer config of a multimodal model says filled in."""
+    """Return the language model's config; for a multimodal model, with fields found only in the outer config added."""
     for name in NESTED_TEXT_CONFIGS:
         inner = hf_config.get(name)
         if isinstance(inner, Mapping):
@@ -292,7 +292,7 @@ def _check_kinds(hf: Mapping[str, Any]) -> None:
 
 
 def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """A count that the config may give: 0 where it does not, an error where it is no positive whole number."""
+    """Return an optional count: `default` if the config lacks it, an error if it is not a positive integer."""
     value = hf.get(name)
     if value is None:
         return default
@@ -302,7 +302,7 @@ def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
 
 
 def _positive(hf: Mapping[str, Any], name: str, default: float) -> float:
-    """A number that the config may give: the default where it does not, an error where it is not above 0."""
+    """Return an optional number: `default` if the config lacks it, an error if it is not above 0."""
     value = hf.get(name)
     if value is None:
         return default
@@ -318,7 +318,7 @@ def _required_count(hf: Mapping[str, Any], name: str) -> int:
 
 
 def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, Any]:
-    """Layers, heads and their width; for models without attention heads (Mamba) those counts are 0."""
+    """Numbers of layers and heads, and widths; for models without attention heads (Mamba) the head counts are 0."""
     if exception and hf.get("num_attention_heads") is None:
         layers = _count(hf, "num_hidden_layers")
         return {"num_hidden_layers": layers, "num_attention_heads": 0, "num_key_value_heads": 0, "head_dim": 0}
@@ -350,12 +350,12 @@ def _attention_shape(hf: Mapping[str, Any], exception: str | None) -> dict[str, 
 
 
 def _gpt2_mlp(hf: Mapping[str, Any]) -> int:
-    """GPT-2's MLP is four times as wide as the model, which its config does not say."""
+    """Return the width of GPT-2's MLP: four times the hidden size, which its config does not say."""
     return 4 * _count(hf, "hidden_size") if hf.get("model_type") == "gpt2" else 0
 
 
 def _kv_heads(hf: Mapping[str, Any], heads: int) -> int:
-    """Key-value heads: as many as query heads where nothing else is said, one where `multi_query` is on (Falcon)."""
+    """Return the number of KV heads: one if `multi_query` is on (Falcon), and by default as many as query heads."""
     if hf.get("multi_query") and not hf.get("new_decoder_architecture"):
         return 1
     value = hf.get("num_key_value_heads")
@@ -365,9 +365,9 @@ def _kv_heads(hf: Mapping[str, Any], heads: int) -> int:
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling of rotary positions: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    """Return RoPE base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if isinstance(given.get("full_attention"), Mapping):  # one set of parameters for each kind of layer
+    if isinstance(given.get("full_attention"), Mapping):  # one set of parameters per layer kind
         given = given["full_attention"]
     for name in ROPE_NUMBERS:
         value = given.get(name)
@@ -382,7 +382,7 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a family has biases and norms: Qwen2 has them by design, the others say so."""
+    """Return which biases and norms there are: Qwen2's biases are implied by its type, other configs state theirs."""
     family = hf.get("model_type") or ""
     says = bool(hf.get("attention_bias"))
     qwen2 = family in ("qwen2", "qwen2_moe")
@@ -413,7 +413,7 @@ def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(hf: Mapping[str, Any]) -> str:
-    """The dtype of the stored weights; a config that names none means float32, as in transformers."""
+    """Return the dtype of the stored weights; float32 if the config names none, as in transformers."""
     value = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     name = str(value).removeprefix("torch.")
     return {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(
@@ -429,7 +429,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _checkpoint_kv_dtype(quantization: Any) -> str | None:
-    """The KV-cache dtype that a quantized checkpoint asks for (`kv_cache_scheme`: ModelOpt, compressed-tensors)."""
+    """Return the KV-cache dtype that a quantized checkpoint asks for (ModelOpt, compressed-tensors), or None."""
     if not isinstance(quantization, Mapping):
         return None
     scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")

@@ -1,4 +1,4 @@
-"""What a person sets for the scheduler. No torch.
+"""Settings of the scheduler. No torch.
 
 In vLLM v0.33.0: `vllm/config/scheduler.py` (`SchedulerConfig`).
 """
@@ -12,19 +12,19 @@ POLICIES = ("fcfs", "priority")
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """How requests share the steps. Lengths are in tokens.
+    """How requests share the steps of the engine. Lengths are in tokens.
 
-    - `max_num_batched_tokens`: the token budget of a step. vLLM refuses one below `max_num_seqs`; here it is allowed,
-      so that one can see what happens.
-    - `long_prefill_token_threshold`: at most so many tokens of one request a step, unless it is alone; 0 = off.
+    - `max_num_batched_tokens`: the token budget of a step. vLLM rejects a budget below `max_num_seqs`; here it is
+      allowed, so that you can see what happens.
+    - `long_prefill_token_threshold`: the most tokens of one request per step, unless it is the only request; 0 = off.
     - `policy`: "fcfs" or "priority" (a lower value of `Request.priority` goes first).
-    - `enable_chunked_prefill`: off, a prompt waits until it fits into what is left of a step's budget.
-    - `scheduler_reserve_full_isl`: admit only if all tokens known so far fit, not merely the first chunk.
-    - `watermark`: share of the pool, 0 to 1, that admissions leave free while something is running.
-    - `max_loras`: how many adapters may run at once; 0 = no request may name an adapter.
-    - `num_speculative_tokens`: at most so many drafts a request and step. `num_lookahead_tokens`: slots allocated
-      beyond them, for a drafter that writes into the same blocks.
-    - `static_batching`: admit only into an empty batch, as servers did before continuous batching. Not in vLLM.
+    - `enable_chunked_prefill`: if False, a prompt waits until all of it fits into the rest of a step's budget.
+    - `scheduler_reserve_full_isl`: admit a request only if all its known tokens fit, not just the first chunk.
+    - `watermark`: fraction of the pool, from 0 up to 1, that admissions leave free while any request is running.
+    - `max_loras`: how many LoRA adapters may run at once; 0 = no request may name one.
+    - `num_speculative_tokens`: the most draft tokens per request and step. `num_lookahead_tokens`: extra slots to
+      allocate, for a drafter that writes into the same blocks.
+    - `static_batching`: admit only into an empty batch, as before continuous batching. Not in vLLM.
     """
 
     max_model_len: int

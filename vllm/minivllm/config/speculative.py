@@ -1,4 +1,4 @@
-"""What a person sets for speculative decoding. No torch.
+"""Settings of speculative decoding. No torch.
 
 In vLLM v0.33.0: `vllm/config/speculative.py` (`SpeculativeConfig`).
 """
@@ -15,12 +15,12 @@ DEFAULT_LOOKUP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Who drafts, and how much.
+    """How to draft, and how many tokens.
 
-    - `method`: "ngram" looks the last tokens up in the request's own text, and drafts what followed them there.
-    - `num_speculative_tokens`: at most so many drafts a request and step.
-    - `prompt_lookup_max`, `prompt_lookup_min`: how many of the last tokens must be found again; the most first.
-      One that is not given is the other; neither: 5.
+    - `method`: "ngram" finds an earlier occurrence of the last tokens in the same request, and drafts what followed it.
+    - `num_speculative_tokens`: the most draft tokens per request and step.
+    - `prompt_lookup_max`, `prompt_lookup_min`: longest and shortest n-gram to look up, the longest first. If only one
+      is given, the other equals it; if neither is, both are 5.
     """
 
     num_speculative_tokens: int
@@ -30,10 +30,10 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, settings: "Mapping[str, Any] | SpeculativeConfig | None") -> "SpeculativeConfig | None":
-        """From the dictionary of a call, as vLLM takes it; None stays None.
+        """Create one from a dictionary, the form vLLM takes; None stays None.
 
         Raises:
-            MinivllmError: a key that there is not, a number that cannot be, or no `num_speculative_tokens`.
+            MinivllmError: an unknown key, an invalid value, or `num_speculative_tokens` is missing.
         """
         if settings is None or isinstance(settings, SpeculativeConfig):
             return settings
@@ -62,15 +62,15 @@ class SpeculativeConfig:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Slots that the drafter itself writes beyond a request's tokens: none where it has no cache of its own."""
+        """Slots that the drafter itself writes beyond a request's tokens: 0 for a drafter without a KV cache."""
         return {"ngram": 0}[self.method]
 
     @property
     def lookup_max(self) -> int:
-        """The most tokens that are looked up."""
+        """Length of the longest n-gram to look up."""
         return self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP
 
     @property
     def lookup_min(self) -> int:
-        """The fewest."""
+        """Length of the shortest n-gram to look up."""
         return self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_LOOKUP

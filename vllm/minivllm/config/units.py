@@ -1,4 +1,4 @@
-"""Units of memory and of rates."""
+"""Units of memory and rates."""
 
 GIB = 2**30
 TERA = 1e12

@@ -1,6 +1,6 @@
-"""Arguments that vLLM has and this engine does not: accepted where they change nothing here, else refused by name.
+"""Arguments that vLLM has and this engine lacks: accepted if they make no difference here, else rejected by name.
 
-A script written for vLLM should run, or say in one line what keeps it from running.
+A script written for vLLM should either run, or fail with one line that says why.
 """
 
 import difflib
@@ -15,19 +15,19 @@ from minivllm.logger import init_logger
 logger = init_logger(__name__)
 Settings = TypeVar("Settings", bound=type)
 ANY_VALUE = None
-"""In place of the values that change nothing: none of them does."""
+"""In `without_effect`, marks an argument that makes no difference whatever its value."""
 
 
 def takes_vllms_arguments(
     whose: str, without_effect: Mapping[str, Collection[Any] | None], not_served: Collection[str]
 ) -> Callable[[Settings], Settings]:
-    """Decorates a dataclass of settings, so that it can be made with vLLM's further arguments.
+    """Decorate a dataclass of settings so that its constructor takes vLLM's additional arguments.
 
     Args:
-        whose: what the settings are called in messages, such as "the engine".
-        without_effect: the arguments that change nothing here, with the values for which that is so. What is given is
-            logged, in one line.
-        not_served: the arguments that are refused unless they are None or False, which leaves them off.
+        whose: the name of the settings in messages, such as "the engine".
+        without_effect: arguments that make no difference here, each with the values for which that is true. Those
+            given are logged in one line.
+        not_served: arguments that are rejected unless they are None or False, which means off.
     """
 
     def decorate(settings_class: Settings) -> Settings:

@@ -1,1 +1,1 @@
-"""Requests, blocks and the scheduler. No torch: all of this runs on the host."""
+"""Requests, KV-cache blocks and the scheduler. No torch: all of this runs on the host."""

@@ -1,9 +1,10 @@
-"""Names for full blocks: equal names mean equal tokens, equal everything before them, and equal extra keys.
+"""Hashes of full blocks: equal hashes mean equal tokens, equal prefixes and equal extra keys.
 
-    hash = H(hash of the block before, tokens of this block, extra keys)
+    hash = H(hash of the previous block, tokens of this block, extra keys)
 
-The chain makes the name of a block stand for the whole prefix that ends there. Extra keys separate what the tokens do
-not show: the adapter (name and path, in every block) and the cache salt (in the first block; the chain carries it on).
+Because of the chain, a block's hash identifies the whole prefix that ends with it. Extra keys add what the tokens do
+not show: the LoRA adapter (name and path, in every block) and the cache salt (in the first block; the chain carries it
+on to the others).
 
 In vLLM v0.33.0: `vllm/v1/core/kv_cache_utils.py` (`hash_block_tokens`, `generate_block_hash_extra_keys`,
 `get_request_block_hasher`).
@@ -18,13 +19,13 @@ from minivllm.core.lora_request import LoRARequest
 BlockHash = bytes
 
 NONE_HASH: BlockHash = hashlib.sha256(b"no block before this one").digest()
-"""What the first block of a chain has for a parent. Fixed, so that processes agree on every name."""
+"""The parent hash of a chain's first block. Fixed, so that all processes compute the same hashes."""
 
 
 def generate_block_hash_extra_keys(lora_request: LoRARequest | None, cache_salt: str | None) -> bytes:
-    """The extra keys of one block, each tagged and with its length; pass `cache_salt` for the first block only.
+    """Returns the extra keys of one block, each tagged and length-prefixed; pass `cache_salt` for the first block only.
 
-    Tags keep an adapter apart from a salt of the same name; lengths keep ("ab", "c") apart from ("a", "bc").
+    Tags distinguish an adapter from a salt of the same name; lengths distinguish ("ab", "c") from ("a", "bc").
     """
     keys: list[str] = []
     if lora_request is not None:
@@ -36,8 +37,8 @@ def generate_block_hash_extra_keys(lora_request: LoRARequest | None, cache_salt:
 
 
 def hash_block_tokens(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
-    """The name (32 bytes, SHA-256) of a block that holds `token_ids` after the block named `parent`."""
-    # Parent and tokens have a fixed length for a given block size, so the three parts cannot run into one another.
+    """Returns the hash (SHA-256, 32 bytes) of a block that holds `token_ids` and follows the block hashed `parent`."""
+    # For a given block size, parent and tokens have fixed lengths, so the concatenation is unambiguous.
     return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()
 
 
@@ -48,7 +49,7 @@ def hash_new_full_blocks(
     first_block_keys: bytes = b"",
     later_block_keys: bytes = b"",
 ) -> None:
-    """Extends `block_hashes`, the names of the first full blocks of `token_ids`, until each full block has one."""
+    """Extends `block_hashes`, which covers the first full blocks of `token_ids`, to cover all of them."""
     parent = block_hashes[-1] if block_hashes else NONE_HASH
     for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         keys = later_block_keys if start else first_block_keys

@@ -1,6 +1,6 @@
-"""The pool of KV-cache blocks: who holds one, which are free, and which of the free ones can still be found by hash.
+"""The pool of KV-cache blocks: reference counts, the free queue, and the prefix cache's map from hashes to blocks.
 
-All bookkeeping is on the host. A block is `block_size` token slots in every layer's cache tensor; its id is the row.
+All bookkeeping is on the host. A block is `block_size` token slots in every layer's cache tensor; its id is its index.
 
 In vLLM v0.33.0: `vllm/v1/core/block_pool.py` (`BlockPool`, `BlockHashToBlockMap`) and
 `vllm/v1/core/kv_cache_utils.py` (`KVCacheBlock`, `FreeKVCacheBlockQueue`).
@@ -13,14 +13,14 @@ from minivllm.errors import MinivllmError
 
 
 class BlockPoolError(MinivllmError):
-    """The pool was asked for something that would corrupt it: a block freed twice, or one taken when none is free."""
+    """A request that would corrupt the pool, such as freeing a block twice or taking more blocks than are free."""
 
 
 class KVCacheBlock:
-    """One block. Made once, when the pool is made; never on the hot path.
+    """One block. All blocks are created together with the pool, never on the hot path.
 
-    `ref_cnt` counts the requests that hold the block. Zero means that it lies in the free queue, where it may keep its
-    `block_hash` and so still be found. The hash is set only while the block is full and published.
+    `ref_cnt` counts the requests that hold the block. At zero it is in the free queue, where it may keep its
+    `block_hash` and so can still be found. The hash is set only while the block is full and published.
     """
 
     __slots__ = ("block_hash", "block_id", "is_null", "next_free_block", "prev_free_block", "ref_cnt")
@@ -39,10 +39,10 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """The free blocks, in the order in which they will be reused: the head is taken next.
+    """The free blocks, in the order in which they will be reused, from the head.
 
-    A doubly linked list threaded through the blocks themselves, with a fake block at either end. A prefix hit takes a
-    block out of the *middle*; here that is O(1), in a deque it would be O(n). Every operation is O(1) a block.
+    A doubly linked list threaded through the blocks themselves, with a sentinel block at either end. A prefix hit takes
+    a block out of the *middle*: O(1) here, O(n) in a deque. Every operation is O(1) per block.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -53,11 +53,11 @@ class FreeKVCacheBlockQueue:
         self.append_n(blocks)
 
     def popleft(self) -> KVCacheBlock:
-        """Takes the head. Raises `BlockPoolError` when no block is free."""
+        """Takes the head. Raises `BlockPoolError` if no block is free."""
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """Takes `n` blocks from the head, head first. Raises `BlockPoolError` when fewer are free; takes none then."""
+        """Takes `n` blocks from the head, head first. Raises `BlockPoolError`, taking none, if fewer are free."""
         if n > self.num_free_blocks:
             raise BlockPoolError(f"cannot take {n} blocks: {self.num_free_blocks} are free")
         taken: list[KVCacheBlock] = []
@@ -73,7 +73,7 @@ class FreeKVCacheBlockQueue:
         return taken
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Takes one block out, wherever it stands. Raises `BlockPoolError` when it is not in the queue."""
+        """Removes one block from anywhere in the queue. Raises `BlockPoolError` if it is not in the queue."""
         if block.prev_free_block is None or block.next_free_block is None:
             raise BlockPoolError(f"{block} is not in the free queue")
         _link(block.prev_free_block, block.next_free_block)
@@ -81,7 +81,7 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """Puts one block at the tail: reused last."""
+        """Puts one block at the tail, to be reused last."""
         self.append_n((block,))
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -93,7 +93,7 @@ class FreeKVCacheBlockQueue:
         self._insert_between(self._head, blocks, self._head.next_free_block)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """The free blocks from head to tail. O(n): for tests and pictures."""
+        """Returns the free blocks from head to tail. O(n): for tests and figures."""
         blocks: list[KVCacheBlock] = []
         block = self._head.next_free_block
         while block is not None and block is not self._tail:
@@ -121,10 +121,10 @@ def _link(left: KVCacheBlock | None, right: KVCacheBlock | None) -> None:
 
 
 class BlockHashToBlockMap:
-    """From a hash to the blocks that carry it, in the order in which they were published.
+    """Maps a hash to the blocks that have it, in the order in which they were published.
 
-    Several blocks may hold the same tokens: two requests can fill one each before either can find the other's. They are
-    not merged, since that would change a block table that the device already has.
+    Several blocks may hold the same tokens: two requests can each fill one before either can find the other's. They are
+    not merged, because that would change a block table that the device already has.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class BlockHashToBlockMap:
         return len(self._blocks)
 
     def get_one_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
-        """The block published first among those still there, or None."""
+        """Returns the block published first among those still published, or None."""
         blocks = self._blocks.get(block_hash)
         return next(iter(blocks.values())) if blocks else None
 
@@ -143,7 +143,7 @@ class BlockHashToBlockMap:
         self._blocks.setdefault(block_hash, {})[block.block_id] = block
 
     def pop(self, block_hash: BlockHash, block_id: int) -> None:
-        """Withdraws one block; others with the same hash stay findable."""
+        """Removes one block; others with the same hash can still be found."""
         blocks = self._blocks[block_hash]
         del blocks[block_id]
         if not blocks:
@@ -151,10 +151,10 @@ class BlockHashToBlockMap:
 
 
 class BlockPool:
-    """All blocks of one KV cache, block 0 being the null block: it pads tables, is never handed out and never freed.
+    """All blocks of one KV cache. Block 0 is the null block: it pads tables and is never allocated or freed.
 
-    The free queue doubles as the LRU list of cached blocks. Blocks without a hash are freed to its head (nothing is
-    lost by reusing them), hashed ones to its tail (found again as long as possible).
+    The free queue doubles as the LRU list of cached blocks. Blocks without a hash are freed to its head, since reusing
+    them loses nothing; blocks with a hash go to its tail, so that they stay findable as long as possible.
     """
 
     def __init__(self, num_gpu_blocks: int, enable_caching: bool = True) -> None:
@@ -169,25 +169,25 @@ class BlockPool:
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that requests can hold: all but the null block."""
+        """Number of blocks available to requests: all but the null block."""
         return self.num_gpu_blocks - 1
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that no request holds, cached ones included."""
+        """Returns the number of blocks that no request holds, including cached ones."""
         return self.free_block_queue.num_free_blocks
 
     def get_usage(self) -> float:
-        """Share of the usable blocks that requests hold, 0 to 1."""
+        """Returns the fraction of the usable blocks that requests hold, 0 to 1."""
         return 1.0 - self.get_num_free_blocks() / self.num_usable_blocks
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
-        """The block published first under this hash and still there, free or held; None where there is none."""
+        """Returns the first block published under this hash, free or held, or None."""
         return self.cached_block_hash_to_block.get_one_block(block_hash)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Takes blocks from the head of the free queue; each loses its hash and has one holder.
+        """Takes blocks from the head of the free queue; each loses its hash and gets a reference count of 1.
 
-        Raises `BlockPoolError` when fewer than `num_blocks` are free; nothing is taken then.
+        Raises `BlockPoolError`, taking none, if fewer than `num_blocks` are free.
         """
         blocks = self.free_block_queue.popleft_n(num_blocks)
         for block in blocks:
@@ -196,17 +196,17 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Adds a holder to each block; those that lay in the free queue leave it, with their hash."""
+        """Adds a reference to each block; blocks in the free queue leave it but keep their hash."""
         for block in blocks:
             if block.ref_cnt == 0 and not block.is_null:
                 self.free_block_queue.remove(block)
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-        """Takes one holder from each block, in the order in which they should be evicted (a table reversed).
+        """Drops a reference to each block, in the order in which they should be evicted (a block table reversed).
 
-        Blocks left without a holder join the free queue: those without a hash at its head, as one group whose first
-        block is reused next; those with a hash at its tail. Raises `BlockPoolError` for a block that nobody holds.
+        Blocks whose count drops to zero join the free queue: those without a hash at its head, as one group whose first
+        block is reused next; those with a hash at its tail. Raises `BlockPoolError` for a block that is already free.
         """
         without_hash: list[KVCacheBlock] = []
         with_hash: list[KVCacheBlock] = []
@@ -224,7 +224,7 @@ class BlockPool:
     def cache_full_blocks(
         self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[BlockHash], num_cached: int, num_full: int
     ) -> None:
-        """Publishes `blocks[num_cached:num_full]` of one request's table under the hashes of the same positions."""
+        """Publishes `blocks[num_cached:num_full]` of one request's table under the hashes at the same positions."""
         for index in range(num_cached, num_full):
             block, block_hash = blocks[index], block_hashes[index]
             if block.block_hash is not None:
@@ -233,12 +233,12 @@ class BlockPool:
             self.cached_block_hash_to_block.insert(block_hash, block)
 
     def evict_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Withdraws the hashes of blocks, so that nobody can find them; who holds them stays as it is."""
+        """Removes the hashes of blocks, so that they can no longer be found; reference counts do not change."""
         for block in blocks:
             self._withdraw_hash(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every hash. Returns False, and does nothing, while any request holds a block."""
+        """Forgets every hash. Does nothing and returns False while any request holds a block."""
         if self.get_num_free_blocks() != self.num_usable_blocks:
             return False
         self.cached_block_hash_to_block = BlockHashToBlockMap()

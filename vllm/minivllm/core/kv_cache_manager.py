@@ -1,6 +1,6 @@
-"""Which blocks a request holds, what it may find in the prefix cache, and whether its next tokens fit.
+"""Block tables of requests: prefix-cache lookup, allocation of slots for the next tokens, and freeing.
 
-In vLLM v0.33.0: `vllm/v1/core/kv_cache_manager.py` (`KVCacheManager`), with one KV-cache group of full attention:
+In vLLM v0.33.0: `vllm/v1/core/kv_cache_manager.py` (`KVCacheManager`), here for one KV-cache group of full attention:
 `vllm/v1/core/single_type_kv_cache_manager.py` (`FullAttentionManager`).
 """
 
@@ -13,7 +13,7 @@ from minivllm.core.stats import PrefixCacheStats
 
 
 class KVCacheManager:
-    """Block tables on the host. A table only grows at its end; two equal blocks are never merged."""
+    """Block tables on the host. A table only grows at its end; equal blocks are never merged."""
 
     def __init__(self, cache_config: CacheConfig, max_model_len: int, watermark: float = 0.0) -> None:
         self.block_size = cache_config.block_size
@@ -27,17 +27,17 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that requests hold, 0 to 1."""
+        """Fraction of the usable blocks that requests hold, 0 to 1."""
         return self.block_pool.get_usage()
 
     def get_block_ids(self, request_id: str) -> list[int]:
-        """The block table of a request; empty when it holds nothing."""
+        """Returns the block table of a request; empty if it holds no blocks."""
         return [block.block_id for block in self.req_to_blocks.get(request_id, ())]
 
     def get_computed_blocks(self, request: Request) -> tuple[list[KVCacheBlock], int]:
-        """The longest cached prefix of a request: its blocks, not touched yet, and their length in tokens.
+        """Returns the longest cached prefix of a request: its blocks, not touched yet, and its length in tokens.
 
-        At most `num_tokens - 1` tokens are found: the last one must be computed, since its logits are wanted.
+        It has at most `num_tokens - 1` tokens: the last one must be computed, because its logits are needed.
         """
         blocks: list[KVCacheBlock] = []
         if not self.enable_caching or request.skip_reading_prefix_cache:
@@ -60,20 +60,21 @@ class KVCacheManager:
         full_sequence_must_fit: bool = False,
         has_scheduled_reqs: bool = True,
     ) -> Sequence[KVCacheBlock] | None:
-        """Gives a request the blocks that its next `num_new_tokens` tokens need, or None, changing nothing.
+        """Allocates the blocks for a request's next `num_new_tokens` tokens; if they do not fit, changes nothing.
 
             | computed | prefix hit | new, drafts included | lookahead |
                          `new_computed_blocks`   `num_lookahead_tokens`
 
-        Returns the blocks added to the table, hit blocks not among them. Full blocks are published here, before they
-        are computed: whoever finds them runs in the same forward or in a later one. Drafts are never published.
+        Returns the blocks added to the table, excluding prefix hits, or None if they do not fit. Full blocks are
+        published here, before they are computed: a request that finds them runs in the same forward pass or a later
+        one. Draft tokens are never published.
 
-        - `full_sequence_must_fit`: an admission, which must have room for all tokens known so far, not merely these.
-        - `has_scheduled_reqs`: something else is running, so that an admission leaves the watermark free.
+        - `full_sequence_must_fit`: for admissions; all known tokens must fit, not just the new ones.
+        - `has_scheduled_reqs`: other requests are running, so an admission must leave the watermark free.
         """
         offset = request.num_computed_tokens % self.block_size
         if offset > 0 and offset + num_new_tokens + num_lookahead_tokens < self.block_size:
-            return ()  # Most decodes: the tokens stay in a block that is held already, and do not fill it.
+            return ()  # Most decodes: the tokens go into a block already held, and do not fill it.
 
         table = self.req_to_blocks.get(request.request_id, [])
         num_computed = request.num_computed_tokens + len(new_computed_blocks) * self.block_size
@@ -100,7 +101,7 @@ class KVCacheManager:
         return new_blocks
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Publishes the full blocks among a request's first `num_tokens` tokens that are not published yet."""
+        """Publishes those full blocks of a request's first `num_tokens` tokens that are not published yet."""
         if not self.enable_caching:
             return
         num_full = num_tokens // self.block_size
@@ -111,11 +112,12 @@ class KVCacheManager:
             self.num_cached_block[request.request_id] = num_full
 
     def free(self, request: Request, *, withdraw_uncomputed: bool = False) -> None:
-        """Gives a request's blocks back, last block first, so that the tail of a prefix is evicted before its head.
+        """Frees a request's blocks, last block first, so that the tail of a prefix is evicted before its head.
 
-        `withdraw_uncomputed`: the request was scheduled, and its blocks published, in a step that it will not run in.
-        Blocks that are not wholly computed lose their hash. vLLM v0.33.0 leaves it, and may then serve keys and values
-        that nobody computed; this is the one place where we decide differently. The blocks go where vLLM puts them.
+        `withdraw_uncomputed`: the request had been scheduled, and its blocks published, in a step that it will not run
+        in. Blocks that are not fully computed lose their hash. vLLM v0.33.0 keeps it, and may then serve keys and
+        values that were never computed; this is the one place where we decide differently. The blocks' positions in
+        the free queue are the same as vLLM's.
         """
         table = self.req_to_blocks.pop(request.request_id, [])
         self.num_cached_block.pop(request.request_id, None)
@@ -124,7 +126,7 @@ class KVCacheManager:
             self.block_pool.evict_blocks(table[request.num_computed_tokens // self.block_size :])
 
     def record_prefix_cache_stats(self, request: Request, num_hit_tokens: int) -> None:
-        """Counts the lookup of a request that is being admitted; lookups that end in no admission do not count."""
+        """Counts the lookup of a request being admitted; lookups that do not lead to an admission are not counted."""
         if self.enable_caching and not request.skip_reading_prefix_cache:
             self.prefix_cache_stats = self.prefix_cache_stats.with_lookup(
                 request.num_tokens, num_hit_tokens, request.num_preemptions > 0
@@ -133,7 +135,7 @@ class KVCacheManager:
     def _num_available(
         self, request: Request, new_computed_blocks: Sequence[KVCacheBlock], has_scheduled_reqs: bool
     ) -> int:
-        # Hit blocks that lie in the free queue are about to leave it: they are not there to be given out.
+        # Hit blocks in the free queue are about to leave it, so they cannot be allocated.
         num_hit_and_free = sum(block.ref_cnt == 0 for block in new_computed_blocks)
         admission = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         watermark = self.watermark_blocks if admission and has_scheduled_reqs else 0

@@ -1,4 +1,4 @@
-"""Which requests can ever be served. The front end checks it before it sends one, the scheduler before it queues one.
+"""Which requests can be served at all. The front end checks before it sends one, the scheduler before it queues one.
 
 In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor._validate_model_inputs`).
 """
@@ -10,9 +10,9 @@ from minivllm.errors import MinivllmError
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The size of the pool and of a request, in tokens and blocks.
+    """The sizes of the pool and of a request, in tokens and blocks.
 
-    `num_extra_tokens`: slots that a request may need beyond its tokens, for drafts and for a drafter's lookahead.
+    `num_extra_tokens`: slots that a request may need beyond its tokens, for draft tokens and lookahead.
     """
 
     max_model_len: int
@@ -21,17 +21,17 @@ class RequestLimits:
     num_extra_tokens: int = 0
 
     def check(self, name: str, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Refuses a request that could never finish.
+        """Rejects a request that could never finish.
 
         Raises:
-            MinivllmError: its prompt leaves no room to generate, or it may need more blocks than there are.
+            MinivllmError: its prompt leaves no room to generate, or it may need more blocks than the pool has.
         """
         if num_prompt_tokens >= self.max_model_len:
             raise MinivllmError(
                 f"{name} has a prompt of {num_prompt_tokens} tokens; with max_model_len {self.max_model_len} "
                 f"a prompt may have {self.max_model_len - 1}, which leaves one token to generate"
             )
-        # The last token is sampled and never computed, so it needs no slot.
+        # The last token is sampled but never computed, so it needs no slot.
         longest = min(num_prompt_tokens + max_tokens, self.max_model_len)
         num_blocks = -(-min(longest - 1 + self.num_extra_tokens, self.max_model_len) // self.block_size)
         if num_blocks > self.num_usable_blocks:

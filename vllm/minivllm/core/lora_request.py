@@ -1,4 +1,4 @@
-"""Which adapter a request wants. In vLLM v0.33.0: `vllm/lora/request.py` (`LoRARequest`)."""
+"""The LoRA adapter of a request. In vLLM v0.33.0: `vllm/lora/request.py` (`LoRARequest`)."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from minivllm.errors import MinivllmError
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter by name, by number (1 or more; 0 means the base model) and by the folder that it is loaded from."""
+    """An adapter: its name, its id (1 or more; 0 means the base model) and the folder that it is loaded from."""
 
     lora_name: str
     lora_int_id: int

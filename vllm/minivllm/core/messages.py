@@ -1,4 +1,4 @@
-"""What crosses between the front end and the engine's core: plain data, whether they share a process or not.
+"""Messages between the front end and the engine core: plain data, whether or not they share a process.
 
 In vLLM v0.33.0: `vllm/v1/engine/__init__.py` (`EngineCoreRequest`, `EngineCoreOutput`, `EngineCoreOutputs`,
 `UtilityOutput`), `vllm/v1/outputs.py` (`LogprobsLists`).
@@ -16,10 +16,10 @@ from minivllm.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class EngineCoreRequest:
-    """A request on its way to the core: tokens, no text.
+    """A request sent to the core: token ids, no text.
 
-    `arrival_time` is in seconds of `time.monotonic()`, one clock for all processes of a machine. `sampling_params` are
-    resolved: one completion, a seed, a maximum number of tokens, the ids of everything that stops.
+    `arrival_time` is in seconds of `time.monotonic()`, a clock that all processes of a machine share. `sampling_params`
+    are resolved: one completion, a seed, a maximum number of tokens, and the ids of all stop tokens.
     """
 
     request_id: str
@@ -31,7 +31,7 @@ class EngineCoreRequest:
     cache_salt: str | None = None
 
     def to_request(self) -> Request:
-        """The scheduler's view of it."""
+        """Converts it to the scheduler's `Request`."""
         params = self.sampling_params
         assert params.max_tokens is not None
         return Request(
@@ -44,16 +44,16 @@ class EngineCoreRequest:
             ignore_eos=params.ignore_eos,
             stop_token_ids=params.stop_token_ids or (),
             cache_salt=self.cache_salt,
-            # A prefix hit has no logits, so there would be no log probabilities.
+            # A prefix hit computes no logits, so prompt log probabilities would be missing.
             skip_reading_prefix_cache=params.prompt_logprobs is not None,
             sampling_params=params,
         )
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities at one position: token ids, the chosen one first and then the most likely, and their ranks.
+    """Log probabilities at one position: token ids (the chosen one first, then the most likely) and vocabulary ranks.
 
-    The chosen token may come a second time, where it is among the most likely.
+    The chosen token appears twice if it is also among the most likely.
     """
 
     token_ids: list[int]
@@ -63,10 +63,10 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """What a step made of one request. `finish_reason` is "stop", "length", "abort", "error", or None: it goes on.
+    """The output of one step for one request. `finish_reason`: "stop", "length", "abort", "error"; None if unfinished.
 
     `stop_reason` is the id of the stop token that ended it; `error` says why it ended with an error.
-    `num_cached_tokens` is the prefix hit of its first admission, in tokens. `new_logprobs` has one entry a new token.
+    `num_cached_tokens` is the prefix hit at its first admission, in tokens. `new_logprobs` has one entry per new token.
     """
 
     request_id: str
@@ -81,7 +81,7 @@ class EngineCoreOutput:
 
 @dataclass(slots=True)
 class UtilityOutput:
-    """The answer to `call_utility` number `call_id`: a result, or why there is none."""
+    """The reply to the `call_utility` with this `call_id`: a result, or an error message."""
 
     call_id: int
     result: Any = None
@@ -90,7 +90,7 @@ class UtilityOutput:
 
 @dataclass(slots=True)
 class EngineCoreOutputs:
-    """What came of a step, and the scheduler's state after it. An answer to a utility call comes without either."""
+    """The outputs of a step and the scheduler's state after it, or only the reply to a utility call."""
 
     outputs: list[EngineCoreOutput]
     scheduler_stats: SchedulerStats | None = None
@@ -99,9 +99,9 @@ class EngineCoreOutputs:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreReady:
-    """What the core says once, when it is ready: all that the front end needs to know of it.
+    """Sent once, when the core is ready: all that the front end needs to know about it.
 
-    `ledger` is of the rank with the fewest blocks; None where the blocks were set by hand.
+    `ledger` is that of the rank with the fewest blocks; None if the number of blocks was set by the user.
     """
 
     limits: RequestLimits

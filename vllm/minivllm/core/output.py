@@ -1,4 +1,4 @@
-"""What passes between the scheduler and the worker.
+"""Messages between the scheduler and the worker.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/output.py` (`SchedulerOutput`, `NewRequestData`, `CachedRequestData`),
 `vllm/v1/outputs.py` (`ModelRunnerOutput`).
@@ -12,9 +12,9 @@ from minivllm.core.request import Request
 
 @dataclass(slots=True)
 class NewRequestData:
-    """Everything about a request that the worker does not know: it is new, or it comes back after a preemption.
+    """Full data of a request that the worker does not know: a new one, or one that resumes after a preemption.
 
-    `prefill_token_ids` are all tokens known so far: the prompt, then what was sampled before a preemption.
+    `prefill_token_ids` are all known tokens: the prompt, then what was sampled before a preemption.
     """
 
     req_id: str
@@ -26,7 +26,7 @@ class NewRequestData:
 
     @classmethod
     def from_request(cls, request: Request, block_ids: list[int]) -> "NewRequestData":
-        """The data of a request that is being admitted with these blocks."""
+        """Returns the data of a request that is being admitted with these blocks."""
         return cls(
             req_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -39,10 +39,10 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """Differences only, for requests that the worker knows: position i of each list belongs to `req_ids[i]`.
+    """Updates of requests that the worker already knows: entry i of each list belongs to `req_ids[i]`.
 
-    `new_block_ids` are to be appended to the table (None: no new block). `num_computed_tokens` is where this step's
-    tokens start; it is sent because rejected drafts make it jump back.
+    `new_block_ids` are to be appended to the block table (None: no new block). `num_computed_tokens` is the position of
+    this step's first token; it is sent because rejected draft tokens move it back.
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -52,10 +52,10 @@ class CachedRequestData:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step. `num_scheduled_tokens` says how many tokens each request gets, in the order of scheduling.
+    """One step. `num_scheduled_tokens` maps each request to its number of tokens, in scheduling order.
 
-    `scheduled_spec_decode_tokens` are the drafts among them, the last tokens of their request. The worker forgets
-    `preempted_req_ids`, which come back as new, and `finished_req_ids`, finished since the step before.
+    `scheduled_spec_decode_tokens` are the draft tokens among them, the last of their request's tokens. The worker
+    forgets `preempted_req_ids`, which will be sent again as new, and `finished_req_ids`, finished since the last step.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -69,10 +69,10 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """What the worker sampled, by request id: accepted drafts and one token of its own. A chunk of a prompt has none.
+    """Sampled tokens by request id: accepted draft tokens and one more. An unfinished prompt chunk has none.
 
-    `logprobs`, where asked for, has one entry a token; the scheduler cuts it where it cuts the tokens, unread.
-    `prompt_logprobs` come once, with the first sampled token.
+    `logprobs`, if requested, has one entry per token; the scheduler truncates it together with the tokens, but does not
+    read it. `prompt_logprobs` come once, with the first sampled token.
     """
 
     sampled_token_ids: dict[str, list[int]]

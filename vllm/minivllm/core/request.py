@@ -1,4 +1,4 @@
-"""One request, from arrival to its last token: its tokens, how far they are computed, and the names of its blocks.
+"""One request, from arrival to its last token: its tokens, how many are computed, and its block hashes.
 
 In vLLM v0.33.0: `vllm/v1/request.py` (`Request`, `RequestStatus`).
 """
@@ -13,7 +13,7 @@ from minivllm.errors import MinivllmError
 
 
 class RequestStatus(IntEnum):
-    """Where a request stands. Everything after PREEMPTED is finished."""
+    """The state of a request. Every status after PREEMPTED is finished."""
 
     WAITING = 0
     RUNNING = 1
@@ -30,7 +30,7 @@ class RequestStatus(IntEnum):
 
     @property
     def finish_reason(self) -> str | None:
-        """What an API client is told: "stop", "length", "abort" or "error"; None while unfinished."""
+        """The reason given to clients: "stop", "length", "abort" or "error"; None while unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -43,11 +43,11 @@ _FINISH_REASONS = {
 
 
 class Request:
-    """What the scheduler knows about one request. Lengths and positions are in tokens.
+    """The scheduler's record of one request. Lengths and positions are in tokens.
 
-    There are no phases. A request has `num_tokens_with_spec` tokens, of which `num_computed_tokens` have their keys and
-    values in the cache or are being computed; each step the second number catches up with the first. A prompt, a chunk
-    of it, a decode and a verification of drafts differ only in the size of the gap.
+    There are no phases. A request has `num_tokens_with_spec` tokens; the keys and values of `num_computed_tokens` of
+    them are in the cache or being computed. Each step moves the second number towards the first. A prefill, a chunk of
+    one, a decode and a verification of draft tokens differ only in the size of the gap.
     """
 
     __slots__ = (
@@ -92,10 +92,10 @@ class Request:
         skip_reading_prefix_cache: bool = False,
         sampling_params: Any = None,
     ) -> None:
-        """A request that waits. A lower `priority` goes first. `sampling_params` is handed to the worker unread.
+        """Creates a waiting request. A lower `priority` goes first. The scheduler passes `sampling_params` on unread.
 
-        A minimum number of tokens is the sampler's business, as in vLLM: it masks what would stop. A request that wants
-        the log probabilities of its prompt sets `skip_reading_prefix_cache`, since a hit has no logits.
+        As in vLLM, the sampler enforces `min_tokens` by masking stop tokens. A request for prompt log probabilities
+        sets `skip_reading_prefix_cache`, because a prefix hit computes no logits.
         Raises `MinivllmError` for an empty prompt or `max_tokens` below 1.
         """
         if not prompt_token_ids:
@@ -117,7 +117,7 @@ class Request:
         self.stop_reason: int | None = None
         self._all_token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self._all_token_ids)
-        # Kept beside the list because the scheduler reads it several times a step.
+        # Stored separately because the scheduler reads it several times per step.
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
@@ -140,38 +140,38 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt."""
+        """The prompt's token ids, as a copy."""
         return self._all_token_ids[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens sampled so far. They survive a preemption."""
+        """The tokens sampled so far, as a copy. They survive a preemption."""
         return self._all_token_ids[self.num_prompt_tokens :]
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and outputs. Not a copy: do not change it."""
+        """Prompt and output tokens. Not a copy: do not modify."""
         return self._all_token_ids
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens have been sampled."""
+        """Number of tokens sampled so far."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_tokens_with_spec(self) -> int:
-        """Known tokens plus the drafts that wait to be verified."""
+        """Number of known tokens plus draft tokens to be verified."""
         return self.num_tokens + len(self.spec_token_ids)
 
     def append_output_token_id(self, token_id: int) -> None:
-        """Adds one sampled token, and the name of the block that it fills, if it fills one."""
+        """Appends one sampled token and, if it fills a block, that block's hash."""
         self._all_token_ids.append(token_id)
         self.num_tokens += 1
         if self._block_size is not None and self.num_tokens % self._block_size == 0:
             self._hash_new_full_blocks()
 
     def enable_block_hashes(self, block_size: int) -> None:
-        """Names all full blocks of `block_size` tokens now, and from now on each block that a new token fills."""
+        """Hashes all full blocks of `block_size` tokens now, and later each block that a new token fills."""
         self._block_size = block_size
         self.block_hashes.clear()
         self._hash_new_full_blocks()
@@ -181,5 +181,5 @@ class Request:
         hash_new_full_blocks(self.block_hashes, self._all_token_ids, self._block_size, *self._extra_keys)
 
     def sort_key(self) -> tuple[int, float, str]:
-        """Order under the priority policy: priority, then arrival, then id."""
+        """Returns the key for the priority policy: priority, then arrival time, then id."""
         return self.priority, self.arrival_time, self.request_id

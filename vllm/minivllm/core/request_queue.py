@@ -1,4 +1,4 @@
-"""The waiting queue, first come first served or by priority.
+"""The waiting queue: first come, first served, or by priority.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/request_queue.py` (`RequestQueue`, `FCFSRequestQueue`, `PriorityRequestQueue`).
 """
@@ -12,26 +12,26 @@ from minivllm.core.request import Request
 
 
 class RequestQueue(Protocol):
-    """What the scheduler asks of a queue. Iteration goes in the order in which requests would be popped."""
+    """The queue interface that the scheduler uses. Iteration is in the order in which requests would be popped."""
 
     def add_request(self, request: Request) -> None:
-        """Adds a request that arrived."""
+        """Adds a new request."""
         ...
 
     def peek_request(self) -> Request:
-        """The next request; it stays in the queue."""
+        """Returns the next request without removing it."""
         ...
 
     def pop_request(self) -> Request:
-        """Takes the next request."""
+        """Removes and returns the next request."""
         ...
 
     def prepend_requests(self, requests: Collection[Request]) -> None:
-        """Puts requests back before all others, in the given order, where the policy allows it."""
+        """Puts requests back before all others, in the given order, if the policy allows it."""
         ...
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Removes requests wherever they stand; those that are not there are ignored."""
+        """Removes requests from anywhere in the queue; those not in it are ignored."""
         ...
 
     def __len__(self) -> int: ...
@@ -40,7 +40,7 @@ class RequestQueue(Protocol):
 
 
 class FCFSRequestQueue:
-    """First come, first served; what is put back stands at the head."""
+    """First come, first served; requests that are put back go to the head."""
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
@@ -50,11 +50,11 @@ class FCFSRequestQueue:
         self._requests.append(request)
 
     def peek_request(self) -> Request:
-        """The head."""
+        """Returns the head without removing it."""
         return self._requests[0]
 
     def pop_request(self) -> Request:
-        """Takes the head."""
+        """Removes and returns the head."""
         return self._requests.popleft()
 
     def prepend_requests(self, requests: Collection[Request]) -> None:
@@ -74,25 +74,25 @@ class FCFSRequestQueue:
 
 
 class PriorityRequestQueue:
-    """A heap on (priority, arrival time, id), least first. It has no head to put things back to: order is the key's."""
+    """A heap ordered by (priority, arrival time, id), least first. The key alone decides the order."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, float, str], Request]] = []
 
     def add_request(self, request: Request) -> None:
-        """Adds where its key belongs."""
+        """Adds a request at the place its key gives it."""
         heapq.heappush(self._heap, (request.sort_key(), request))
 
     def peek_request(self) -> Request:
-        """The request with the least key."""
+        """Returns the request with the least key, without removing it."""
         return self._heap[0][1]
 
     def pop_request(self) -> Request:
-        """Takes the request with the least key."""
+        """Removes and returns the request with the least key."""
         return heapq.heappop(self._heap)[1]
 
     def prepend_requests(self, requests: Collection[Request]) -> None:
-        """Adds the requests back; their keys decide where."""
+        """Puts requests back; their keys decide where."""
         for request in requests:
             self.add_request(request)
 
@@ -110,5 +110,5 @@ class PriorityRequestQueue:
 
 
 def create_request_queue(policy: str) -> RequestQueue:
-    """The queue of a scheduling policy, "fcfs" or "priority"."""
+    """Returns a queue for the scheduling policy "fcfs" or "priority"."""
     return PriorityRequestQueue() if policy == "priority" else FCFSRequestQueue()

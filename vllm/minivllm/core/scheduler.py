@@ -1,9 +1,9 @@
-"""Who gets how many tokens in the next step: continuous batching under one token budget.
+"""How many tokens each request gets in the next step: continuous batching under one token budget.
 
 There is no prefill phase and no decode phase. In each step every request tries to catch up: `num_computed_tokens` moves
-towards `num_tokens_with_spec`. Running requests go first, in the order of their admission, then waiting ones; prompts,
-chunks of prompts, decodes and drafts to verify share the step. When a running request finds no block, another one is
-preempted: it loses its blocks, keeps its tokens and is computed again later.
+towards `num_tokens_with_spec`. Running requests go first, in order of admission, then waiting ones; prefills, chunks of
+prefills, decodes and draft tokens to verify share the step. If there is no free block for a running request, a request
+is preempted: it loses its blocks, keeps its tokens and is recomputed later.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`, `_update_after_schedule`,
 `update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs, structured output,
@@ -27,7 +27,7 @@ from minivllm.errors import MinivllmError
 
 @dataclass(slots=True)
 class _Step:
-    """A step while it is being put together. `position` is the index in `running` of the request under way."""
+    """A step under construction. `position` is the index in `running` of the request being scheduled."""
 
     token_budget: int
     position: int = 0
@@ -39,7 +39,7 @@ class _Step:
     preempted_req_ids: set[str] = field(default_factory=set)
 
     def unschedule(self, request: Request) -> bool:
-        """Takes a running request out of the step again; its tokens return. Returns whether it was in the step."""
+        """Removes a running request from the step and refunds its tokens to the budget. Returns whether it was in."""
         request_id = request.request_id
         if request_id not in self.num_scheduled_tokens:
             return False
@@ -50,9 +50,9 @@ class _Step:
 
 
 class Scheduler:
-    """Decides each step, and keeps the books: `running` (in order of admission), `waiting`, and who holds which block.
+    """Decides each step, and keeps track of `running` (in order of admission), `waiting` and the block tables.
 
-    One turn is `schedule()`, a forward pass, `update_from_output()`.
+    One iteration is `schedule()`, a forward pass, `update_from_output()`.
     """
 
     def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
@@ -73,10 +73,10 @@ class Scheduler:
         self.spec_decoding_stats = SpecDecodingStats()
         self._drafts_snapshot = self.spec_decoding_stats.copy()
 
-    # Requests come and go
+    # Adding and removing requests
 
     def add_request(self, request: Request) -> None:
-        """Puts a request into the waiting queue. Raises `MinivllmError` for one that could never finish."""
+        """Adds a request to the waiting queue. Raises `MinivllmError` for one that cannot be served."""
         self._check_request(request)
         if self.cache_config.enable_prefix_caching:
             request.enable_block_hashes(self.cache_config.block_size)
@@ -84,9 +84,9 @@ class Scheduler:
         self.waiting.add_request(request)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[str]:
-        """Ends requests from outside (a client left: FINISHED_ABORTED; a stop string was seen: FINISHED_STOPPED).
+        """Ends requests from outside (the client left: FINISHED_ABORTED; a stop string was found: FINISHED_STOPPED).
 
-        Ids that are unknown or finished already are ignored. Returns the ids that were ended, in the given order.
+        Unknown and already finished ids are ignored. Returns the ids of the requests ended, in the given order.
         """
         assert status.is_finished
         ended = [self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests]
@@ -97,11 +97,11 @@ class Scheduler:
         return [request.request_id for request in ended]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request still wants a step."""
+        """Whether any request is unfinished."""
         return bool(self.requests)
 
     def has_finished_requests(self) -> bool:
-        """Whether the worker has not been told yet of requests that finished."""
+        """Whether there are finished requests that the worker has not been told about."""
         return bool(self.finished_req_ids)
 
     def make_stats(self) -> SchedulerStats:
@@ -118,10 +118,10 @@ class Scheduler:
         )
 
     def start_over(self, lost: Collection[str]) -> None:
-        """Throws away all that a step may have left half done: the pool with every cached block, and who runs.
+        """Discards everything that a failed step may have left half done: the pool, all cached blocks, the batch.
 
-        Requests in `lost` are dropped. All others wait again in the order of their arrival, with the tokens that they
-        have, to be computed from the first; the worker must have forgotten them too.
+        Requests in `lost` are dropped. All others wait again in the order in which they were added; they keep their
+        tokens and are recomputed from the first. The worker must forget all requests too.
         """
         counted = self.kv_cache_manager.prefix_cache_stats
         self.kv_cache_manager = self._make_kv_cache_manager()
@@ -139,7 +139,7 @@ class Scheduler:
     # One step
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. `num_computed_tokens` counts its tokens at once, before any of them is computed."""
+        """Returns the next step. `num_computed_tokens` includes its tokens at once, before they are computed."""
         step = _Step(self.config.max_num_batched_tokens)
         chunk_limit = self._chunk_limit()
         may_admit = not (self.config.static_batching and self.running)
@@ -151,13 +151,13 @@ class Scheduler:
         return output
 
     def _chunk_limit(self) -> int:
-        # A request that is alone starves nobody, so only the budget limits it.
+        # A lone request starves no other, so only the budget limits it.
         alone = len(self.running) + len(self.waiting) == 1
         threshold = 0 if alone else self.config.long_prefill_token_threshold
         return threshold or self.config.max_num_batched_tokens
 
     def _schedule_running(self, step: _Step, chunk_limit: int) -> None:
-        """Running requests in order of admission. One that can get no token is passed over, so it blocks nobody."""
+        """Schedules running requests in order of admission. One that can get no tokens is skipped and blocks none."""
         while step.position < len(self.running) and step.token_budget > 0:
             request = self.running[step.position]
             num_new_tokens = request.num_tokens_with_spec - request.num_computed_tokens
@@ -173,7 +173,7 @@ class Scheduler:
                 if new_blocks is not None or self._preempt_one(step) is request:
                     break
             if new_blocks is None:
-                continue  # It was the victim itself. Another request stands at its position now, or none.
+                continue  # It preempted itself. The next request, if any, is at its position now.
             step.num_scheduled_tokens[request.request_id] = num_new_tokens
             step.token_budget -= num_new_tokens
             step.continued.append(request)
@@ -184,22 +184,22 @@ class Scheduler:
             step.position += 1
 
     def _cap_num_tokens(self, request: Request, num_new_tokens: int, limit: int) -> int:
-        # Drafts may not reach the last position: the token sampled after it would have none.
+        # Draft tokens must not take the last position: the token sampled after it would exceed max_model_len.
         return min(num_new_tokens, limit, self.config.max_model_len - 1 - request.num_computed_tokens)
 
     def _schedule_drafts(self, request: Request, num_new_tokens: int, step: _Step) -> None:
-        """Notes which of a request's new tokens are drafts; those that found no room in the step are dropped."""
+        """Records which of a request's new tokens are draft tokens; those that do not fit into the step are dropped."""
         num_drafts = num_new_tokens - (request.num_tokens - request.num_computed_tokens)
         if num_drafts > 0:
             step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
         request.spec_token_ids = []
 
     def _preempt_one(self, step: _Step) -> Request:
-        """FCFS: the last running request. Priority: the one with the worst (priority, arrival), wherever it stands."""
+        """Preempts the last running request (FCFS), or the one with the greatest `sort_key` (priority); returns it."""
         if self.config.policy == "fcfs":
             victim = self.running.pop()
         else:
-            # Ids decide ties, as in the waiting queue. Without them two equals could preempt each other for ever.
+            # Ids break ties, as in the waiting queue. Otherwise two equal requests could preempt each other forever.
             victim = max(self.running, key=Request.sort_key)
             position = self.running.index(victim)
             del self.running[position]
@@ -209,7 +209,7 @@ class Scheduler:
         return victim
 
     def _preempt_request(self, request: Request, step: _Step) -> None:
-        """Takes a request's blocks, not its tokens: it waits at the head of the queue to be computed again."""
+        """Frees a request's blocks and puts it back into the waiting queue (FCFS: at the head). It keeps its tokens."""
         was_scheduled = step.unschedule(request)
         self.kv_cache_manager.free(request, withdraw_uncomputed=was_scheduled)
         request.status = RequestStatus.PREEMPTED
@@ -221,7 +221,7 @@ class Scheduler:
         step.preempted_req_ids.add(request.request_id)
 
     def _schedule_waiting(self, step: _Step, chunk_limit: int) -> None:
-        """Admits waiting requests. One that does not fit blocks those behind it; one that lacks an adapter does not."""
+        """Admits waiting requests. One that does not fit blocks those behind it; one without a LoRA slot does not."""
         skipped: list[Request] = []
         running_loras = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
         while self.waiting and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
@@ -241,7 +241,7 @@ class Scheduler:
         return len(running_loras) >= self.config.max_loras
 
     def _admit(self, request: Request, step: _Step, chunk_limit: int) -> bool:
-        """Moves the head of the waiting queue to `running` with its first tokens. False, changing nothing: no room."""
+        """Moves the head of the waiting queue to `running`, scheduled. If it does not fit, only returns False."""
         hit_blocks, num_hit_tokens = self.kv_cache_manager.get_computed_blocks(request)
         num_new_tokens = min(request.num_tokens - num_hit_tokens, chunk_limit)
         if num_new_tokens > step.token_budget and not self.config.enable_chunked_prefill:
@@ -287,21 +287,21 @@ class Scheduler:
         )
 
     def _update_after_schedule(self, output: SchedulerOutput) -> None:
-        # Counted before the forward pass ran, so that the next step could be scheduled while this one is computed.
+        # Updated before the forward pass, so that the next step could be scheduled while this one is computed.
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             request.num_computed_tokens += num_tokens
             request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens
         self.finished_req_ids = set()
 
-    # What came of it
+    # Processing the output of a step
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Takes in what a step sampled: rolls rejected drafts back, appends tokens, ends what has ended.
+        """Processes the sampled tokens of a step: rolls back rejected draft tokens, appends tokens, ends requests.
 
-        Returns an output for each request that sampled something, in the order of scheduling; aborted ones have none.
+        Returns one output per request that sampled tokens, in scheduling order; aborted requests have none.
         """
         outputs: list[EngineCoreOutput] = []
         stopped: list[Request] = []
@@ -315,7 +315,7 @@ class Scheduler:
                 self._roll_back_rejected(request, len(drafts), num_accepted=len(sampled) - 1)
             new_token_ids, has_stopped = self._update_request_with_output(request, sampled)
             if drafts:
-                # Accepted drafts are known tokens now, and may have filled blocks. The last token is not computed.
+                # Accepted draft tokens are known tokens now, and may fill blocks. The last token is not computed yet.
                 self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
             output = EngineCoreOutput(request_id, new_token_ids, request.num_cached_tokens)
             if has_stopped:
@@ -329,7 +329,7 @@ class Scheduler:
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
-        """Drafts to verify in the next step, by request id. Ignored while a prompt is not computed to its end."""
+        """Sets the draft tokens to verify in the next step, by request id. Ignored for unfinished prefills."""
         for request_id, drafts in draft_token_ids.items():
             if len(drafts) > self.config.num_speculative_tokens:
                 raise MinivllmError(
@@ -341,12 +341,12 @@ class Scheduler:
                 request.spec_token_ids = drafts
 
     def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        # Keys and values of rejected drafts stay in the blocks as garbage; the next tokens overwrite them.
+        # Keys and values of rejected draft tokens stay in the blocks as garbage; the next tokens overwrite them.
         request.num_computed_tokens -= num_drafts - num_accepted
         self.spec_decoding_stats.observe_draft(num_drafts, num_accepted)
 
     def _update_request_with_output(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
-        """Appends one token after another; returns those kept, and whether the last of them ended the request."""
+        """Appends tokens one by one; returns those kept, and whether the last of them ended the request."""
         for num_kept, token_id in enumerate(sampled, start=1):
             request.append_output_token_id(token_id)
             if check_stop(request, token_id, self.config.max_model_len):
@@ -354,7 +354,7 @@ class Scheduler:
         return sampled, False
 
     def _finish(self, requests: Sequence[Request], status: RequestStatus | None = None) -> None:
-        """Removes requests from `running` and frees them one after another; `status`, if theirs is not final yet."""
+        """Frees requests and removes them from `running`; sets their status if `status` is given."""
         if not requests:
             return
         for request in requests:

@@ -1,4 +1,4 @@
-"""What the scheduler counts for the log and the metrics page.
+"""The scheduler's counters, for logs and metrics.
 
 In vLLM v0.33.0: `vllm/v1/metrics/stats.py` (`PrefixCacheStats`, `SchedulerStats`),
 `vllm/v1/spec_decode/metrics.py` (`SpecDecodingStats`).
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
-    """Counts since the start: requests that looked their prefix up, tokens that they had, tokens found.
+    """Counts since the start: requests that looked up their prefix, tokens queried, tokens found.
 
-    Requests that come back after a preemption mostly find their own blocks; they are counted apart.
+    Requests that resume after a preemption mostly find their own blocks, so they are counted separately.
     """
 
     requests: int = 0
@@ -36,7 +36,7 @@ class PrefixCacheStats:
 
 @dataclass(slots=True)
 class SpecDecodingStats:
-    """Counts since the start: verifications, drafts verified, drafts accepted, the last also by position.
+    """Counts since the start: drafts (one per verification), draft tokens, accepted tokens, the last also by position.
 
     Mean acceptance length = 1 + num_accepted_tokens / num_drafts.
     """
@@ -51,7 +51,7 @@ class SpecDecodingStats:
         return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Counts one verification of `num_draft_tokens` drafts, the first `num_accepted_tokens` of them accepted."""
+        """Counts a verification of `num_draft_tokens` tokens, the first `num_accepted_tokens` of them accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
@@ -63,9 +63,9 @@ class SpecDecodingStats:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """The scheduler at one moment, and what it has counted since its start. `kv_cache_usage` is a share, 0 to 1.
+    """The scheduler's current state, and its counts since the start. `kv_cache_usage` is a fraction, 0 to 1.
 
-    A snapshot: reading it consumes nothing, and two of them give what came between.
+    A snapshot: reading it resets nothing, and the difference of two gives the counts between them.
     """
 
     num_running_reqs: int

@@ -1,13 +1,13 @@
-"""When a request ends. In vLLM v0.33.0: `vllm/v1/core/sched/utils.py` (`check_stop`)."""
+"""The conditions that end a request. In vLLM v0.33.0: `vllm/v1/core/sched/utils.py` (`check_stop`)."""
 
 from minivllm.core.request import Request, RequestStatus
 
 
 def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
-    """Whether `token_id`, just appended, ends the request; sets its final status then.
+    """Returns whether `token_id`, just appended, ends the request; if so, sets its final status.
 
-    The order matters: EOS, then the request's own stop tokens, then length. A stop token ends the request even below
-    its minimum number of tokens, which is the sampler's to enforce; the length ends it in any case.
+    The order matters: EOS, then the request's own stop tokens, then length. Stop tokens and length end the request even
+    below `min_tokens`, which the sampler enforces.
     """
     if token_id in request.eos_token_ids:
         request.status = RequestStatus.FINISHED_STOPPED

@@ -1,1 +1,1 @@
-"""From prompts to completions: input and output processing around the core's loop of schedule, execute, update."""
+"""From prompts to completions: input and output processing around the core's schedule-execute-update loop."""

@@ -1,4 +1,4 @@
-"""What a person sets for an engine, and the defaults that depend on the device.
+"""Engine arguments, and the defaults that depend on the device.
 
 In vLLM v0.33.0: `vllm/engine/arg_utils.py` (`EngineArgs`, `get_batch_defaults`), `vllm/config/`.
 """
@@ -60,33 +60,33 @@ NOT_SERVED = (
 @takes_vllms_arguments("the engine", WITHOUT_EFFECT, NOT_SERVED)
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """One engine. Names and defaults are vLLM's, unless said otherwise; None is the default everywhere.
+    """The arguments of one engine. Names and defaults are vLLM's unless noted; None always means the default.
 
-    - `model`: a local directory or a name on the Hugging Face hub; `tokenizer`: another one's, if not the model's own.
-    - `dtype`: of weights and computation. "auto": the checkpoint's on a GPU; on a CPU float32, in which our CPU
-      kernels compute.
-    - `kv_cache_dtype`: what keys and values are stored as. "auto": the dtype; "int8_per_token_head", or "int8":
-      integers with a scale for each token and head; "fp8_e4m3", or "fp8": without scales, on GPUs that know it.
-    - `quantization`: of the layers' weights, as they are loaded: "int8", a scale for each row, or "int4", a scale for
-      each group of 16 to 128 numbers. None: as the checkpoint has them.
-    - `device`: "auto" is the GPU where there is one.
-    - `load_format`: "dummy" fills the model with random weights instead of reading any.
-    - `max_model_len`: of prompt and output together, in tokens; None: the model's own.
-    - `block_size`: tokens in a block of the cache.
-    - `max_num_seqs`, `max_num_batched_tokens`: requests and tokens in one step; None: by the size of the device.
-    - `gpu_memory_utilization`: the share of the device's memory that the engine may use, 0 to 1; on a CPU, of the
-      memory that is available. `num_gpu_blocks_override`: so many blocks, whatever would fit.
-    - `use_kv_cache`: off, every step computes all tokens of its requests again; what they write is read in the same
-      step and then forgotten. Not in vLLM; it is here to measure what the cache is worth.
-    - `attention_backend`: None is the unified kernel; "naive" what there was before (`unified_attention`).
-    - `speculative_config`: as vLLM's dictionary, such as {"method": "ngram", "num_speculative_tokens": 4}.
-    - `multiprocess`: the core runs in a process of its own. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
-    - `tensor_parallel_size`: ranks that share the model, each with a GPU of its own, or all on one CPU.
-    - `distributed_executor_backend`: "uni" runs the one rank in the core's process, "mp" each in its own. None: by
-      their number.
-    - `enforce_eager`: no CUDA graphs. There are none on a CPU.
-    - `seed`: of the requests that bring none of their own.
-    - `skip_tokenizer_init`: prompts are token ids, and outputs have no text.
+    - `model`: a local directory or a name on the Hugging Face Hub. `tokenizer`: the same, if not the model's own.
+    - `dtype`: of weights and computation. "auto": the checkpoint's on a GPU; float32 on a CPU, which is what our CPU
+      kernels use.
+    - `kv_cache_dtype`: the storage dtype of keys and values. "auto": same as `dtype`; "int8_per_token_head" or "int8":
+      integers with one scale per token and head; "fp8_e4m3" or "fp8": without scales, on GPUs that support it.
+    - `quantization`: quantize the layers' weights at load time to "int8", with one scale per row, or "int4", with one
+      scale per group of 16 to 128 values. None: as in the checkpoint.
+    - `device`: "auto" is the GPU if there is one.
+    - `load_format`: "dummy" uses random weights instead of reading the checkpoint's.
+    - `max_model_len`: limit of prompt plus output, in tokens; None: the model's own.
+    - `block_size`: tokens per KV-cache block.
+    - `max_num_seqs`, `max_num_batched_tokens`: the most requests and tokens per step; None: depends on the device.
+    - `gpu_memory_utilization`: fraction of the device's memory that the engine may use, 0 to 1; on a CPU, of the
+      available memory. `num_gpu_blocks_override`: the number of blocks to use instead of what fits.
+    - `use_kv_cache`: if False, every step recomputes all tokens of its requests; the keys and values are used only
+      within that step. Not in vLLM; it serves to measure what the cache is worth.
+    - `attention_backend`: None is the unified kernel; "naive" is its predecessor (`unified_attention`).
+    - `speculative_config`: a dictionary as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 4}.
+    - `multiprocess`: run the core in a separate process. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
+    - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on one CPU.
+    - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own. None:
+      "uni" for one rank, else "mp".
+    - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
+    - `seed`: seeds the random seeds of requests that do not set one.
+    - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
     """
 
     model: str | Path
@@ -121,7 +121,7 @@ class EngineArgs:
 
     @classmethod
     def of(cls, model: str | Path, settings: dict[str, Any]) -> "EngineArgs":
-        """From the arguments of a call. Raises `MinivllmError` for an unknown one, and names the nearest."""
+        """Create from keyword arguments. Raises `MinivllmError` for an unknown one, suggesting the closest name."""
         return cls(model=model, **settings)
 
     def __post_init__(self) -> None:
@@ -178,14 +178,14 @@ class EngineArgs:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """The speculative configuration, its keys checked."""
+        """The speculative configuration, validated."""
         return SpeculativeConfig.of(self.speculative_config)
 
     def scheduler_config(self, config: ModelConfig, gpu_memory: int | None) -> SchedulerConfig:
-        """The scheduler's settings for this model; `gpu_memory` is the GPU's in bytes, None on a CPU.
+        """Return the scheduler's settings for this model; `gpu_memory` is the GPU's in bytes, None on a CPU.
 
         Raises:
-            MinivllmError: a length that the model does not have, or settings that do not go together.
+            MinivllmError: `max_model_len` exceeds the model's, or settings are incompatible.
         """
         default_tokens, default_seqs = _batch_defaults(gpu_memory)
         max_model_len = self.max_model_len or config.max_position_embeddings
@@ -212,7 +212,7 @@ class EngineArgs:
         )
 
     def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> WorkerSettings:
-        """What the ranks are told; `device` is "cpu" or "cuda", and `num_threads` the CPU threads for all of them."""
+        """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads of all ranks."""
         return WorkerSettings(
             model=self.model,
             device=device,
@@ -234,7 +234,7 @@ class EngineArgs:
         )
 
     def cache_config(self, num_gpu_blocks: int) -> CacheConfig:
-        """The pool's settings, now that its size is known."""
+        """Return the block pool's settings, once its size is known."""
         return CacheConfig(
             num_gpu_blocks=num_gpu_blocks,
             block_size=self.block_size,
@@ -243,7 +243,7 @@ class EngineArgs:
 
 
 def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
-    """Tokens and requests in a step."""
+    """Return the default limits of tokens and requests per step."""
     if gpu_memory is None:
         return 2048, 256
     return (16384, 1024) if gpu_memory >= 70 * GIB else (8192, 256)

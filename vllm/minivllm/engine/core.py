@@ -1,9 +1,9 @@
-"""The core's loop: schedule, execute, update. Tokens in, tokens out; of text it knows nothing.
+"""The core's loop: schedule, execute, update. Token ids in, token ids out; it never sees text.
 
 A step is all or nothing. Blocks are published when they are scheduled, before they are computed, so a step that fails
-half way leaves names for keys and values that nobody computed. Whatever is raised in one, the core starts over: its
-requests end with an error, the pool and its cached blocks are made anew, the worker forgets its batch, and all other
-requests are computed again from their first token.
+halfway leaves hashes for keys and values that were never computed. After any exception in a step, the core starts over:
+the step's requests end with an error, the block pool is recreated empty, the worker forgets its batch, and all other
+requests are recomputed from their first token.
 
 In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.step`, `_initialize_kv_caches`).
 """
@@ -35,10 +35,10 @@ logger = init_logger(__name__)
 
 
 class EngineCore:
-    """A scheduler and an executor of its steps.
+    """A scheduler and the executor that runs its steps.
 
-    `ledger` says what the memory of a rank went to, of the one with the fewest blocks; None where the blocks were set
-    by hand.
+    `ledger` says where the memory of the rank with the fewest blocks went; None if `num_gpu_blocks_override` set the
+    number of blocks.
     """
 
     def __init__(self, args: EngineArgs) -> None:
@@ -65,12 +65,12 @@ class EngineCore:
 
     @property
     def ready(self) -> EngineCoreReady:
-        """What the front end needs to know of this core."""
+        """What the front end needs to know about this core."""
         num_blocks = self.scheduler.cache_config.num_gpu_blocks
         return EngineCoreReady(self.scheduler.limits, num_blocks, self.ledger, self.scheduler.make_stats())
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Puts a request into the queue. One that is refused ends with an error, which the next step hands out."""
+        """Adds a request to the queue. A rejected one ends with an error, which the next step returns."""
         with self._all_or_nothing(lambda: (request.request_id,)):
             try:
                 self.scheduler.add_request(request.to_request())
@@ -78,23 +78,23 @@ class EngineCore:
                 self._undelivered.append(_failed(request.request_id, error))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Ends requests, wherever they stand; unknown ones are ignored."""
+        """Ends requests, waiting or running; unknown ids are ignored."""
         ids = set(request_ids)
         with self._all_or_nothing(lambda: ids):
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether there is anything for a step to do or return."""
         return bool(self._undelivered) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> EngineCoreOutputs:
-        """One step: who gets how many tokens, a forward pass, and what came of it.
+        """Runs one step: scheduling, a forward pass, and processing of its output.
 
         Raises:
-            WorkerDiedError: a rank has ended, and the engine with it.
-            Exception: whatever a step may raise. The requests that were in it end with an error, which the next step
-                hands out; the others go on.
+            WorkerDiedError: a rank has died, and the engine with it.
+            Exception: whatever the step raised. The requests in it (after `NonFiniteLogitsError`, only those it names)
+                end with an error, which the next step returns; the others continue.
         """
         scheduled: Collection[str] | None = None
         with self._all_or_nothing(lambda: list(self.scheduler.requests) if scheduled is None else scheduled):
@@ -112,17 +112,17 @@ class EngineCore:
         return delivered
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks. Returns False, and does nothing, while any request holds a block."""
+        """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
         with self._all_or_nothing(tuple):
             return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Ends the processes of the ranks, where they have some. No step can be made after it."""
+        """Ends the processes of the ranks, if any. No step can run after that."""
         self.executor.shutdown()
 
     @contextmanager
     def _all_or_nothing(self, who_is_lost: Callable[[], Collection[str]]) -> Iterator[None]:
-        """Starts over where the block fails; the requests that are lost end with an error, the others begin again."""
+        """If the block fails, starts over: the lost requests end with an error, the others are recomputed."""
         try:
             yield
         except WorkerDiedError:

@@ -1,7 +1,7 @@
-"""The engine's core as the front end sees it, in the same process or in one of its own.
+"""The engine core as the front end sees it, in the same process or a separate one.
 
-What crosses is the plain data of `minivllm.core.messages`. The front end never reads the core's scheduler: `ready` says
-once what it needs to know, and each `get_output` brings the state after a step.
+They exchange only the plain data of `minivllm.core.messages`. The front end never reads the core's scheduler: `ready`
+says once what it needs to know, and each `get_output` brings the state after a step.
 
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`EngineCoreClient`, `InprocClient`, `SyncMPClient`).
 """
@@ -19,13 +19,13 @@ UTILITIES = ("reset_prefix_cache",)
 
 
 class EngineCoreClient(ABC):
-    """Requests in, outputs out. `ready` is what the core said when it was."""
+    """Requests in, outputs out. `ready` is the message that the core sent when it was ready."""
 
     ready: EngineCoreReady
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Sends a request. One that the core refuses comes back as an output with an error."""
+        """Sends a request. One that the core rejects comes back as an output with an error."""
 
     @abstractmethod
     def abort_requests(self, request_ids: Sequence[str]) -> None:
@@ -33,28 +33,28 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
-        """What the next step made of the requests; to be asked only while some are unfinished.
+        """Returns the outputs of the next step; call it only while there are unfinished requests.
 
         Raises:
-            EngineDeadError: the core's process has ended.
+            EngineDeadError: the core's process has died.
         """
 
     @abstractmethod
     def call_utility(self, method: str) -> Any:
-        """What one of `UTILITIES` returns."""
+        """Calls one of `UTILITIES` in the core and returns its result."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends what was started; a second time it does nothing."""
+        """Ends everything that was started; a second call does nothing."""
 
 
 def make_client(args: EngineArgs) -> EngineCoreClient:
-    """A core, started and ready: in this process, or in its own with `multiprocess`.
+    """Starts a core and returns its client once it is ready: in this process, or with `multiprocess` in its own.
 
     Raises:
-        MinivllmError: what the core refuses.
-        WorkerDiedError: a rank ended before it was ready.
-        EngineDeadError: the core's process ended before it was ready.
+        MinivllmError: the core rejects the arguments.
+        WorkerDiedError: a rank died before it was ready.
+        EngineDeadError: the core's process died before it was ready.
     """
     if not args.multiprocess:
         return InprocClient(args)
@@ -64,29 +64,29 @@ def make_client(args: EngineArgs) -> EngineCoreClient:
 
 
 class InprocClient(EngineCoreClient):
-    """The core is an object of this process. `get_output` is a step."""
+    """The core is an object in this process. `get_output` runs a step."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.engine_core = EngineCore(args)
         self.ready = self.engine_core.ready
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """As `EngineCoreClient`."""
+        """See `EngineCoreClient`."""
         self.engine_core.add_request(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """As `EngineCoreClient`."""
+        """See `EngineCoreClient`."""
         self.engine_core.abort_requests(request_ids)
 
     def get_output(self) -> EngineCoreOutputs:
-        """As `EngineCoreClient`; what is raised in the step is raised here, too."""
+        """See `EngineCoreClient`; exceptions of the step propagate."""
         return self.engine_core.step()
 
     def call_utility(self, method: str) -> Any:
-        """As `EngineCoreClient`."""
+        """See `EngineCoreClient`."""
         assert method in UTILITIES
         return getattr(self.engine_core, method)()
 
     def shutdown(self) -> None:
-        """As `EngineCoreClient`."""
+        """See `EngineCoreClient`."""
         self.engine_core.shutdown()

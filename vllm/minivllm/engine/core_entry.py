@@ -1,8 +1,8 @@
-"""Where the core's process begins: `python -m minivllm.engine.core_entry FOLDER LIFELINE`.
+"""Entry point of the core's process: `python -m minivllm.engine.core_entry FOLDER LIFELINE`.
 
-`mp_client.py` starts it. Its standard input is a pipe that nothing is written to and that closes with the front end;
+`mp_client.py` starts it. Its standard input is a pipe that is never written to and that closes when the front end ends;
 a thread waits for that before anything large is imported, so that no process is left over, whenever the front end ends.
-LIFELINE is a file descriptor that does nothing but close with this process.
+LIFELINE is a file descriptor whose only purpose is to close when this process ends.
 """
 
 import os
@@ -22,8 +22,8 @@ def _end_with_front_end(folder: str, end: Callable[[], None]) -> None:
 
 
 def main(folder: str, lifeline: int) -> int:
-    """Runs the core until it fails or the front end is gone; the exit code."""
-    os.set_inheritable(lifeline, False)  # no rank may hold it
+    """Runs the core until it fails or the front end is gone; returns the exit code."""
+    os.set_inheritable(lifeline, False)  # ranks must not inherit it
     started: list[Callable[[], None]] = []
     end = (folder, lambda: [shutdown() for shutdown in started] and None)
     threading.Thread(target=_end_with_front_end, args=end, daemon=True).start()

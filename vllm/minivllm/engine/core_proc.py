@@ -1,6 +1,6 @@
-"""The core's process: its loop in the main thread, its sockets in two others.
+"""The core's process: its loop in the main thread, its sockets in two other threads.
 
-While a step computes, the interpreter is free most of the time: requests are unpacked and outputs packed meanwhile.
+While a step computes, the GIL is free most of the time, so requests are decoded and outputs encoded meanwhile.
 
 In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc.run_busy_loop`, `process_input_sockets`,
 `process_output_sockets`).
@@ -23,10 +23,10 @@ SECONDS_TO_SEND = 2.0
 
 
 class EngineCoreProc:
-    """Says hello to the front end, is told what to be, becomes it, and works until it is told to end, or fails."""
+    """Says hello to the front end, receives the engine's arguments, creates the core and serves it until it fails."""
 
     def __init__(self, folder: str) -> None:
-        """`folder` is where the front end's two sockets are."""
+        """Connects to the front end's two sockets in `folder`."""
         self.core: EngineCore | None = None
         self._requests: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
@@ -38,7 +38,7 @@ class EngineCoreProc:
         self._output.connect(f"ipc://{folder}/output")
 
     def run(self) -> int:
-        """The whole of it; the exit code of the process."""
+        """Does all of that; returns the exit code of the process."""
         self._input.send_multipart((Kind.HELLO, b""))
         _, settings = self._input.recv_multipart()
         socket = self._input
@@ -62,12 +62,12 @@ class EngineCoreProc:
         return 0
 
     def shutdown(self) -> None:
-        """Ends the ranks. From any thread."""
+        """Ends the ranks. Can be called from any thread."""
         if self.core is not None:
             self.core.shutdown()
 
     def _run_busy_loop(self, core: EngineCore) -> None:
-        """Steps while there is something to compute, waits while there is not. Ends with a rank that has ended."""
+        """Steps while requests are unfinished, else waits for messages. Raises `WorkerDiedError` if a rank dies."""
         while True:
             while not self._requests.empty() or not core.has_unfinished_requests():
                 self._handle(core, *self._requests.get())
@@ -76,7 +76,7 @@ class EngineCoreProc:
             except WorkerDiedError:
                 raise
             except Exception:
-                continue  # its requests end with an error, as the next step says; the others go on
+                continue  # the next step reports the failed requests; the others go on
 
     def _handle(self, core: EngineCore, kind: bytes, payload: bytes) -> None:
         if kind == Kind.ADD:
@@ -98,7 +98,7 @@ class EngineCoreProc:
 
 
 def _result_of(core: EngineCore, method: str) -> tuple[Any, str | None]:
-    """What a method of the core returns, or why it returns nothing."""
+    """Returns `(result, None)` of a method of the core, or `(None, error message)`."""
     if method not in UTILITIES:
         return None, f"there is no utility {method!r}"
     try:

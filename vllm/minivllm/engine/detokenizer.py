@@ -1,8 +1,8 @@
-"""Text from tokens, a few at a time: never half a character, never half a stop string.
+"""Incremental detokenization: the text never ends in half a character, nor a stream in half a stop string.
 
 A token may end in the middle of a character (byte-level tokens do), and the text of a token may depend on the token
-before it (SentencePiece drops the space at the start of a text). So new tokens are decoded together with a few before
-them, and what ends in a broken character waits for the next token.
+before it (SentencePiece drops the space at the start of a text). So new tokens are decoded together with a few earlier
+ones, and text that ends in a broken character is held back until the next token.
 
 In vLLM v0.33.0: `vllm/v1/engine/detokenizer.py` (`IncrementalDetokenizer`, `check_stop_strings`).
 """
@@ -14,19 +14,19 @@ from tokenizers import Tokenizer
 from minivllm.sampling_params import SamplingParams
 
 BROKEN = "\ufffd"
-"""What a decoder puts in the place of bytes that are no character, or no whole one yet."""
+"""The replacement character, which decoders put in place of invalid or incomplete UTF-8."""
 MAX_BROKEN = 3
-"""In a long run of broken characters only so many may still be mended: UTF-8 has at most four bytes a character."""
+"""Of a long run of broken characters, only this many can still be completed: a UTF-8 character has at most 4 bytes."""
 NUM_CONTEXT_TOKENS = 12
-"""Decoded again with what is new: enough for what a decoder does at the start of a text."""
+"""Number of earlier tokens to decode with the new ones: enough for a decoder's special cases at the start of a text."""
 MAX_WINDOW_TOKENS = 48
 
 
 class IncrementalDetokenizer:
-    """The text of one request, which only ever grows, until a stop string cuts it.
+    """The text of one request, which only grows until a stop string truncates it.
 
-    `text` is what may be shown: no broken character at its end that the next token could mend. `num_tokens` tokens were
-    taken in for it.
+    `text` can be shown: it does not end in a broken character that the next token could complete. It was decoded from
+    `num_tokens` tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -35,15 +35,15 @@ class IncrementalDetokenizer:
         self._stop_strings = params.stop_strings
         self.num_tokens = 0
         self.text = ""
-        # The last tokens, and how many characters of theirs are in `text` already (or in the prompt's).
+        # The last tokens, and how many characters of their text are already in `text` (or belong to the prompt).
         self._window = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
         self._num_shown = len(self._whole(self._decode()))
 
     def update(self, new_token_ids: Sequence[int], stopped_by_token: bool = False) -> str | None:
-        """Adds tokens to the text. Returns the stop string that ends it, if one does; the text is cut there.
+        """Adds tokens to the text. Returns the stop string found, if any; the text is truncated there.
 
-        The token that completes it is the last one taken in (`num_tokens`). `stopped_by_token`: the last of the new
-        tokens is a stop token, which leaves no trace in the text (unless the request asks for it).
+        The token that completes the stop string is the last one decoded (`num_tokens`). `stopped_by_token`: the last
+        new token is a stop token, which is left out of the text unless `include_stop_str_in_output` is set.
         """
         if stopped_by_token and not self._params.include_stop_str_in_output:
             new_token_ids = new_token_ids[:-1]
@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
         return None
 
     def finish(self) -> str | None:
-        """Shows what was held back, as no further token comes. Returns a stop string found in it, as `update` does."""
+        """Adds the text that was held back, since no more tokens will come. Returns a stop string, as `update` does."""
         num_before = len(self.text)
         decoded = self._decode()
         self.text += decoded[self._num_shown :]
@@ -69,7 +69,7 @@ class IncrementalDetokenizer:
         return self._cut_at_stop_string(num_before)
 
     def streamable_length(self) -> int:
-        """How much of `text` may be sent while more is to come: not what could be the beginning of a stop string."""
+        """Returns how much of `text` an unfinished stream may send: all but a possible start of a stop string."""
         if self._params.include_stop_str_in_output or not self._stop_strings:
             return len(self.text)
         return len(self.text) - max(_overlap(self.text, stop) for stop in self._stop_strings)
@@ -92,9 +92,9 @@ class IncrementalDetokenizer:
             self._num_shown = len(self._decode()) - num_held
 
     def _whole(self, decoded: str) -> str:
-        """The text without the broken characters at its end, which further bytes might mend.
+        """Returns the text without trailing broken characters that more bytes might complete.
 
-        All of them: a SentencePiece decoder breaks a whole run of bytes when the last character of it lacks one.
+        All of them are cut: a SentencePiece decoder breaks a whole run of bytes if its last character is incomplete.
         """
         whole = decoded.rstrip(BROKEN)
         if len(self._window) >= MAX_WINDOW_TOKENS:
@@ -111,10 +111,10 @@ class IncrementalDetokenizer:
 
 
 def find_stop_string(text: str, stop_strings: Sequence[str], num_before: int) -> tuple[str, int] | None:
-    """The stop string that is complete first among those ending after the first `num_before` characters, and its end.
+    """Returns the stop string that is completed first after the first `num_before` characters, and where it ends.
 
-    That is the one that would have been found had the text come character by character. Of two that end at the same
-    place the first of the list is taken.
+    It is the one that would be found if the text arrived character by character. Of two that end at the same place,
+    the first in the list wins.
     """
     ends = [(_first_end(text, stop, num_before), stop) for stop in stop_strings]
     end, stop = min(ends, key=lambda pair: pair[0], default=(len(text) + 1, ""))
@@ -127,6 +127,6 @@ def _first_end(text: str, stop: str, num_before: int) -> int:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

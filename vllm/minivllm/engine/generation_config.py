@@ -1,4 +1,4 @@
-"""What a model's `generation_config.json` adds: further end-of-sequence tokens, and its makers' sampling defaults.
+"""A model's `generation_config.json`: additional end-of-sequence tokens, and default sampling parameters.
 
 In vLLM v0.33.0: `ModelConfig.get_diff_sampling_param` in `vllm/config/model.py`,
 `SamplingParams.update_from_generation_config`.
@@ -22,9 +22,9 @@ SAMPLING_FIELDS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """End-of-sequence ids of config and generation config together, and the sampling defaults that the latter names.
+    """End-of-sequence ids from all of a model's configs, and the sampling defaults of its generation config.
 
-    First stands the tokenizer's own end-of-sequence token, where it names one.
+    The tokenizer's own end-of-sequence token, if it names one, comes first.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -34,12 +34,12 @@ class GenerationConfig:
     def of(
         cls, path_or_name: str | Path, config: ModelConfig, tokenizer: Tokenizer | None = None
     ) -> "GenerationConfig":
-        """Read the file beside the model; without one, there is only what the model config and the tokenizer say.
+        """Read the file beside the model; if there is none, use only the configs of the model and the tokenizer.
 
-        Ids outside the vocabulary are left out: no such token can come.
+        Ids outside the vocabulary are left out, because they can never be sampled.
 
         Raises:
-            MinivllmError: a file is there, and broken.
+            MinivllmError: a file exists but is not valid.
         """
         contents = _read(path_or_name, FILENAME)
         eos = contents.get("eos_token_id")
@@ -52,12 +52,12 @@ class GenerationConfig:
         return cls(tuple(dict.fromkeys(in_vocabulary)), sampling)
 
     def default_sampling_params(self) -> SamplingParams:
-        """The parameters of a request that brings none."""
+        """Return the sampling parameters of a request that has none of its own."""
         return SamplingParams(**self.sampling)
 
 
 def _eos_of_tokenizer(path_or_name: str | Path, tokenizer: Tokenizer | None) -> int | None:
-    """The id of the `eos_token` that the tokenizer's config names; None where it names none."""
+    """Return the id of the `eos_token` in the tokenizer's config, or None."""
     if tokenizer is None:
         return None
     eos = _read(path_or_name, TOKENIZER_CONFIG).get("eos_token")

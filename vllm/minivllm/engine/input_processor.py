@@ -1,4 +1,4 @@
-"""From what a person asks for to what the core runs: tokens, resolved parameters, and a clear refusal otherwise.
+"""Turns a user's prompt and parameters into a request for the core, or raises a clear error.
 
 In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor.process_inputs`).
 """
@@ -18,10 +18,10 @@ from minivllm.sampling_params import SamplingParams
 
 
 class InputProcessor:
-    """Tokenizes and checks.
+    """Tokenizes prompts, and checks and resolves parameters.
 
-    `eos_token_ids` are the model's end-of-sequence tokens. To the core only the first is one; the rest are stop tokens
-    like those that a request names, so that its `stop_reason` tells them apart.
+    `eos_token_ids` are the model's end-of-sequence tokens. The core treats only the first as EOS, and the others as
+    stop tokens like those of a request, so that `stop_reason` tells them apart.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class InputProcessor:
         *,
         priority: int = 0,
     ) -> tuple[str | None, EngineCoreRequest]:
-        """The prompt's text, where it has one, and the request for the core.
+        """Return the prompt's text, if it has one, and the request for the core.
 
         Raises:
-            MinivllmError: the prompt or the parameters are wrong; the message says what would be right.
+            MinivllmError: the prompt or the parameters are invalid; the message says what would be valid.
         """
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise MinivllmError(f"priority is {priority!r}; it must be a whole number, a lower one goes first")
@@ -83,7 +83,7 @@ class InputProcessor:
             raise MinivllmError(f"the prompt has the token id {outside}; the vocabulary is 0 to {self.vocab_size - 1}")
 
     def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """A checked copy of the parameters with a seed, a maximum, and everything in token ids."""
+        """Return a checked copy of the parameters with `seed`, `max_tokens` and all token ids filled in."""
         if not isinstance(params, SamplingParams):
             raise MinivllmError(f"sampling_params are {type(params).__name__}; they must be SamplingParams")
         params = params.clone()
@@ -114,9 +114,9 @@ class InputProcessor:
             )
 
     def _bad_words_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is spelled at the beginning of a text, and after a space; what is all spaces, as it is.
+        """Return the tokens of each word at the start of a text and after a space; a word of only spaces as it is.
 
-        vLLM leaves out the second spelling where it has more tokens than the first; here it is forbidden too.
+        vLLM skips the second variant if it has more tokens than the first; here it is forbidden too.
         """
         spellings = set()
         for word in params.bad_words or ():

@@ -1,4 +1,4 @@
-"""The engine that one calls step by step: prompts in, what they have become so far out.
+"""The engine, driven step by step: prompts in, outputs so far out.
 
 In vLLM v0.33.0: `vllm/v1/engine/llm_engine.py` (`LLMEngine`).
 """
@@ -24,7 +24,7 @@ from minivllm.sampling_params import SamplingParams
 
 
 class LLMEngine:
-    """Input processor, the core's client, output processor. For one caller: it has no locks."""
+    """Input processor, client of the core, output processor. For a single caller: it has no locks."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.model_config = ModelConfig.from_pretrained(args.model)
@@ -32,7 +32,7 @@ class LLMEngine:
         self.generation_config = GenerationConfig.of(args.model, self.model_config, self.tokenizer)
         self.engine_core = make_client(args)
         self.stats: SchedulerStats = self.engine_core.ready.scheduler_stats
-        """The scheduler's state after the last step. Reading it consumes nothing."""
+        """The scheduler's state after the last step. Reading it resets nothing."""
         self.input_processor = InputProcessor(
             self.model_config,
             self.tokenizer,
@@ -46,14 +46,14 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
-        """As the constructor; vLLM's name for it."""
+        """Same as the constructor, under vLLM's name."""
         return cls(engine_args)
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> None:
-        """Puts a prompt into the queue; `params.n` completions of it.
+        """Adds a prompt to the queue, to be completed `params.n` times.
 
         Raises:
-            MinivllmError: it cannot be run; nothing of it is in the queue then.
+            MinivllmError: the request is invalid; nothing was added to the queue.
         """
         if not isinstance(request_id, str):
             raise MinivllmError(f"the request id is {request_id!r}; it must be a text")
@@ -83,17 +83,18 @@ class LLMEngine:
             self.engine_core.abort_requests(children)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request still wants a step."""
+        """Whether any request is unfinished."""
         return bool(self.output_processor.states)
 
     def get_num_unfinished_requests(self) -> int:
-        """How many do; each of `n` completions counts."""
+        """Returns the number of unfinished requests, counting each of `n` completions."""
         return len(self.output_processor.states)
 
     def step(self) -> list[RequestOutput]:
-        """One step of the core; returns the requests about which there is something to say.
+        """Runs one step of the core; returns the outputs of requests that have something new.
 
-        All or nothing: Ctrl-C waits for its end, and where taking in the outputs fails, their requests are ended.
+        All or nothing: Ctrl-C waits for the end of the step, and if processing the outputs fails, their requests are
+        aborted.
         """
         outputs: EngineCoreOutputs | None = None
         with interrupts_held():
@@ -106,11 +107,11 @@ class LLMEngine:
                 raise
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks. Returns False, and does nothing, while any request runs."""
+        """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
         return self.engine_core.call_utility("reset_prefix_cache")
 
     def shutdown(self) -> None:
-        """Ends what the engine has started; it can do nothing after that."""
+        """Ends everything that the engine has started; it cannot be used after that."""
         self.engine_core.shutdown()
 
     def _take_in(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:

@@ -1,11 +1,11 @@
-"""A core in a process of its own, seen from the front end: how it is started, talked to, missed and ended.
+"""The front end's side of a core in a separate process: starting it, talking to it, noticing its death, ending it.
 
-Two sockets, in a folder that only this user can read: requests go to the core by its identity (so that one front end
-may have several cores), outputs come back (`wire.py`).
+There are two sockets, in a folder that only this user can read: one sends requests, addressed to the core's identity
+(so that one front end could have several cores), the other receives outputs (`wire.py`).
 
-The process is a fresh interpreter that runs `minivllm.engine.core_entry`: a script needs no `if __name__ == "__main__"`
-for it. It ignores Ctrl-C, which the front end decides about, and ends when the front end does: their lifeline is a pipe
-that closes with whoever goes first.
+The process is a fresh interpreter that runs `minivllm.engine.core_entry`, so a user's script needs no
+`if __name__ == "__main__"`. It ignores Ctrl-C, which the front end handles. Each side notices the other's end by a pipe
+that closes with it: the core's standard input, and the lifeline.
 
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`MPClient`, `SyncMPClient`), `vllm/v1/engine/utils.py`
 (`CoreEngineProcManager`).
@@ -34,11 +34,11 @@ from minivllm.engine.wire import IDENTITY, Failure, Kind, decode, encode
 from minivllm.errors import EngineDeadError
 
 SECONDS_TO_LEAVE = 10.0
-"""A core that is told to leave and does not is killed after this: it ends its ranks first."""
+"""A core told to leave is killed after this time. It is generous because the core ends its ranks first."""
 
 
 class SyncMPClient(EngineCoreClient):
-    """Waits where it asks: for `LLM`. Sockets and process belong to this object, and end with it."""
+    """A blocking client, for `LLM`. It owns the sockets and the process, which end with it."""
 
     def __init__(self, args: EngineArgs) -> None:
         self._dead: Exception | None = None
@@ -60,20 +60,20 @@ class SyncMPClient(EngineCoreClient):
             raise
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """As `EngineCoreClient`."""
+        """See `EngineCoreClient`."""
         self._send(Kind.ADD, request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """As `EngineCoreClient`; what is under way for them still comes, and is to be passed over."""
+        """See `EngineCoreClient`; outputs already on their way still arrive, and the caller must ignore them."""
         if request_ids and self._dead is None:
             self._send(Kind.ABORT, list(request_ids))
 
     def get_output(self) -> EngineCoreOutputs:
-        """As `EngineCoreClient`."""
+        """See `EngineCoreClient`."""
         return self._early.pop(0) if self._early else self._receive()
 
     def call_utility(self, method: str) -> Any:
-        """As `EngineCoreClient`. Outputs that come before the answer are kept for `get_output`."""
+        """See `EngineCoreClient`. Outputs that arrive before the reply are kept for `get_output`."""
         assert method in UTILITIES
         call_id = next(self._call_ids)
         self._send(Kind.UTILITY, (call_id, method))
@@ -82,18 +82,18 @@ class SyncMPClient(EngineCoreClient):
             answer = message.utility_output
             if answer is None:
                 self._early.append(message)
-            elif answer.call_id == call_id:  # others were asked by calls that were interrupted
+            elif answer.call_id == call_id:  # other replies belong to interrupted calls
                 if answer.error is not None:
                     raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
                 return answer.result
 
     def shutdown(self) -> None:
-        """As `EngineCoreClient`."""
+        """See `EngineCoreClient`."""
         self._dead = self._dead or EngineDeadError("the engine has been shut down")
         self._finalizer()
 
     def _meet(self, args: EngineArgs) -> EngineCoreReady:
-        """Waits for the core to be there, tells it what to be, and waits for it to be that."""
+        """Waits for the core's hello, sends it the engine's arguments, and waits until it is ready."""
         kind, _ = self._wait(self._input)[1:]
         assert kind == Kind.HELLO
         self._send(Kind.START, {field.name: getattr(args, field.name) for field in fields(args)})
@@ -115,7 +115,7 @@ class SyncMPClient(EngineCoreClient):
         return decode(payload, EngineCoreOutputs)
 
     def _wait(self, socket: zmq.Socket) -> list[bytes]:
-        """The next message, or an error as soon as the core's process has ended without one."""
+        """Returns the next message, or raises `EngineDeadError` as soon as the core's process has ended without one."""
         if self._dead is not None:
             raise self._dead
         poller = zmq.Poller()
@@ -132,11 +132,11 @@ class SyncMPClient(EngineCoreClient):
 
 
 def _start(folder: str) -> tuple[subprocess.Popen[bytes], int]:
-    """The core's process, and our end of the lifeline: readable as soon as the process is gone."""
+    """Starts the core's process; returns it and our end of the lifeline, which is readable once the process is gone."""
     home = str(Path(errors.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     ours, theirs = os.pipe()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits that
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the process
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "minivllm.engine.core_entry", folder, str(theirs)],
@@ -151,7 +151,7 @@ def _start(folder: str) -> tuple[subprocess.Popen[bytes], int]:
 
 
 def _end(context: zmq.Context, process: subprocess.Popen[bytes], lifeline: int, folder: str) -> None:
-    """Lets go of the process, and kills it if it stays."""
+    """Tells the process to leave, kills it if it does not, and frees everything that belongs to it."""
     assert process.stdin is not None
     process.stdin.close()
     try:

@@ -9,7 +9,7 @@ from minivllm.errors import MinivllmError
 
 
 class OneCaller:
-    """Refuses a second caller: another thread, a signal handler in the middle of a call, a forked process."""
+    """Rejects a second caller: another thread, a signal handler during a call, or a forked process."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -17,10 +17,10 @@ class OneCaller:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """For the time of one call.
+        """Hold the lock for the duration of one call.
 
         Raises:
-            MinivllmError: another one is under way, or this is another process.
+            MinivllmError: another call is in progress, or this is another process.
         """
         if os.getpid() != self._process:
             raise MinivllmError(

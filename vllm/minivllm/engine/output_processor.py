@@ -1,4 +1,4 @@
-"""From what the core sampled to what a person reads: text, stop strings, log probabilities, all completions together.
+"""Turns sampled tokens into outputs for the user: text, stop strings, log probabilities, completions grouped by prompt.
 
 In vLLM v0.33.0: `vllm/v1/engine/output_processor.py` (`OutputProcessor`, `RequestState`), `vllm/v1/engine/logprobs.py`.
 """
@@ -18,7 +18,7 @@ from minivllm.sampling_params import RequestOutputKind
 
 @dataclass(slots=True)
 class RequestState:
-    """What is known of one child request outside the core. `num_sent_…`: what a DELTA stream has been sent."""
+    """The front end's state of one child request. `num_sent_…`: how much a DELTA stream has been sent."""
 
     request: EngineCoreRequest
     prompt: str | None
@@ -39,7 +39,7 @@ class RequestState:
     num_sent_characters: int = 0
 
     def drop_tokens_behind(self, num_tokens: int) -> None:
-        """Keeps so many tokens: a step with accepted drafts goes on behind the token that completes a stop string."""
+        """Keeps `num_tokens` tokens: accepted draft tokens may follow the one that completes a stop string."""
         del self.token_ids[num_tokens:]
         if self.logprobs is not None:
             del self.logprobs[num_tokens:]
@@ -47,7 +47,7 @@ class RequestState:
 
 
 class OutputProcessor:
-    """The requests that are under way, and what becomes of their outputs."""
+    """Keeps track of unfinished requests and processes their outputs."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -55,7 +55,7 @@ class OutputProcessor:
         self._num_prompt_tokens = self._num_generation_tokens = 0
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, index: int, parent: ParentRequest) -> None:
-        """Expects outputs of a request, the child `index` of `parent`."""
+        """Registers a request, child `index` of `parent`."""
         params = request.sampling_params
         detokenizer = None
         if self.tokenizer is not None and params.detokenize:
@@ -66,9 +66,9 @@ class OutputProcessor:
         self.states[request.request_id] = state
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """Takes in a step's outputs. Returns what is to be shown, and the ids of requests that a stop string has ended.
+        """Processes a step's outputs. Returns outputs for the user, and the ids of requests ended by a stop string.
 
-        The core must abort those: it knows nothing of text, and would go on.
+        The core must abort the latter: it does not see text, and would continue them.
         """
         shown: list[RequestOutput] = []
         to_abort: list[str] = []
@@ -76,7 +76,7 @@ class OutputProcessor:
         for output in outputs:
             state = self.states.get(output.request_id)
             if state is None:
-                continue  # It was aborted while its step was under way.
+                continue  # It was aborted while its step was running.
             self._observe(state, output, now)
             if self._detokenize(state):
                 to_abort.append(output.request_id)
@@ -90,13 +90,13 @@ class OutputProcessor:
         return shown, to_abort
 
     def take_counts(self) -> tuple[int, int]:
-        """Tokens of prompts that were computed, and tokens generated, since this was last asked."""
+        """Returns the numbers of prompt tokens and of generated tokens since the last call."""
         counts = self._num_prompt_tokens, self._num_generation_tokens
         self._num_prompt_tokens = self._num_generation_tokens = 0
         return counts
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Expects nothing more of these requests."""
+        """Forgets these requests; later outputs of theirs are ignored."""
         for request_id in request_ids:
             self.states.pop(request_id, None)
 
@@ -118,9 +118,9 @@ class OutputProcessor:
                 state.cumulative_logprob = (state.cumulative_logprob or 0.0) + entry.logprobs[0]
 
     def _detokenize(self, state: RequestState) -> bool:
-        """Turns the new tokens into text. True where a stop string ended a request that the core would go on with.
+        """Turns new tokens into text. Returns whether a stop string ended a request that the core would continue.
 
-        Where nobody reads along and no stop string is looked for, the text is made once, at the end.
+        If only the final output is wanted and there are no stop strings, decodes once, at the end.
         """
         detokenizer, params = state.detokenizer, state.request.sampling_params
         finished = state.finish_reason is not None
@@ -140,7 +140,7 @@ class OutputProcessor:
         return not finished
 
     def _make_output(self, state: RequestState) -> RequestOutput | None:
-        """What the request's stream gets, or None: nothing new, or completions of the same prompt are still to come."""
+        """Returns the request's next output; None for FINAL_ONLY while completions of the prompt are unfinished."""
         kind, parent = state.request.sampling_params.output_kind, state.parent
         parent.observe(self._completion(state, kind))
         if kind is RequestOutputKind.FINAL_ONLY and parent.unfinished:
@@ -184,7 +184,7 @@ class OutputProcessor:
         return text if state.finish_reason is not None else text[: state.detokenizer.streamable_length()]
 
     def _as_dict(self, entry: Sequence[Sequence]) -> dict[int, Logprob]:
-        """Token id to log probability; the chosen token stands first."""
+        """Returns log probabilities by token id; the chosen token is first."""
         rows: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(*entry, strict=True):
             rows.setdefault(token_id, Logprob(logprob, rank, self._decoded(token_id)))
@@ -195,6 +195,6 @@ class OutputProcessor:
 
 
 def _chosen(entry: dict[int, Logprob] | None) -> Logprob:
-    """The chosen token's log probability, which stands first."""
+    """Returns the chosen token's log probability, the first entry."""
     assert entry
     return next(iter(entry.values()))

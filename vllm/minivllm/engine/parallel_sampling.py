@@ -1,4 +1,4 @@
-"""`n` completions of one prompt are `n` requests. The prefix cache makes them share the prompt's blocks.
+"""`n` completions of one prompt are `n` requests, which share the prompt's blocks through the prefix cache.
 
 In vLLM v0.33.0: `vllm/v1/engine/parallel_sampling.py` (`ParentRequest`).
 """
@@ -10,7 +10,7 @@ from minivllm.outputs import CompletionOutput
 
 
 class ParentRequest:
-    """Gathers the completions of its children, by their index."""
+    """Collects the completions of its children by index."""
 
     def __init__(self, request_id: str, n: int) -> None:
         self.request_id = request_id
@@ -18,18 +18,18 @@ class ParentRequest:
         self._completions: dict[int, CompletionOutput] = {}
 
     def observe(self, completion: CompletionOutput) -> None:
-        """Takes in the newest state of one child."""
+        """Records the latest state of one child."""
         self._completions[completion.index] = completion
         if completion.finished():
             self.unfinished.discard(completion.index)
 
     def completions(self) -> list[CompletionOutput]:
-        """Those seen so far, in order."""
+        """Returns the completions seen so far, in order of index."""
         return [self._completions[index] for index in sorted(self._completions)]
 
 
 def child_requests(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """The requests that a request for `n` completions becomes; itself where n is 1."""
+    """Splits a request for `n` completions into `n` requests; returns the request itself if n is 1."""
     params = request.sampling_params
     if params.n == 1:
         return [request]

@@ -1,4 +1,4 @@
-"""A line every few seconds of work: tokens a second, who runs, how full the cache is.
+"""Logs throughput, running and waiting requests and cache usage every few seconds of work.
 
 In vLLM v0.33.0: `vllm/v1/metrics/loggers.py` (`LoggingStatLogger`).
 """
@@ -13,14 +13,14 @@ SECONDS = 5.0
 
 
 class ThroughputLog:
-    """Counts between two lines. Time in which nothing is asked of the engine does not count as slow work."""
+    """Counts tokens between two log lines. Idle time is excluded, so it does not look like low throughput."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._prompt_tokens = self._generation_tokens = 0
 
     def observe(self, prompt_tokens: int, generation_tokens: int, stats: SchedulerStats) -> None:
-        """Counts what a step brought, and says so if it is time: prompts that were computed, tokens that came out."""
+        """Adds a step's prompt and generated tokens, and logs a line if it is time."""
         now = time.monotonic()
         if self._since is None:
             self._since = now

@@ -1,6 +1,6 @@
-"""What goes over the sockets between a front end and a core's process.
+"""The messages on the sockets between a front end and a core's process.
 
-A message is its kind, one byte, and its payload: plain data in MessagePack, never pickle, which runs what it is sent.
+A message is a one-byte kind and a payload: plain data in MessagePack, never pickle, which would run code it is sent.
 
 In vLLM v0.33.0: `vllm/v1/serial_utils.py` (`MsgpackEncoder`, `MsgpackDecoder`), `EngineCoreRequestType` in
 `vllm/v1/engine/__init__.py`.
@@ -18,11 +18,11 @@ from minivllm.errors import EngineDeadError, MinivllmError, UnsupportedModelErro
 Message = TypeVar("Message")
 
 IDENTITY = b"core 0"
-"""The name by which the front end's socket knows the core."""
+"""The core's identity on the front end's ROUTER socket."""
 
 
 class Kind:
-    """HELLO and READY come from the core in turn, then OUTPUTS; FAILED is its last word. The others go to it."""
+    """The core sends HELLO, READY, then OUTPUTS, and FAILED as its last message. The other kinds are sent to it."""
 
     HELLO, READY, OUTPUTS, FAILED = b"h", b"r", b"o", b"f"
     START, ADD, ABORT, UTILITY = b"s", b"a", b"x", b"u"
@@ -30,30 +30,30 @@ class Kind:
 
 @dataclass
 class Failure:
-    """Why a core did not start, or ended: the name of an error, and its words."""
+    """Why a core failed to start or died: the class name of an exception, and its message."""
 
     name: str
     text: str
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        """What there is to say of this error."""
+        """Describe this exception."""
         return cls(type(error).__name__, str(error))
 
     def error(self) -> Exception:
-        """The error for the caller: the core's own where it is one that a person can act on."""
+        """Return the exception for the caller: the core's own if the user can act on it, else `EngineDeadError`."""
         known = (MinivllmError, UnsupportedModelError, WorkerDiedError)
         kind = {one.__name__: one for one in known}.get(self.name)
         return kind(self.text) if kind else EngineDeadError(f"the engine's core has ended: {self.name}: {self.text}")
 
 
 def encode(message: Any) -> bytes:
-    """A dataclass, or builtins, as bytes. Paths become texts."""
+    """Encode a dataclass or builtins as bytes. Paths become strings."""
     return _encoder.encode(message)
 
 
 def decode(payload: bytes, kind: type[Message]) -> Message:
-    """The message of this type. Raises `msgspec.ValidationError` where the bytes hold something else."""
+    """Decode a message of this type. Raises `msgspec.ValidationError` if the bytes hold something else."""
     return msgspec.msgpack.decode(payload, type=kind)
 
 

@@ -28,15 +28,15 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
-        """Loads the model, shares out the memory and logs where it goes.
+        """Loads the model, allocates the KV cache and logs where the memory goes.
 
         Args:
-            model: a local directory, or a model's name on the Hugging Face hub.
+            model: a local directory, or a model's name on the Hugging Face Hub.
             engine_args: see `minivllm.engine.arg_utils.EngineArgs`.
 
         Raises:
-            MinivllmError: an argument that cannot be, or a cache in which not even one request of `max_model_len` fits.
-            UnsupportedModelError: a model that the decoder does not compute.
+            MinivllmError: an argument is invalid, or one request of `max_model_len` does not fit into the KV cache.
+            UnsupportedModelError: the decoder does not support this model.
         """
         self.llm_engine = LLMEngine(EngineArgs.of(model, engine_args))
         self._request_ids = itertools.count()
@@ -50,16 +50,17 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Completions of all prompts, in their order.
+        """Returns the completions of all prompts, in order.
 
         Args:
-            prompts: one or several; each a text, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}.
-            sampling_params: for all of them, or one for each; None: the model's own defaults.
+            prompts: one or several; each a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}.
+            sampling_params: one for all prompts, or one for each; None: the model's own defaults.
             use_tqdm: show a progress bar. (The name is vLLM's; the bar is rich's.)
-            priority: a number for each prompt, with the scheduling policy "priority"; lower goes first.
+            priority: one number per prompt, for the scheduling policy "priority"; lower goes first.
 
         Raises:
-            MinivllmError: any of the prompts or parameters cannot be. Nothing was computed then, and nothing is queued.
+            MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or a request failed while
+                it ran. Either way, nothing stays queued.
         """
         with self._caller.alone():
             items = as_prompts(prompts)
@@ -76,20 +77,20 @@ class LLM:
                 raise
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, None with `skip_tokenizer_init`."""
+        """Returns the tokenizer; None with `skip_tokenizer_init`."""
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a call without sampling parameters uses: the model's own generation config."""
+        """Returns what `generate` uses if it is given no sampling parameters: the model's generation config."""
         return self.llm_engine.generation_config.default_sampling_params()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks."""
+        """Forgets all cached blocks; returns whether it did."""
         with self._caller.alone():
             return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Ends the processes of this LLM at once, if it has some; else they end with this object, or with Python."""
+        """Ends this LLM's processes, if any, now. Without this call they end with this object or with Python."""
         self.llm_engine.shutdown()
 
     def _add_request(self, index: int, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
@@ -127,14 +128,14 @@ def _progress(disable: bool) -> Progress:
 
 
 def _raise_error(request_ids: Sequence[str], output: RequestOutput) -> None:
-    """Raises where a completion has ended with an error."""
+    """Raises an error if a completion has ended with one."""
     error = next((completion.error for completion in output.outputs if completion.error), None)
     if error is not None:
         raise MinivllmError(f"prompt {request_ids.index(output.request_id)}: {error}")
 
 
 def _one_each(name: str, value: Any, prompts: Sequence[Prompt]) -> list[Any]:
-    """The value for each prompt, where it is one for all; raises where there are several, but not as many."""
+    """Returns one value per prompt, repeating a single value; raises if a list has another length than `prompts`."""
     if isinstance(value, list | tuple):
         if len(value) != len(prompts):
             raise MinivllmError(

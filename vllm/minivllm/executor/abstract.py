@@ -1,4 +1,4 @@
-"""Where the ranks run: the only one in the engine's process, or each in a process of its own.
+"""Where the ranks run: a single one in the engine's process, or each in a separate process.
 
 Every rank gets the same calls in the same order. In vLLM v0.33.0: `vllm/v1/executor/abstract.py` (`Executor`).
 """
@@ -14,14 +14,14 @@ from minivllm.worker.worker import WorkerSettings
 
 
 class Executor(Protocol):
-    """What the engine's core knows of the ranks. Every method raises `WorkerDiedError` where one has ended.
+    """The engine core's interface to the ranks. All methods but `shutdown` raise `WorkerDiedError` if a rank has died.
 
-    An exception in the middle of a method, Ctrl-C for example, leaves the executor usable; the ranks may have done
-    what was asked or not. `collective_rpc("reset")` then makes them forget all requests.
+    An exception in the middle of a method, such as Ctrl-C, leaves the executor usable, but the ranks may or may not
+    have run the call. `collective_rpc("reset")` then makes them forget all requests.
     """
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every rank's `Worker`; the results in order of rank."""
+        """Calls a method of every rank's `Worker`; returns the results in rank order."""
         ...
 
     @overload
@@ -35,19 +35,19 @@ class Executor(Protocol):
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """One step on all ranks; what rank 0 sampled. With `non_block` a future of it, the step on its way.
+        """Runs one step on all ranks; returns rank 0's output or, with `non_block`, a future of it.
 
-        Several steps may be on their way. Each is executed after those before it, with the tokens that they sampled,
-        which the caller need not know yet. Errors of a step come from its future.
+        Several steps may be in flight. They run in order, each with the tokens sampled by those before it, which the
+        caller need not know yet. A step's exceptions are raised by its future.
         """
         ...
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """Rank 0's drafts for what comes after the last step's tokens, by request id; once."""
+        """Returns rank 0's draft tokens after the last step, by request id, and clears them."""
         ...
 
     def shutdown(self) -> None:
-        """Ends what was started; a second time it does nothing."""
+        """Ends everything that was started; a second call does nothing."""
         ...
 
 
@@ -55,14 +55,14 @@ EXECUTORS: dict[str, type[UniprocExecutor] | type[MultiprocExecutor]] = {
     "mp": MultiprocExecutor,
     "uni": UniprocExecutor,
 }
-"""By `distributed_executor_backend`."""
+"""Executor classes by `distributed_executor_backend`."""
 
 
 def get_class(backend: str | None, tensor_parallel_size: int) -> type[UniprocExecutor] | type[MultiprocExecutor]:
-    """The executor of that name; for None, "uni" where there is one rank and "mp" where there are more.
+    """Returns the executor class of that name; for None, "uni" for one rank and "mp" for more.
 
     Raises:
-        MinivllmError: there is none of that name, or it cannot run so many ranks.
+        MinivllmError: unknown backend, or it cannot run that many ranks.
     """
     if backend is None:
         backend = "uni" if tensor_parallel_size == 1 else "mp"
@@ -80,10 +80,10 @@ def get_class(backend: str | None, tensor_parallel_size: int) -> type[UniprocExe
 
 
 def make_executor(settings: WorkerSettings, backend: str | None = None) -> UniprocExecutor | MultiprocExecutor:
-    """The executor of that name (`get_class`), its ranks' models loaded.
+    """Creates the executor of that name (`get_class`), whose ranks load their models.
 
     Raises:
-        MinivllmError: no such executor, what any rank refuses, or more ranks than GPUs.
-        WorkerDiedError: a rank ended before it was ready.
+        MinivllmError: unknown backend, settings that a rank rejects, or more ranks than GPUs.
+        WorkerDiedError: a rank died before it was ready.
     """
     return get_class(backend, settings.tensor_parallel_size)(settings)

@@ -1,7 +1,7 @@
-"""A process for each rank. In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`).
+"""One process per rank. In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`).
 
-Rank 0 is a process too: so the engine's own never waits inside an all-reduce, sees at once when a rank ends, and can
-end the others, wherever they are stuck.
+Rank 0 has its own process too, so the engine's process never blocks in an all-reduce: it notices at once when a rank
+dies, and can kill the others wherever they are stuck.
 """
 
 import socket
@@ -18,22 +18,22 @@ from minivllm.worker.worker import LOOPBACK_ADDRESS, WorkerSettings, worker_of_r
 
 
 class MultiprocExecutor:
-    """A process for each rank.
+    """One process per rank.
 
-    Steps may be in flight together: the ranks tell one another what they sampled, so the next step can be sent before
-    this one's output has been read. The ranks handle all calls in the order in which they were made.
+    Several steps may be in flight: the ranks share the sampled tokens among themselves, so the next step can be sent
+    before this one's output has been read. The ranks handle all calls in the order in which they were made.
     """
 
     max_tensor_parallel_size: int | None = None
 
     def __init__(self, settings: WorkerSettings) -> None:
         check_devices(settings)
-        self._store = rendezvous(settings.tensor_parallel_size)  # the ranks may look into it as long as they live
+        self._store = rendezvous(settings.tensor_parallel_size)  # must live as long as the ranks, which use it
         address = (self._store.host, self._store.port)
         self.ranks = RankProcesses(worker_of_rank, (settings, address), settings.tensor_parallel_size)
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """As `Executor`."""
+        """See `Executor`."""
         return self.ranks.call(method, *arguments)
 
     @overload
@@ -47,23 +47,23 @@ class MultiprocExecutor:
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """As `Executor`."""
+        """See `Executor`."""
         future = self.ranks.send_for_one("execute_model", scheduler_output)
         return future if non_block else future.result()
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """As `Executor`."""
+        """See `Executor`."""
         return self.ranks.call_for_one("take_draft_token_ids")
 
     def shutdown(self) -> None:
-        """As `Executor`."""
+        """See `Executor`."""
         self.ranks.shutdown()
 
 
 def rendezvous(size: int) -> dist.TCPStore:
-    """The store in which `size` ranks find one another: served by this process, on a port that was free.
+    """Returns the store through which `size` ranks find each other, served by this process on a free port.
 
-    It listens on the loopback address only. Given no socket, torch would listen on every interface.
+    It listens on the loopback address only. Without a socket from us, torch would listen on every interface.
     """
     with socket.create_server((LOOPBACK_ADDRESS, 0), backlog=128) as listener:
         port, fd = listener.getsockname()[1], listener.detach()
@@ -71,10 +71,10 @@ def rendezvous(size: int) -> dist.TCPStore:
 
 
 def check_devices(settings: WorkerSettings) -> None:
-    """Refuses more ranks than there are GPUs.
+    """Rejects more ranks than there are GPUs.
 
     Raises:
-        MinivllmError: as said.
+        MinivllmError: `tensor_parallel_size` exceeds the number of GPUs.
     """
     size = settings.tensor_parallel_size
     if settings.device == "cuda" and size > torch.cuda.device_count():

@@ -1,8 +1,8 @@
 """The script that a rank's process runs: `rank_main.py SOCKET_FD PARENT_PID SYS_PATH_AS_JSON`.
 
-It imports the standard library alone until a thread watches for the parent's end, because everything else can take
-long: minivllm and torch, and whatever module the rank's function stands in. The parent's script is not imported, so
-it may start ranks at its top level too.
+It imports only the standard library until a thread watches for the parent's end, because other imports can take long:
+minivllm, torch, and whatever module defines the rank's function. The parent's script is not imported, so it may start
+ranks at its top level.
 """
 
 import json
@@ -17,9 +17,9 @@ MILLISECONDS_A_LOOK = 500
 
 
 def end_with_parent(sock: socket.socket, parent: int) -> None:
-    """Ends this process when the other end of the socket is closed, or when the parent is gone.
+    """Ends this process when the other end of the socket closes, or when the parent is gone.
 
-    The second matters where the parent had forked: the fork holds a copy of the other end.
+    The second check matters if the parent has forked: the fork holds a copy of the other end.
     """
     hang_up = select.poll()
     hang_up.register(sock, select.POLLHUP)
@@ -29,13 +29,13 @@ def end_with_parent(sock: socket.socket, parent: int) -> None:
 
 
 def main() -> None:
-    """Sees to it that the rank will end, then lets it live."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what an interrupt means, the parent decides
+    """Starts the thread that ends the rank with its parent, then runs the rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     fd, parent, path = sys.argv[1:]
     sock = socket.socket(fileno=int(fd))
     threading.Thread(target=end_with_parent, args=(sock, int(parent)), daemon=True).start()
     sys.path[:] = json.loads(path)
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]; nobody flushes at the end
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]; nothing is flushed at exit
     from minivllm.executor.rank_processes import live
 
     live(sock)

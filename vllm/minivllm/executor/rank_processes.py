@@ -1,16 +1,16 @@
-"""Processes that all do what one process says, in the same order: how they start, answer, fail and end.
+"""Rank processes, which all run the same calls in the same order: starting, calling, failing and ending them.
 
-A call is pickled once and goes to every rank through its own socket; the replies come back by number. Four promises:
+A call is pickled once and sent to every rank over its own socket; replies are matched by number. Four guarantees:
 
-- If one rank ends, by a signal or by an exception, the others are killed, and the caller gets an error that says which
-  rank and why. Ranks wait for one another, so the first to complain is often not the one that began: it says that it
-  lost a peer (`LostPeerError`), and the others are asked before anyone is blamed.
-- An exception at any line of a call, Ctrl-C above all, leaves the ranks usable: a call goes to all of them or to none,
-  and the reply to an abandoned call is recognized by its number. What makes this true is that no byte is forgotten.
-  Python raises KeyboardInterrupt between two bytecodes, so in `count = socket.send(data)` the bytes can be gone and
-  the count lost. `counts.extend(map(socket.send, [data]))` sends and notes the count with no bytecode between.
-- They end with the object that started them, with `shutdown`, and with the interpreter.
-- They end with the process that started them, whatever kills it and however early (`rank_main`).
+- If one rank dies, by a signal or an exception, the others are killed, and the caller gets an error that says which
+  rank died and why. Ranks wait for each other, so the first to report is often not the first that failed: it reports a
+  lost peer (`LostPeerError`), and the others get time to report before any is blamed.
+- An exception at any line of a call, above all Ctrl-C, leaves the ranks usable: a call goes to all of them or to none,
+  and the reply to an abandoned call is recognized by its number. For this, no byte may go unaccounted. Python raises
+  KeyboardInterrupt between two bytecodes, so in `count = socket.send(data)` the bytes can be sent and the count lost.
+  `counts.extend(map(socket.send, [data]))` sends and records the count with no bytecode between.
+- The ranks end with the object that started them, with `shutdown`, and with the interpreter.
+- The ranks end with the process that started them, whatever kills it and however early (`rank_main`).
 
 In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`MultiprocExecutor`, `WorkerProc`, `FutureWrapper`), where
 calls travel through a ring buffer in shared memory.
@@ -41,19 +41,19 @@ from typing import Any, BinaryIO, NoReturn
 from minivllm.errors import LostPeerError, MinivllmError, WorkerDiedError
 
 SECONDS_A_TURN = 0.5
-"""The longest wait in one piece. A signal that another thread of this process took is noticed only after it."""
+"""The longest single wait. A signal delivered to another thread of this process is noticed only after it."""
 SECONDS_FOR_REPORTS = 1.0
-"""When a rank has lost a peer, the others get this long to say what they saw."""
+"""When a rank has lost a peer, the others get this long to report."""
 SECONDS_TO_LEAVE = 2.0
-"""Ranks that are told to leave and do not are killed after this."""
+"""Ranks told to leave are killed after this time."""
 MAX_RECEIVE_BYTES = 1 << 20
 LENGTH = struct.Struct(">Q")
-"""What stands before each reply: the number of bytes of its pickle."""
+"""Header of each reply: the length of its pickle in bytes."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Asks for `method(*arguments)` of every rank; rank 0 alone replies where `one_reply`."""
+    """A call of `method(*arguments)` on every rank; with `one_reply`, only rank 0 replies."""
 
     number: int
     method: str
@@ -63,7 +63,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a call."""
+    """The result of a call."""
 
     number: int
     value: Any
@@ -71,7 +71,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's last words. `refusal` is an error that a person can act on; `lost_peer`: another rank failed first."""
+    """A rank's last message. `refusal` is an error that the user can act on; `lost_peer`: another rank failed first."""
 
     text: str
     refusal: MinivllmError | None = None
@@ -80,56 +80,57 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Bytes for one rank; `counts` are those that its socket has taken so far, send by send."""
+    """Bytes for one rank; `counts` has the number of bytes that each `send` has sent so far."""
 
     data: bytes
     counts: list[int] = field(default_factory=list)
 
     def unsent(self) -> memoryview:
-        """What the socket has not taken yet."""
+        """Returns the bytes that have not been sent yet."""
         return memoryview(self.data)[sum(self.counts) :]
 
 
 class RankFuture(Future[Any]):
-    """The result of a call that has been sent: rank 0's where it alone replies, else the list of all ranks' results.
+    """The result of a call that has been sent: rank 0's if only it replies, else the list of all ranks' results.
 
-    Nobody listens to the ranks in the background: asking this future, or any other of the same ranks, does.
+    No thread listens in the background: replies are received while this or another future of the ranks is queried.
     """
 
     def __init__(self, ranks: "RankProcesses", one_reply: bool) -> None:
         super().__init__()
         self._ranks, self._one_reply = ranks, one_reply
         self._values: dict[int, Any] = {}
-        self.set_running_or_notify_cancel()  # sent is sent: it cannot be cancelled
+        self.set_running_or_notify_cancel()  # already sent, so it cannot be cancelled
 
     def done(self) -> bool:
-        """Whether there is a result or an error; takes in what the ranks have sent so far."""
-        with contextlib.suppress(Exception):  # what went wrong is told by `result`
+        """Whether there is a result or an error; first receives what the ranks have sent so far."""
+        with contextlib.suppress(Exception):  # `result` raises it
             self._ranks.wait_for(self, 0.0)
         return super().done()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits for it, `timeout` seconds at most.
+        """Waits at most `timeout` seconds for the result, and returns it.
 
         Raises:
-            WorkerDiedError: a rank has ended.
-            TimeoutError: as said.
+            WorkerDiedError: a rank has died.
+            MinivllmError: a rank rejected the call.
+            TimeoutError: there is no result yet.
         """
         self._ranks.wait_for(self, timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits as `result` does; the error instead of the value."""
+        """Waits as `result` does, but returns the error, or None."""
         with contextlib.suppress(WorkerDiedError, MinivllmError):
             self._ranks.wait_for(self, timeout)
         return super().exception(0)
 
     def is_settled(self) -> bool:
-        """As `done`, from what has been taken in already."""
+        """As `done`, but without receiving anything."""
         return super().done()
 
     def take_reply(self, rank: int, value: Any) -> None:
-        """Notes one rank's reply; the same one may come twice, after an interrupt."""
+        """Records one rank's reply; after an interrupt, the same reply may be passed twice."""
         self._values[rank] = value
         if self._one_reply:
             self._settle(value)
@@ -137,7 +138,7 @@ class RankFuture(Future[Any]):
             self._settle([self._values[rank] for rank in range(self._ranks.size)])
 
     def fail(self, error: Exception) -> None:
-        """Gives it an error, where it has no result."""
+        """Sets an error, unless there is already a result or an error."""
         if not self.is_settled():
             self.set_exception(error)
 
@@ -147,18 +148,18 @@ class RankFuture(Future[Any]):
 
 
 class RankProcesses:
-    """`size` processes; in rank r lives the object that `make(*arguments, r)` returned.
+    """`size` processes; rank r holds the object that `make(*arguments, r)` returned.
 
-    `make` is a function of a module that can be imported; the script that runs is not imported by the ranks. Calls are
-    made from one thread. Several may be under way: each rank handles them in the order in which they were made.
+    `make` must be a function in an importable module; the ranks do not import the running script. All calls must be
+    made from one thread. Several may be in flight: each rank handles them in the order in which they were made.
     """
 
     def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...], size: int) -> None:
-        """Starts them, and waits until all are ready.
+        """Starts the ranks, and waits until all are ready.
 
         Raises:
-            MinivllmError: what a rank refuses.
-            WorkerDiedError: a rank ended before it was ready.
+            MinivllmError: a rank rejected its arguments.
+            WorkerDiedError: a rank died before it was ready.
         """
         self.size = size
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -181,19 +182,19 @@ class RankProcesses:
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What the method returns on every rank. Raises `WorkerDiedError`, at once, where a rank has ended."""
+        """Returns the method's results on every rank. Raises `WorkerDiedError` as soon as a rank has died."""
         return self._send(method, arguments, one_reply=False).result()
 
     def call_for_one(self, method: str, *arguments: Any) -> Any:
-        """As `call`, but only rank 0 is waited for: its result."""
+        """As `call`, but waits only for rank 0, and returns its result."""
         return self.send_for_one(method, *arguments).result()
 
     def send_for_one(self, method: str, *arguments: Any) -> RankFuture:
-        """Sends a call to all ranks and returns without its result, which will be rank 0's."""
+        """Sends a call to all ranks; returns a future of rank 0's result without waiting for it."""
         return self._send(method, arguments, one_reply=True)
 
     def wait_for(self, future: RankFuture, timeout: float | None) -> None:
-        """Listens until the future has a result or an error. Raises that error, or `TimeoutError`."""
+        """Receives until the future is settled. Raises the ranks' error, or `TimeoutError`."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not future.is_settled():
             if self._dead is not None:
@@ -205,19 +206,20 @@ class RankProcesses:
                 raise TimeoutError("the ranks have not replied yet")
 
     def shutdown(self) -> None:
-        """Ends them. No call can be made after it; a second time it does nothing."""
+        """Ends the ranks. No call can be made after that; a second call does nothing."""
         self._dead = self._dead or WorkerDiedError("the engine has been shut down")
         self._end()
         self._finalizer.detach()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:  # once ours alone is open here, the rank's end closes it
+        with theirs:  # close our copy, so that the socket hangs up when the rank ends
             ours.setblocking(False)
             self._sockets.append(ours)
             script, fd = Path(__file__).with_name("rank_main.py"), str(theirs.fileno())
             command = [sys.executable, "-P", str(script), fd, str(os.getpid()), json.dumps(list(map(str, sys.path)))]
-            # A terminal sends Ctrl-C to a whole session. What it means is decided here: the ranks get one of their own.
+            # A terminal sends Ctrl-C to its whole foreground process group. Each rank gets its own session, so that
+            # only this process receives it.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
             )
@@ -227,8 +229,8 @@ class RankProcesses:
         if self._dead is not None:
             raise self._dead
         future, number = RankFuture(self, one_reply), next(self._numbers)
-        message = pickle.dumps(Call(number, method, arguments, one_reply))  # what cannot be pickled fails here, unsent
-        # With this assignment the call is made, on all ranks: an interrupted one is sent on with the next.
+        message = pickle.dumps(Call(number, method, arguments, one_reply))  # fails before anything is sent
+        # This assignment commits the call for all ranks: if sending is interrupted, the next call sends the rest.
         self._outgoing = [Outgoing(b"".join((outgoing.unsent(), message))) for outgoing in self._outgoing]
         self._futures[number] = future
         self._write()
@@ -237,7 +239,7 @@ class RankProcesses:
         return future
 
     def _take_turn(self, timeout: float) -> None:
-        """Sends and receives, waiting up to `timeout` seconds for either. Raises the error where a rank has ended."""
+        """Sends and receives, waiting up to `timeout` seconds for either. Raises an error if a rank has died."""
         self._exchange(timeout)
         if self._failures:
             self._fail()
@@ -251,18 +253,18 @@ class RankProcesses:
         self._write()
         ended = [rank for rank, event in ready if event & ~select.POLLOUT and not self._read(rank)]
         for rank in range(self.size):
-            self._take_messages(rank)  # also what was received when the last turn was interrupted
+            self._take_messages(rank)  # including bytes received in a turn that was interrupted
         for rank in ended:
             self._failures.setdefault(rank, Failure(self._how_it_ended(rank)))
 
     def _write(self) -> None:
         for sock, outgoing in zip(self._sockets, self._outgoing, strict=True):
             if unsent := outgoing.unsent():
-                with contextlib.suppress(OSError):  # full, which `poll` will tell, or closed, which `recv` will tell
+                with contextlib.suppress(OSError):  # full, as `poll` will tell, or closed, as `recv` will tell
                     outgoing.counts.extend(map(sock.send, (unsent,)))
 
     def _read(self, rank: int) -> bool:
-        """Takes in some bytes; False where none will come any more."""
+        """Receives some bytes; returns False at the end of the stream."""
         received = self._received[rank]
         try:
             received.extend(map(self._sockets[rank].recv, (MAX_RECEIVE_BYTES,)))
@@ -280,7 +282,7 @@ class RankProcesses:
                 break
             self._take_message(rank, pickle.loads(data[LENGTH.size : end]))
             data = data[end:]
-        self._received[rank] = [bytes(data)]  # interrupted before this, the same messages are taken once more
+        self._received[rank] = [bytes(data)]  # if interrupted before this, the same messages are taken again
 
     def _take_message(self, rank: int, message: Reply | Failure) -> None:
         if isinstance(message, Failure):
@@ -300,7 +302,7 @@ class RankProcesses:
         return f"its process ended with exit code {code}"
 
     def _fail(self) -> NoReturn:
-        """Ends all ranks, and raises the error of the one that failed first."""
+        """Kills all ranks, and raises the error of the one that failed first."""
         deadline = time.monotonic() + SECONDS_FOR_REPORTS
         while all(failure.lost_peer for failure in self._failures.values()) and len(self._failures) < self.size:
             if (left := deadline - time.monotonic()) <= 0.0:
@@ -322,9 +324,9 @@ class RankProcesses:
 
 
 def _end(owner: int, processes: Sequence[subprocess.Popen[bytes]], sockets: Sequence[socket.socket]) -> None:
-    """Tells every rank to leave, and kills those that are still there a little later."""
+    """Tells every rank to leave, and kills those still running after `SECONDS_TO_LEAVE`."""
     if os.getpid() != owner:
-        return  # a fork of the process that they belong to
+        return  # this is a fork of the process that owns them
     for sock in sockets:
         sock.close()
     deadline = time.monotonic() + SECONDS_TO_LEAVE
@@ -341,7 +343,7 @@ def _end(owner: int, processes: Sequence[subprocess.Popen[bytes]], sockets: Sequ
 
 
 def live(sock: socket.socket) -> NoReturn:
-    """The whole life of a rank: makes its object, then does as it is told."""
+    """Runs a rank: creates its object, then handles calls until there are no more."""
     try:
         calls = sock.makefile("rb")
         make, arguments = pickle.load(calls)
@@ -355,11 +357,11 @@ def live(sock: socket.socket) -> NoReturn:
         refusal = error if isinstance(error, MinivllmError) else None
         _say(sock, Failure(traceback.format_exc(), refusal, isinstance(error, LostPeerError)))
     finally:
-        os._exit(0)  # leaving in order could wait for peers that never come
+        os._exit(0)  # an orderly exit could wait forever for peers
 
 
 def _next_call(calls: BinaryIO) -> Call | None:
-    """None where nobody wants more."""
+    """Returns the next call, or None once the socket is closed."""
     try:
         return pickle.load(calls)
     except EOFError:

@@ -16,7 +16,7 @@ class UniprocExecutor:
         self.worker = Worker(settings)
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """As `Executor`."""
+        """See `Executor`."""
         return [getattr(self.worker, method)(*arguments)]
 
     @overload
@@ -30,7 +30,7 @@ class UniprocExecutor:
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """As `Executor`; the future is done when it is returned."""
+        """See `Executor`; the future is already done when returned."""
         if not non_block:
             return self.worker.execute_model(scheduler_output)
         future: Future[ModelRunnerOutput] = Future()
@@ -41,8 +41,8 @@ class UniprocExecutor:
         return future
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """As `Executor`."""
+        """See `Executor`."""
         return self.worker.take_draft_token_ids()
 
     def shutdown(self) -> None:
-        """Nothing was started."""
+        """Does nothing, since no process was started."""

@@ -1,4 +1,4 @@
-"""What the memory of a device goes to, counted: bytes per token, tokens that fit, the start-up ledger. No torch."""
+"""Device memory, accounted for: bytes per token, tokens that fit, the start-up ledger. No torch."""
 
 from minivllm.memory.bytes_per_token import (
     cache_dtype,

@@ -1,7 +1,7 @@
-"""What one token costs in the KV cache, and how many tokens and requests a cache holds.
+"""KV-cache bytes per token, and how many tokens and requests a cache holds.
 
-Counts, not estimates; they equal what vLLM prints at start-up ("GPU KV cache size", "Maximum concurrency"). Only models
-in which every layer keeps every token are counted; all others are refused with an `UnsupportedModelError`.
+These are counts, not estimates; they equal what vLLM prints at start-up ("GPU KV cache size", "Maximum concurrency").
+Only models in which every layer caches every token are counted; others raise an `UnsupportedModelError`.
 
 In vLLM v0.33.0: `vllm/v1/kv_cache_interface.py` (`AttentionSpec.page_size_bytes`).
 """
@@ -25,28 +25,28 @@ DTYPE_BYTES = {
     "fp8_e5m2": 1,
     "int8": 1,
 }
-SCALE_BYTES = 4  # a float32 scale for each token and head, for K and for V
+SCALE_BYTES = 4  # one float32 scale per token and head, for each of K and V
 KV_DTYPES = ("auto", *DTYPE_BYTES, "int8_per_token_head", "fp8_per_token_head", "nvfp4")
 
 
 def kv_bytes_per_token(model: Model, kv_dtype: str = "auto", tp: int = 1) -> int:
-    """Bytes that one token occupies in the KV cache of *one* GPU, over all layers.
+    """Return the bytes that one token occupies in the KV cache of *one* GPU, over all layers.
 
-    `2 * layers * KV heads * head_dim * bytes`, the 2 being K and V. KV heads are divided over `tp` GPUs; beyond one
-    head a GPU they are held several times over. Multi-head latent attention keeps one latent vector and the rotary part
-    of the key instead, whole on every GPU: `layers * (kv_lora_rank + qk_rope_head_dim) * bytes`.
+    `2 * layers * KV heads * head_dim * bytes`, the 2 being K and V. KV heads are divided over `tp` GPUs; if there are
+    more GPUs than heads, the heads are replicated. Multi-head latent attention instead caches one latent vector and the
+    rotary part of the key, replicated on every GPU: `layers * (kv_lora_rank + qk_rope_head_dim) * bytes`.
 
     Args:
         model: a ModelConfig or the contents of a `config.json`.
-        kv_dtype: "auto" is what vLLM would take: the dtype that a quantized checkpoint asks for, else the model's own,
-            in 16 bits where the checkpoint has 32. The fp8 forms are one byte each, with scales per tensor, which take
-            no room in the cache. "int8_per_token_head" (or "int8") and "fp8_per_token_head" add a float32 scale for
-            each token and head of K and of V; "nvfp4" is half a byte and one byte of scale for every 16 values.
+        kv_dtype: "auto" is what vLLM would choose: the dtype that a quantized checkpoint asks for, else the model's
+            own, or bfloat16 if that is float32. The fp8 formats take one byte per value; their per-tensor scales take
+            no room in the cache. "int8_per_token_head" (or "int8") and "fp8_per_token_head" add one float32 scale per
+            token and head, for K and for V; "nvfp4" takes half a byte per value and a one-byte scale per 16 values.
         tp: GPUs that share one copy of the model.
 
     Raises:
-        UnsupportedModelError: not every layer keeps every token, so no figure per token exists.
-        MinivllmError: unknown dtype, or KV heads that cannot be divided over `tp` GPUs.
+        UnsupportedModelError: not every layer caches every token, so there is no single figure per token.
+        MinivllmError: unknown dtype, or `tp` does not fit the number of KV heads.
     """
     config = as_config(model)
     _refuse_forgetful(config)
@@ -61,9 +61,9 @@ def kv_bytes_per_token(model: Model, kv_dtype: str = "auto", tp: int = 1) -> int
 
 
 def kv_cache_tokens(kv_bytes: int, model: Model, block_size: int = 16, kv_dtype: str = "auto", tp: int = 1) -> int:
-    """Tokens that `kv_bytes` of one GPU hold, in whole blocks: vLLM's "GPU KV cache size".
+    """Return how many tokens fit into `kv_bytes` of one GPU, in whole blocks: vLLM's "GPU KV cache size".
 
-    vLLM counts block 0 too, although that is its null block and never holds a token of a request.
+    Like vLLM, this includes block 0, although that is the null block and never holds a request's tokens.
     """
     require(is_number(kv_bytes), f"kv_bytes is {kv_bytes!r}; it must be a number of bytes")
     if kv_bytes < 0:
@@ -73,18 +73,18 @@ def kv_cache_tokens(kv_bytes: int, model: Model, block_size: int = 16, kv_dtype:
 
 
 def max_concurrency(tokens: int, max_model_len: int) -> float:
-    """How many requests of the greatest length fit at once: vLLM's "Maximum concurrency for N tokens per request"."""
+    """Return how many requests of maximum length fit at once: vLLM's "Maximum concurrency for N tokens per request"."""
     require(is_number(tokens) and tokens >= 0, f"tokens is {tokens!r}; it must be a number, and not negative")
     return tokens / positive_count("max_model_len", max_model_len)
 
 
 def kv_heads_on_rank(config: ModelConfig, tp: int) -> int:
-    """Key-value heads on each of `tp` GPUs: divided while there are enough, else one on each, held several times over.
+    """Return the number of KV heads on each of `tp` GPUs: divided if there are enough, else one replicated head each.
 
     vLLM: `ModelConfig.get_num_kv_heads` in `vllm/config/model.py`.
 
     Raises:
-        MinivllmError: neither divides the other.
+        MinivllmError: neither `tp` nor the number of KV heads divides the other.
     """
     heads = config.num_key_value_heads
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
@@ -98,7 +98,7 @@ def kv_heads_on_rank(config: ModelConfig, tp: int) -> int:
 
 
 def serving_dtype(model: Model) -> str:
-    """The dtype in which vLLM runs a model by default: its own, or bfloat16 where that is float32.
+    """Return the dtype in which vLLM runs a model by default: its own, or bfloat16 if that is float32.
 
     vLLM: `_resolve_auto_dtype` in `vllm/config/model.py`.
     """
@@ -107,15 +107,15 @@ def serving_dtype(model: Model) -> str:
 
 
 def cache_dtype(model: Model, kv_dtype: str = "auto") -> str:
-    """The dtype that "auto" stands for; any other known one as it is.
+    """Resolve "auto" to a dtype, and "int8" to "int8_per_token_head"; other known dtypes are returned unchanged.
 
     Raises:
-        MinivllmError: the dtype is not known.
+        MinivllmError: unknown dtype.
     """
     config = as_config(model)
     if kv_dtype == "auto":
         kv_dtype = config.checkpoint_kv_dtype or serving_dtype(config)
-    if kv_dtype == "int8":  # integers that all tokens of a tensor share a scale of are not worth having
+    if kv_dtype == "int8":  # int8 with one scale per tensor is not worth having
         kv_dtype = "int8_per_token_head"
     if kv_dtype not in KV_DTYPES:
         raise MinivllmError(f"unknown dtype of the KV cache {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
@@ -123,12 +123,12 @@ def cache_dtype(model: Model, kv_dtype: str = "auto") -> str:
 
 
 def as_config(model: Model) -> ModelConfig:
-    """The config itself, or one made of the contents of a `config.json`."""
+    """Return the config itself, or one made from the contents of a `config.json`."""
     return model if isinstance(model, ModelConfig) else ModelConfig.from_dict(model)
 
 
 def _refuse_forgetful(config: ModelConfig) -> None:
-    """Raise unless every layer keeps the key and value of every token."""
+    """Raise `UnsupportedModelError` unless every layer caches the key and value of every token."""
     reason = config.cache_exception
     if reason is None and config.sliding_window is not None:
         reason = f"every layer keeps only the last {config.sliding_window} tokens"
@@ -140,14 +140,14 @@ def _refuse_forgetful(config: ModelConfig) -> None:
 
 
 def bytes_of_dtype(dtype: str) -> int:
-    """Bytes of one weight. Raises `MinivllmError` for a dtype that is not known."""
+    """Return the bytes per weight. Raises `MinivllmError` for an unknown dtype."""
     if dtype not in tuple(DTYPE_BYTES):
         raise MinivllmError(f"unknown dtype of weights {dtype!r}; known: auto, {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]
 
 
 def _head_bytes(head_dim: int, kv_dtype: str) -> int:
-    """Bytes of one head's key (or value) of one token."""
+    """Return the bytes of one key (or value) vector: one token, one head."""
     if kv_dtype == "nvfp4":
         if head_dim % 16:
             raise MinivllmError(f"nvfp4 needs a head_dim that is a multiple of 16, not {head_dim}")

@@ -1,7 +1,7 @@
-"""How much memory well-known GPUs have.
+"""Memory sizes of well-known GPUs.
 
-That is what a program finds (`torch.cuda.get_device_properties(0).total_memory`), a little less than the figure on the
-box: error correction and the driver keep the rest. It differs by some MiB between drivers.
+As a program sees them (`torch.cuda.get_device_properties(0).total_memory`): a little less than the advertised size,
+because error correction and the driver reserve the rest. They differ by a few MiB between drivers.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from minivllm.errors import MinivllmError
 
 @dataclass(frozen=True)
 class Device:
-    """Something with memory: a GPU, or a computer."""
+    """A device with memory: a GPU, or a whole machine."""
 
     name: str
     memory_bytes: int
-    """What a program sees of it."""
+    """Memory visible to a program."""
 
 
 MEMORY_GIB = {
@@ -44,10 +44,10 @@ OTHER_NAMES = {
 
 
 def get_device(name: str) -> Device:
-    """The GPU of that name; capitals, spaces and dashes do not matter ("a100-80", "rtx4090").
+    """Return the GPU of that name; case, spaces and dashes are ignored ("a100-80", "rtx4090").
 
     Raises:
-        MinivllmError: there is none; the message lists those that there are.
+        MinivllmError: unknown GPU; the message lists the known ones.
     """
     plain = _plain(name).removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
     by_plain_name = {_plain(known): known for known in MEMORY_GIB}

@@ -1,4 +1,4 @@
-"""What the memory of a device goes to: weights, working space, and the KV cache with the tokens that it holds.
+"""Where the memory of a device goes: weights, working memory, and the KV cache with the tokens it holds.
 
 In vLLM v0.33.0: `vllm/v1/core/kv_cache_planning.py` (`get_kv_cache_configs`, `check_enough_kv_cache_memory`,
 `estimate_max_model_len`) and `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_memory`).
@@ -14,8 +14,8 @@ from minivllm.memory.bytes_per_token import Model, as_config, kv_bytes_per_token
 from minivllm.memory.devices import Device, get_device
 from minivllm.memory.parameters import rotary_table_bytes, weight_bytes
 
-# Working memory, where it is not measured. The estimate of activations fits the peaks in start-up logs of vLLM within
-# 6 % (tests/memory/startup_logs.py); the other figures are what such logs typically say.
+# Defaults for working memory that was not measured. The estimate of activations is within 6 % of the peaks in vLLM's
+# start-up logs (tests/memory/startup_logs.py); the other figures are typical of such logs.
 SAMPLER_BYTES_PER_LOGIT = 39  # float32 copies, sorted values and 8-byte indices of [max_num_seqs, vocab] logits
 NON_TORCH_BYTES = GIB // 10
 NON_TORCH_BYTES_TP = GIB  # with NCCL's buffers
@@ -29,39 +29,39 @@ class LedgerRow:
     name: str
     bytes: int
     estimated: bool = False
-    """Is this figure an estimate (True) or counted or given (False)?"""
+    """Whether this figure is an estimate (True), or was counted or given (False)."""
 
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """What the memory of one GPU goes to, to the last byte. The rows sum to what the GPU has."""
+    """Where the memory of one GPU goes, to the byte. The rows sum to the GPU's total."""
 
     device: Device
     rows: tuple[LedgerRow, ...]
     kv_bytes: int
-    """Left for the KV cache: vLLM's "Available KV cache memory"."""
+    """Bytes left for the KV cache: vLLM's "Available KV cache memory"."""
     bytes_per_token: int
     block_size: int
     max_model_len: int
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool, the null block included."""
+        """Number of blocks in the pool, including the null block."""
         return self.kv_bytes // (self.block_size * self.bytes_per_token)
 
     @property
     def usable_blocks(self) -> int:
-        """Blocks that requests can have: all but block 0, the null block."""
+        """Number of blocks available to requests: all but block 0, the null block."""
         return max(0, self.num_blocks - 1)
 
     @property
     def tokens(self) -> int:
-        """Tokens in all blocks: vLLM's "GPU KV cache size"."""
+        """Number of tokens in all blocks: vLLM's "GPU KV cache size"."""
         return self.num_blocks * self.block_size
 
     @property
     def concurrency(self) -> float:
-        """Requests of `max_model_len` tokens that fit at once."""
+        """Number of requests of `max_model_len` tokens that fit at once."""
         return max_concurrency(self.tokens, self.max_model_len)
 
     @property
@@ -70,10 +70,10 @@ class MemoryLedger:
         return self.usable_blocks * self.block_size
 
     def check(self) -> None:
-        """Refuse to start where one request of `max_model_len` tokens does not fit.
+        """Raise if one request of `max_model_len` tokens does not fit.
 
         Raises:
-            MinivllmError: it does not; the message says which length would.
+            MinivllmError: it does not fit; the message says which length would.
         """
         if self.max_model_len <= self.longest_request:
             return
@@ -108,24 +108,24 @@ def memory_ledger(
     cuda_graphs: int | None = None,
     check: bool = True,
 ) -> MemoryLedger:
-    """Share out the memory of one GPU as vLLM does at start-up: what the budget leaves beside all else is KV cache.
+    """Divide up the memory of one GPU as vLLM does at start-up: whatever the budget has left becomes KV cache.
 
     Args:
         model: a ModelConfig or the contents of a `config.json`.
-        device: what has the memory, or the name of a GPU in the table of `minivllm.memory.devices`.
-        max_model_len: the longest request, prompt and output together; the model's own limit where None.
-        gpu_memory_utilization: the share of the device memory that the engine may use at all.
-        tp: GPUs that share one copy of the model; the ledger is of one of them.
+        device: a device, or the name of a GPU listed in `minivllm.memory.devices`.
+        max_model_len: the longest request, prompt plus output; None: the model's own limit.
+        gpu_memory_utilization: the fraction of the device's memory that the engine may use.
+        tp: GPUs that share one copy of the model; the ledger describes one of them.
         kv_dtype, weight_dtype: see `kv_bytes_per_token` and `weight_bytes`.
-        block_size: tokens in a block of the KV cache.
-        max_num_batched_tokens, max_num_seqs: the largest step, whose activations the profiling run measures.
-        weights, activation_peak, non_torch, cuda_graphs: bytes, where they are known from a start-up log or a
-            measurement; else weights (with their rotary table) are counted and the others estimated.
-        check: raise if a request of `max_model_len` does not fit; without it, the ledger is returned all the same.
+        block_size: tokens per KV-cache block.
+        max_num_batched_tokens, max_num_seqs: the largest step, whose activations are estimated.
+        weights, activation_peak, non_torch, cuda_graphs: bytes, if known from a start-up log or a measurement; if
+            not, the weights (with the RoPE table) are counted and the others are estimated.
+        check: raise if a request of `max_model_len` does not fit; if False, return the ledger anyway.
 
     Raises:
         MinivllmError: nothing is left for the KV cache, a request of `max_model_len` does not fit (the message says
-            which length would), or an argument makes no sense.
+            which length would), or an argument is invalid.
         UnsupportedModelError: the memory of this model cannot be counted.
     """
     config = as_config(model)
@@ -171,9 +171,9 @@ def memory_ledger(
 
 
 def estimated_activation_peak(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> int:
-    """About the most working memory that one step needs, in bytes: the MLP of a full prefill step, or the sampler.
+    """Estimate the peak working memory of one step, in bytes: the MLP of a full prefill step, or the sampler.
 
-    Where the config does not give the widths, that part counts as nothing.
+    Widths that the config does not give count as 0.
     """
     mlp_width = -(-(config.intermediate_size or config.moe_intermediate_size) // tp)
     mlp = positive_count("max_num_batched_tokens", max_num_batched_tokens) * 3 * (config.hidden_size + mlp_width) * 2

@@ -1,7 +1,7 @@
-"""How many numbers a model is made of, part by part: what its weights must occupy.
+"""Parameter counts of a model, part by part, and the size of its weights.
 
-Counted as vLLM holds them on one GPU of a tensor-parallel group: projections are divided, norms are not, and of the key
-and value heads each GPU has at least one.
+Counted as vLLM stores them on one GPU of a tensor-parallel group: projections are sharded, norms are replicated, and
+each GPU has at least one KV head.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from minivllm.memory.bytes_per_token import Model, as_config, bytes_of_dtype, kv
 
 
 def parameter_groups(config: ModelConfig, tp: int = 1) -> dict[str, int]:
-    """Parameters of one GPU by what they are for: embedding, attention, mlp (or experts), norm, head.
+    """Return the parameters on one GPU by purpose: embedding, attention, mlp (or experts), norm, head.
 
-    Exact for `tp=1`. Tied embeddings are counted once. A model's own buffers (rotary tables) are not parameters.
+    Exact for `tp=1`. Tied embeddings are counted once. Buffers (RoPE tables) are not parameters.
 
     Args:
         config: the model's shape.
         tp: GPUs that share one copy of the model.
 
     Raises:
-        UnsupportedModelError: the parts of this type of model are not known here.
-        MinivllmError: the config lacks a field, or heads cannot be divided over `tp` GPUs.
+        UnsupportedModelError: the structure of this model type is not known here.
+        MinivllmError: the config lacks a field, or the heads cannot be divided over `tp` GPUs.
     """
     counter = COUNTERS.get(config.model_type)
     if counter is None:
@@ -38,19 +38,19 @@ def parameter_groups(config: ModelConfig, tp: int = 1) -> dict[str, int]:
 
 
 def num_parameters(model: Model) -> int:
-    """Parameters of the whole model: every weight, bias and norm; tied embeddings once."""
+    """Return the number of parameters of the whole model: every weight, bias and norm; tied embeddings count once."""
     return sum(parameter_groups(as_config(model)).values())
 
 
 def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
-    """Bytes of the weights on one of `tp` GPUs, with every parameter in `dtype`.
+    """Return the bytes of the weights on one of `tp` GPUs, with every parameter in `dtype`.
 
-    A quantized checkpoint keeps some parts in 16 bits and adds scales, so its size does not follow from the shape:
-    "auto" is refused for one.
+    A quantized checkpoint keeps some parts in 16 bits and adds scales, so its size does not follow from the shape, and
+    "auto" is rejected for it.
 
     Raises:
-        UnsupportedModelError: the parts of this type of model are not known here.
-        MinivllmError: unknown dtype, a quantized checkpoint, a field missing, heads that cannot be divided.
+        UnsupportedModelError: the structure of this model type is not known here.
+        MinivllmError: unknown dtype, "auto" for a quantized checkpoint, a missing field, or indivisible heads.
     """
     config = as_config(model)
     if dtype == "auto":
@@ -64,9 +64,9 @@ def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
 
 
 def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
-    """Bytes of the table of cosines and sines, one row for each position, that is loaded beside the weights.
+    """Return the bytes of the RoPE table of cosines and sines, one row per position, loaded beside the weights.
 
-    It is not divided over GPUs. Weights and table together are vLLM's "Model loading took N GiB".
+    It is replicated on every GPU. Weights and table together are vLLM's "Model loading took N GiB".
     """
     config = as_config(model)
     if config.model_type in ("gpt2", "opt"):
@@ -76,7 +76,7 @@ def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
 
 
 def _gated_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Llama and its kin: RMSNorm, rotary positions, grouped-query attention, gated MLP or experts."""
+    """The Llama family: RMSNorm, RoPE, grouped-query attention, gated MLP or experts."""
     vocab, hidden = _share(config.vocab_size, tp), config.hidden_size
     return {
         "embedding": vocab * hidden,
@@ -110,7 +110,7 @@ def _mlp_layers(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _latent_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
-    """DeepSeek V2 and V3: multi-head latent attention. The two projections into latents are on every GPU."""
+    """DeepSeek V2 and V3: multi-head latent attention. The two down-projections to latents are replicated."""
     config.require("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     assert config.kv_lora_rank is not None
     assert config.qk_rope_head_dim is not None
@@ -126,7 +126,7 @@ def _latent_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
 
 
 def _opt(config: ModelConfig, tp: int) -> dict[str, int]:
-    """OPT: learned positions (two more than it says), biases everywhere, tied head."""
+    """OPT: learned positions (two more than its config says), biases everywhere, tied head."""
     return _gpt(config, tp, positions=config.max_position_embeddings + 2)
 
 

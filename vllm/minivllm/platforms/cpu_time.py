@@ -1,4 +1,4 @@
-"""What this process's threads got of the processor: the time they ran, and the time they waited for a core."""
+"""CPU time of this process's threads: how long they ran, and how long they waited for a core."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ TASKS = Path("/proc/self/task")
 STAT = Path("/proc/stat")
 NANOSECONDS = 1e-9
 STEAL = 8
-"""Column of /proc/stat's first line: time that a virtual machine was ready to run and its host ran something else."""
+"""Column of /proc/stat's first line: time in which a virtual machine was ready but its host ran something else."""
 
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Seconds that threads `ran`, and `waited`: ready to run, while something else had the core."""
+    """Seconds that threads `ran`, and `waited`: were ready to run while something else had the core."""
 
     ran: float
     waited: float
 
     @property
     def waited_share(self) -> float:
-        """Of the time that the threads wanted a core, the share that they had none. 0 on an idle machine."""
+        """Fraction of the time in which threads wanted a core that they spent waiting for it. 0 on an idle machine."""
         wanted = self.ran + self.waited
         return self.waited / wanted if wanted > 0 else 0.0
 
 
 ThreadTimes = dict[int, CpuTimes]
-"""By thread id, since the thread began."""
+"""Times by thread id, since each thread started."""
 
 
 def thread_times(tasks: Path = TASKS) -> ThreadTimes:
-    """The times of every thread of this process, from Linux's run queue; empty where the system does not say."""
+    """Return the times of every thread of this process, from Linux's scheduler statistics; empty if unavailable."""
     times = {}
     try:
         names = os.listdir(tasks)
@@ -42,14 +42,14 @@ def thread_times(tasks: Path = TASKS) -> ThreadTimes:
         try:
             with open(f"{tasks}/{name}/schedstat", "rb", buffering=0) as file:
                 ran, waited, _ = file.read(64).split()
-        except (OSError, ValueError):  # the thread has just ended, or the kernel does not count
+        except (OSError, ValueError):  # the thread has just ended, or the kernel keeps no such statistics
             continue
         times[int(name)] = CpuTimes(int(ran) * NANOSECONDS, int(waited) * NANOSECONDS)
     return times
 
 
 def between(before: ThreadTimes, after: ThreadTimes) -> CpuTimes:
-    """What passed from one reading to the next, over the threads that are there at the end."""
+    """Return the times between two readings, summed over the threads that exist at the second."""
     nothing = CpuTimes(0.0, 0.0)
     earlier = [before.get(thread, nothing) for thread in after]
     return CpuTimes(
@@ -59,7 +59,7 @@ def between(before: ThreadTimes, after: ThreadTimes) -> CpuTimes:
 
 
 def stolen_seconds(stat: Path = STAT) -> float:
-    """Seconds, over all cores since the start, that this machine's host gave to other machines; 0 where unknown."""
+    """Return the seconds since boot, over all cores, that the host gave to other machines; 0 if unknown."""
     try:
         return int(stat.read_text().split(maxsplit=STEAL + 1)[STEAL]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Which device to run on."""
+"""Selection of the device to run on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """`auto` is the GPU where there is one. Asking for a GPU that is not there is an error, not a fallback."""
+    """Return the device; `auto` is the GPU if there is one. Asking for a missing GPU is an error, not a fallback."""
     import torch
 
     if name not in DEVICES:
@@ -26,7 +26,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """A name a person knows the device by."""
+    """Return a readable name of the device."""
     import torch
 
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a device has left, and a refusal in place of a killed process."""
+"""Free memory of a device, and a clear error instead of a killed process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def refuse_beyond_memory(num_bytes: int, device: torch.device, what: str, advice: str) -> None:
-    """Refuses what the device has no memory for: on a CPU it would be granted, and the process killed in using it.
+    """Reject an allocation that the device has no room for: Linux would grant it, then kill the process that uses it.
 
     Raises:
-        MinivllmError: as said.
+        MinivllmError: `num_bytes` exceeds the free memory.
     """
     import torch
 
@@ -33,9 +33,9 @@ def refuse_beyond_memory(num_bytes: int, device: torch.device, what: str, advice
 
 
 def available_memory() -> int | None:
-    """Main memory that programs can still have, in bytes: what the system says, and what the container may use.
+    """Return the main memory still available, in bytes: the lesser of the system's and the container's figure.
 
-    None where neither says.
+    None if neither is known.
     """
     return min((known for known in (_system_available(), _container_available()) if known is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of what must not be cut in two."""
+"""Delay Ctrl-C until the end of a block that must not be interrupted."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""What to say when a step finds no memory."""
+"""A helpful error for a step that runs out of memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ ADVICE = "lower max_num_batched_tokens or max_num_seqs, or leave more free with 
 
 
 def explain_out_of_memory(error: BaseException) -> MinivllmError | None:
-    """An error that says what to lower, if that is what this one is about: torch's of a CPU or GPU, or Python's own.
+    """Turn an out-of-memory error, torch's (CPU or GPU) or Python's, into one that says which settings to lower.
 
-    None for any other error, which is to be raised as it is.
+    Returns None for any other error, which the caller should raise unchanged.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""Compiled loops on the threads that PyTorch's own operators use.
+"""Run compiled loops on the threads that PyTorch's own operators use.
 
-A second pool of threads beside PyTorch's is slow: after every operator PyTorch's threads go on spinning for a while in
-the hope of more work, on the very cores that the second pool needs. numba's layers are such pools, "omp" too (it brings
-the system's OpenMP library, not the copy in PyTorch's wheel). So a loop asks PyTorch's library for a parallel region,
-`GOMP_parallel`, as PyTorch's operators do, and its threads take the programs one by one from a shared counter.
+A second thread pool beside PyTorch's is slow: after every operator, PyTorch's threads keep spinning for a while in the
+hope of more work, on the very cores that the second pool needs. numba's threading layers are such pools, even "omp" (it
+loads the system's OpenMP library, not the copy in PyTorch's wheel). So a loop asks PyTorch's library for a parallel
+region, `GOMP_parallel`, as PyTorch's operators do, and its threads take programs one by one from a shared counter.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LIBRARY = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether there is something to run on the threads: loops that numba compiles."""
+    """Whether numba, which compiles the loops, is installed."""
     return find_spec("numba") is not None
 
 
 def run_programs(function: Callable[[int], object], numbers: Iterable[int], most_threads: int | None = None) -> None:
-    """Run what `programs.compile_programs` made, on PyTorch's threads or on fewer.
+    """Run a function made by `programs.compile_programs` on PyTorch's threads, `most_threads` at most.
 
-    The block that it reads is a 0, from which the programs are counted, and `numbers`.
+    The memory block that it reads holds the shared program counter, initially 0, followed by `numbers`.
     """
     block = array("q", [0, *numbers])
     threads = torch.get_num_threads()
@@ -39,7 +39,7 @@ def run_programs(function: Callable[[int], object], numbers: Iterable[int], most
 
 
 def run_on_threads(function: Callable[[int], object], address: int, threads: int) -> None:
-    """Call the C function `function(address)` on `threads` threads at once, and wait for all.
+    """Call the C function `function(address)` on `threads` threads at once, and wait for all of them.
 
     `function` is a `ctypes` function that may run on any thread, such as `numba.cfunc(...).ctypes`.
     """
@@ -59,10 +59,10 @@ def run_on_threads(function: Callable[[int], object], address: int, threads: int
 
 @functools.cache
 def parallel_region() -> Callable[..., None] | None:
-    """`GOMP_parallel(function, address, threads, flags)` of the library that PyTorch is linked with; None without."""
+    """Return `GOMP_parallel(function, address, threads, flags)` of PyTorch's OpenMP library, or None if it has none."""
     library = Path(torch.__file__).parent / "lib" / LIBRARY.get(sys.platform, "")
     try:
-        region = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in what the library is linked with
+        region = ctypes.CDLL(str(library)).GOMP_parallel  # dlsym also searches the libraries that this one links to
     except (OSError, AttributeError):
         return None
     region.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)

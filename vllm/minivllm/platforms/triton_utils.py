@@ -1,9 +1,9 @@
 """Triton for every file that defines kernels: `from minivllm.platforms.triton_utils import tl, triton`.
 
 Without a CUDA device, Triton's interpreter runs the same kernels on NumPy: slowly, but line for line. The switch,
-`TRITON_INTERPRET`, is read when a kernel is *defined*, so it must be set before; a value that is already set stands.
-Where Triton has no wheel (macOS, Windows) a stand-in lets files that define kernels be imported; a launch says why it
-cannot run.
+`TRITON_INTERPRET`, is read when a kernel is *defined*, so it must be set before; a value already set is kept. Where
+Triton has no wheel (macOS, Windows), a stand-in lets files that define kernels be imported; launching one raises an
+error that says why it cannot run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class _KernelWithoutTriton:
-    """What `triton.jit` makes of a function where there is no Triton: it can be looked at, not launched."""
+    """The result of `triton.jit` without Triton: a kernel that can be inspected but not launched."""
 
     def __init__(self, function):
         self.fn = function
@@ -44,7 +44,7 @@ class _KernelWithoutTriton:
 
 
 class _NoTriton:
-    """Stands in for both `triton` and `triton.language`: every attribute is harmless to mention."""
+    """Stands in for both `triton` and `triton.language`: every attribute lookup succeeds."""
 
     constexpr = int
 
@@ -67,13 +67,13 @@ class _NoTriton:
         return 1 << (number - 1).bit_length()
 
 
-if TYPE_CHECKING:  # kernels are Triton's language in Python's clothes: nothing for a type checker
+if TYPE_CHECKING:  # kernels are Triton's language in Python syntax, which a type checker cannot follow
 
     class _Anything(type):
         def __getattr__(cls, name: str) -> Any: ...
 
     class tl(metaclass=_Anything):
-        """Any attribute of it may be mentioned, and `constexpr` in annotations."""
+        """Allows any attribute, and `constexpr` in annotations."""
 
         constexpr: TypeAlias = Any
 
