@@ -164,3 +164,12 @@ def generate_for_ever(llm: LLM) -> None:
 
 def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True) if process.is_running()}
+
+
+def test_nothing_is_dropped_while_the_core_is_held_up(apart):
+    """As by a first step that compiles: more requests than a socket keeps by default."""
+    core = apart.llm_engine.engine_core.process
+    os.kill(core.pid, signal.SIGSTOP)
+    threading.Timer(2.0, os.kill, (core.pid, signal.SIGCONT)).start()
+    outputs = apart.generate([[1 + index % 99] for index in range(3000)], SamplingParams(temperature=0.0, max_tokens=1))
+    assert [output.prompt_token_ids[0] for output in outputs] == [1 + index % 99 for index in range(3000)]

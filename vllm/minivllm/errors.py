@@ -12,11 +12,15 @@ class UnsupportedModelError(MinivllmError):
 
 
 class NonFiniteLogitsError(MinivllmError):
-    """The model produced NaN or infinite logits, which cannot be sampled. `request_ids` names the affected requests."""
+    """The model computed NaN or infinity for these requests, so no token can be chosen for them."""
 
-    def __init__(self, message: str, request_ids: Sequence[str] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, request_ids: Sequence[str]) -> None:
         self.request_ids = tuple(request_ids)
+        shown = ", ".join(self.request_ids[:5]) + (", ..." if len(self.request_ids) > 5 else "")
+        super().__init__(
+            f"the model computed NaN or infinite logits for {len(self.request_ids)} requests ({shown}): "
+            "check its weights, or try dtype='float32'"
+        )
 
 
 class WorkerDiedError(RuntimeError):

@@ -78,3 +78,4 @@ class ModelRunnerOutput:
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    nonfinite_req_ids: list[str] = field(default_factory=list)

@@ -9,7 +9,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.step`, `_initialize_kv_ca
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -71,7 +71,7 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Adds a request to the queue. A rejected one ends with an error, which the next step returns."""
-        with self._all_or_nothing(lambda: (request.request_id,)):
+        with self._all_or_nothing((request.request_id,)):
             try:
                 self.scheduler.add_request(request.to_request())
             except MinivllmError as error:
@@ -80,7 +80,7 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests, waiting or running; unknown ids are ignored."""
         ids = set(request_ids)
-        with self._all_or_nothing(lambda: ids):
+        with self._all_or_nothing(ids):
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
 
@@ -97,23 +97,27 @@ class EngineCore:
                 end with an error, which the next step returns; the others continue.
         """
         scheduled: Collection[str] | None = None
-        with self._all_or_nothing(lambda: list(self.scheduler.requests) if scheduled is None else scheduled):
+        try:
             with record_function_or_nullcontext("minivllm::schedule"):
                 scheduler_output = self.scheduler.schedule()
             scheduled = scheduler_output.num_scheduled_tokens
             self._log_step(scheduler_output)
             model_runner_output = self.executor.execute_model(scheduler_output)
+            if model_runner_output.nonfinite_req_ids:
+                raise NonFiniteLogitsError(model_runner_output.nonfinite_req_ids)
             with record_function_or_nullcontext("minivllm::update"):
                 outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
                 if self._speculates:
                     self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
                 delivered = EngineCoreOutputs([*self._undelivered, *outputs], self.scheduler.make_stats())
                 self._undelivered = []
-        return delivered
+            return delivered
+        except BaseException as failure:
+            raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
-        with self._all_or_nothing(tuple):
+        with self._all_or_nothing(()):
             return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def shutdown(self) -> None:
@@ -121,23 +125,25 @@ class EngineCore:
         self.executor.shutdown()
 
     @contextmanager
-    def _all_or_nothing(self, who_is_lost: Callable[[], Collection[str]]) -> Iterator[None]:
-        """If the block fails, starts over: the lost requests end with an error, the others are recomputed."""
+    def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:
+        """If the block fails, starts over without these requests."""
         try:
             yield
-        except WorkerDiedError:
-            raise
         except BaseException as failure:
-            error = explain_out_of_memory(failure) or failure
-            lost = failure.request_ids if isinstance(failure, NonFiniteLogitsError) else who_is_lost()
-            logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
-            known = {output.request_id for output in self._undelivered}
-            self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
-            self.scheduler.start_over(lost)
-            self.executor.collective_rpc("reset")
-            if error is failure:
-                raise
-            raise error from failure
+            raise self._start_over(failure, request_ids) from None
+
+    def _start_over(self, failure: BaseException, request_ids: Collection[str]) -> BaseException:
+        """Ends these requests with an error and has all others recomputed. Returns the error to raise."""
+        if isinstance(failure, WorkerDiedError):
+            return failure
+        error = explain_out_of_memory(failure) or failure
+        lost = list(failure.request_ids if isinstance(failure, NonFiniteLogitsError) else request_ids)
+        logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
+        known = {output.request_id for output in self._undelivered}
+        self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
+        self.scheduler.start_over(lost)
+        self.executor.collective_rpc("reset")
+        return error
 
     def _log_step(self, output: SchedulerOutput) -> None:
         if not logger.isEnabledFor(logging.DEBUG):

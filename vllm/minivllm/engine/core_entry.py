@@ -1,19 +1,26 @@
-"""Entry point of the core's process: `python -m minivllm.engine.core_entry FOLDER LIFELINE`.
+"""Entry point of the core's process: `python -m minivllm.engine.core_entry FOLDER LIFELINE PARENT`.
 
 `mp_client.py` starts it. Its standard input is a pipe that is never written to and that closes when the front end ends;
 a thread waits for that before anything large is imported, so that no process is left over, whenever the front end ends.
-LIFELINE is a file descriptor whose only purpose is to close when this process ends.
+LIFELINE is a file descriptor whose only purpose is to close when this process ends. PARENT is the front end's process:
+where a fork of it holds the pipe open, the parent of this process changes all the same.
 """
 
+from __future__ import annotations
+
 import os
+import select
 import shutil
 import sys
 import threading
 from collections.abc import Callable
 
+SECONDS = 0.5
 
-def _end_with_front_end(folder: str, end: Callable[[], None]) -> None:
-    sys.stdin.buffer.raw.read()  # type: ignore[attr-defined]
+
+def _end_with_front_end(parent: int, folder: str, end: Callable[[], object]) -> None:
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], SECONDS)[0]:
+        continue
     try:
         end()
     finally:
@@ -21,19 +28,18 @@ def _end_with_front_end(folder: str, end: Callable[[], None]) -> None:
         os._exit(0)
 
 
-def main(folder: str, lifeline: int) -> int:
+def main(folder: str, lifeline: int, parent: int) -> int:
     """Runs the core until it fails or the front end is gone; returns the exit code."""
     os.set_inheritable(lifeline, False)  # ranks must not inherit it
-    started: list[Callable[[], None]] = []
-    end = (folder, lambda: [shutdown() for shutdown in started] and None)
+    process: EngineCoreProc | None = None
+    end = (parent, folder, lambda: process and process.shutdown())
     threading.Thread(target=_end_with_front_end, args=end, daemon=True).start()
 
     from minivllm.engine.core_proc import EngineCoreProc
 
     process = EngineCoreProc(folder)
-    started.append(process.shutdown)
     return process.run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -8,6 +8,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc.run_busy_loop`, `proc
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -18,7 +19,9 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES
 from minivllm.engine.wire import IDENTITY, Failure, Kind, decode, encode
 from minivllm.errors import WorkerDiedError
+from minivllm.logger import init_logger
 
+logger = init_logger(__name__)
 SECONDS_TO_SEND = 2.0
 
 
@@ -28,38 +31,38 @@ class EngineCoreProc:
     def __init__(self, folder: str) -> None:
         """Connects to the front end's two sockets in `folder`."""
         self.core: EngineCore | None = None
-        self._requests: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
-        self._outputs: queue.SimpleQueue[EngineCoreOutputs | None] = queue.SimpleQueue()
-        self._context = zmq.Context()
-        self._input = self._context.socket(zmq.DEALER)
+        self._requests: queue.SimpleQueue[list[bytes] | Exception] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[EngineCoreOutputs | Failure] = queue.SimpleQueue()
+        context = zmq.Context()
+        self._input, self._output = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
         self._input.identity = IDENTITY
-        self._input.connect(f"ipc://{folder}/input")
-        self._output = self._context.socket(zmq.PUSH)
-        self._output.connect(f"ipc://{folder}/output")
+        for socket, name in ((self._input, "input"), (self._output, "output")):
+            socket.sndhwm = socket.rcvhwm = 0  # nothing is dropped, however many messages wait
+            socket.linger = int(SECONDS_TO_SEND * 1000)
+            socket.connect(f"ipc://{folder}/{name}")
 
     def run(self) -> int:
         """Does all of that; returns the exit code of the process."""
         self._input.send_multipart((Kind.HELLO, b""))
         _, settings = self._input.recv_multipart()
-        socket = self._input
         try:
             self.core = EngineCore(EngineArgs(**decode(settings, dict)))
-            self._input.send_multipart((Kind.READY, encode(self.core.ready)))
-            threading.Thread(target=self._receive, daemon=True).start()
-            sender = threading.Thread(target=self._send, daemon=True)
-            sender.start()
-            socket = self._output
+        except Exception as error:
+            self._input.send_multipart((Kind.FAILED, encode(Failure.of(error))))
+            self._input.close()
+            return 1
+        self._input.send_multipart((Kind.READY, encode(self.core.ready)))
+        sender = threading.Thread(target=self._send, daemon=True)
+        threading.Thread(target=self._receive, daemon=True).start()
+        sender.start()
+        try:
             self._run_busy_loop(self.core)
         except Exception as error:
-            if socket is self._output:
-                self._outputs.put(None)
-                sender.join(SECONDS_TO_SEND)
-            socket.send_multipart((Kind.FAILED, encode(Failure.of(error))))
-            self._context.destroy(linger=int(SECONDS_TO_SEND * 1000))
-            return 1
+            self._outputs.put(Failure.of(error))
+            sender.join(SECONDS_TO_SEND)
         finally:
             self.shutdown()
-        return 0
+        return 1
 
     def shutdown(self) -> None:
         """Ends the ranks. Can be called from any thread."""
@@ -67,16 +70,23 @@ class EngineCoreProc:
             self.core.shutdown()
 
     def _run_busy_loop(self, core: EngineCore) -> None:
-        """Steps while requests are unfinished, else waits for messages. Raises `WorkerDiedError` if a rank dies."""
+        """Steps while requests are unfinished, else waits for messages. Raises what the engine cannot survive."""
         while True:
             while not self._requests.empty() or not core.has_unfinished_requests():
-                self._handle(core, *self._requests.get())
-            try:
-                self._outputs.put(core.step())
-            except WorkerDiedError:
-                raise
-            except Exception:
-                continue  # the next step reports the failed requests; the others go on
+                message = self._requests.get()
+                if isinstance(message, Exception):
+                    raise message
+                self._guarded(self._handle, core, *message)
+            self._guarded(lambda: self._outputs.put(core.step()))
+
+    def _guarded(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Only a rank's end is the engine's: after any other failure the core has started over, and goes on."""
+        try:
+            act(*arguments)
+        except WorkerDiedError:
+            raise
+        except Exception:
+            logger.exception("The engine's core goes on after a failure")
 
     def _handle(self, core: EngineCore, kind: bytes, payload: bytes) -> None:
         if kind == Kind.ADD:
@@ -89,12 +99,23 @@ class EngineCoreProc:
             self._outputs.put(EngineCoreOutputs([], utility_output=answer))
 
     def _receive(self) -> None:
-        while True:
-            self._requests.put(self._input.recv_multipart())
+        """One of the two socket threads; what ends it ends the loop too, rather than leave the front end waiting."""
+        try:
+            while True:
+                self._requests.put(self._input.recv_multipart())
+        except Exception as error:
+            self._requests.put(error)
 
     def _send(self) -> None:
-        while (outputs := self._outputs.get()) is not None:
-            self._output.send_multipart((Kind.OUTPUTS, encode(outputs)))
+        """The other one. Its last message is why the core has failed."""
+        try:
+            while not isinstance(outputs := self._outputs.get(), Failure):
+                self._output.send_multipart((Kind.OUTPUTS, encode(outputs)))
+        except Exception as error:
+            self._requests.put(error)
+            outputs = Failure.of(error)
+        self._output.send_multipart((Kind.FAILED, encode(outputs)))
+        self._output.close()
 
 
 def _result_of(core: EngineCore, method: str) -> tuple[Any, str | None]:

@@ -19,7 +19,7 @@ from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
-from minivllm.platforms.interrupts import interrupts_held
+from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.sampling_params import SamplingParams
 
 
@@ -65,8 +65,10 @@ class LLMEngine:
         taken = next((name for name in (request_id, *ids) if name in in_use), None)
         if taken is not None:
             raise MinivllmError(f"request {taken!r} exists already; ids must be unique among unfinished requests")
-        with interrupts_held():
+        with InterruptsHeld():
             try:
+                if not self.has_unfinished_requests():
+                    self._throughput_log.begin()
                 self._children[request_id] = ids
                 for index, child in enumerate(children):
                     self.output_processor.add_request(child, text, index, parent)
@@ -77,7 +79,7 @@ class LLMEngine:
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
         """Ends requests without further output; unknown ids are ignored."""
-        with interrupts_held():
+        with InterruptsHeld():
             children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
             self.output_processor.abort_requests(children)
             self.engine_core.abort_requests(children)
@@ -97,7 +99,7 @@ class LLMEngine:
         aborted.
         """
         outputs: EngineCoreOutputs | None = None
-        with interrupts_held():
+        with InterruptsHeld():
             try:
                 outputs = self.engine_core.get_output()
                 return self._take_in(outputs)
@@ -108,7 +110,8 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
-        return self.engine_core.call_utility("reset_prefix_cache")
+        with InterruptsHeld():
+            return self.engine_core.call_utility("reset_prefix_cache")
 
     def shutdown(self) -> None:
         """Ends everything that the engine has started; it cannot be used after that."""

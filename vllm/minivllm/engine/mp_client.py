@@ -44,16 +44,13 @@ class SyncMPClient(EngineCoreClient):
         self._dead: Exception | None = None
         self._call_ids = itertools.count()
         self._early: list[EngineCoreOutputs] = []
-        folder = tempfile.mkdtemp(prefix="minivllm-")
-        self._context = zmq.Context()
-        self._input = self._context.socket(zmq.ROUTER)
-        self._output = self._context.socket(zmq.PULL)
-        for socket, name in ((self._input, "input"), (self._output, "output")):
-            socket.linger = 0
-            socket.bind(f"ipc://{folder}/{name}")
-        self.process, self._lifeline = _start(folder)
-        self._finalizer = weakref.finalize(self, _end, self._context, self.process, self._lifeline, folder)
+        self._resources = _Resources()
+        self._finalizer = weakref.finalize(self, self._resources.end)
         try:
+            self._input = self._resources.bind(zmq.ROUTER, "input")
+            self._input.router_mandatory = True
+            self._output = self._resources.bind(zmq.PULL, "output")
+            self.process, self._lifeline = self._resources.start()
             self.ready = self._meet(args)
         except BaseException:
             self.shutdown()
@@ -105,7 +102,10 @@ class SyncMPClient(EngineCoreClient):
     def _send(self, kind: bytes, message: Any) -> None:
         if self._dead is not None:
             raise self._dead
-        self._input.send_multipart((IDENTITY, kind, encode(message)))
+        try:
+            self._input.send_multipart((IDENTITY, kind, encode(message)))
+        except zmq.ZMQError:  # nobody is there any more
+            raise self._died() from None
 
     def _receive(self) -> EngineCoreOutputs:
         kind, payload = self._wait(self._output)
@@ -124,41 +124,65 @@ class SyncMPClient(EngineCoreClient):
         ready = dict(poller.poll())
         if socket in ready or socket.poll(0):
             return socket.recv_multipart()
+        raise self._died()
+
+    def _died(self) -> Exception:
+        """How the core's process has ended, as an error; everything is given back."""
         code = self.process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self._dead = EngineDeadError(f"the engine's core (process {self.process.pid}) {how}; its output says why")
         self._finalizer()
-        raise self._dead
+        return self._dead
 
 
-def _start(folder: str) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts the core's process; returns it and our end of the lifeline, which is readable once the process is gone."""
-    home = str(Path(errors.__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-    ours, theirs = os.pipe()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the process
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "minivllm.engine.core_entry", folder, str(theirs)],
-            stdin=subprocess.PIPE,  # never written to: it closes when we are gone
-            pass_fds=(theirs,),
-            env=os.environ | {"PYTHONPATH": path},
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        os.close(theirs)
-    return process, ours
+class _Resources:
+    """What must be given back: a folder, sockets, a process. In the process that made them, and only there."""
 
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._folder = tempfile.mkdtemp(prefix="minivllm-")
+        self._context = zmq.Context()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
 
-def _end(context: zmq.Context, process: subprocess.Popen[bytes], lifeline: int, folder: str) -> None:
-    """Tells the process to leave, kills it if it does not, and frees everything that belongs to it."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(SECONDS_TO_LEAVE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    os.close(lifeline)
-    context.destroy(linger=0)
-    shutil.rmtree(folder, ignore_errors=True)
+    def bind(self, kind: int, name: str) -> zmq.Socket:
+        """A socket in the folder. It drops nothing: however many messages wait, they are kept."""
+        socket = self._context.socket(kind)
+        socket.linger = socket.sndhwm = socket.rcvhwm = 0
+        socket.bind(f"ipc://{self._folder}/{name}")
+        return socket
+
+    def start(self) -> tuple[subprocess.Popen[bytes], int]:
+        """The core's process, and our end of the lifeline: readable as soon as the process has ended."""
+        home = str(Path(errors.__file__).resolve().parents[1])
+        path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+        self._lifeline, theirs = os.pipe()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits the mask
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "minivllm.engine.core_entry", self._folder, str(theirs), str(self._owner)],
+                stdin=subprocess.PIPE,  # never written to: it closes when this process ends
+                pass_fds=(theirs,),
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            os.close(theirs)
+        return self._process, self._lifeline
+
+    def end(self) -> None:
+        """Lets the process go, kills it if it stays, and gives all else back."""
+        if os.getpid() != self._owner:
+            return  # a fork
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(SECONDS_TO_LEAVE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -107,7 +107,7 @@ class OutputProcessor:
         state.error = output.error
         self._num_generation_tokens += len(output.new_token_ids)
         state.metrics.last_token_time = now
-        if state.metrics.first_token_time is None:
+        if state.metrics.first_token_time is None and output.error is None:
             state.metrics.first_token_time = now
             self._num_prompt_tokens += len(state.request.prompt_token_ids)
         if output.new_prompt_logprobs is not None:

@@ -16,21 +16,21 @@ class ThroughputLog:
     """Counts tokens between two log lines. Idle time is excluded, so it does not look like low throughput."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts counting, now: the engine was idle."""
+        self._since = time.monotonic()
         self._prompt_tokens = self._generation_tokens = 0
 
     def observe(self, prompt_tokens: int, generation_tokens: int, stats: SchedulerStats) -> None:
-        """Adds a step's prompt and generated tokens, and logs a line if it is time."""
-        now = time.monotonic()
-        if self._since is None:
-            self._since = now
+        """Counts a step's tokens, those of prompts that were computed and those generated; logs when it is time."""
         self._prompt_tokens += prompt_tokens
         self._generation_tokens += generation_tokens
-        if now - self._since >= SECONDS:
-            self._say(now - self._since, stats)
-            self._since, self._prompt_tokens, self._generation_tokens = now, 0, 0
-        if not stats.num_running_reqs and not stats.num_waiting_reqs:
-            self._since, self._prompt_tokens, self._generation_tokens = None, 0, 0
+        seconds = time.monotonic() - self._since
+        if seconds >= SECONDS:
+            self._say(seconds, stats)
+            self.begin()
 
     def _say(self, seconds: float, stats: SchedulerStats) -> None:
         prefix = stats.prefix_cache_stats

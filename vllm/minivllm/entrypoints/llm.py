@@ -91,7 +91,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """Ends this LLM's processes, if any, now. Without this call they end with this object or with Python."""
-        self.llm_engine.shutdown()
+        with self._caller.alone():
+            self.llm_engine.shutdown()
 
     def _add_request(self, index: int, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
         if isinstance(params, SamplingParams):

@@ -12,7 +12,6 @@ import torch
 
 from minivllm.config import SpeculativeConfig
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
-from minivllm.errors import NonFiniteLogitsError
 from minivllm.models.decoder import Decoder
 from minivllm.models.forward_context import ForwardContext
 from minivllm.models.linear import process_weights_after_loading, weight_bytes
@@ -170,9 +169,8 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
         sums = logits.sum(dim=-1)  # [sum of num_sampled], not finite where any logit is not; sampling changes logits
         sampled = sample(logits, self._sampling_metadata(inputs))  # a token for each of them
-        refuse_nonfinite(inputs, sums)
         output = kept_of(inputs, sampled)  # of each request that samples, accepted drafts and one token more
-        output.prompt_logprobs = prompt_logprobs
+        output.prompt_logprobs, output.nonfinite_req_ids = prompt_logprobs, nonfinite_req_ids(inputs, sums)
         self.batch.append_tokens(inputs.rows[inputs.sampling], list(output.sampled_token_ids.values()))
         return output
 
@@ -243,21 +241,14 @@ def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
     return output
 
 
-def refuse_nonfinite(inputs: StepInputs, sums: torch.Tensor) -> None:
-    """Refuses what was sampled from logits that are not all finite; `sums` [sum of num_sampled] are those of each row.
+def nonfinite_req_ids(inputs: StepInputs, sums: torch.Tensor) -> list[str]:
+    """The requests whose logits are not all finite; `sums` [sum of num_sampled] are those of each row.
 
     One sum a row costs less than any look at the single logits, and is NaN or infinite where one of them is.
-
-    Raises:
-        NonFiniteLogitsError: it names the requests.
     """
+    total = float(sums.sum())
+    if total - total == 0.0:  # finite: neither NaN nor infinite
+        return []
     wrong = ~np.isfinite(sums.cpu().numpy())
-    if not wrong.any():
-        return
     places = np.unique(np.repeat(inputs.sampling, inputs.num_sampled)[wrong])
-    req_ids = [inputs.req_ids[place] for place in places]
-    raise NonFiniteLogitsError(
-        f"the model computed NaN or infinite logits for {len(req_ids)} of {len(inputs.sampling)} requests "
-        f"({', '.join(req_ids[:5])}{', ...' if len(req_ids) > 5 else ''}): check its weights, or try dtype='float32'",
-        req_ids,
-    )
+    return [inputs.req_ids[place] for place in places]

@@ -84,7 +84,12 @@ def torch_write(
     value_scales: torch.Tensor | None,
 ) -> None:
     """The same in torch's calls, for every type."""
-    if key_scales is None and key_cache.dtype == key.dtype and key_cache.is_contiguous() and value_cache.is_contiguous():
+    if (
+        key_scales is None
+        and key_cache.dtype == key.dtype
+        and key_cache.is_contiguous()
+        and value_cache.is_contiguous()
+    ):
         try:
             key_cache.flatten(0, 1).index_copy_(0, slots, key)
             value_cache.flatten(0, 1).index_copy_(0, slots, value)
