@@ -46,7 +46,7 @@ class LayerCache(NamedTuple):
 
 
 class PagedAttention:
-    """The engine's attention over the caches of all layers. It holds no per-step state: `of_step` binds a step to it."""
+    """The engine's attention over the caches of all layers. It keeps no per-step state: `of_step` binds a step."""
 
     def __init__(
         self,
