@@ -163,7 +163,7 @@ def mask(scores, tile, count, positions, oldest, at):
 
 @jit
 def weigh(scores, count, peaks, totals, shrinks, at):
-    """Turn scores into weights, exp2(score − peak). Update peak and total; `shrinks` gets the factor of the old sums."""
+    """Turn scores into weights, exp2(score − peak). Update peak and total; `shrinks` gets the old sums' factor."""
     peak = load(peaks, at)
     highest = peak
     for group in range((count + 3) // 4):
