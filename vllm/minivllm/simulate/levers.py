@@ -62,7 +62,7 @@ class Levers:
     - `prefix_caching`: needs `kv_cache` and `paging`; without them it finds nothing.
     - `kv_dtype`: "auto" is 16 bits; "int8" or "fp8" halve the cache. Arithmetic stays in 16 bits.
     - `weight_bits`: 16, 8 or 4, of the linear layers; embedding, norms and head stay in 16. Weight-only.
-    - `speculative_tokens`: drafts for every request and step, made for nothing (n-gram look-up), verified exactly.
+    - `speculative_tokens`: drafts per request and step, at no cost (n-gram lookup), verified exactly.
     - `tensor_parallel`: equal GPUs that share the model. The figure is of all of them together.
     - `cuda_graphs`: off, the host launches every kernel of every step.
     """
