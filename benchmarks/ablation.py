@@ -1,4 +1,4 @@
-"""Which lever bought what: every technique switched on and off on one engine, on the same work, in one run.
+"""The gain of each lever: every technique switched on and off on one engine, on the same work, in one run.
 
     make ablation
     uv run python benchmarks/ablation.py --quick
@@ -45,10 +45,10 @@ from minivllm.simulate.lever_checks import median_error
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 ALONE = ("tensor parallel", "CUDA graphs")
-"""What not every machine gains from: switched on at the end of the ladder, and left out of the rest."""
+"""Levers that help only on some machines: switched on at the end of the ladder, and left out of the rest."""
 NOT_IN_BASE = frozenset({"weights int8", "speculation"})
 """Off under Shapley's subsets, since neither pays on every machine."""
-SLOW, VERY_SLOW = 4.0, 20.0  # seconds: what takes longer runs in two rounds only, or in one
+SLOW, VERY_SLOW = 4.0, 20.0  # seconds: slower configurations run in only two rounds, or one
 On = frozenset[str]
 Measured = dict[str, Any]
 
@@ -116,9 +116,9 @@ def serve(core: EngineCore, work: Work) -> Measured:
 
 
 def turns_of(sets: list[On], rounds: int, seed: int) -> list[tuple[int, On]]:
-    """(round, configuration) of all runs. Each round has an order of its own, and what all are compared with thrice.
+    """(round, configuration) of all runs. Each round has its own order and runs the common baselines three times.
 
-    What ran before is felt: for some seconds after an engine that gathers keys, another has been up to a fifth slower.
+    Order matters: for some seconds after an engine that gathers keys, the next has been up to a fifth slower.
     """
     everything = max((on for on in sets if on.isdisjoint(ALONE)), key=len)
     order, turns = random.Random(seed), []
@@ -144,7 +144,7 @@ def measure(turns: list[tuple[int, On]], work: list[Work], folder: Path, device:
 
 
 def summary(runs: list[Measured], reference: list[list[int]]) -> Measured:
-    """The median run in figures, its spread, and how much of what it wrote is what the plain engine writes."""
+    """Figures of the median run, its spread, and the share of its output that matches the plain engine's."""
     rates = [one["tokens_per_second"] for one in runs]
     same = sum(map(list.__eq__, runs[0]["outputs"], reference)) / len(reference)
     middle = sorted(runs, key=lambda one: one["tokens_per_second"])[len(runs) // 2]
@@ -218,7 +218,7 @@ def _rung(rung: Measured, before: float | None) -> tuple[str, ...]:
 
 
 def _comparison(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: the list's rank, what each lever bought here, our rank, and what it would buy on an H100."""
+    """Columns and rows: the list's rank, each lever's gain here, our rank, and its modelled gain on an H100."""
     figures, names, modelled = found["figures"], found["levers"], found["modelled"]
     order = _our_order(figures)
     columns = [
@@ -245,7 +245,7 @@ def _comparison(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _bought(rungs: list[Measured], name: str) -> float:
-    """A rung over the one before."""
+    """Throughput of a rung relative to the one before."""
     place = next(index for index, rung in enumerate(rungs) if rung["lever"] == name)
     return rungs[place]["tokens_per_second"] / rungs[place - 1]["tokens_per_second"]
 

@@ -42,12 +42,12 @@ WAYS: dict[str, dict[str, str]] = {
 NEIGHBOURS = (0, 1, 2, 4)
 SPIN = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"
 LONGEST = 300.0
-"""Seconds after which a busy process ends, should nobody end it."""
+"""Seconds after which a busy process ends by itself."""
 
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """So many processes that do nothing but keep a core busy, until the block ends."""
+    """`count` processes that each keep a core busy until the block ends."""
     with ExitStack() as running:
         for _ in range(count):
             process = subprocess.Popen([sys.executable, "-S", "-c", SPIN, str(LONGEST)])

@@ -1,4 +1,4 @@
-"""The engine's kernels against what this device can do, and what they cost on GPUs that are not here.
+"""The engine's kernels against this device's limits, and their resource use on GPUs that are not here.
 
     uv run python benchmarks/kernels.py                  # what there is: the GPU, else the CPU
     uv run python benchmarks/kernels.py --device cpu
@@ -76,7 +76,7 @@ class Case:
 
 
 def decodes(name: str, lengths: Sequence[int], **shape: int) -> Case:
-    """A step in which every sequence asks with one token."""
+    """A step in which every sequence decodes one token."""
     return Case(name, (1,) * len(lengths), tuple(lengths), **shape)
 
 
@@ -251,7 +251,7 @@ REPEATS = 30
 
 
 def replayed(function: Callable[[], object]) -> Callable[[], None]:
-    """The same launches from a CUDA graph: nothing of the host's time is left in them."""
+    """The same launches replayed from a CUDA graph, without the host's launch time."""
     function()  # compiles, and measures which configuration is fastest
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -332,7 +332,7 @@ def torch_attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[
     found = {}
     for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
         if name == "MATH" and found:
-            continue  # scores in memory: only where there is nothing else
+            continue  # stores the scores: used only if there is nothing else
         attend = with_backend(getattr(SDPBackend, name))
         try:
             with warnings.catch_warnings():

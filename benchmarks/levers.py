@@ -1,4 +1,4 @@
-"""The levers of the ablation: how each is switched on the one engine, and the work that is done with it.
+"""The levers of the ablation: how each is switched on in the engine, and the workloads.
 
 Every lever but one is a setting of `EngineArgs`: grouped heads are a model's own, so the other model is made here, the
 same function with as many key-value heads as heads. The pool has as many blocks as a fixed number of bytes holds, so
@@ -68,7 +68,7 @@ LEVERS = [
 ]
 BY_NAME = {lever.name: lever for lever in LEVERS}
 INTERACTING = ("paging", "continuous batching", "unified kernel", "prefix caching", "KV cache int8")
-"""Those whose worth depends most on the others: they decide how many requests share a step, and what it costs."""
+"""Levers whose gain depends most on the others: they decide how many requests share a step, and its cost."""
 
 
 def settings_of(on: Iterable[str]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def settings_of(on: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Work:
-    """Requests that are all there at once: prompts as token ids, and how many tokens each is to get."""
+    """Requests that all arrive at once: prompts as token ids, and the number of output tokens of each."""
 
     name: str
     prompts: list[list[int]]
@@ -172,7 +172,7 @@ MODELLED = {
     "tensor parallel": {"tensor_parallel": 2},
     "CUDA graphs": {"cuda_graphs": True},
 }
-"""Our levers as the simulator knows them."""
+"""The simulator's fields for our levers."""
 MODELLED_REQUESTS = 640
 
 

@@ -69,7 +69,7 @@ class Peer:
 
 
 def peers_of(device: str, vllm_python: Path) -> list[Peer]:
-    """Who runs on this device. Ours is the first; the second is what everybody starts with."""
+    """The engines that run on this device. Ours is first; the second is the usual starting point."""
     if device == "cuda":
         return [
             Peer("minivllm bf16", "run_minivllm.py", "bfloat16"),
@@ -160,7 +160,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds for all requests and for one, and what all gave."""
+    """Seconds for all requests and for one, and the outputs of all."""
 
     all: float
     one: float

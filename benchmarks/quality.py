@@ -1,4 +1,4 @@
-"""What fewer bits cost in prediction: loss on text that the embedded model never saw, beside the bytes that they take.
+"""The cost of fewer bits in prediction quality: loss on held-out text, and the bytes of each format.
 
     uv run python benchmarks/quality.py
 

@@ -1,4 +1,4 @@
-"""What the scheduler itself costs: time of one `schedule()` and `update_from_output()`, with nothing but decodes.
+"""The scheduler's own cost: time of one `schedule()` and `update_from_output()`, with decodes only.
 
     uv run python benchmarks/scheduler.py     # beside vLLM's own scheduler where `make peers` has installed it
 

@@ -1,4 +1,4 @@
-"""Shapley values: what each of several levers is worth, when what one buys depends on which others are on.
+"""Shapley values: the worth of each of several levers when its gain depends on which others are on.
 
 A lever's value is what switching it on adds, averaged over all orders in which the levers could be switched on
 (L. Shapley, "A Value for n-Person Games", 1953). The values of all levers add up to the gain of switching all of them

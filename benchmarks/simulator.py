@@ -1,4 +1,4 @@
-"""How well the simulator foretells the engine: fitted on some runs, asked about others.
+"""How well the simulator predicts the engine: fitted on some runs, tested on others.
 
     uv run python benchmarks/simulator.py
 
@@ -43,7 +43,7 @@ class Case:
         ]
 
     def limits(self) -> dict[str, int]:
-        """What engine and simulator are both told."""
+        """The settings shared by engine and simulator."""
         return {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
 
 
@@ -68,7 +68,7 @@ def measured(case: Case, seed: int) -> Recording:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Fit, foretell, compare."""
+    """Fit, predict, compare."""
     cases = FITTED | FORETOLD
     runs = {name: measured(case, arguments.seed) for name, case in track(cases.items(), "running")}
     cost = FittedCost.fit([step for name in FITTED for step in runs[name].steps])

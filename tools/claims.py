@@ -67,7 +67,7 @@ def results_of(script: str) -> list[tuple[str, dict]]:
 
 
 def measured(row: dict) -> str:
-    """What this repository measured, for each machine that did; a figure equal on all of them is said once."""
+    """This repository's measurements, one per machine; a figure equal on all machines is given once."""
     texts = {}
     for machine, record in results_of(row["script"]):
         figures = _Figures(record["figures"], f"{machine}'s result of {row['script']}")

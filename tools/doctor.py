@@ -24,7 +24,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: `ok` is None where a lack only slows things down or leaves an extra out."""
+    """One line of the report: `ok` is None if a missing item only slows things down or disables an extra."""
 
     subject: str
     ok: bool | None
@@ -46,7 +46,7 @@ def check_uv() -> Finding:
 
 
 def check_packages() -> Finding:
-    """What lessons and engine import."""
+    """The packages that lessons and engine import."""
     wanted = ("torch", "transformers", "safetensors", "numpy", "numba", "rich", "matplotlib", "ipywidgets")
     missing = [name for name in wanted if find_spec(name) is None]
     if missing:
@@ -132,7 +132,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def main() -> int:
-    """Print one line a check; 1 when something that everything needs is missing."""
+    """Print one line per check; returns 1 if something essential is missing."""
     print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     findings = [check() for check in CHECKS]
     for finding in findings:

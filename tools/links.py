@@ -20,7 +20,7 @@ ELSEWHERE = ("http://", "https://", "mailto:")
 
 
 def tracked_markdown() -> list[Path]:
-    """Every Markdown file that git knows or would take."""
+    """Every Markdown file that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -54,7 +54,7 @@ def broken_links(path: Path) -> list[str]:
 
 
 def main() -> int:
-    """Print every broken link; 1 when there is one."""
+    """Print every broken link; returns 1 if there are any."""
     problems = [problem for path in tracked_markdown() for problem in broken_links(path)]
     print("\n".join(problems), end="\n" if problems else "")
     return 1 if problems else 0

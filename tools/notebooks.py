@@ -83,7 +83,7 @@ assert not missing, f"cannot import {' and '.join(missing)}: see the cell above,
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced block of a lesson: its lines as they stand, and what the words on the first of them say."""
+    """A fenced block of a lesson: its lines, and the options on its first line."""
 
     opening: str
     body: tuple[str, ...]
@@ -120,7 +120,7 @@ class Lesson:
 
 
 def read_lesson(path: Path) -> Lesson:
-    """Take a lesson apart at its fenced blocks.
+    """Split a lesson at its fenced blocks.
 
     Raises:
         MinivllmError: a fence is not closed, has an unknown word, or is a cell where none can be; names file and line.
@@ -144,7 +144,7 @@ def read_lesson(path: Path) -> Lesson:
 
 
 def _opens(line: str) -> int:
-    """By how much the line deepens the nesting of <details>."""
+    """The change in <details> nesting depth made by this line."""
     return line.count("<details") - line.count("</details>")
 
 
@@ -224,7 +224,7 @@ def with_fresh_quotes(lesson: Lesson) -> Lesson:
 
 
 def lesson_text(lesson: Lesson) -> str:
-    """The lesson's Markdown, put together again."""
+    """The lesson's Markdown, reassembled."""
     lines: list[str] = []
     for part in lesson.parts:
         lines += [part] if isinstance(part, str) else [part.opening, *part.body, part.closing]

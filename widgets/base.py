@@ -59,7 +59,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a challenge is: met or not, and the figures that it is judged by."""
+    """Progress of a challenge: whether it is met, and the figures that decide it."""
 
     met: bool
     words: str
@@ -128,7 +128,7 @@ class LessonWidget(ipywidgets.VBox):
         self.redraw()
 
     def values(self) -> dict[str, Any]:
-        """What the knobs stand at: the arguments of `sweep`."""
+        """The knobs' current values: the arguments of `sweep`."""
         return {name: control.value for name, control in self.knobs.items()}
 
     def set(self, **values: Any) -> None:
@@ -143,7 +143,7 @@ class LessonWidget(ipywidgets.VBox):
             self.redraw()
 
     def redraw(self) -> None:
-        """Run the sweep for the knobs as they stand and show what comes of it; never raises."""
+        """Run the sweep for the current knobs and show the result; never raises."""
         with self._shown():
             self.state = None
             state = self._sweep(**self.values())
@@ -197,12 +197,12 @@ class LessonWidget(ipywidgets.VBox):
 
 
 def require_numbers(most: Mapping[str, float], **values: Any) -> None:
-    """Refuses what is no number, or more than its greatest: for that a sweep has neither time nor memory.
+    """Rejects values that are not numbers, or above their maximum in `most`, as sweeps would take too long.
 
-    A whole greatest asks for a whole number. The least that makes sense is for each sweep to say.
+    An integer maximum requires an integer value. Each sweep checks its own minimum.
 
     Raises:
-        MinivllmError: as said.
+        MinivllmError: a value is not a number, not an integer, or too large.
     """
     for name, value in values.items():
         whole = isinstance(most[name], int)

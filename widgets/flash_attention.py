@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class State:
-    """One configuration and what it comes to. Bytes are of one head, except where all heads are meant."""
+    """One configuration and its results. Bytes are of one head unless all heads are named."""
 
     length: int
     head_dim: int
@@ -226,7 +226,7 @@ def figure(state: State) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as people say them."""
+    """A byte count in human-readable form."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"

@@ -1,4 +1,4 @@
-"""Lesson 01: what a GPU's memory goes to, how many requests fit, and what reserving the longest request costs.
+"""Lesson 01: how a GPU's memory is used, how many requests fit, and the cost of reserving the longest request.
 
 Everything here is asked of `minivllm.simulate`: the ledger that equals vLLM's start-up log, and request lengths as
 they are seen in the world.
@@ -47,7 +47,7 @@ START = {
 
 @dataclass(frozen=True)
 class State:
-    """One configuration and what it comes to. Bytes are of one GPU; tokens and requests of the whole group."""
+    """One configuration and its results. Bytes are of one GPU; tokens and requests of the whole group."""
 
     model: str
     hardware: Hardware

@@ -44,7 +44,7 @@ WORKLOADS = {"chats": "chats behind one prompt", "mixed": "long and short"}
 SLOTS = (1, 2, 4, 8, 16)
 RESERVATIONS = (2048, 4096, 8192, 16384)
 SHORTER = 4
-"""Answers are so many times shorter than ShareGPT's, so that a redraw takes no time; their spread is the same."""
+"""Factor by which answers are shorter than ShareGPT's, to keep redraws fast; their relative spread is unchanged."""
 ORDERS = {"ranking": "as the ranking has them", "reversed": "the other way round"}
 ON: dict[str, Any] = {rung.field: rung.on for rung in LADDER}
 OFF: dict[str, Any] = {rung.field: getattr(Levers(), rung.field) for rung in LADDER}
@@ -174,7 +174,7 @@ def sweep(
 
 
 def _served(gpu: str, work: LeverWorkload, levers: Levers) -> tuple[LeverResult | None, str]:
-    """What comes of these levers, or why the server does not start."""
+    """The result with these levers, or the reason why the server does not start."""
     hardware = get_hardware(gpu)
     try:
         return throughput(levers, _model(), hardware, work), ""

@@ -277,7 +277,7 @@ OWNERS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, SERIES[6])
 LEAST = -20.0
 """Percent: where the costs begin. Below zero lies what is cheaper than a contiguous cache."""
 MOST_TIPS = 1100
-"""Up to so many blocks each is drawn by itself, with a tooltip."""
+"""Up to this many blocks are drawn individually, with tooltips."""
 
 
 def figure(state: State) -> str:

@@ -140,7 +140,7 @@ class _Run:
 
 
 def _served(kind: Sharing, users: int, turns: int, prefix: int, pool: int | None) -> _Run:
-    """The sessions on a pool of so many tokens; pools that are larger than all tokens together are one and the same."""
+    """The sessions on a pool of `pool` tokens; all pools that hold every token share one cached result."""
     longest = prefix + turns * (kind.question + kind.answer)
     ample = users * turns * (-(-longest // BLOCK_SIZE) + 1)
     blocks = ample if pool is None else min(ample, pool // BLOCK_SIZE)

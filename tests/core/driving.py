@@ -28,7 +28,7 @@ class Drive:
         self.scheduler = scheduler
         self.worker = WorkerDouble(scheduler.cache_config.block_size, self._next_token)
         self.num_sampled = 0
-        self.news: list[EngineCoreOutput] = []
+        self.engine_outputs: list[EngineCoreOutput] = []
 
     def add(self, request_id: str, prompt: int | list[int], max_tokens: int = 5, **arguments: Any) -> Request:
         """Adds a request; a number stands for a prompt of that many tokens that no other request has."""
@@ -48,7 +48,7 @@ class Drive:
     def step(self, drafts: dict[str, list[int]] | None = None) -> dict[str, int]:
         """A whole step; `drafts` are for the next one. Returns what was scheduled."""
         output = self.schedule()
-        self.news = self.scheduler.update_from_output(output, self.worker.execute(output))
+        self.engine_outputs = self.scheduler.update_from_output(output, self.worker.execute(output))
         self.scheduler.update_draft_token_ids(drafts or {})
         check_scheduler(self.scheduler)
         return dict(output.num_scheduled_tokens)

@@ -60,8 +60,8 @@ class Run:
         self.check_output(output, unfinished)
         sampled = self.worker.execute(output)
         self.abort(aborts_under_way)
-        for news in self.scheduler.update_from_output(output, sampled):
-            self.receive(news)
+        for engine_output in self.scheduler.update_from_output(output, sampled):
+            self.receive(engine_output)
         self.scheduler.update_draft_token_ids(self.drafts(list(sampled.sampled_token_ids)))
         check_scheduler(self.scheduler)
 
@@ -73,12 +73,12 @@ class Run:
         assert not output.preempted_req_ids & set(counts)
         assert not (output.preempted_req_ids and output.scheduled_new_reqs), "admission in a step that preempted"
 
-    def receive(self, news: EngineCoreOutput) -> None:
-        assert news.new_token_ids
-        assert news.request_id not in self.reasons, "news of a request that has ended"
-        self.received[news.request_id] += news.new_token_ids
-        if news.finish_reason is not None:
-            self.reasons[news.request_id] = news.finish_reason
+    def receive(self, engine_output: EngineCoreOutput) -> None:
+        assert engine_output.new_token_ids
+        assert engine_output.request_id not in self.reasons, "output of a request that has ended"
+        self.received[engine_output.request_id] += engine_output.new_token_ids
+        if engine_output.finish_reason is not None:
+            self.reasons[engine_output.request_id] = engine_output.finish_reason
 
     def drafts(self, request_ids: list[str]) -> dict[str, list[int]]:
         """Guesses, the first ones often right."""

@@ -22,7 +22,7 @@ def test_a_prompt_in_one_step_then_one_token_a_step() -> None:
     d.add("a", 6, max_tokens=3)
     assert [d.step() for _ in range(3)] == [{"a": 6}, {"a": 1}, {"a": 1}]
     assert not d.scheduler.has_unfinished_requests()
-    assert d.news[0].finish_reason == "length"
+    assert d.engine_outputs[0].finish_reason == "length"
 
 
 def test_computed_tokens_advance_when_scheduled() -> None:
@@ -208,7 +208,7 @@ def test_a_whole_copy_recomputes_at_least_one_token() -> None:
     d.step()
     d.add("b", [*range(8)], max_tokens=1)
     assert d.step() == {"b": 4}, "8 tokens are cached, 7 may be found, 4 of them in full blocks"
-    assert d.news[0].num_cached_tokens == 4
+    assert d.engine_outputs[0].num_cached_tokens == 4
 
 
 def test_two_equal_prompts_share_in_the_step_that_computes_them() -> None:
@@ -466,8 +466,8 @@ def test_logprobs_are_cut_where_the_tokens_are() -> None:
     d.step({"a": [5, 6]})
     output = d.schedule()
     sampled = ModelRunnerOutput({"a": [5, 6, 7]}, logprobs={"a": ["five", "six", "seven"]})
-    [news] = d.scheduler.update_from_output(output, sampled)
-    assert (news.new_token_ids, news.new_logprobs) == ([5, 6], ["five", "six"])
+    [engine_output] = d.scheduler.update_from_output(output, sampled)
+    assert (engine_output.new_token_ids, engine_output.new_logprobs) == ([5, 6], ["five", "six"])
 
 
 # Adapters
@@ -501,8 +501,8 @@ def test_drafts_are_extra_tokens_and_rejected_ones_are_rolled_back() -> None:
     assert output.num_scheduled_tokens == {"a": 4}
     assert output.scheduled_spec_decode_tokens == {"a": [10**6 + 2, 10**6 + 3, 0]}
     assert request.num_computed_tokens == 9
-    [news] = d.scheduler.update_from_output(output, d.worker.execute(output))
-    assert news.new_token_ids == [10**6 + 2, 10**6 + 3, 10**6 + 4], "two drafts and one token of its own"
+    [engine_output] = d.scheduler.update_from_output(output, d.worker.execute(output))
+    assert engine_output.new_token_ids == [10**6 + 2, 10**6 + 3, 10**6 + 4], "two drafts and one token of its own"
     assert request.num_computed_tokens == request.num_tokens - 1 == 8
     assert d.step() == {"a": 1}
     stats = d.scheduler.make_stats().spec_decoding_stats
@@ -571,8 +571,8 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request_there() -> None:
     d.add("a", 5, max_tokens=9, stop_token_ids=[8])
     d.step({"a": [7, 8, 9]})
     output = d.schedule()
-    [news] = d.scheduler.update_from_output(output, ModelRunnerOutput({"a": [7, 8, 9, 10]}))
-    assert (news.new_token_ids, news.finish_reason, news.stop_reason) == ([7, 8], "stop", 8)
+    [engine_output] = d.scheduler.update_from_output(output, ModelRunnerOutput({"a": [7, 8, 9, 10]}))
+    assert (engine_output.new_token_ids, engine_output.finish_reason, engine_output.stop_reason) == ([7, 8], "stop", 8)
 
 
 def test_a_scheduled_victims_drafts_leave_the_step() -> None:

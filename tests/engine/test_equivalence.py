@@ -97,7 +97,7 @@ def test_the_log_probabilities_of_transformers(checkpoints):
         assert all(len(entry) >= 2 for entry in output.prompt_logprobs[1:])
 
 
-def mixed_wishes() -> list[SamplingParams]:
+def mixed_params() -> list[SamplingParams]:
     """One request of each kind; all that is random has a seed."""
     return [
         SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True),
@@ -115,8 +115,8 @@ def tokens_of(folder, order=None, **changes) -> list[list[list[int]]]:
     """Tokens of every completion of every request, in the order of PROMPTS, however they were sent."""
     order = order or range(len(PROMPTS))
     llm = LLM(folder, **SETTINGS, skip_tokenizer_init=True, **{"max_num_seqs": 6, **changes})
-    wishes = mixed_wishes()
-    outputs = llm.generate([PROMPTS[index] for index in order], [wishes[index] for index in order])
+    request_params = mixed_params()
+    outputs = llm.generate([PROMPTS[index] for index in order], [request_params[index] for index in order])
     if changes.get("num_gpu_blocks_override"):
         assert llm.llm_engine.stats.num_preemptions > 0, "this pool was to be too small"
     found = dict(zip(order, outputs, strict=True))
@@ -128,14 +128,17 @@ def expected(checkpoints):
     """Each request alone, prefilled in one step, without a prefix cache."""
     folder = checkpoints["qwen3"][1]
     llm = LLM(folder, **SETTINGS, skip_tokenizer_init=True, max_num_seqs=1, enable_prefix_caching=False)
-    outputs = [llm.generate([prompt], wishes)[0] for prompt, wishes in zip(PROMPTS, mixed_wishes(), strict=True)]
-    greedy = [
-        (prompt, wishes)
-        for prompt, wishes in zip(PROMPTS, mixed_wishes(), strict=True)
-        if wishes.is_greedy and wishes.repetition_penalty == 1.0
+    outputs = [
+        llm.generate([prompt], request_params)[0]
+        for prompt, request_params in zip(PROMPTS, mixed_params(), strict=True)
     ]
-    for prompt, wishes in greedy:
-        params = SamplingParams(temperature=0.0, max_tokens=wishes.max_tokens, ignore_eos=True, logprobs=2)
+    greedy = [
+        (prompt, request_params)
+        for prompt, request_params in zip(PROMPTS, mixed_params(), strict=True)
+        if request_params.is_greedy and request_params.repetition_penalty == 1.0
+    ]
+    for prompt, request_params in greedy:
+        params = SamplingParams(temperature=0.0, max_tokens=request_params.max_tokens, ignore_eos=True, logprobs=2)
         for entry in llm.generate([prompt], params)[0].outputs[0].logprobs:
             best, second = sorted((logprob.logprob for logprob in entry.values()), reverse=True)[:2]
             assert best - second > 1e-3, "two tokens are as good as equally likely: choose other prompts"
@@ -190,7 +193,7 @@ def test_the_same_tokens_in_any_order_and_under_any_policy(checkpoints, expected
 
 def test_a_second_call_finds_the_first_ones_prefix_and_gives_the_same(checkpoints, expected):
     llm = LLM(checkpoints["qwen3"][1], **SETTINGS, skip_tokenizer_init=True, block_size=8)
-    first, second = (llm.generate(PROMPTS, mixed_wishes()) for _ in range(2))
+    first, second = (llm.generate(PROMPTS, mixed_params()) for _ in range(2))
     for outputs in (first, second):
         assert [[completion.token_ids for completion in output.outputs] for output in outputs] == expected
     assert first[0].num_cached_tokens == 0

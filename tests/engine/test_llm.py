@@ -155,10 +155,10 @@ def stream(llm, prompt, params):
 
 
 def test_streams_say_all_so_far_or_what_is_new(idle):
-    wishes = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, "stop": ["never to be seen"], "logprobs": 0}
-    cumulative = list(stream(idle, "class A", SamplingParams(**wishes)))
-    deltas = list(stream(idle, "class A", SamplingParams(**wishes, output_kind=RequestOutputKind.DELTA)))
-    final = list(stream(idle, "class A", SamplingParams(**wishes, output_kind=RequestOutputKind.FINAL_ONLY)))
+    settings = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, "stop": ["never to be seen"], "logprobs": 0}
+    cumulative = list(stream(idle, "class A", SamplingParams(**settings)))
+    deltas = list(stream(idle, "class A", SamplingParams(**settings, output_kind=RequestOutputKind.DELTA)))
+    final = list(stream(idle, "class A", SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)))
     assert len(cumulative) == len(deltas) == 20
     assert len(final) == 1
     assert [output.finished for output in cumulative] == [False] * 19 + [True]

@@ -32,11 +32,11 @@ def new_runner(drafts: int = 0) -> ModelRunner:
     return runner
 
 
-def new_scheduler(prompts: list[list[int]], drafts: int = 0, **wishes) -> Scheduler:
+def new_scheduler(prompts: list[list[int]], drafts: int = 0, **sampling) -> Scheduler:
     config = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=9, num_speculative_tokens=drafts)
     scheduler = Scheduler(config, CacheConfig(num_gpu_blocks=40, block_size=4, enable_prefix_caching=False))
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0.5 * (index % 2), seed=index, max_tokens=9, ignore_eos=True, **wishes)
+        params = SamplingParams(temperature=0.5 * (index % 2), seed=index, max_tokens=9, ignore_eos=True, **sampling)
         scheduler.add_request(Request(f"request {index}", prompt, max_tokens=9, sampling_params=params))
     return scheduler
 
@@ -160,19 +160,19 @@ def interrupted(action, at: int | None) -> int:
     return count
 
 
-@pytest.mark.parametrize("wishes", [{}, {"prompt_logprobs": 1, "logprobs": 1}], ids=str)
-def test_after_a_reset_a_step_that_failed_at_any_line_is_forgotten(wishes):
+@pytest.mark.parametrize("sampling", [{}, {"prompt_logprobs": 1, "logprobs": 1}], ids=str)
+def test_after_a_reset_a_step_that_failed_at_any_line_is_forgotten(sampling):
     drafts = 2
-    expected = tokens_of(new_runner(drafts), new_scheduler(PROMPTS, drafts, **wishes))
+    expected = tokens_of(new_runner(drafts), new_scheduler(PROMPTS, drafts, **sampling))
     runner = new_runner(drafts)
-    lines = lines_of(lambda: tokens_of(runner, new_scheduler(PROMPTS, drafts, **wishes)))
+    lines = lines_of(lambda: tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling)))
     assert lines > 1000
     runner.reset()
     for at in range(1, lines, lines // 30):
         with pytest.raises(Interrupt):
-            interrupted(lambda: tokens_of(runner, new_scheduler(PROMPTS, drafts, **wishes)), at)
+            interrupted(lambda: tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling)), at)
         runner.reset()
-        assert tokens_of(runner, new_scheduler(PROMPTS, drafts, **wishes)) == expected, f"line {at}"
+        assert tokens_of(runner, new_scheduler(PROMPTS, drafts, **sampling)) == expected, f"line {at}"
         runner.reset()
     assert not runner.take_draft_token_ids()
     assert sorted(runner.batch._free_rows) == [0, 1, 2, 3]

@@ -1,1 +1,1 @@
-"""Triton kernels, one file for each family; in `cpu/` their compiled twins."""
+"""Triton kernels, one file per family; `cpu/` has their compiled CPU counterparts."""

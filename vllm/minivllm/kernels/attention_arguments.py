@@ -1,4 +1,4 @@
-"""What every form of the attention is told (`AttentionArguments`), and what is refused."""
+"""The arguments shared by all attention implementations (`AttentionArguments`), and their validation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AttentionArguments(NamedTuple):
 
 
 def check_arguments(arguments: AttentionArguments) -> None:
-    """Raise `MinivllmError` where shapes, types or values cannot work; the message says what would."""
+    """Raise `MinivllmError` if shapes, types or values are invalid; the message says what is expected."""
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, *scales = arguments
     _check_queries_and_caches(q, k_cache, v_cache)
     check_scales(k_cache, *scales)

@@ -1,6 +1,6 @@
-"""How the attention kernel of `unified_attention.py` is built: tile sizes by GPU and kind of step, and splits of the keys.
+"""Launch configurations of `unified_attention.py`'s kernel: tile sizes by GPU and kind of step, and KV splits.
 
-The tables hold a short list for each, best guess first; `tuning.fastest` measures which is best where it runs.
+The tables hold a short list for each, best guess first; `tuning.fastest` measures which is best on the actual GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minivllm.platforms.triton_utils import triton
 
 @dataclass(frozen=True)
 class Configuration:
-    """How the kernel is built: rows and keys of a tile, warps of a program, tiles in flight."""
+    """Launch configuration of the kernel: rows and keys per tile, warps per program, pipeline stages."""
 
     block_m: int
     tile: int
@@ -38,7 +38,7 @@ _PREFILL = {  # more rows: keep the matrix units busy, spill no register
 
 
 def configurations(gpu: str, rows: int, group: int, padded_dim: int, element_bytes: int) -> list[Configuration]:
-    """What may suit a batch with `rows` query rows (positions × group) a sequence, best guess first.
+    """Candidates for a batch with `rows` query rows (positions × group) per sequence, best guess first.
 
     `gpu` is a key of the tables above. Matrix products of fp32 run outside the matrix units, with few
     registers to spare, so fp32 has one small configuration, and so has a head wider than 128.
@@ -56,9 +56,9 @@ def configurations(gpu: str, rows: int, group: int, padded_dim: int, element_byt
 
 
 def automatic_splits(programs: int, keys: int, multiprocessors: int) -> int:
-    """Into how many parts to split each sequence's keys, so that about four programs run on each multiprocessor.
+    """Number of splits of each sequence's keys that gives about four programs per multiprocessor.
 
-    A part of less than 256 keys is not worth its share of the combine.
+    A split of fewer than 256 keys is not worth its share of the combine step.
     """
     wanted = 4 * multiprocessors // max(programs, 1)
     return max(1, min(wanted, keys // 256, 128))
@@ -66,7 +66,7 @@ def automatic_splits(programs: int, keys: int, multiprocessors: int) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has."""
+    """Number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -1,7 +1,7 @@
 """The small operations between the matrix products of a decoder layer, each in one pass over its data.
 
-Written with torch, each of them is two to six calls. Every call reads and writes all of its data, and costs something
-of its own: a launch on a GPU, some microseconds on a CPU.
+In torch, each of them takes two to six calls. Every call reads and writes all of its data, and has its own overhead: a
+launch on a GPU, some microseconds on a CPU.
 
     add_rms_norm    residual += x;  out = residual / rms(residual) × weight     moves 4 × tokens × width elements
     silu_and_mul    out = silu(gate) × up                                       moves 3 × tokens × width elements
@@ -33,7 +33,7 @@ from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.threads import has_numba
 from minivllm.platforms.triton_utils import tl, triton
 
-CHUNK = 2048  # elements of a program: 16 bytes a thread and load
+CHUNK = 2048  # elements per program: 16 bytes per thread and load
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def add_rms_norm_kernel(out, residual, x, weight, eps, WIDTH: tl.constexpr, PADD
     total = before + tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
     stored = total.to(residual.dtype.element_ty)
     tl.store(residual + row + column, stored, mask=mask)
-    total = stored.to(tl.float32)  # normalise what the next layer will read
+    total = stored.to(tl.float32)  # normalize the rounded sum, as the next layer will read it
     scale = 1.0 / tl.sqrt(tl.sum(total * total, 0) / WIDTH + eps)
     result = total * scale * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row + column, result.to(out.dtype.element_ty), mask=mask)
@@ -119,8 +119,8 @@ def rotate_heads(
 ) -> None:
     """Turn heads [tokens, heads, head_dim] in place; positions [tokens], integers; table [positions, head_dim].
 
-    `(a, b) -> (a cos - b sin, b cos + a sin)`, a and b the halves of a head. The heads of a token lie side by side;
-    tokens may have something between them.
+    `(a, b) -> (a cos - b sin, b cos + a sin)`, where a and b are the halves of a head. The heads of a token are
+    contiguous; there may be gaps between tokens.
     """
     tokens, num_heads, head_dim = heads.shape
     form = _choose(backend, head_dim // 2, heads[:1], table)
@@ -153,7 +153,7 @@ def _choose(backend: str | None, width: int, *tensors: torch.Tensor) -> str:
 
 @functools.cache
 def _cpu() -> Any:
-    """numba takes a second to import: only when it is needed."""
+    """Imports numba only when needed, since that takes a second."""
     from minivllm.kernels.cpu import elementwise_calls
 
     return elementwise_calls

@@ -1,4 +1,4 @@
-"""Weights as small integers with scales: rounding, packing, and the numbers that they stand for.
+"""Weights as small integers with scales: quantizing, packing and dequantizing.
 
 A row of a weight `[out, in]` is cut into groups of equal size, or is one group. A number is an integer times the scale
 of its group. Rounding is to the nearest and symmetric: there is no zero point, and zero stays zero.
@@ -25,7 +25,7 @@ from minivllm.errors import MinivllmError
 
 QUANTIZATIONS = ("int8", "int4")
 SMALLEST_GROUP = 16
-WIDE = 1024  # numbers of a row from which on groups are large
+WIDE = 1024  # rows at least this long get large groups
 
 
 def quantize_weight(
@@ -36,7 +36,7 @@ def quantize_weight(
     `group_size` None is the whole row in int8, `default_group_size` in int4.
 
     Raises:
-        MinivllmError: an unknown quantization, or a group size that rows cannot have.
+        MinivllmError: the quantization is unknown, or the group size does not fit the rows.
     """
     width = weight.shape[1]
     if quantization == "int8":
@@ -52,10 +52,10 @@ def quantize_weight(
 
 
 def default_group_size(width: int) -> int:
-    """Numbers that share a scale of int4 in rows of `width`: 128, in rows below 1,024 numbers 32; halved until it fits.
+    """Group size of int4 in rows of `width`: 128, or 32 if `width` is below 1,024; halved until it divides the row.
 
     Raises:
-        MinivllmError: not even 16 divides the row.
+        MinivllmError: the row is not even divisible by 16.
     """
     group_size = 128 if width >= WIDE else 32
     while width % group_size and group_size > SMALLEST_GROUP:
@@ -65,10 +65,10 @@ def default_group_size(width: int) -> int:
 
 
 def check_group_size(group_size: int, width: int) -> None:
-    """Refuse groups that a product does not take: they are whole rows, or powers of two from 16 on.
+    """Reject unsupported group sizes; supported are whole rows, and powers of two from 16 on.
 
     Raises:
-        MinivllmError: these are not, or do not divide a row of `width` numbers; the message says which would.
+        MinivllmError: the size is neither, or does not divide `width`; the message says what would work.
     """
     power_of_two = group_size >= SMALLEST_GROUP and group_size & (group_size - 1) == 0
     if group_size == width or (power_of_two and width % group_size == 0):
@@ -80,7 +80,7 @@ def check_group_size(group_size: int, width: int) -> None:
 
 
 def pack_int4(integers: torch.Tensor) -> torch.Tensor:
-    """Integers `[out, in]` from −8 to 7 as uint8 `[out, in / 2]`. Raises `MinivllmError` where `in` is odd."""
+    """Pack integers `[out, in]` from −8 to 7 into uint8 `[out, in / 2]`. Raises `MinivllmError` if `in` is odd."""
     if integers.shape[1] % 2:
         raise MinivllmError(f"rows of {integers.shape[1]} weights, an odd number, cannot be packed two in a byte")
     stored = (integers + 8).to(torch.uint8)
@@ -95,7 +95,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_weight(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The numbers that they stand for, fp32 `[out, in]`."""
+    """The dequantized weight, fp32 `[out, in]`."""
     integers = unpack(packed)
     groups = integers.view(*scales.shape, -1)
     return (groups * scales.float().unsqueeze(-1)).view(integers.shape)

@@ -1,4 +1,4 @@
-"""Matrix products with packed weights (`packed_weights.py`): activations as they are, weights of 8 or 4 bits.
+"""Matrix products with packed weights (`packed_weights.py`): unquantized activations, 8- or 4-bit weights.
 
 Layouts
     x        [rows, in], a row contiguous; fp32, fp16 or bf16
@@ -41,7 +41,7 @@ FEW_ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """Tile sizes of a launch; `block_k` is cut to the group."""
+    """Tile sizes of a launch; `block_k` is limited to the group size."""
 
     block_n: int
     block_m: int
@@ -113,12 +113,12 @@ def quantized_linear(
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` for the weight that `packed` and `scales` stand for: x [rows, in] to [rows, out].
+    """`x @ weight.T + bias` for the weight encoded by `packed` and `scales`: x [rows, in] to [rows, out].
 
     `backend` "triton" or "cpu"; None follows x's device.
 
     Raises:
-        MinivllmError: shapes or types that do not belong together; an unknown backend.
+        MinivllmError: shapes or types do not match, or the backend is unknown.
     """
     _check(x, packed, scales)
     x = x.contiguous()
@@ -146,7 +146,7 @@ def _choose(
 
 
 def tiles(group_size: int, width: int, configuration: Configuration) -> dict[str, int]:
-    """The kernel's constants for groups of that size in rows of that width."""
+    """The kernel's constants for this group size and row width."""
     whole_row = group_size == width
     block_k = configuration.block_k if whole_row else min(configuration.block_k, group_size)
     return {
@@ -180,7 +180,7 @@ def _launch(
         width,
         INT4=packed.dtype == torch.uint8,
         HAS_BIAS=bias is not None,
-        DOT_TYPE=tl.float32 if INTERPRETED else getattr(tl, dtype),  # the interpreter's NumPy knows no bf16
+        DOT_TYPE=tl.float32 if INTERPRETED else getattr(tl, dtype),  # the interpreter's NumPy has no bf16
         num_warps=configuration.num_warps,
         num_stages=configuration.num_stages,
         **constants,

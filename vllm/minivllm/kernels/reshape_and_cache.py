@@ -33,7 +33,7 @@ from minivllm.platforms.triton_utils import tl, triton
 
 COPY_CHUNK = 4096
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
-"""What a cache may be stored in besides its model's own type."""
+"""Dtypes a cache may have besides the model's own."""
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def reshape_and_cache_kernel(
 
 @triton.jit
 def quantize_head(source, target, scale_target, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Write one head's numbers as integers from −127 to 127, and the scale that makes them numbers again."""
+    """Quantize one head to integers from −127 to 127, and write the scale that dequantizes them."""
     dim = tl.arange(0, PADDED_DIM)
     numbers = tl.load(source + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(numbers), 0)
@@ -122,11 +122,11 @@ def reshape_and_cache(
 ) -> None:
     """Write each token's key and value into its slot. `backend` "triton" or "cpu"; None follows the tensors' device.
 
-    Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. Caches of int8 need the scales.
-    `checked`: skip the checks: a call with the same shapes and types has passed them, as a step's first layer has.
+    Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. int8 caches need the scales.
+    `checked`: skip the checks, since a call with the same shapes and types has passed them (a step's first layer).
 
     Raises:
-        MinivllmError: shapes that do not belong together; an unknown backend.
+        MinivllmError: shapes do not match, or the backend is unknown.
     """
     if not checked:
         _check_write(key, value, key_cache, value_cache, slot_mapping)
@@ -198,7 +198,7 @@ def _check_write(
 
 
 def check_scales(cache: torch.Tensor, *scales: torch.Tensor | None) -> None:
-    """Refuse scales that do not fit the caches `[blocks, block_size, kv_heads, head_dim]`, or are missing."""
+    """Reject scales that are missing or do not match the caches `[blocks, block_size, kv_heads, head_dim]`."""
     blocks, block_size, kv_heads, _ = cache.shape
     wanted = (blocks, kv_heads, block_size)
     for one in scales:
@@ -226,11 +226,11 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor,
     """`target[b] = source[a]` for every (a, b) in `pairs`, all in one launch.
 
     `source` and `target` `[blocks, ...]` of the same dtype and block shape on one device, often the same tensor (copy
-    on write); `pairs` int64 or int32 `[n, 2]`. All copies happen at once: no block may be written twice, and none
-    written that another pair reads.
+    on write); `pairs` int64 or int32 `[n, 2]`. All copies happen at once: no block may be written twice, and no block
+    that one pair reads may be written by another.
 
     Raises:
-        MinivllmError: shapes or types that do not belong together; an unknown backend.
+        MinivllmError: shapes or types do not match, or the backend is unknown.
     """
     if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         raise MinivllmError(
@@ -252,7 +252,7 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor,
 
 
 def choose_backend(backend: str | None, tensor: torch.Tensor) -> str:
-    """ "triton" or "cpu": as asked, else by where the tensor lies."""
+    """ "triton" or "cpu": as requested, else according to the tensor's device."""
     if backend is None:
         return "triton" if tensor.is_cuda else "cpu"
     if backend not in ("triton", "cpu"):

@@ -1,7 +1,7 @@
-"""Which of a few configurations is fastest here: measured once per class of shapes, on the caller's own data.
+"""Autotuning: find the fastest of a few configurations, once per class of shapes, on the caller's own data.
 
-Kernels give a short list, best guess first. The first call of each class on a GPU times every entry; later calls look
-the winner up. While a CUDA graph is being captured nothing can be timed, so an unknown class takes the first entry
+Kernels pass a short list, best guess first. The first call of each class on a GPU times every entry; later calls look
+up the winner. While a CUDA graph is being captured nothing can be timed, so an unknown class takes the first entry
 (run each shape once before capturing it, as the engine does). `MINIVLLM_AUTOTUNE=0` always takes the first.
 """
 
@@ -22,9 +22,9 @@ _winners: dict[Hashable, object] = {}
 def fastest(
     candidates: Sequence[Configuration], shape_class: Hashable, launch: Callable[[Configuration], object]
 ) -> Configuration:
-    """The entry of `candidates` whose `launch` takes least time. Launching must be repeatable.
+    """The entry of `candidates` whose `launch` takes the least time. Launching must be repeatable.
 
-    A candidate that does not fit this GPU (too much shared memory) is passed over.
+    A candidate that does not fit this GPU (too much shared memory) is skipped.
     """
     if len(candidates) == 1 or os.environ.get("MINIVLLM_AUTOTUNE") == "0":
         return candidates[0]

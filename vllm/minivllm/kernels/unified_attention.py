@@ -1,7 +1,7 @@
-"""One attention for all that the engine does: prefill, chunks, decode and verification of drafts in one ragged batch.
+"""One attention kernel for every step: prefill, chunks, decode and draft verification in one ragged batch.
 
-`unified_attention(...)` is the entrance, at the end. On a GPU (and under Triton's interpreter) it launches the kernel
-below, built as `attention_configurations.py` says; on a CPU it calls the kernel's twin, `cpu/attention_calls.py`.
+`unified_attention(...)`, at the end, is the entry point. On a GPU (and under Triton's interpreter) it launches the
+kernel below, configured by `attention_configurations.py`; on a CPU it calls the counterpart, `cpu/attention_calls.py`.
 
 Layouts
     q, out            [tokens, heads, head_dim], the queries of all sequences end to end
@@ -121,10 +121,10 @@ def attend_tiles(
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take the keys of [key_begin, key_end) into the running softmax. Unless MASKED, every row must see all of them."""
+    """Add the keys of [key_begin, key_end) to the running softmax. Unless MASKED, every row must see all of them."""
     dim = tl.arange(0, PADDED_DIM)
     column = tl.arange(0, TILE)
-    # Block numbers are fetched one tile ahead, so that no load of keys waits for another load.
+    # Block numbers are loaded one tile ahead, so that no load of keys waits for another load.
     next_block = tl.load(table + (key_begin + column) // BLOCK_SIZE, mask=key_begin + column < key_limit, other=0)
     for tile in range(key_begin, key_end, TILE):
         key = tile + column
@@ -152,7 +152,7 @@ def attend_tiles(
 
         new_peak = tl.maximum(peak, tl.max(scores, 1) * to_log2)
         reference = new_peak
-        if MASKED:  # a row that has seen nothing yet: −inf − −inf is no number
+        if MASKED:  # in a row that has seen no key yet, −inf − −inf is NaN
             reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores * to_log2 - reference[:, None])
         shrink = tl.exp2(peak - reference)
@@ -188,7 +188,7 @@ def unified_attention_kernel(
     slot_stride,
     head_stride,
     table_stride,
-    DOT_TYPE: tl.constexpr,  # what the matrix products take; their sums are fp32
+    DOT_TYPE: tl.constexpr,  # input type of the matrix products; they accumulate in fp32
     OFFSET_TYPE: tl.constexpr,  # int64 for caches of 2**31 elements and more
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -292,7 +292,7 @@ def combine_kernel(
     PADDED_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
 ):
-    """Grid (tokens, heads): one output row out of its partial ones, weighted by exp2(peak − highest peak)."""
+    """Grid (tokens, heads): combine partial outputs into one row, weighted by exp2(peak − highest peak)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if token >= tl.load(query_start_loc + num_seqs):
         return
@@ -335,23 +335,23 @@ def unified_attention(
     Args:
         scale: what q · k is multiplied by, greater than 0 (usually head_dim ** −0.5).
         k_scales, v_scales: of int8 caches, see the head of this file.
-        out: where to write, `[tokens, heads, head_dim]`; rows of padding tokens (beyond `query_start_loc[-1]`) stay as
-            they are.
+        out: the output tensor, `[tokens, heads, head_dim]`; rows of padding tokens (beyond `query_start_loc[-1]`) are
+            left unchanged.
         sliding_window: a query sees itself and the `sliding_window` − 1 keys before it.
         soft_cap: scores become soft_cap × tanh(score / soft_cap).
         num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
         max_seq_len: the longest sequence, if the host knows; else the block table's width bounds it. It only helps to
             choose the number of splits: a wrong value costs time, never correctness.
         backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter. "naive"
-            is what there was before, to measure against: PyTorch, one sequence after another, its keys and values
-            gathered and the matrix of all scores written out.
-        checked: skip the checks: a call with the same shapes and types has passed them, as a step's first layer has.
+            is a baseline: PyTorch, one sequence at a time, with its keys and values gathered and the full score matrix
+            materialized.
+        checked: skip the checks, since a call with the same shapes and types has passed them (a step's first layer).
 
     Returns:
         `out`, of q's dtype.
 
     Raises:
-        MinivllmError: shapes, types or values that cannot work.
+        MinivllmError: shapes, types or values are invalid.
     """
     arguments = AttentionArguments(
         q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap, k_scales, v_scales
@@ -376,7 +376,7 @@ def unified_attention(
 def _choose_and_launch(
     out: torch.Tensor, arguments: AttentionArguments, num_kv_splits: int | None, max_seq_len: int | None
 ) -> None:
-    """Launch the kernel in the configuration that is fastest for this class of steps."""
+    """Launch the kernel with the fastest configuration for this class of steps."""
     q, k_cache, block_table, window = arguments.q, arguments.k_cache, arguments.block_table, arguments.sliding_window
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()
@@ -408,7 +408,7 @@ def _choose_and_launch(
 def launch_triton(
     out: torch.Tensor, arguments: AttentionArguments, num_splits: int, configuration: Configuration
 ) -> None:
-    """One launch with everything chosen, two if `num_splits` > 1. q's heads must lie side by side."""
+    """One launch with the given configuration, two if `num_splits` > 1. A token's heads in q must be contiguous."""
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -441,7 +441,7 @@ def launch_triton(
         k_cache.stride(1),
         k_cache.stride(2),
         block_table.stride(0),
-        DOT_TYPE=tl.float32 if INTERPRETED else _TRITON_TYPES[q.dtype],  # the interpreter's NumPy knows no bf16
+        DOT_TYPE=tl.float32 if INTERPRETED else _TRITON_TYPES[q.dtype],  # the interpreter's NumPy has no bf16
         OFFSET_TYPE=tl.int32 if k_cache.shape[0] * k_cache.stride(0) < 2**31 else tl.int64,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -475,5 +475,5 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 
 def padded(head_dim: int) -> int:
-    """What the kernel rounds a head's width up to: the matrix units take powers of two from 16 on."""
+    """The head dim as padded by the kernel: the matrix units take powers of two from 16 on."""
     return max(16, triton.next_power_of_2(head_dim))

@@ -1,1 +1,1 @@
-"""The bench every script works at: devices, timing, tables, progress, flags, results. No torch at import."""
+"""Shared tools of the scripts: devices, timing, tables, progress, flags, results. No torch at import."""

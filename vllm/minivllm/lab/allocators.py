@@ -1,4 +1,4 @@
-"""Ways to hand out a cache's memory, replayed on the same requests; and the naive one, which lesson 02 replaces."""
+"""Cache memory allocators compared on the same requests, and the naive one that lesson 02 replaces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm.simulate.workloads import WORKLOADS, RequestLengths
 
 
 class Reservations:
-    """Memory by regions: a request keeps one run of neighbouring slots, the first that is long enough, until it ends.
+    """First-fit allocation of contiguous regions, each held until its request ends.
 
     `region` says how many slots a request reserves. A `minivllm.simulate.memory_replay.Memory`.
     """
@@ -32,15 +32,15 @@ class Reservations:
         return False
 
     def grow(self, one: Running) -> bool:
-        """One more token goes into the slot that was reserved for it."""
+        """Always succeeds: the next token's slot is already reserved."""
         return True
 
     def release(self, one: Running) -> None:
-        """Give the region back."""
+        """Free the region."""
         self.taken.remove(one.home)
 
     def held(self, one: Running) -> int:
-        """All of the region, written or not."""
+        """The whole region, written or not."""
         return one.home[1]
 
 
@@ -52,9 +52,9 @@ def replay_workloads(
     longest: int,
     seed: int,
 ) -> dict[str, dict[str, Occupancy]]:
-    """What `slots` slots held under each allocator, for requests like each of these workloads.
+    """Occupancy of `slots` slots under each allocator, for requests from each of these workloads.
 
-    `allocators` make an empty memory of so many slots. Requests of more than `longest` tokens are left out.
+    Each of `allocators` makes an empty memory of a given number of slots. Requests over `longest` tokens are left out.
     """
     sampled = {name: WORKLOADS[name].sample(max(1000, steps * slots // 2000), seed) for name in names}  # enough of them
     found: dict[str, dict[str, Occupancy]] = {name: {} for name in sampled}

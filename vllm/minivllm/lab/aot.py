@@ -1,12 +1,12 @@
-"""What a Triton kernel becomes on GPUs that are not here: shared memory, registers, spills, instructions.
+"""Ahead-of-time compilation of Triton kernels for absent GPUs: shared memory, registers, spills, instructions.
 
 `compile_everywhere(kernel, arguments)` compiles ahead of time for sm_80, sm_90, sm_100 and gfx942 and reads the
-machine code. No GPU is needed. A process that interprets kernels cannot compile them, so one worker process, started
-at the first call and ended with this process, does it with `TRITON_INTERPRET=0`; Triton's own disk cache, keyed by a
-hash of the kernel's source, makes the second time fast.
+machine code. No GPU is needed. A process that interprets kernels cannot compile them, so a worker process, started at
+the first call and ended with this process, does it with `TRITON_INTERPRET=0`; Triton's own disk cache, keyed by a hash
+of the kernel's source, makes repeated compilation fast.
 
-Types, constants and alignment are derived from example arguments as a launch would derive them: integers divisible by
-16 and pointers are marked so, an integer 1 and None become constants.
+Types, constants and alignment are derived from example arguments as in a launch: pointers and integers are marked as
+divisible by 16 where they are, an integer 1 and None become constants.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ _TENSOR_CORE = ("UTCHMMA", "HGMMA", "HMMA", "v_mfma")
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """One kernel's machine code on one target, in figures."""
+    """Resource usage of one kernel's machine code on one target."""
 
     kernel: str
     target: str
     shared: int
     """Bytes of shared memory one program needs."""
     registers: int
-    """Registers a thread holds (vector registers on AMD)."""
+    """Registers per thread (vector registers on AMD)."""
     spilled: int
     """Bytes of stack and local memory a thread needs: registers that did not fit."""
     tensor_core: str | None
     """The matrix instruction used: HMMA (Ampere), HGMMA (Hopper), UTCHMMA (Blackwell), v_mfma (AMD), or None."""
     loads: Mapping[int, int]
-    """Bytes a thread loads at once from device memory -> how many such instructions the code holds."""
+    """Bytes a thread loads from device memory per instruction -> number of such instructions in the code."""
 
     @property
     def fits(self) -> bool:
@@ -80,7 +80,7 @@ def compile_for(
 
     `arguments` has an example for each parameter by name: a tensor or a type like "*bf16" for a pointer, a number,
     None, or the value of a constexpr. `options` are the launch's: num_warps, num_stages. Raises MinivllmError with
-    the compiler's words when it does not compile.
+    the compiler's message if it does not compile.
     """
     if target not in SHARED_MEMORY:
         raise MinivllmError(f"unknown target {target!r}: use one of {', '.join(TARGETS)}")
@@ -136,7 +136,7 @@ _POINTEES = {
 
 
 class _Worker:
-    """The process that compiles: a line of JSON in, a line of JSON out."""
+    """The process that compiles; requests and answers are lines of JSON."""
 
     _instance: _Worker | None = None
 
@@ -184,7 +184,7 @@ class _Worker:
 
 
 def _serve() -> None:
-    """Answer requests until the input ends. The compiler's own chatter goes to stderr."""
+    """Answer requests until end of input. The compiler's own output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -249,7 +249,7 @@ def _compile(request: dict) -> dict:
 
 
 def _figures_nvidia(cubin: bytes) -> dict:
-    """Read with the two tools that Triton's wheel carries."""
+    """Read with the two tools bundled in Triton's wheel."""
     from triton.backends import nvidia
 
     tools = Path(nvidia.__path__[0]) / "bin"

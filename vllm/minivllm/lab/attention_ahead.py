@@ -1,7 +1,8 @@
-"""The attention kernel compiled for GPUs that need not be here: what a configuration costs in registers and memory.
+"""The attention kernel compiled for absent GPUs: registers and memory used by a configuration.
 
 `compile_attention(target, configuration, ...)` compiles `unified_attention_kernel` as a launch on such a GPU would, and
-`compile_combine` the kernel that merges splits. The tests ask that nothing spills; `benchmarks/kernels.py` prints it.
+`compile_combine` the kernel that merges splits. The tests assert that nothing spills; `benchmarks/kernels.py` prints
+the figures.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def compile_attention(
     splits: int = 1,
     wide_offsets: bool = False,
 ) -> Compiled:
-    """The kernel's machine code on `target`, one of `minivllm.lab.aot.TARGETS`, in figures.
+    """Resource usage of the kernel's machine code on `target`, one of `minivllm.lab.aot.TARGETS`.
 
-    `dtype` is the name of q's torch dtype, `kv_dtype` of the caches' where it is another; `group` query heads share a
-    KV head; `sliding_window` 0 is none; `wide_offsets` is for caches of 2**31 elements and more. Raises MinivllmError
-    where it does not compile.
+    `dtype` is the name of q's torch dtype, `kv_dtype` that of the caches if different; `group` query heads share a KV
+    head; `sliding_window` 0 means none; `wide_offsets` is for caches of 2**31 elements or more. Raises MinivllmError
+    if it does not compile.
     """
     pointer, slot = POINTERS[dtype], KV_HEADS * head_dim
     arguments = {
@@ -57,7 +58,7 @@ def compile_attention(
 
 
 def compile_combine(target: str, *, dtype: str = "bfloat16", head_dim: int = 128, splits: int = 128) -> Compiled:
-    """The kernel that merges `splits` partial results, in figures."""
+    """Resource usage of the kernel that merges `splits` partial results."""
     arguments = {
         "out": POINTERS[dtype], "partial_acc": "*fp32", "partial_stats": "*fp32", "query_start_loc": "*i32",
         "num_seqs": 7, "num_splits": splits, "out_stride": 32 * head_dim, "HEAD_DIM": head_dim,

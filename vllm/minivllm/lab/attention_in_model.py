@@ -1,4 +1,4 @@
-"""A real model on a lesson's own attention: how close its logits come, and one row of its scores to look at."""
+"""A real model run with a lesson's own attention: the error of its logits, and one row of scores to inspect."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from minivllm.models.decoder import Decoder
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Causal attention over q, k, v, all [tokens, heads, head_dim]: the output, like q, and anything."""
 KEYS_A_TILE = 4
-"""Of the row that is shown."""
+"""Tile width of the displayed row."""
 
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What a model did on the attention it was given."""
+    """Results of running a model with the given attention."""
 
     logits_off_by: float
-    """The largest difference from the logits on `CausalAttention`."""
+    """The largest difference from the logits with `CausalAttention`."""
     largest_score: float
     row: dict
     """The last token's scores in one `layer` and `head`, rounded: `tokens` (their texts), `scores`, and `values`, the
@@ -35,12 +35,12 @@ class ModelRun:
 
 @torch.inference_mode()
 def attend_in_model(model: Decoder, tokenizer: Tokenizer, text: str, kernel: Kernel | None, large: float) -> ModelRun:
-    """Run a model with `kernel` as its attention; of its rows, take one that changes most visibly from tile to tile.
+    """Run a model with `kernel` as its attention, and pick the row of scores that changes most visibly between tiles.
 
-    Where there is no kernel, scores are stored. Rows with a score above `large` go first.
+    If `kernel` is None, attention that stores its scores is used. Rows with a score above `large` are preferred.
 
     Raises:
-        AssertionError: the logits are off.
+        AssertionError: the logits are wrong.
     """
     encoded = tokenizer.encode(text)
     tokens, rows, values = torch.tensor(encoded.ids, device=model.embed_tokens.weight.device), [], []
@@ -68,7 +68,7 @@ def attend_in_model(model: Decoder, tokenizer: Tokenizer, text: str, kernel: Ker
 
 
 def visible_steps(scores: Tensor, keys_a_tile: int = KEYS_A_TILE) -> int:
-    """Tiles of this row [keys] that raise the maximum so much that it shows, and so little that something is kept."""
+    """Number of tiles of this row [keys] that raise the maximum visibly, but without wiping out the old sums."""
     running = scores.cummax(0).values[keys_a_tile - 1 :: keys_a_tile]
     kept = (running[:-1] - running[1:]).exp()
     return int(((kept > 0.05) & (kept < 0.9)).sum())

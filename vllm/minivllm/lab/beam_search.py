@@ -1,7 +1,7 @@
-"""What sharing blocks saves: beam search, and parallel samples of one prompt, on the tables of lesson 02.
+"""Blocks saved by sharing: beam search, and parallel samples of one prompt, on the block tables of lesson 02.
 
-At each step of a beam search some beams have several children and others none. What they have in common, most of the
-text, they share.
+At each step of a beam search some beams have several children and others none. The children share the blocks of their
+common prefix, which is most of the text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minivllm.simulate.workloads import WORKLOADS, RequestLengths
 Fork = Callable[[BlockTable], BlockTable]
 """Makes a child's table from its parent's."""
 NewTable = Callable[[int, int], BlockTable]
-"""Makes an empty table in a pool of its own, of so many blocks of such a size."""
+"""Makes an empty table in a new pool, given the number of blocks and the block size."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ def share(parent: BlockTable) -> BlockTable:
 
 
 def full_copy(cache: PagedCache, parent: BlockTable) -> BlockTable:
-    """A child without sharing: blocks of its own for the whole past."""
+    """A child that shares nothing: its own copies of all blocks."""
     child = cache.table()
     child.append(parent.num_tokens)
     cache.copy(zip(parent.block_ids(), child.block_ids(), strict=True))
@@ -75,13 +75,13 @@ def full_copy(cache: PagedCache, parent: BlockTable) -> BlockTable:
 def beams_both_ways(
     cache_of: Callable[[], PagedCache], prompt: list[int], widths: Iterable[int], steps: int
 ) -> tuple[dict[str, dict], list[int]]:
-    """Search with each width twice, children sharing and children copying: what sharing saved, and the best beam.
+    """Search with each width twice, with children sharing and copying blocks: the saving, and the best beam.
 
-    `cache_of` makes an empty cache. By width: `saved`, the share of blocks saved on average over the steps, and the
-    most blocks held at once either way; then the tokens of the widest search's likeliest beam.
+    `cache_of` makes an empty cache. By width: `saved`, the fraction of blocks saved on average over the steps, and the
+    most blocks held at once either way; then the tokens of the widest search's most likely beam.
 
     Raises:
-        AssertionError: the two ways found different beams.
+        AssertionError: the two searches found different beams.
     """
     found, best = {}, []
     for width in track(widths, "beam search"):
@@ -97,7 +97,7 @@ def beams_both_ways(
 
 
 def saved_by_samples(requests: Iterable[RequestLengths], samples: int, block_size: int, new_table: NewTable) -> float:
-    """The share of blocks that is saved when each request is answered `samples` times on one copy of its prompt."""
+    """The fraction of blocks saved if each request's `samples` outputs share one copy of its prompt."""
     shared = alone = 0
     for lengths in requests:
         tables = [new_table(2 + samples * (1 + lengths.total // block_size), block_size)]
@@ -120,7 +120,7 @@ def measure_sharing(
     block_size: int,
     seed: int,
 ) -> dict:
-    """Blocks that sharing saves: for parallel samples of many requests, and in beam searches that really run.
+    """Blocks that sharing saves: for parallel samples of many requests, and in actual beam searches.
 
     `samples` by workload and number of samples (`saved_by_samples`, 40 requests of each kind); `beams` and `best` as
     `beams_both_ways` returns them.

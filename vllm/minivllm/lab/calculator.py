@@ -1,4 +1,4 @@
-"""The memory of a GPU, shared out for one model: a calculator.
+"""A calculator of how a model uses a GPU's memory.
 
     python -m minivllm.lab.calculator Qwen/Qwen3-8B --gpu H100 --max-model-len 32768
     python -m minivllm.lab.calculator path/to/model --gpu A100-80 --tp 2 --kv-cache-dtype fp8
@@ -24,10 +24,10 @@ TABLE_TP = (1, 2, 8)
 
 
 def find_model(name: str) -> ModelConfig:
-    """A local model, a well-known one, or one of the hub, in this order.
+    """A local model, a well-known one, or one from the hub, in this order.
 
     Raises:
-        MinivllmError: it is none of these.
+        MinivllmError: no such model exists.
     """
     if not Path(name).expanduser().exists():
         try:
@@ -39,7 +39,7 @@ def find_model(name: str) -> ModelConfig:
 
 
 def print_ledger(name: str, ledger: MemoryLedger) -> None:
-    """The ledger as a table, and below it what vLLM prints at start-up."""
+    """Print the ledger as a table, followed by what vLLM prints at start-up."""
     total = ledger.device.memory_bytes
     rows = [
         (row.name + (" (estimate)" if row.estimated else ""), f"{row.bytes / GIB:.2f}", f"{row.bytes / total:.1%}")
@@ -55,7 +55,7 @@ def print_ledger(name: str, ledger: MemoryLedger) -> None:
 
 
 def print_models() -> None:
-    """Bytes of a token's keys and values for every well-known model, on one GPU of a tensor-parallel group."""
+    """Print the KV cache bytes per token of every well-known model, on one GPU of a tensor-parallel group."""
     rows = []
     for name in CONFIGS:
         config = known_model(name)
@@ -71,7 +71,7 @@ def print_models() -> None:
 def _kib(config: ModelConfig, tp: int) -> str:
     try:
         return f"{round(kv_bytes_per_token(config, tp=tp) / 1024, 2):g}"
-    except MinivllmError:  # its heads cannot be divided so
+    except MinivllmError:  # its heads cannot be divided over that many GPUs
         return "–"
 
 
@@ -98,7 +98,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The calculator's own flags, named as vLLM names them."""
+    """The calculator's own flags, named as in vLLM."""
     flags = Parser(
         prog="minivllm.lab.calculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The flags that every lesson script shares, and how a script ends when its input is bad."""
+"""The flags shared by all lesson scripts, and how a script exits on invalid input."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def figure_file(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and exits with code 2."""
+    """Reports errors in one line and exits with code 2."""
 
     def error(self, message: str):
-        """What argparse calls when the command line makes no sense."""
+        """Called by argparse when the command line is invalid."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -73,7 +73,7 @@ def lesson_parser(doc: str, model: Path) -> argparse.ArgumentParser:
 def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
     """Parse the command line and call `main`; a `MinivllmError` becomes one line and exit code 2.
 
-    A file that the run is to write at its end is tried before the work begins.
+    Output files are checked for writability before the work starts.
     """
     arguments = parser.parse_args()
     _quieten()
@@ -89,7 +89,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
 
 
 def _quieten() -> None:
-    """Warnings only, unless the environment asks for another level: start-up lines would stand between the tables."""
+    """Log warnings only, unless the environment sets a level: start-up lines would clutter the tables."""
     if LEVEL_VARIABLE not in os.environ:
-        os.environ[LEVEL_VARIABLE] = "WARNING"  # for processes that the script starts
-        init_logger("minivllm").setLevel("WARNING")  # here it was configured when the engine was imported
+        os.environ[LEVEL_VARIABLE] = "WARNING"  # for subprocesses
+        init_logger("minivllm").setLevel("WARNING")  # for this process, already configured when the engine was imported

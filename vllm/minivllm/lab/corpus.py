@@ -1,7 +1,7 @@
-"""The text that the embedded models learned, and what was kept from them: Python's standard library.
+"""The embedded models' training text and the held-out part of it: Python's standard library.
 
-Anything that asks a model how well it still predicts (after its weights or its cache were quantized, say) must ask
-about text that the model has not seen. Which files those are follows from their names.
+Measuring how well a model still predicts (say, after quantizing its weights or its cache) requires text that the model
+has not seen. File names determine which files are held out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def corpus_files() -> list[Path]:
 
 
 def is_held_out(path: Path) -> bool:
-    """Decided by the file's name alone, so that it does not change when other files come or go."""
+    """Depends only on the file's name, so it does not change when other files are added or removed."""
     return int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
 

@@ -1,6 +1,6 @@
-"""What this device really does: its copy bandwidth and the rate of its matrix products, measured with torch.
+"""This device's measured copy bandwidth and matrix product rate, using torch.
 
-A kernel's bytes or operations per second are judged against these, not against a data sheet.
+A kernel's bytes or operations per second are compared with these instead of a data sheet's peaks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minivllm.platforms.device import device_name
 if TYPE_CHECKING:
     import torch
 
-COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}  # larger than any cache on the way
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}  # larger than any cache
 MATRIX = {"cuda": 8192, "cpu": 1024}
 
 
@@ -27,7 +27,7 @@ class DeviceRates:
     name: str
     memory_bytes: int
     bandwidth: float
-    """Bytes per second, read and written together."""
+    """Bytes per second, reads plus writes."""
     flops: dict[str, float]
     """Operations per second of a matrix product, by dtype."""
 
@@ -45,7 +45,7 @@ def measure_device(device: torch.device, dtypes: tuple[str, ...] = ("float32",))
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second read and written by copying a tensor that no cache holds."""
+    """Bytes per second, reads plus writes, of copying a tensor larger than any cache."""
     import torch
 
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.int8, device=device)

@@ -1,4 +1,4 @@
-"""Was this machine busy with something else while a script measured? A script that was disturbed draws no conclusions.
+"""Detects whether other work kept the machine busy during a measurement, so that a script then draws no conclusions.
 
     control = Control()
     with control.watch():
@@ -6,10 +6,9 @@
     closing("a counted conclusion", Timed("one that rests on timings"), disturbance=control.disturbance())
     keep(..., disturbance=control.record())
 
-Three signs, over all that was watched. Threads that `waited` for a core while something else had it. Time that was
-`stolen`: given by the host to another virtual machine. And the control itself: one small piece of work, the same each
-time, is timed before and after; its `slowdown` is the slowest reading against the fastest. The first two are Linux's to
-tell; the third works everywhere.
+Three signs, over all watched parts. `waited`: time that threads waited for a core that something else was using.
+`stolen`: time that the host gave to another virtual machine. `slowdown`: a small fixed piece of work is timed before
+and after each part; this is its slowest time over its fastest. The first two need Linux; the third works everywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PIECES = 5
 
 
 def fixed_work() -> None:
-    """Some 5 ms of arithmetic on one core, long enough that a busy neighbour's turn falls into some of it."""
+    """About 5 ms of arithmetic on one core, long enough to be interrupted by other busy processes."""
     total = 0
     for number in range(150_000):
         total += number & 7
@@ -39,14 +38,14 @@ def fixed_work() -> None:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What the watched parts suffered: two shares of time, and the control's slowest reading over its fastest."""
+    """Disturbance of the watched parts: two fractions of time, and the control's slowest reading over its fastest."""
 
     waited: float
     stolen: float
     slowdown: float
 
     def __str__(self) -> str:
-        """What was too much, in words; empty where nothing was."""
+        """The signs over their limits, in words; empty if there are none."""
         found = []
         if self.waited > WAITED_LIMIT:
             found.append(f"its threads waited {self.waited:.0%} of the time for a core")
@@ -58,7 +57,7 @@ class Disturbance:
 
 
 class Control:
-    """Watches parts of a script. What it reads can be replaced, for tests."""
+    """Watches parts of a script. Its sources of readings can be replaced for tests."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class Control:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Around a part that measures. Takes about 50 ms more."""
+        """Context manager for a part that measures. Adds about 50 ms."""
         self._read()
         threads, stolen, start = self.threads(), self.stolen(), self.clock()
         yield
@@ -84,7 +83,7 @@ class Control:
         self._read()
 
     def figures(self) -> Disturbance:
-        """What the parts suffered together."""
+        """The disturbance over all parts together."""
         seconds = sum(part[0] for part in self.parts) or math.inf
         of_threads = CpuTimes(sum(part[1].ran for part in self.parts), sum(part[1].waited for part in self.parts))
         slowdown = max(self.readings) / min(self.readings) if self.readings else 1.0
@@ -92,7 +91,7 @@ class Control:
         return Disturbance(of_threads.waited_share, stolen, slowdown)
 
     def disturbance(self) -> str:
-        """What disturbed the parts, in words for `closing`; empty where nothing did."""
+        """What disturbed the parts, in words for `closing`; empty if nothing did."""
         return str(self.figures())
 
     def record(self) -> dict[str, float]:

@@ -3,8 +3,8 @@
     uv run python -m minivllm.lab.exercise 01              # checks lessons/exercises/01_*.py
     uv run python -m minivllm.lab.exercise 01 --file mine.py
 
-A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. The first line of its docstring says what
-must be true; it raises where it is not. The same checks run on the lesson's script, which is the solution.
+A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. The first line of its docstring states a
+requirement; it raises if this is not met. The same checks run on the lesson's script, which is the solution.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _number_of_modules = count(1)
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What became of one check: `problem` is None where it passed, else what is missing, in one line."""
+    """The result of one check: `problem` is None if it passed, else a one-line description of what is missing."""
 
     name: str
     statement: str
@@ -43,7 +43,7 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Whether what must be true is true."""
+        """Whether the requirement is met."""
         return self.problem is None
 
 
@@ -51,16 +51,16 @@ def exercise_path(number: str | int) -> Path:
     """The stub of a lesson's exercise; `number` is 1, "1" or "01".
 
     Raises:
-        MinivllmError: no such exercise; the message lists those there are.
+        MinivllmError: no such exercise; the message lists the existing ones.
     """
     return _numbered(EXERCISES, number)
 
 
 def load(path: str | Path) -> ModuleType:
-    """Import a Python file under a fresh name, whatever its own name is.
+    """Import a Python file under a fresh module name.
 
     Raises:
-        MinivllmError: it is not there, or importing it fails; the message names the line.
+        MinivllmError: the file does not exist, or importing it fails; the message names the line.
     """
     path = Path(path)
     try:
@@ -78,7 +78,7 @@ def module_from(source: str, path: Path) -> ModuleType:
     """
     name = f"{path.stem}_{next(_number_of_modules)}"
     filename = str(path) if path.exists() else f"<{name}>"
-    if not path.exists():  # `inspect` looks here then, and through it Triton, which reads its kernels' source
+    if not path.exists():  # let `inspect` find the source; Triton reads its kernels' source through it
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = ModuleType(name)
     module.__file__ = filename
@@ -92,13 +92,13 @@ def module_from(source: str, path: Path) -> ModuleType:
 
 
 def checks_of(number: str | int) -> list[Check]:
-    """The checks of a lesson's exercise, in the order in which they are written."""
+    """The checks of a lesson's exercise, in source order."""
     module = load(_numbered(EXERCISES / "checks", number))
     return [check for name, check in vars(module).items() if name.startswith("check_") and inspect.isfunction(check)]
 
 
 def run_checks(module: ModuleType, checks: Iterable[Check]) -> list[CheckResult]:
-    """Run every check on `module`. Nothing that the module's functions raise comes out of here."""
+    """Run every check on `module`. Exceptions raised by the module's functions are caught."""
     return [_run_check(module, check) for check in checks]
 
 
@@ -160,7 +160,7 @@ def _problem(error: BaseException, module: ModuleType) -> str:
 
 
 def _described(error: BaseException, files: set[str]) -> str:
-    """The error, and the last place in the learner's own `files` (else the last place at all) that led to it."""
+    """The error, and the innermost line of the learner's own `files` that led to it (or of any file, if none did)."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -177,7 +177,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Check one exercise; exit with 1 where something is missing."""
+    """Check one exercise; exit with 1 if something is missing."""
     checks = checks_of(arguments.number)
     path = Path(arguments.file) if arguments.file else exercise_path(arguments.number)
     results = run_checks(load(path), checks)

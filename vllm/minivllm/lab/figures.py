@@ -1,4 +1,4 @@
-"""Figures of the lessons: one look, and the same file from the same data. Matplotlib is imported when one is drawn."""
+"""Figures of the lessons: one style, and reproducible files. Matplotlib is imported only when a figure is drawn."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ STYLE: Any = {  # matplotlib types the names of its settings as literals
     "ytick.color": palette.INK,
     "text.color": palette.INK,
     "legend.frameon": False,
-    "svg.hashsalt": "lessons",  # else every drawing has ids of its own
+    "svg.hashsalt": "lessons",  # otherwise every drawing gets different ids
 }
 
 
 @contextmanager
 def panels(path: str | Path, columns: int, width: float = 4.2, height: float = 3.6) -> Iterator[list]:
-    """`columns` axes side by side to draw on, each so many inches wide; at the end they are written to `path`.
+    """Yields `columns` axes side by side, each `width` inches wide; on exit the figure is written to `path`.
 
-    The name's ending, .svg or .png, says what is written. No date goes in, but what the axes show does, as JSON in the
-    description: two drawings of the same data can be told to be the same, whatever version of matplotlib made them.
+    The extension, .svg or .png, selects the format. The file holds no date, but the description holds the plotted data
+    as JSON, so that drawings of the same data can be recognized whatever version of matplotlib made them.
     """
     ensure_writable(path)
     try:
@@ -53,7 +53,7 @@ def panels(path: str | Path, columns: int, width: float = 4.2, height: float = 3
 
 
 def shown_on(axes: Any) -> dict[str, Any]:
-    """What one panel shows, as plain data: its words, its lines and its bars, numbers to four digits."""
+    """The contents of one panel as plain data: its text, lines and bars, numbers to four digits."""
     words = [axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel(), *(text.get_text() for text in axes.texts)]
     names = [label.get_text() for axis in (axes.xaxis, axes.yaxis) for label in _own_labels(axis)]
     lines = [[_rounded(line.get_xdata(False)), _rounded(line.get_ydata(False))] for line in axes.lines]
@@ -64,7 +64,7 @@ def shown_on(axes: Any) -> dict[str, Any]:
 
 
 def _own_labels(axis: Any) -> list[Any]:
-    """The labels of ticks that the drawing set; where others stand is matplotlib's choice, and changes with it."""
+    """The tick labels set by the drawing; matplotlib chooses all others, which vary by its version."""
     from matplotlib.category import StrCategoryLocator
     from matplotlib.ticker import FixedLocator
 
@@ -77,9 +77,9 @@ def _rounded(values: Iterable[Any]) -> list[float | None]:
 
 
 def curves(axes: Any, lines: Mapping[str, Mapping[Any, float]], factor: float = 1.0, octaves: bool = False) -> None:
-    """Draw `{name: {x: y}}` as a line through points for each name; x may be text, as results files have it.
+    """Draw `{name: {x: y}}`, one line with markers per name; x may be a string, as in results files.
 
-    `factor` multiplies y (100 for per cent). With `octaves` a doubling of x is always the same step, and each x a tick.
+    `factor` multiplies y (100 for percent). With `octaves`, x is on a log2 scale with a tick at each x.
     """
     for (name, points), colour in zip(lines.items(), palette.SERIES, strict=False):
         axes.plot([int(x) for x in points], [factor * y for y in points.values()], "o-", color=colour, label=name)

@@ -1,6 +1,6 @@
-"""The inside of an engine that runs in this process: for lessons, benchmarks and tests that look into it.
+"""Access to the internals of an engine in this process, for lessons, benchmarks and tests.
 
-A server's front end never does: it has `EngineCoreClient`.
+A server's front end uses `EngineCoreClient` instead.
 """
 
 from minivllm.engine.core import EngineCore

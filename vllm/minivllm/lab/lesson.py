@@ -1,4 +1,4 @@
-"""What every lesson's script does first and last, so that between the two it is nothing but its lesson."""
+"""The common first and last steps of every lesson's script."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def begin(title: str, arguments: argparse.Namespace) -> torch.device:
 def keep(
     script: str, found: dict, arguments: argparse.Namespace, draw: Callable[[dict, str], None], **context: object
 ) -> None:
-    """Write what was found where the command line asks for it: as a figure (`--plot`), and as numbers (`--json`).
+    """Write the results if requested: as a figure (`--plot`), and as numbers (`--json`).
 
-    `script` is the script's `__file__`, after which the numbers are named; `context` is written beside them.
+    `script` is the script's `__file__`, which names the record; `context` is written with the numbers.
     """
     if arguments.plot:
         draw(found, arguments.plot)

@@ -1,10 +1,10 @@
-"""Pages that a program writes parts of, between `<!-- name -->`, or `<!-- name:which -->`, and `<!-- /name -->`."""
+"""Pages with generated parts, between `<!-- name -->`, or `<!-- name:which -->`, and `<!-- /name -->`."""
 
 from minivllm.errors import MinivllmError
 
 
 def put_between_marks(page: str, name: str, text: str) -> str:
-    """The page with `text` in the place of what was between its marks.
+    """The page with the content between its marks replaced by `text`.
 
     Raises:
         MinivllmError: the page does not have each mark once, in this order.

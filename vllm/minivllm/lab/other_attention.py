@@ -1,4 +1,4 @@
-"""Attention of others, to set a lesson's kernel beside: stored scores, the engine's kernel on its pool, PyTorch's."""
+"""Other attention implementations to compare a lesson's kernel with: stored scores, the engine's kernel, PyTorch's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minivllm.lab.proof import furthest
 
 
 def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """The naive way on many heads: the scores of all queries and keys are stored.
+    """Naive attention over many heads, storing the scores of all queries and keys.
 
     q [queries, heads, head_dim], k, v [keys, heads, head_dim] -> like q. Causal: the queries are the last positions.
     """
@@ -28,9 +28,10 @@ def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Te
 
 
 def compare_with_pool(device: torch.device) -> tuple[float, float]:
-    """The engine's kernel on K and V in blocks scattered over a pool: (its error, table bytes a byte of K and V).
+    """The engine's kernel on K and V in blocks scattered over a pool: (its error, table bytes per byte of K and V).
 
-    Tiles say what moves during one attention; blocks say where K and V lie between two. That kernel does both.
+    Tiles determine what moves during one attention; blocks determine where K and V are stored in between. That kernel
+    uses both.
     """
     q, k, v = torch.randn(3, 80, 2, 64, device=device)
     expected, order = stored_attention(q.double(), k.double(), v.double()), torch.randperm(8)[:5].tolist()
@@ -44,7 +45,7 @@ def compare_with_pool(device: torch.device) -> tuple[float, float]:
 def fused_ways(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
     """PyTorch's fused causal attentions on this device, by name; q, k, v [tokens, heads, head_dim].
 
-    On a CPU there is one, tiled as FlashAttention is.
+    On a CPU there is only one, tiled like FlashAttention.
     """
     backends = [SDPBackend.FLASH_ATTENTION, *([SDPBackend.CUDNN_ATTENTION] if q.is_cuda else [])]
     batch = [x.transpose(0, 1)[None] for x in (q, k, v)]

@@ -1,4 +1,4 @@
-"""A real model's KV cache in the blocks of lesson 02, which brings the pool, the tables and the GPU's kernels."""
+"""A real model's KV cache in the blocks of lesson 02, which provides the pool, the tables and the GPU kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minivllm.models.decoder import Decoder
 
 
 class Pool(Protocol):
-    """All blocks, free ones counted. Block 0 is the null block."""
+    """All blocks, including free ones. Block 0 is the null block."""
 
     @property
     def blocks(self) -> Sequence[Any]:
@@ -35,11 +35,11 @@ class BlockTable(Protocol):
 
     @property
     def pool(self) -> Pool:
-        """Where its blocks come from."""
+        """The pool that its blocks come from."""
         ...
 
     def append(self, num_tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Make room for more tokens: their slots, and the (source, target) blocks to copy before they are written."""
+        """Allocate slots for more tokens: the slots, and the (source, target) blocks to copy before writing them."""
         ...
 
     def fork(self) -> BlockTable:
@@ -47,7 +47,7 @@ class BlockTable(Protocol):
         ...
 
     def free(self) -> None:
-        """Let go of every block."""
+        """Release every block."""
         ...
 
     def block_ids(self) -> list[int]:
@@ -56,11 +56,11 @@ class BlockTable(Protocol):
 
 
 Decode = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Attention of one query a sequence: (q, keys, values, block_table, lengths) as `gather_decode` takes them."""
+"""Attention of one query per sequence: (q, keys, values, block_table, lengths) as in `gather_decode`."""
 
 
 class PagedCache:
-    """Keys and values of all sequences in one tensor; the tables say which slots are whose.
+    """Keys and values of all sequences in one tensor; the block tables map sequences to slots.
 
     `new_table` makes an empty table from a pool and a block size.
     `data` is [2 * layers, blocks, block_size, kv_heads, head_dim]. `written` [blocks, block_size] remembers which token
@@ -86,7 +86,7 @@ class PagedCache:
 
     @torch.inference_mode()
     def forward(self, tables: Sequence[BlockTable], new: Sequence[Sequence[int]]) -> Tensor:
-        """Run one sequence's prompt, or the next token of each of several -> logits of the last tokens [n, vocab]."""
+        """Run one sequence's prompt, or one token of each sequence -> logits of the last tokens [n, vocab]."""
         starts = [one.num_tokens for one in tables]
         room = [one.append(len(tokens)) for one, tokens in zip(tables, new, strict=True)]
         self.copy([pair for _, copies in room for pair in copies])  # before anything is written
@@ -126,12 +126,12 @@ class PagedCache:
         return self._new_table(self.pool, self.block_size)
 
     def tokens_of(self, table: BlockTable) -> list[int]:
-        """The tokens that lie where this sequence's table points."""
+        """The tokens stored in this sequence's slots."""
         return self.written[table.block_ids()].flatten()[: table.num_tokens].tolist()
 
 
 def gather_decode(q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor) -> Tensor:
-    """Attention through block tables the long way: fetch each sequence's tokens out of its blocks, then attend.
+    """Reference attention through block tables: gather each sequence's tokens from its blocks, then attend.
 
     q [sequences, heads, head_dim]; keys, values [blocks, block_size, kv_heads, head_dim]; block_table [sequences,
     width]; lengths [sequences], each at least 1 -> like q.
@@ -144,12 +144,12 @@ def gather_decode(q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, 
 
 
 def blocks_held(pool: Pool) -> int:
-    """Blocks that some table holds: all but the null block and the free ones."""
+    """Number of blocks held by tables: all but the null block and the free ones."""
     return len(pool.blocks) - 1 - pool.get_num_free_blocks()
 
 
 def in_blocks(data: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """[2, sequences, length, kv_heads, head_dim] laid into blocks in random order: the caches, and the block table.
+    """Stores [2, sequences, length, kv_heads, head_dim] in randomly ordered blocks: the caches, and the block table.
 
     The caches are [2, blocks, block_size, kv_heads, head_dim], the table int32 [sequences, length / block_size].
     """
@@ -186,6 +186,6 @@ def decode_case(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 def engine_decode(
     q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, paged: bool = True
 ) -> Tensor:
-    """The engine's attention, called as lesson 02's kernel is. It always reads the table, `paged` or not."""
+    """The engine's attention, called like lesson 02's kernel. It always reads the table; `paged` is ignored."""
     starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     return unified_attention(q, keys, values, starts, lengths, block_table, q.shape[-1] ** -0.5)

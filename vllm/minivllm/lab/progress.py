@@ -11,6 +11,6 @@ Item = TypeVar("Item")
 
 
 def track(items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
-    """Yield from `items` behind a progress bar that disappears when it is done; only a terminal shows it."""
+    """Yield from `items` with a progress bar that disappears when done; shown only on a terminal."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         yield from bar.track(items, total=total, description=description)

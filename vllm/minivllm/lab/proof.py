@@ -1,4 +1,4 @@
-"""How a script proves what it says: its kernels against float64, and what must be refused against a refusal."""
+"""How scripts prove their claims: kernels are compared with float64, and invalid calls must be refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def prove(proof: Callable[[torch.device], dict], device: torch.device) -> dict | None:
-    """Run the proof of a script's kernels; where Triton has no build none can run, and one line says so."""
+    """Run the proof of a script's kernels; without a Triton build none can run, and one line says so."""
     if HAS_TRITON:
         return proof(device)
     console.print("Triton has no build for this platform: its kernels are not run")
@@ -23,14 +23,14 @@ def prove(proof: Callable[[torch.device], dict], device: torch.device) -> dict |
 
 
 def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference between two tensors, wherever each of them is; NaN is infinitely far from everything."""
+    """The largest difference between two tensors, on any devices; NaN counts as infinitely far."""
     return (found.cpu() - exact.cpu()).abs().nan_to_num(math.inf).max().item()
 
 
 def show_errors(
     what: str, errors: Mapping[str, float], bound: float, column: str = "float16", caption: str | None = None
 ) -> float:
-    """Print how far from float64 each result is, and return the largest distance.
+    """Print each result's error against float64, and return the largest.
 
     Raises:
         AssertionError: one is not below `bound`.
@@ -44,10 +44,10 @@ def show_errors(
 
 
 def refusal(act: Callable[[], object]) -> str:
-    """What an act that must be refused is told.
+    """The error message of a call that must be refused.
 
     Raises:
-        AssertionError: it was not refused.
+        AssertionError: the call was not refused.
     """
     try:
         act()

@@ -1,10 +1,10 @@
 """How well an engine still predicts: loss on held-out text, and agreement with another engine, token by token.
 
-The text goes through the engine as prompts whose log probabilities are asked for. So every prediction is made by
-attention over the engine's own cache, in its blocks, in whatever they are stored as, and with its weights as they are.
+The text goes through the engine as prompts with prompt log probabilities requested. So every prediction uses attention
+over the engine's own paged cache, in the dtype it is stored in, and the weights as they are.
 
-What no engine has can be asked of the decoder alone: `decoder_loss`, with weights or a cache that are only rounded as
-if they were stored in fewer bits.
+Formats that no engine supports are measured on the decoder alone: `decoder_loss`, with weights or a cache rounded as if
+they were stored in fewer bits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from minivllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Reading:
-    """What an engine thought of a text: `loss` in nats per token, and at each position the token it held likeliest."""
+    """An engine's predictions of a text: `loss` in nats per token, and the most likely token at each position."""
 
     loss: float
     favourites: tuple[int, ...]
 
     def agreement(self, other: Reading) -> float:
-        """The share of positions at which both, having read the same text so far, would say the same token next."""
+        """The fraction of positions at which both predict the same next token, given the same text so far."""
         if len(self.favourites) != len(other.favourites):
             raise MinivllmError(f"readings of {len(self.favourites)} and {len(other.favourites)} tokens do not compare")
         pairs = zip(self.favourites, other.favourites, strict=True)
@@ -44,10 +44,10 @@ class Reading:
 
 
 def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[int]]:
-    """The beginnings of that many texts that the embedded models never saw, in the engine's own tokens.
+    """The first `tokens` tokens of `texts` held-out texts, in the engine's own tokenization.
 
     Raises:
-        MinivllmError: the engine has no tokenizer, or not so many texts of that length are there.
+        MinivllmError: the engine has no tokenizer, or there are not enough texts of that length.
     """
     require(tokens >= 2, f"a text of {tokens} token cannot be read: what a token is given are those before it; give 2")
     tokenizer = llm.get_tokenizer()
@@ -61,7 +61,7 @@ def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[i
 
 
 def read(llm: LLM, texts: Sequence[list[int]]) -> Reading:
-    """Have the engine read texts of two tokens or more; what it would have said is asked before each but the first."""
+    """Have the engine predict every token but the first of these texts, each of at least two tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     losses, favourites = [], []
     for tokens, output in zip(texts, llm.generate(list(texts), params, use_tqdm=False), strict=True):
@@ -75,7 +75,7 @@ def read(llm: LLM, texts: Sequence[list[int]]) -> Reading:
 
 @torch.inference_mode()
 def decoder_loss(model: Decoder, texts: Sequence[list[int]], attention: AttentionFunction | None = None) -> float:
-    """Nats per token in predicting texts of equal lengths; `attention` (None: plain) has them one after another."""
+    """Loss in nats per token over texts of equal length; `attention` (None: plain) gets them concatenated."""
     ids = torch.tensor(texts, device=model.lm_head.weight.device)
     count, tokens = ids.shape
     positions = torch.arange(tokens, device=ids.device).repeat(count)
@@ -85,10 +85,10 @@ def decoder_loss(model: Decoder, texts: Sequence[list[int]], attention: Attentio
 
 
 class RoundedCache(CausalAttention):
-    """Attention over what `rounded` makes of keys and values `[tokens, kv_heads, head_dim]`, as a quantized cache does.
+    """Attention over keys and values `[tokens, kv_heads, head_dim]` passed through `rounded`, like a quantized cache.
 
-    `outlier` makes the first channel of the first KV head so many times larger in the keys, and as much smaller in the
-    queries: every score stays what it was, but for the rounding.
+    `outlier` multiplies the keys' first channel of the first KV head by this factor, and divides the queries' by it:
+    without rounding, every score stays the same.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class RoundedCache(CausalAttention):
 
 @contextmanager
 def rounded_weights(model: Decoder, rounded: Callable[[Tensor], Tensor], outlier: float = 1.0) -> Iterator[float]:
-    """The model with what `rounded` makes of every layer's weights `[out, in]`, and afterwards as it was.
+    """Temporarily replaces every layer's weights `[out, in]` by `rounded` of them; restores them on exit.
 
-    Yields the root mean square error of the weights, relative to their own. `outlier` makes the first input channel of
-    qkv and of gate and up so many times larger, and the norm before them as much smaller there: before it is rounded,
-    that is the same model.
+    Yields the root mean square error of the weights, relative to their own root mean square. `outlier` multiplies the
+    first input channel of qkv and of gate and up by this factor, and divides the norm before them there: without
+    rounding, this is the same model.
     """
     weights = dict(model.layers.named_parameters())
     linears = [weight for name, weight in weights.items() if name.endswith("proj.weight")]

@@ -1,6 +1,6 @@
-"""Steps of a real engine, timed, with what each asked of the device; and the same run foretold by the simulator.
+"""Timed steps of a real engine with their shapes, and the simulator's prediction of the same run.
 
-What is recorded is what a cost model is fitted to, and what it is judged by.
+Cost models are fitted to such recordings and judged by them.
 """
 
 import statistics
@@ -32,14 +32,14 @@ STEP_PARTS: dict[str, Callable[[EngineCore], Any]] = {
     "sample_tokens": runner_of,
     "update_from_output": lambda core: core.scheduler,
 }
-"""Methods that a step goes through, and whose they are."""
+"""The methods that make up a step, and the objects that own them."""
 OPERATORS_PER_LAYER = 8
-"""Norm, qkv, rotation, o, norm, gate and up, silu, down: what the decoder launches beside attention."""
+"""Norm, qkv, rotation, o, norm, gate and up, silu, down: what the decoder launches besides attention."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A run: its steps as measured, tokens by request id of each step, and the tokens that came out."""
+    """A run: its measured steps, each step's scheduled tokens by request id, and the number of output tokens."""
 
     steps: list[MeasuredStep]
     scheduled: list[dict[str, int]]
@@ -48,7 +48,7 @@ class Recording:
 
     @property
     def seconds(self) -> float:
-        """All steps together."""
+        """Total seconds of all steps."""
         return sum(step.seconds for step in self.steps)
 
     @property
@@ -58,12 +58,12 @@ class Recording:
 
     @property
     def decode_seconds(self) -> float:
-        """The median step in which every request got one token."""
+        """Median seconds of the steps in which every request got one token."""
         return statistics.median(one.seconds for one in self.steps if one.shape.num_tokens == one.shape.num_reqs)
 
     @property
     def most_running(self) -> int:
-        """Requests in the largest step."""
+        """Largest number of requests in a step."""
         return max(step.shape.num_reqs for step in self.steps)
 
 
@@ -71,7 +71,7 @@ def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **s
     """An engine without a tokenizer that has exactly this pool; `settings` are further engine arguments.
 
     Raises:
-        MinivllmError: settings that cannot be, or a pool in which not one request of `max_model_len` fits.
+        MinivllmError: the settings are invalid, or the pool cannot hold one request of `max_model_len` tokens.
     """
     settings |= {"num_gpu_blocks_override": cache.num_gpu_blocks, "block_size": cache.block_size}
     settings |= {"enable_prefix_caching": cache.enable_prefix_caching, "skip_tokenizer_init": True}
@@ -79,19 +79,19 @@ def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **s
 
 
 def own_clock(core: EngineCore) -> Callable[[], float]:
-    """The clock for this engine: on a CPU with one thread the process's own, which other work does not disturb."""
+    """The clock for this engine: process time on a CPU with one thread, since other processes do not affect it."""
     here = isinstance(core.executor, UniprocExecutor) and runner_of(core).device.type == "cpu"
     return time.process_time if here and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bool = True) -> Recording:
-    """Serve requests of these (prompt, output) lengths that all wait at once, and time every step.
+    """Serve requests of these (prompt, output) lengths, all waiting at the start, and time every step.
 
-    Sampling is greedy and end-of-sequence tokens are ignored, so that the lengths are what was asked for. Requests are
-    named "0", "1", … A few of them are served before, to warm up.
+    Sampling is greedy and end-of-sequence tokens are ignored, so that the outputs have exactly these lengths. Requests
+    are named "0", "1", … A few of them are served first as warm-up.
 
     Raises:
-        MinivllmError: no requests, or one that the engine refuses.
+        MinivllmError: there are no requests, or the engine rejects one.
     """
     if not lengths:
         raise MinivllmError("a recording needs at least one request")
@@ -108,10 +108,10 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
         output = core.scheduler.schedule()
         requests, new = core.scheduler.requests, output.num_scheduled_tokens
         shape = StepShape.of((count, requests[i].num_computed_tokens - count) for i, count in new.items())
-        news = core.scheduler.update_from_output(output, core.executor.execute_model(output))
+        engine_outputs = core.scheduler.update_from_output(output, core.executor.execute_model(output))
         steps.append(MeasuredStep(shape, clock() - start))
         scheduled.append(dict(new))
-        num_tokens += sum(len(one.new_token_ids) for one in news)
+        num_tokens += sum(len(one.new_token_ids) for one in engine_outputs)
     return Recording(steps, scheduled, num_tokens, core.scheduler.num_preemptions - preempted)
 
 
@@ -121,7 +121,7 @@ def foretell(
     """(modelled − measured) / measured seconds of a recorded run of these (prompt, output) lengths.
 
     Raises:
-        MinivllmError: the simulation does not take the steps that the engine took: other settings, or a fault.
+        MinivllmError: the simulated steps differ from the engine's: the settings differ, or there is a bug.
     """
     result = simulate([SimulatedRequest(*one) for one in lengths], config, cache, cost)
     if [step.scheduled for step in result.steps] != recording.scheduled:
@@ -130,7 +130,7 @@ def foretell(
 
 
 def step_parts(core: EngineCore, lengths: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Seconds of a mean step by what it is made of, serving requests of these (prompt, output) lengths, warmed up."""
+    """Mean seconds per step of each part, serving requests of these (prompt, output) lengths after a warm-up."""
     record_run(core, lengths[:2], warm_up=False)
     watch = Stopwatch(own_clock(core))
     for part, owner in STEP_PARTS.items():
@@ -143,7 +143,7 @@ def step_parts(core: EngineCore, lengths: Sequence[tuple[int, int]]) -> dict[str
 
 
 def launch_seconds(layers: int = 16) -> float:
-    """Host seconds for each operator that the decoder launches on a CPU: of a model with next to no arithmetic."""
+    """Host seconds per operator that the decoder launches on a CPU, measured on a tiny model."""
     thin = ModelConfig(
         num_hidden_layers=layers, hidden_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
         intermediate_size=16, vocab_size=32, max_position_embeddings=64, model_type="llama",
@@ -154,4 +154,4 @@ def launch_seconds(layers: int = 16) -> float:
             start = time.thread_time()  # one row needs no second thread, and other work should not count
             model(ids, ids, lambda layer, q, k, v: q)
             seconds.append(time.thread_time() - start)
-    return statistics.median(seconds) / (layers * OPERATORS_PER_LAYER + 2)  # and the embedding, and the last norm
+    return statistics.median(seconds) / (layers * OPERATORS_PER_LAYER + 2)  # + 2: the embedding and the last norm

@@ -1,4 +1,4 @@
-"""Results as JSON: figures with the machine, the versions and the date they belong to."""
+"""Results as JSON: figures with the machine, versions and date of the measurement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _cpu_name() -> str:
 
 
 def machine() -> dict:
-    """What the figures were measured on. Says nothing that identifies the computer beyond its kind."""
+    """The machine that the figures were measured on. Nothing identifies the computer beyond its kind."""
     facts: dict = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -48,7 +48,7 @@ def machine() -> dict:
 
 
 def record(name: str, figures: dict, **context: object) -> dict:
-    """The figures of one run with everything that is needed to judge them."""
+    """The figures of one run with everything needed to interpret them."""
     return {
         "name": name,
         "date": datetime.date.today().isoformat(),
@@ -72,19 +72,19 @@ def ensure_writable(path: str | Path) -> None:
 
 
 def write_json(path: str | Path, name: str, figures: dict, **context: object) -> None:
-    """Write `record(...)` to `path`; its folder is made when it is missing."""
+    """Write `record(...)` to `path`, creating its folder if necessary."""
     write_record(path, record(name, figures, **context))
 
 
 def write_record(path: str | Path, found: dict) -> None:
-    """Write what `record` made, or `read_record` read."""
+    """Write a record made by `record` or read by `read_record`."""
     path = Path(path)
     ensure_writable(path)
     path.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def read_record(path: str | Path, name: str) -> dict:
-    """What an earlier run wrote. Raises a MinivllmError where there is no record of that name."""
+    """Read the record of an earlier run. Raises a MinivllmError if there is no record of that name."""
     try:
         found = json.loads(Path(path).read_text())
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What share of a device's measured bandwidth and arithmetic a step takes: the two limits of the roofline.
+"""The share of a device's measured bandwidth and arithmetic rate that a step reaches: the two limits of the roofline.
 
-Shares of measured rates can be compared between machines; seconds cannot, nor shares of a data sheet's peaks.
+Shares of measured rates can be compared across machines; seconds, or shares of a data sheet's peaks, cannot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Share:
     """Its operations per second, as a share of the device's matrix product."""
 
     def figures(self) -> dict[str, float]:
-        """As they go into a results file."""
+        """The figures for a results file."""
         return {
             "ms": self.seconds * 1e3,
             "intensity": self.intensity,
@@ -40,7 +40,7 @@ class Share:
 
 
 def ridge(rates: DeviceRates, dtype: str = "bfloat16") -> float:
-    """Operations per byte below which the arithmetic waits for the memory."""
+    """Operations per byte below which a step is memory-bound."""
     return rates.flops[dtype] / rates.bandwidth
 
 
@@ -52,7 +52,7 @@ def measure_share(
     device: torch.device,
     dtype: str = "bfloat16",
 ) -> Share:
-    """Time `step`, which has to move `moved` bytes and to do `flops` operations in `dtype`, on `device`."""
+    """Time `step`, which must move `moved` bytes and do `flops` operations in `dtype`, on `device`."""
     seconds = median_seconds(step, device=device)
     return Share(seconds, flops / moved, moved / seconds / rates.bandwidth, flops / seconds / rates.flops[dtype])
 

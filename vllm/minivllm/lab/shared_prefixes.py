@@ -1,7 +1,7 @@
-"""Work whose prompts share their beginnings, as users of a real engine make it, and what a prefix cache saves of it.
+"""Workloads whose prompts share prefixes, as in real use of an engine, and how much a prefix cache saves.
 
-Each kind of work asks the engine for answers and puts them into its next prompts. All text is taken from one stream of
-tokens, so nothing is equal but what the work itself repeats.
+Each workload asks the engine for answers and puts them into its next prompts. All text is taken from one stream of
+tokens, so the only repetitions are those of the workload itself.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from minivllm.sampling_params import SamplingParams
 
 ANSWER_TOKENS = 8
 Ask = Callable[[list[list[int]]], list[list[int]]]
-"""Prompts, all at once, to their answers."""
+"""Answers a batch of prompts."""
 Take = Callable[[int], list[int]]
-"""The next so many tokens of text that was not seen yet."""
+"""Takes the given number of tokens of unseen text."""
 
 
 def system_prompt(ask: Ask, take: Take, users: int) -> None:
-    """Users with a short question each, behind one long instruction."""
+    """Users who each ask a short question after one long shared instruction."""
     instruction = take(384)
     ask([instruction + take(32) for _ in range(users)])
 
 
 def chats(ask: Ask, take: Take, users: int) -> None:
-    """Conversations of five turns: each turn sends everything that was said before."""
+    """Conversations of five turns, each of which sends the whole conversation so far."""
     talks = [take(96) for _ in range(users)]
     for _ in range(5):
         talks = [talk + answer + take(24) for talk, answer in zip(talks, ask(talks), strict=True)]
 
 
 def agent(ask: Ask, take: Take, users: int) -> None:
-    """One agent's loop, two rounds for each user: instructions, and what its tools have said so far."""
+    """One agent's loop, two rounds per user: instructions, and all tool output so far."""
     talk = take(256)
     for _ in range(2 * users):
         talk = talk + ask([talk])[0] + take(24)
@@ -52,7 +52,7 @@ WORK = {"one system prompt": system_prompt, "chats of 5 turns": chats, "an agent
 
 @dataclass(frozen=True)
 class Served:
-    """What came of some work: prompt tokens looked up and found in the cache, mean seconds to the first token."""
+    """Results of a workload: prompt tokens looked up and found in the cache, mean seconds to the first token."""
 
     queries: int
     hits: int
@@ -61,10 +61,10 @@ class Served:
 
 
 def serve(llm: LLM, work: Callable[[Ask, Take, int], None], text: Sequence[int], users: int) -> Served:
-    """Do the work, starting with an empty prefix cache.
+    """Run the workload, starting with an empty prefix cache.
 
     Raises:
-        MinivllmError: the text is too short for it, or the engine refuses a prompt.
+        MinivllmError: the text is too short, or the engine rejects a prompt.
     """
     stream, waits, answers = iter(text), [], []
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)

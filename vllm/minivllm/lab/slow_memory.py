@@ -1,4 +1,4 @@
-"""A NumPy array in slow memory: every trip to the chip and back is counted in bytes."""
+"""A NumPy array in simulated slow memory that counts the bytes moved to the chip and back."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 
 @dataclass
 class Trips:
-    """Bytes that went one way and the other."""
+    """Bytes moved in each direction."""
 
     read: int = 0
     written: int = 0
 
 
 class SlowArray(np.ndarray):
-    """`a[rows]` brings a plain array to the chip, `a[rows] = tile` takes one back; `trips` adds up both.
+    """`a[rows]` reads a plain array to the chip, `a[rows] = tile` writes one back; `trips` counts both.
 
     `np.empty_like(a, shape=...)` makes a new array in the same slow memory, with the same `trips`.
     """
@@ -43,7 +43,7 @@ class SlowArray(np.ndarray):
 
 
 def in_slow_memory(*arrays: np.ndarray) -> tuple[list[SlowArray], Trips]:
-    """The arrays in one slow memory, and the count of what goes in and out of it from now on."""
+    """The arrays in one slow memory, and the counter of its traffic from now on."""
     trips, slow = Trips(), [array.view(SlowArray) for array in arrays]
     for array in slow:
         array.trips = trips
@@ -51,7 +51,7 @@ def in_slow_memory(*arrays: np.ndarray) -> tuple[list[SlowArray], Trips]:
 
 
 def count_trips(function: Callable[..., object], *arrays: np.ndarray) -> tuple[Trips, float]:
-    """Call `function` on the arrays in slow memory: its trips, and the MiB that it allocated at its peak."""
+    """Call `function` on the arrays in slow memory; returns its traffic and its peak allocation in MiB."""
     slow, trips = in_slow_memory(*arrays)
     tracemalloc.start()
     try:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 console = Console(highlight=False)
 MOST_COLUMNS = 80
-"""Of a sentence: longer lines are hard to read, however wide the terminal is."""
+"""Maximum line length of sentences: longer lines are hard to read, however wide the terminal."""
 
 
 def table(
@@ -21,7 +21,7 @@ def table(
 ) -> None:
     """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless they hold `words`.
 
-    Title and caption have the whole width of the terminal: inside the table rich would break them at its edge.
+    Title and caption use the full width of the terminal; rich would wrap them at the table's width.
     """
     grid = Table()
     for index, column in enumerate(columns):
@@ -46,14 +46,14 @@ def heading(text: str) -> None:
 
 
 class Timed(str):
-    """A sentence for `closing` that rests on timings."""
+    """A sentence for `closing` that depends on timings."""
 
 
 def closing(*sentences: str, disturbance: str = "") -> None:
     """Print the three lines that every script ends with: what you saw.
 
-    `disturbance` says what kept this machine busy besides (`Control.disturbance`), if anything: then one line stands
-    for all `Timed` sentences. What was counted holds on a busy machine too.
+    `disturbance` says what else kept this machine busy (`Control.disturbance`), if anything: one line then replaces
+    all `Timed` sentences. Counted results hold on a busy machine too.
     """
     console.print("\n[bold]What you saw[/bold]")
     for sentence in sentences:
@@ -65,6 +65,6 @@ def closing(*sentences: str, disturbance: str = "") -> None:
 
 
 def _bullet(sentence: str) -> None:
-    """Print one sentence, broken between words: a line has at most 80 columns, or as many as the terminal."""
+    """Print one sentence, wrapped at words to 80 columns or the terminal's width, whichever is less."""
     lines = textwrap.wrap(sentence, min(console.width, MOST_COLUMNS), initial_indent="  • ", subsequent_indent="    ")
     console.print("\n".join(lines), markup=False)

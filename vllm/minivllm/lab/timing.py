@@ -1,4 +1,4 @@
-"""How long something takes: the median of several runs on the device's own clock, or the parts of one run."""
+"""Timing: the median of several runs on the device's own clock, or the parts of one run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def wall_seconds(function: Callable[[], object]) -> float:
 def in_turns(
     functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of each function's calls; all run once, then all again, so that what the machine does hits all alike.
+    """Seconds of each function's calls, interleaved in rounds so that changes of the machine's speed affect all alike.
 
-    A round to warm up comes first. Clocks as in `median_seconds`.
+    A warm-up round comes first. Clocks as in `median_seconds`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
@@ -47,7 +47,7 @@ def in_turns(
 
 
 class Stopwatch:
-    """Seconds by part. What runs inside another part is taken out of the outer one."""
+    """Seconds by part. Time in a nested part is not counted in the outer one."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -55,7 +55,7 @@ class Stopwatch:
         self._inside: list[float] = []
 
     def watch(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, timed."""
+        """Wraps the function so that its time is counted as `part`."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
             self._inside.append(0.0)

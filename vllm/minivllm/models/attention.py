@@ -1,9 +1,9 @@
-"""What the decoder asks of attention, and the plainest answer: causal attention without a cache.
+"""The interface between decoder and attention, and its simplest implementation: causal attention without a cache.
 
-The decoder knows nothing of caches. It hands over the queries, keys and values of one layer, and whoever implements
-`AttentionFunction` writes keys and values where it keeps them and reads back all that a query may see.
+The decoder knows nothing about caches. It passes one layer's queries, keys and values to an `AttentionFunction`, which
+stores the keys and values and reads back everything that each query may see.
 
-In vLLM the same seam is `Attention` in `vllm/model_executor/layers/attention/attention.py`.
+In vLLM the same interface is `Attention` in `vllm/model_executor/layers/attention/attention.py`.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class AttentionFunction(Protocol):
         """Attend.
 
         Args:
-            layer_index: which layer asks, from 0.
-            q: `[tokens, heads, head_dim]`, positions already applied, not yet scaled. The last dimension is contiguous,
-                the others need not be.
+            layer_index: index of the calling layer, from 0.
+            q: `[tokens, heads, head_dim]`, rotary positions already applied, not yet scaled. The last dimension is
+                contiguous; the others need not be.
             k, v: `[tokens, kv_heads, head_dim]`, of the same tokens; query head h uses key-value head
                 `h // (heads // kv_heads)`.
 
@@ -37,21 +37,21 @@ class AttentionFunction(Protocol):
 
 
 class CausalAttention:
-    """Each token attends to itself and to what stands before it in its own sequence, all of it in this one step."""
+    """Each token attends to itself and to the earlier tokens of its sequence, all of which are in this one step."""
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int] | None = None):
-        """Prepare for sequences that stand one after another.
+        """Prepare for concatenated sequences.
 
         Args:
-            config: the model's shape; its `sliding_window` is kept to.
-            lengths: tokens of each sequence, in order; one sequence of all tokens where None.
+            config: the model's shape; its `sliding_window` applies.
+            lengths: tokens of each sequence, in order; None for one sequence of all tokens.
         """
         self.scale = config.head_dim**-0.5
         self.window = config.sliding_window
         self.lengths = None if lengths is None else list(lengths)
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `AttentionFunction`; the layer does not matter here."""
+        """Implement `AttentionFunction`; `layer_index` is ignored."""
         lengths = [len(q)] if self.lengths is None else self.lengths
         if sum(lengths) != len(q):
             raise MinivllmError(f"sequences of {lengths} tokens, but {len(q)} tokens were given")
@@ -68,9 +68,9 @@ class CausalAttention:
 
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """`[length, length]` booleans: may the query of this row see the key of this column?
+    """`[length, length]` booleans: whether the query of the row may see the key of the column.
 
-    A window of w tokens counts the query's own.
+    A window of w tokens includes the query's own.
     """
     positions = torch.arange(length, device=device)
     distance = positions[:, None] - positions[None, :]

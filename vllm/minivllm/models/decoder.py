@@ -1,12 +1,12 @@
-"""A decoder-only transformer of the Llama kind: Llama, Qwen2, Qwen3 and Mistral differ from it in details only.
+"""A Llama-style decoder-only transformer: Llama, Qwen2, Qwen3 and Mistral differ only in details.
 
     for each layer:  h += attention(norm(h));  h += mlp(norm(h))          then  logits = head(norm(h))
 
-Tokens of all sequences of a step stand in one flat row, each with its position: a decoder does not need to know where a
-sequence begins. Attention does, and is handed in with the step (`ForwardContext`). Projections that read the same input
-are merged, as in vLLM: q, k and v are one matrix product, and so are the two halves of the gated MLP. How a product is
-computed is up to its method (`minivllm.models.linear`). A rank of a tensor-parallel group has some of the heads and of
-the MLP's width, and adds its terms to those of the other ranks (`minivllm.models.parallel`).
+The tokens of all sequences in a step form one flat batch, each with its position: the decoder does not need to know
+where a sequence starts. Attention does, and is passed in with the step (`ForwardContext`). Projections that read the
+same input are merged, as in vLLM: q, k and v are one matrix product, and so are the two halves of the gated MLP. How a
+product is computed is up to its method (`minivllm.models.linear`). A rank of a tensor-parallel group has a share of the
+heads and of the MLP's width, and adds its partial sums to those of the other ranks (`minivllm.models.parallel`).
 
 In vLLM: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`; `QKVParallelLinear` and
 `MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`.
@@ -32,7 +32,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 class Decoder(nn.Module):
     """The whole model, or one rank's part of it. Parameters are uninitialised: `minivllm.models.loader` fills them.
 
-    `config` is the shape of what is here; `whole_config` that of the whole model.
+    `config` describes the part held here, `whole_config` the whole model.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Decoder(nn.Module):
 
         Args:
             config: of the whole model.
-            group: the ranks that it is divided over; None: all of it is here.
-            method: how the projections of the layers compute.
+            group: the ranks that the model is divided over; None for no division.
+            method: how the layers' projections are computed.
 
         Raises:
             UnsupportedModelError: another family, or a variant that this decoder does not compute.
-            MinivllmError: the config lacks a field, or the model cannot be divided over so many ranks.
+            MinivllmError: the config lacks a field, or the model cannot be divided over that many ranks.
         """
         super().__init__()
         _check_supported(config)
@@ -79,13 +79,13 @@ class Decoder(nn.Module):
         Args:
             input_ids: `[tokens]`.
             positions: `[tokens]`, each token's place in its own sequence.
-            context: the step's. Where only attention matters, its function alone will do; it attends, and keeps the
-                cache if there is one.
-            rows: the tokens whose outcome is wanted, all where None. The others only leave their keys and values, so
-                the last layer need not go on with them.
+            context: the step's context. A bare attention function will do if nothing else is needed; it attends and
+                maintains the cache, if any.
+            rows: indices of the tokens whose output is needed; None for all. The others only contribute keys and
+                values, so the last layer drops them after attention.
 
         Returns:
-            `[rows, hidden_size]`, normalised: what `compute_logits` takes.
+            `[rows, hidden_size]`, normalised, as `compute_logits` expects it.
         """
         context = ForwardContext.of(context)
         hidden = self.embed_tokens(input_ids)
@@ -97,12 +97,12 @@ class Decoder(nn.Module):
         return self.norm(hidden, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every token of the vocabulary: `[n, hidden_size]` to `[n, vocab_size]`."""
+        """Logits over the vocabulary: `[n, hidden_size]` to `[n, vocab_size]`."""
         return self.lm_head(hidden)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each with a norm before and the residual around."""
+    """Attention and MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LinearMethod):
         super().__init__()
@@ -120,9 +120,9 @@ class DecoderLayer(nn.Module):
         context: ForwardContext,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """What the layer before added, and the sum before that; the same of this layer.
+        """Map (output of the previous layer, residual stream before it) to the same pair for this layer.
 
-        `[tokens, hidden_size]` in, `[rows, hidden_size]` out. Each sum is made where it is normalised, in one pass.
+        `[tokens, hidden_size]` in, `[rows, hidden_size]` out. Each residual add is fused with the norm that follows it.
         """
         hidden = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, positions, table, context, rows)
@@ -132,7 +132,7 @@ class DecoderLayer(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections around attention: into heads, positions applied, and out again."""
+    """Attention with its projections: into heads, rotary positions, attention, and the output projection."""
 
     def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LinearMethod):
         super().__init__()
@@ -178,7 +178,7 @@ class GatedMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square, in float32, then by a weight for each element (arXiv 1910.07467)."""
+    """Scale to unit root mean square, in float32, then by a per-element weight (arXiv 1910.07467)."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -186,14 +186,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`[..., width]` in and out. With a residual, it is the sum that is normalised, and left in `residual`."""
+        """`[..., width]` in and out. With a residual, normalise the sum of both and store the sum in `residual`."""
         if residual is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Embedding(nn.Module):
-    """A row of `weight` `[rows, width]` for each id."""
+    """Look up the row of `weight` `[rows, width]` for each id."""
 
     def __init__(self, rows: int, width: int):
         super().__init__()

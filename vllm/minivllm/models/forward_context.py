@@ -1,7 +1,7 @@
-"""What one step hands through the model's forward pass beside its tokens.
+"""Per-step context passed through the model's forward pass alongside the tokens.
 
 In vLLM v0.33.0: `vllm/forward_context.py` (`ForwardContext`), which layers find in a global variable; here it is passed
-down to them, and never changed: the next step has its own.
+down to them and is immutable: each step has its own.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from minivllm.models.attention import AttentionFunction
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """The step as the layers see it. What else a layer needs to know of a step becomes a field here.
+    """The step as the layers see it. Anything else that a layer needs per step becomes a field here.
 
-    - `attention`: attends over the keys and values of this step's requests, with the step's tables.
+    - `attention`: the attention function, bound to this step's block tables and metadata.
     """
 
     attention: AttentionFunction
 
     @classmethod
     def of(cls, context: "ForwardContext | AttentionFunction") -> "ForwardContext":
-        """The context, or one of which only the attention matters."""
+        """Return `context` itself, or wrap a bare attention function."""
         return context if isinstance(context, ForwardContext) else cls(context)

@@ -1,12 +1,12 @@
-"""Linears, and the one way to change how they compute: each hands its input to its `LinearMethod`.
+"""Linear layers, and the one way to change how they compute: each passes its input to its `LinearMethod`.
 
-A method makes the parameters of a linear, may change them once they are loaded, and computes with them:
+A method creates the parameters of a linear, may transform them after loading, and computes with them:
 
     UnquantizedLinearMethod    weight [out, in]                       F.linear
     PanelLinearMethod          the same numbers in panels             compiled loops on a CPU; chosen after loading
     QuantizedLinearMethod      packed integers and their scales       `minivllm.models.quantized`
 
-To put something else in a linear's place, or around it, give it another method.
+To replace or wrap a linear, give it another method.
 
 In vLLM v0.33.0: `vllm/model_executor/layers/linear.py` (`LinearMethodBase`, `UnquantizedLinearMethod`,
 `MergedColumnParallelLinear`), `vllm/model_executor/model_loader/utils.py` (`process_weights_after_loading`).
@@ -23,13 +23,13 @@ from minivllm.kernels.elementwise import silu_and_mul
 
 
 class LinearMethod(ABC):
-    """How a linear computes. One object may serve many linears: what belongs to one of them is kept there."""
+    """How a linear computes. One object may serve many linears, so per-linear state is stored on the linear."""
 
     @abstractmethod
     def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
-        """Gives the linear its parameters, uninitialised, of torch's default dtype and device; the bias it has itself.
+        """Creates the linear's parameters except the bias: uninitialised, with torch's default dtype and device.
 
-        `input_parts`: the ranks that a row of the whole weight is divided over, `in_features` to each.
+        `input_parts`: number of ranks that a row of the whole weight is divided over, `in_features` each.
         """
 
     @abstractmethod
@@ -37,14 +37,14 @@ class LinearMethod(ABC):
         """`x @ weight.T + bias`: `[rows, in]` to `[rows, out]`."""
 
     def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
-        """`silu(gate) * up`, the two halves of the product: `[rows, in]` to `[rows, out / 2]`.
+        """`silu(gate) * up` of the two halves of the product: `[rows, in]` to `[rows, out / 2]`.
 
-        A method overrides this where it can multiply the halves while it computes them.
+        A method overrides this if it can fuse the activation into the product.
         """
         return silu_and_mul(self.apply(linear, x))
 
     def process_weights_after_loading(self, linear: "Linear") -> None:
-        """Changes the layout of what was loaded, or gives the linear another method. Called once all is loaded."""
+        """Changes the weights' layout, or gives the linear another method. Called after all weights are loaded."""
         return
 
 
@@ -60,16 +60,16 @@ class UnquantizedLinearMethod(LinearMethod):
         return F.linear(x, linear.weight, linear.bias)
 
     def process_weights_after_loading(self, linear: "Linear") -> None:
-        """Goes over to panels where there are loops for them."""
+        """Switches to panels if compiled loops support this weight."""
         if can_pack(linear.weight):
             linear.method = PanelLinearMethod(linear)
 
 
 class PanelLinearMethod(LinearMethod):
-    """The method of one linear on a CPU, whose weight and bias it lays out in panels.
+    """The method of a single linear on a CPU; it lays out the linear's weight and bias in panels.
 
-    The plain weight is given up, unless something else holds it too (tied embeddings). A gated linear's panels hold
-    gate and up side by side, so that of it only the gated product can be had.
+    The plain weight is released, unless something else holds it too (tied embeddings). A gated linear's panels hold
+    gate and up side by side, so only the gated product can be computed from them.
     """
 
     def __init__(self, linear: "Linear") -> None:
@@ -80,7 +80,7 @@ class PanelLinearMethod(LinearMethod):
         linear.register_buffer("panel_bias", self.product.bias, persistent=False)
 
     def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
-        """There is nothing to create: panels are made of loaded weights."""
+        """Not supported: panels are made from loaded weights."""
         raise NotImplementedError("panels are made of loaded weights")
 
     def apply(self, linear: "Linear", x: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ UNQUANTIZED = UnquantizedLinearMethod()
 
 
 class Linear(nn.Module):
-    """A matrix product with uninitialised weights: initialising what a file fills would cost time.
+    """A matrix product with uninitialised weights: the loader overwrites them, so initialising would waste time.
 
-    Which parameters there are beside `bias` is up to the method: `weight`, or `packed` and `scales`.
+    The method decides which parameters exist besides `bias`: `weight`, or `packed` and `scales`.
     """
 
     weight: nn.Parameter
@@ -126,7 +126,7 @@ class Linear(nn.Module):
 
 
 class GatedLinear(Linear):
-    """Gate and up of an MLP as one product, and the activation on it: `silu(gate(x)) * up(x)`."""
+    """Gate and up projections of an MLP as one product, with the activation: `silu(gate(x)) * up(x)`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`[rows, in]` to `[rows, out / 2]`."""
@@ -134,14 +134,14 @@ class GatedLinear(Linear):
 
 
 def process_weights_after_loading(model: nn.Module) -> None:
-    """Lets the method of every linear do with the loaded weights what it does once. A second time changes nothing."""
+    """Lets the method of every linear process its loaded weights. Idempotent."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.method.process_weights_after_loading(module)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and tables of a model or a part of it, in the form they are kept in; tied ones once."""
+    """Bytes of all parameters and buffers of a module, as stored in memory; tied ones count once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 

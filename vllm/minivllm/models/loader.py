@@ -1,8 +1,8 @@
 """Weights from safetensors files into the decoder, and random weights in the same shapes.
 
-Checkpoints store q, k, v and the two halves of the MLP one by one; the decoder has them merged, and a rank of a
-tensor-parallel group has a part of each. A `Slot` says which rows of a parameter a stored tensor fills, and with which
-part of itself, as vLLM's `weight_loader` functions do (`vllm/model_executor/layers/linear.py`).
+Checkpoints store q, k, v and the two halves of the MLP separately; the decoder merges them, and a rank of a
+tensor-parallel group has a part of each. A `Slot` says which part of a stored tensor fills which rows of a parameter,
+like vLLM's `weight_loader` functions (`vllm/model_executor/layers/linear.py`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,15 +28,15 @@ from minivllm.platforms.spinning import limit_spinning
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-INITIAL_SPREAD = 0.02  # standard deviation of random weights, as the families' own initializer_range
+INITIAL_SPREAD = 0.02  # standard deviation of random weights, the families' default initializer_range
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a stored tensor goes: part `index` of its `parts` along `dim` into `target`, rows of a parameter.
+    """Where a stored tensor goes: part `index` of `parts` along `dim`, into `target` (rows of a parameter).
 
-    `repeat`: each of its columns counts so many times, a scale for every piece of a group that the division cuts.
-    `zero`: nothing of it goes there, since another rank adds it to the sum.
+    `repeat`: repeat each entry along `dim` this many times, one scale per piece of a group split across ranks.
+    `zero`: fill with zeros instead, since another rank adds this tensor to the sum.
     """
 
     target: Tensor
@@ -48,13 +48,13 @@ class Slot:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the stored tensor."""
+        """Shape of the stored tensor."""
         shape = list(self.target.shape)
         shape[self.dim] = shape[self.dim] * self.parts // self.repeat
         return torch.Size(shape)
 
     def fill(self, stored: Tensor) -> None:
-        """Copies from a tensor of this `shape`."""
+        """Fills the target from a stored tensor of this `shape`."""
         if self.zero:
             self.target.zero_()
         else:
@@ -70,17 +70,17 @@ def load_model(
     group: GroupCoordinator | None = None,
     quantization: str | None = None,
 ) -> tuple[Decoder, ModelConfig]:
-    """The model of a local directory, or of the Hugging Face hub, with its weights.
+    """Load a model and its weights from a local directory or the Hugging Face hub.
 
     Args:
         path_or_name: a directory with `config.json` and safetensors files, or a model's name on the hub.
         device: where the weights go.
-        dtype: of weights and computation; "auto" is the one that the checkpoint names.
-        group: the ranks to divide the model over; the model is this rank's part. None: all of it is here.
+        dtype: of weights and computation; "auto" is the checkpoint's own.
+        group: the ranks to divide the model over, of which this rank's part is loaded; None for no division.
         quantization: "int8" or "int4" rounds the layers' linears as they are read.
 
     Returns:
-        The model, and the config of the whole of it.
+        The model (or this rank's part of it), and the config of the whole model.
 
     Raises:
         UnsupportedModelError: the decoder does not compute this model.
@@ -102,9 +102,9 @@ def random_model(
     group: GroupCoordinator | None = None,
     quantization: str | None = None,
 ) -> Decoder:
-    """A model with the real shapes and random weights, the same for the same seed: for tests and measurements.
+    """A model with the real shapes and random weights determined by the seed: for tests and measurements.
 
-    The ranks of a `group` get the parts of one and the same model, and `quantization` rounds that model.
+    All ranks of a `group` get parts of the same model, and `quantization` rounds that model.
     """
     scheme = quantization_of(config, quantization)
     model = _empty_model(config, device, dtype, group, scheme)
@@ -115,11 +115,11 @@ def random_model(
 
 
 def quantization_of(config: ModelConfig, quantization: str | None) -> Quantization | None:
-    """How the layers' linears are quantized: as the checkpoint was, or as it is asked for; None: not at all.
+    """How the layers' linears are quantized: as in the checkpoint, or as requested; None if they are not.
 
     Raises:
-        UnsupportedModelError: the checkpoint is quantized in a way that is not computed here.
-        MinivllmError: an unknown quantization, or one of a checkpoint that is quantized already.
+        UnsupportedModelError: the checkpoint's quantization is not supported.
+        MinivllmError: the quantization is unknown, or the checkpoint is already quantized.
     """
     if quantization and config.quantization:
         raise MinivllmError(
@@ -141,9 +141,9 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
     missing, extremes = set(targets), {}
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
-            continue  # what old checkpoints store although it follows from the config
+            continue  # redundant tensors that some checkpoints store
         if name not in targets and name.endswith(".bias") and not tensor.any():
-            continue  # GPTQ's tools give a bias of zeros to linears that have none
+            continue  # GPTQ tools write a zero bias for linears that have none
         if name not in targets:
             raise MinivllmError(f"the checkpoint has a tensor {name!r} that this model does not have")
         if name not in missing:
@@ -168,15 +168,16 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _extremes(name: str, target: Tensor) -> dict[str, Tensor]:
-    """The least and the largest number of what a tensor filled [2], on its device; nothing for integers.
+    """Minimum and maximum of a filled target [2], on its device; empty for integers.
 
-    Both are NaN where there is one. It is read while the caches still hold it, and nobody waits for a GPU here.
+    Both are NaN if any number is. Computed right after filling, while the data is in the CPU's caches, and without
+    synchronizing with a GPU.
     """
     return {name: torch.stack(torch.aminmax(target))} if target.is_floating_point() else {}
 
 
 def _refuse_non_finite(extremes: dict[str, Tensor]) -> None:
-    """Raises for the first tensor with a NaN or an infinity: attention and norms would spread it over all tokens."""
+    """Raise if any tensor holds NaN or infinity, which attention and norms would spread to all tokens."""
     if not extremes:
         return
     finite = torch.stack(list(extremes.values())).isfinite().all(-1).tolist()
@@ -191,7 +192,7 @@ def _refuse_non_finite(extremes: dict[str, Tensor]) -> None:
 
 
 def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
-    """Where each tensor of a Hugging Face checkpoint goes, by its name."""
+    """The slot of each tensor of a Hugging Face checkpoint, by tensor name."""
     config, group, slots = model.config, model.group, {}
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     mine, shared = (group.rank, group.size), kv_part(model.whole_config, group)
@@ -215,7 +216,7 @@ def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
 
 
 def _slot_of_divided_row(linear: nn.Module, what: str, parameter: Tensor, group: GroupCoordinator) -> Slot:
-    """Where a tensor goes of a linear whose inputs are divided over the ranks."""
+    """The slot of a tensor of a linear whose inputs are divided over the ranks (row-parallel)."""
     assert isinstance(linear, Linear)
     if what == "bias":
         return Slot(parameter, zero=group.rank > 0)
@@ -224,16 +225,16 @@ def _slot_of_divided_row(linear: nn.Module, what: str, parameter: Tensor, group:
     in_features = row_width(linear.packed)
     group_size = linear.method.group_size_of(in_features * group.size)
     if group_size == in_features * group.size:
-        return Slot(parameter)  # the scale of a row is that of each of its parts
+        return Slot(parameter)  # one scale per row, which applies to all of the row's parts
     pieces = group_size // linear.method.group_size_on_rank(in_features, group.size)
     return Slot(parameter, 1, group.rank, group.size, repeat=pieces)
 
 
 def weight_files(path_or_name: str | Path) -> list[Path]:
-    """The safetensors files of a model: a single one, or those that its index names.
+    """The safetensors files of a model: a single one, or those listed in its index.
 
     Raises:
-        MinivllmError: there are none, or one that the index names is not there.
+        MinivllmError: the model has none, or a file listed in the index is missing.
     """
     directory = config_path(path_or_name).parent
     local = local_path(path_or_name).exists()
@@ -262,24 +263,24 @@ def stored_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
     """Name and contents of every tensor in these safetensors files, one at a time.
 
     Raises:
-        MinivllmError: a file is no safetensors file, or cut off.
+        MinivllmError: a file is not a valid safetensors file, or is truncated.
     """
     from safetensors import SafetensorError, safe_open
 
     for file in files:
         try:
             with safe_open(file, framework="pt") as contents:
-                for name in contents.keys():  # noqa: SIM118 (it is no mapping)
+                for name in contents.keys():  # noqa: SIM118 (not a mapping)
                     yield name, contents.get_tensor(name)
         except SafetensorError as error:
             raise MinivllmError(f"{file} cannot be read as safetensors: {error}") from error
 
 
 def torch_dtype(name: str | torch.dtype) -> torch.dtype:
-    """The torch dtype of that name.
+    """The torch dtype with this name.
 
     Raises:
-        MinivllmError: a model cannot be computed in it.
+        MinivllmError: models cannot be computed in this dtype.
     """
     if isinstance(name, torch.dtype):
         name = str(name).removeprefix("torch.")
@@ -304,7 +305,7 @@ def _empty_model(
     scheme: Quantization | None,
 ) -> Decoder:
     if torch.device(device).type == "cpu":
-        limit_spinning()  # here, since everything that computes with a model comes this way
+        limit_spinning()  # here, since every path that runs a model goes through this function
     kind = torch_dtype(config.dtype if dtype == "auto" else dtype)
     _refuse_beyond_memory(config, torch.device(device), 4 if scheme else 8 * kind.itemsize, group)
     method = scheme.method if scheme else UNQUANTIZED
@@ -313,7 +314,7 @@ def _empty_model(
 
 
 def _random_tensors(model: Decoder, seed: int, device: str | torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Random contents for every tensor that such a model is loaded from."""
+    """Random contents for every checkpoint tensor of the model."""
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, slot in checkpoint_slots(model).items():
         stored = torch.empty(slot.shape, dtype=slot.target.dtype, device=device)
@@ -328,9 +329,9 @@ def _random_tensors(model: Decoder, seed: int, device: str | torch.device) -> It
 def _refuse_beyond_memory(
     config: ModelConfig, device: torch.device, least_bits: int, group: GroupCoordinator | None
 ) -> None:
-    """Refuses a model whose weights, of at least so many bits, the device has no room for, before it is allocated."""
+    """Rejects, before allocation, a model that does not fit the device even at `least_bits` bits per weight."""
     if config.model_type not in FAMILIES or device.type == "meta":
-        return  # the decoder says what it does not compute; and a shape alone takes no memory
+        return  # the decoder rejects other families with a better message; meta tensors take no memory
     num_bytes = num_parameters(config) * least_bits // 8 // (group.size if group else 1)
     what = f"the model ({config.num_hidden_layers} layers of width {config.hidden_size})"
     refuse_beyond_memory(num_bytes, device, what, "take a smaller one, or a dtype or checkpoint of fewer bits")

@@ -1,18 +1,18 @@
-"""Tensor parallel: ranks that each compute a part of every layer, and the one sum that they owe each other per half.
+"""Tensor parallelism: each rank computes a part of every layer, with one all-reduce after attention and one after MLP.
 
-A half block is two matrix products with something in between that works on each head, or each element, by itself. The
-first product is divided by its outputs (columns): a rank computes its own heads, or its own part of the MLP's width,
-from the whole input. The second is divided by its inputs (rows): a rank multiplies what it has just computed, which is
-one term of every output. One all-reduce adds the terms, and every rank goes on with the same whole hidden states.
+Attention and MLP are each two matrix products with a per-head or element-wise operation in between. The first product
+is divided by its outputs (columns): a rank computes its own heads, or its own part of the MLP's width, from the whole
+input. The second is divided by its inputs (rows): a rank multiplies what it has just computed, which gives one term of
+every output. One all-reduce adds the terms, and every rank continues with the same full hidden states.
 
-So a rank's model is a decoder with fewer heads and a narrower MLP (`shard_config`), and the only thing that it does
-differently is that sum. A step sums 2 × L × tokens × hidden_size numbers for L layers, in the model's dtype; fewer in
-the last layer, where only the rows that sample go on.
+So a rank's model is a decoder with fewer heads and a narrower MLP (`shard_config`), plus these all-reduces. A step
+reduces 2 × L × tokens × hidden_size numbers for L layers, in the model's dtype; fewer in the last layer, where only the
+rows that sample continue.
 
-Key-value heads are divided too while there are enough; beyond one head a rank they are held several times over.
-Embedding and head stay whole on every rank, which is the simplest that is correct: the lookup costs nothing, and only
-rank 0, which samples, computes logits. Dividing both by vocabulary, as vLLM does, would save each rank
-(size − 1) / size of their bytes, and cost one more all-reduce after the lookup and a gather of the logits.
+Key-value heads are divided as long as each rank gets at least one; with more ranks than heads, they are replicated.
+Embedding and head are replicated on every rank, the simplest correct choice: the lookup is cheap, and only rank 0,
+which samples, computes logits. Dividing both by vocabulary, as vLLM does, would save each rank (size − 1) / size of
+their bytes, and cost one more all-reduce after the lookup and a gather of the logits.
 
 Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. In vLLM v0.33.0: `vllm/distributed/parallel_state.py`
 (`GroupCoordinator`), `vllm/model_executor/layers/linear.py` (`QKVParallelLinear`, `RowParallelLinear`).
@@ -31,18 +31,18 @@ from minivllm.memory.bytes_per_token import kv_heads_on_rank
 
 
 class GroupCoordinator:
-    """The ranks that share one model, as `rank` sees them. A group of one has nothing to exchange.
+    """The ranks that share one model, as seen by `rank`. A group of one exchanges nothing.
 
-    `bytes_reduced` counts what went into all-reduces so far: bytes of one rank's terms.
+    `bytes_reduced` counts the bytes that this rank has contributed to all-reduces so far.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        """A group of more than one takes torch.distributed's default process group, which must be there."""
+        """A group of more than one uses torch.distributed's default process group, which must be initialized."""
         self.rank, self.size = rank, size
         self.bytes_reduced = 0
 
     def all_reduce(self, terms: torch.Tensor) -> torch.Tensor:
-        """Adds up the `terms` of all ranks, in place: the same shape, and the same sum on every rank.
+        """Sums the `terms` of all ranks, in place: all have the same shape, and every rank gets the same sum.
 
         Raises:
             LostPeerError: another rank is gone.
@@ -55,7 +55,7 @@ class GroupCoordinator:
         return terms
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Puts what rank 0 has in `tensor` into that of every rank: same shape and dtype everywhere.
+        """Copies rank 0's `tensor` into that of every rank; shape and dtype must match.
 
         Raises:
             LostPeerError: another rank is gone.
@@ -73,10 +73,10 @@ class GroupCoordinator:
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The shape of one rank's part of a model: its heads and its width of the MLP.
+    """The config of one rank's part of a model: its share of the heads and of the MLP's width.
 
     Raises:
-        MinivllmError: the model cannot be divided so; the message names the sizes that work.
+        MinivllmError: the model cannot be divided over `size` ranks; the message names the sizes that work.
     """
     if size == 1:
         return config
@@ -97,10 +97,10 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def possible_sizes(config: ModelConfig) -> list[int]:
-    """Numbers of ranks that the model can be divided over.
+    """The numbers of ranks that the model can be divided over.
 
-    Each has as many heads and as much of the MLP's width as any other; key-value heads are divided, or else each is
-    held by equally many ranks.
+    Attention heads and the MLP's width must divide evenly; key-value heads are either divided evenly, or each is held
+    by the same number of ranks.
     """
     heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     sizes = [size for size in range(1, heads + 1) if heads % size == 0 and width % size == 0]
@@ -108,6 +108,6 @@ def possible_sizes(config: ModelConfig) -> list[int]:
 
 
 def kv_part(config: ModelConfig, group: GroupCoordinator) -> tuple[int, int]:
-    """(which part, of how many) of the whole model's key-value heads a rank has. Neighbouring ranks share one."""
+    """(index, number of parts) of the rank's share of the key-value heads; adjacent ranks hold replicated heads."""
     parts = min(config.num_key_value_heads, group.size)
     return group.rank * parts // group.size, parts

@@ -1,13 +1,14 @@
-"""Linears whose weights are integers of 8 or 4 bits: activations and sums stay as they are (w8a16, w4a16).
+"""Weight-only quantization of linears to 8 or 4 bits: activations and sums keep their types (w8a16, w4a16).
 
-Only the projections inside the layers are quantized. Of the embedding, a step reads one row a token, so fewer bits
-would spare no time; the head's error would go straight into the logits, and often it is the same tensor. Norms are
-vectors. Quantized checkpoints leave out the same ones.
+Only the projections inside the layers are quantized. A step reads one row of the embedding per token, so fewer bits
+would save no time; the head's error would go straight into the logits, and it is often the same tensor. Norms are
+just vectors. Quantized checkpoints leave out the same ones.
 
 An ordinary checkpoint is rounded tensor by tensor while it is read (`Rounding`), before a rank takes its part: so the
-scales are those of whole rows, the same on any number of ranks, and the plain weights are never all there at once.
+scales are those of whole rows, the same for any number of ranks, and the full-precision weights are never all in
+memory at once.
 
-In vLLM v0.33.0: `vllm/model_executor/layers/quantization/` (`QuantizationConfig`, whose `LinearMethodBase` makes the
+In vLLM v0.33.0: `vllm/model_executor/layers/quantization/` (`QuantizationConfig`, whose `LinearMethodBase` creates the
 weights of a layer and computes with them).
 """
 
@@ -33,10 +34,10 @@ from minivllm.models.linear import Linear, LinearMethod, parameter
 
 @dataclass(frozen=True)
 class QuantizedLinearMethod(LinearMethod):
-    """Computes with `packed` and `scales` as in `minivllm.kernels.packed_weights`, of 8 or 4 `bits`.
+    """Computes with 8- or 4-bit weights in the format of `minivllm.kernels.packed_weights`: `packed` and `scales`.
 
-    - `group_size`: numbers of a row that share a scale; None: the whole row.
-    - `scale_dtype`: None is torch's default when the linear is made.
+    - `group_size`: weights of a row that share a scale; None for the whole row.
+    - `scale_dtype`: None for torch's default dtype when the linear is created.
     """
 
     bits: int
@@ -47,7 +48,7 @@ class QuantizedLinearMethod(LinearMethod):
         """As `LinearMethod`.
 
         Raises:
-            MinivllmError: its rows cannot have such groups, or not over so many ranks.
+            MinivllmError: the group size does not fit the rows, or their division over the ranks.
         """
         group_size = self.group_size_on_rank(in_features, input_parts)
         kind, width = (torch.uint8, in_features // 2) if self.bits == 4 else (torch.int8, in_features)
@@ -59,14 +60,14 @@ class QuantizedLinearMethod(LinearMethod):
         return quantized_linear(x, linear.packed, linear.scales, linear.bias)
 
     def group_size_of(self, width: int) -> int:
-        """Numbers that share a scale in rows of `width`, undivided."""
+        """Group size for undivided rows of `width` weights."""
         return self.group_size or width
 
     def group_size_on_rank(self, in_features: int, input_parts: int) -> int:
-        """The same in a rank's part of the row: where the division cuts a group, its parts keep the scale of the whole.
+        """Group size in a rank's part of the row; if the division splits a group, all its pieces keep its scale.
 
         Raises:
-            MinivllmError: there are no such groups.
+            MinivllmError: the group size is invalid, or the pieces would be too small.
         """
         width = in_features * input_parts
         group_size = self.group_size_of(width)
@@ -84,7 +85,7 @@ class QuantizedLinearMethod(LinearMethod):
 
 @dataclass(frozen=True)
 class RoundedLinearMethod(QuantizedLinearMethod):
-    """Of weights that are rounded here: the default groups of int4 follow from the row's width."""
+    """The method for weights rounded at load time: the default group size of int4 depends on the row's width."""
 
     def group_size_of(self, width: int) -> int:
         """As `QuantizedLinearMethod`."""
@@ -92,17 +93,17 @@ class RoundedLinearMethod(QuantizedLinearMethod):
 
 
 class Quantization(Protocol):
-    """Where quantized weights come from: the method of the layers' linears, and their tensors by its names."""
+    """A source of quantized weights: the method of the layers' linears, and the tensors under the method's names."""
 
     @property
     def method(self) -> LinearMethod:
-        """Of every linear inside the layers."""
+        """The method of every linear inside the layers."""
         ...
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A checkpoint's tensors with those of quantized linears as `packed` and `scales`; all others as they are.
+        """Yields a checkpoint's tensors, those of quantized linears as `packed` and `scales`, the others unchanged.
 
-        `like` has the dtype and the device of the model's other weights.
+        `like` has the dtype and device of the model's other weights.
         """
         ...
 
@@ -126,7 +127,7 @@ class Rounding:
         return RoundedLinearMethod(4, scale_dtype=torch.bfloat16)
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """As `Quantization`. What is rounded is the weight in the model's dtype."""
+        """As `Quantization`. Weights are cast to the model's dtype before rounding."""
         for name, tensor in tensors:
             linear = name.removesuffix(".weight")
             if linear == name or not linear.endswith("_proj") or tensor.dim() != 2:

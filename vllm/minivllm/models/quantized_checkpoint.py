@@ -1,18 +1,18 @@
-"""Checkpoints whose weights are packed integers already: GPTQ, and the "pack-quantized" format of compressed-tensors.
+"""Checkpoints with already packed integer weights: GPTQ, and the "pack-quantized" format of compressed-tensors.
 
-Both pack integers of 4 or 8 bits into int32, the first in the lowest bits, each stored plus half its range, with one
-scale for each group of a row. What each stores of a linear [out, in]:
+Both pack integers of 4 or 8 bits into int32, the first in the lowest bits, each offset by half its range, with one
+scale for each group of a row. Tensors stored for a linear [out, in]:
 
     GPTQ                  qweight [in × bits / 32, out], scales [groups, out], qzeros [groups, out × bits / 32],
                           g_idx [in]
     compressed-tensors    weight_packed [out, in × bits / 32], weight_scale [out, groups], weight_shape [2]
 
-The bytes of a row are those of `minivllm.kernels.packed_weights`, so loading turns GPTQ's tensors on their side and
-nothing is rounded. GPTQ stores the zero point minus one, by its first format, or as it is, by its second. Checkpoints
-mix up the two names; but where all zero points are 2^(bits − 1), or all one less, the weights are symmetric.
+The bytes of a row match `minivllm.kernels.packed_weights`, so loading only transposes GPTQ's tensors and rounds
+nothing. GPTQ's first format stores the zero point minus one, its second the zero point itself. Checkpoints mix up the
+two names; but if all zero points are 2^(bits − 1), or all one less, the weights are symmetric.
 
-Not supported, and refused: zero points elsewhere, groups in another order than that of the row (`desc_act`,
-`actorder`), methods that quantize activations too, and layers that are left out or quantized otherwise.
+Rejected as unsupported: other zero points, groups that are not in row order (`desc_act`, `actorder`), methods that
+quantize activations too, and layers that are left unquantized or quantized differently.
 
 Frantar et al. 2022, "GPTQ", arXiv:2210.17323. In vLLM v0.33.0: `vllm/model_executor/layers/quantization/auto_gptq.py`,
 `compressed_tensors/compressed_tensors.py`.
@@ -38,7 +38,7 @@ WHAT_WORKS = (
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """How a checkpoint stores its linears; `group_size` None: a scale for each row."""
+    """How a checkpoint stores its linears; `group_size` None means one scale per row."""
 
     stored_by: str
     bits: int
@@ -50,7 +50,7 @@ class PackedFormat:
         return QuantizedLinearMethod(self.bits, self.group_size)
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], like: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """As `minivllm.models.quantized.Quantization`; the integers are those of the checkpoint.
+        """As `minivllm.models.quantized.Quantization`; the checkpoint's integers are kept.
 
         Raises:
             UnsupportedModelError: the weights are asymmetric, or their groups out of order.
@@ -94,16 +94,16 @@ class PackedFormat:
         return what, tensor
 
     def _integers(self, words: Tensor) -> Tensor:
-        """int32 [out, words of a row] as the packed weight."""
+        """Converts int32 [out, words per row] to the packed weight."""
         stored = words.contiguous().view(torch.uint8)
         return stored if self.bits == 4 else (stored ^ 128).view(torch.int8)
 
 
 def packed_format(config: ModelConfig) -> PackedFormat | None:
-    """What the config of a quantized checkpoint describes; None for an ordinary one.
+    """The packed format that a checkpoint's config describes; None for an ordinary checkpoint.
 
     Raises:
-        UnsupportedModelError: a method or variant that is not computed here; the message says what would work.
+        UnsupportedModelError: an unsupported method or variant; the message says what would work.
     """
     if not config.quantization:
         return None
@@ -120,7 +120,7 @@ def packed_format(config: ModelConfig) -> PackedFormat | None:
 
 
 class _NotThisOne(Exception):
-    """What of a quantization is not computed here."""
+    """An unsupported feature of a quantization; the message names it."""
 
 
 def _gptq(said: Mapping[str, Any]) -> PackedFormat:
@@ -160,7 +160,7 @@ def _compressed_tensors(said: Mapping[str, Any]) -> PackedFormat:
 
 
 def _part(name: str, said: Mapping[str, Any], kind: type) -> Any:
-    """What stands under a name, empty where nothing does."""
+    """The value stored under a name; an empty `kind` if missing."""
     value = said.get(name) or kind()
     if not isinstance(value, kind):
         raise _NotThisOne(f"{COMPRESSED_TENSORS} and {name}={value!r}")

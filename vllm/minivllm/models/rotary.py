@@ -1,7 +1,7 @@
-"""Rotary position embedding: each pair of a head's elements is turned by an angle that grows with the position.
+"""Rotary position embedding: each pair of a head's elements is rotated by an angle that grows with the position.
 
-Element `i` is paired with element `i + head_dim/2`, and the pair turns by `position * frequency[i]`. The scaling
-variants change the frequencies, so that a model trained on short texts can tell apart the positions of long ones.
+Element `i` is paired with element `i + head_dim/2`, and the pair is rotated by `position * frequency[i]`. The scaling
+variants change the frequencies, so that a model trained on short contexts can distinguish positions in long ones.
 
 Papers: RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071. In vLLM: `vllm/model_executor/layers/rotary_embedding/`.
 """
@@ -19,9 +19,9 @@ from minivllm.platforms.device_memory import refuse_beyond_memory
 
 
 class RotaryTable(nn.Module):
-    """Holds `table` `[positions, head_dim]`: the first half of a row the position's cosines, then its sines.
+    """Holds `table` `[positions, head_dim]`: each row is the position's cosines, then its sines.
 
-    `minivllm.kernels.elementwise.rotate_heads` turns heads by it.
+    `minivllm.kernels.elementwise.rotate_heads` applies it to heads.
     """
 
     table: Tensor
@@ -31,7 +31,7 @@ class RotaryTable(nn.Module):
         frequencies, scale = rotary_frequencies(config)
         length, device = table_length(config), torch.get_default_device()
         if device.type != "meta":
-            # Angles, sines and cosines stand beside the table while it is made.
+            # While the table is built, angles, sines and cosines take memory too.
             what = f"the table of rotary positions for max_position_embeddings = {config.max_position_embeddings}"
             num_bytes = 3 * length * config.head_dim * torch.float32.itemsize
             refuse_beyond_memory(num_bytes, device, what, "lower it, or the factor of its rope scaling, in config.json")
@@ -41,7 +41,7 @@ class RotaryTable(nn.Module):
 
 
 def table_length(config: ModelConfig) -> int:
-    """Positions that the table covers: what the config allows, or what its scaling stretches the context to."""
+    """Number of positions in the table: the config's maximum, or the context length after rope scaling if longer."""
     scaling = config.rope_scaling or {}
     if scaling.get("rope_type") == "linear":
         stretched = config.max_position_embeddings * scaling["factor"]
@@ -52,10 +52,10 @@ def table_length(config: ModelConfig) -> int:
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angle per position for each pair `[head_dim / 2]` (float32, on the CPU), and the scale of cosines and sines.
+    """Angle per position for each pair, `[head_dim / 2]` (float32, on the CPU), and the scale of cosines and sines.
 
     Raises:
-        UnsupportedModelError: a scaling variant other than linear, llama3 and yarn.
+        UnsupportedModelError: the scaling is partial, or not linear, llama3 or yarn.
         MinivllmError: the scaling lacks one of its parameters; the message names it.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
@@ -76,7 +76,7 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1: slow pairs are slowed by `factor`, fast ones kept, those between blended by how often they turn."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, those in between interpolated."""
     factor, low, high = (_parameter(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise MinivllmError(
@@ -89,7 +89,7 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], config: ModelConfig) -> tuple[Tensor, float]:
-    """YaRN: as above with a ramp over pair numbers, and attention made a little sharper."""
+    """YaRN: like `_llama3` with a linear ramp over pair indices, and with attention made slightly sharper."""
     if config.rope_theta <= 1.0:
         raise MinivllmError(f"the model config's rope_theta is {config.rope_theta}; yarn needs one above 1")
     original = _parameter(scaling, "original_max_position_embeddings")

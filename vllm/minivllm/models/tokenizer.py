@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the `tokenizer.json` that a model carries."""
+"""Text to token ids and back, using the model's `tokenizer.json`."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""What a machine holds and how long it takes, by arithmetic: hardware, memory, cost, workloads. Imports no torch."""
+"""Analytical models of hardware, memory, step cost and workloads. Imports no torch."""

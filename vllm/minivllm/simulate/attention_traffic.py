@@ -16,12 +16,12 @@ from minivllm.errors import MinivllmError
 ACCUMULATOR_BYTES = 4
 """Scores, maxima, sums and outputs are kept in float32 while they are on the chip."""
 SMALLEST_TILE = 16
-"""Rows of the smallest tile that matrix units take."""
+"""Minimum rows per tile for the matrix units."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one head's attention moves, computes and stores in passing."""
+    """Memory traffic, operations and temporary storage of one head's attention."""
 
     read: int
     """Bytes from device memory."""
@@ -58,7 +58,7 @@ def naive_traffic(length: int, head_dim: int, itemsize: int = 2) -> Traffic:
 def flash_traffic(
     length: int, head_dim: int, block_q: int, block_k: int, itemsize: int = 2, *, causal: bool = True
 ) -> Traffic:
-    """The tiled loop, walked: each tile of `block_q` queries reads those tiles of `block_k` keys that it sees."""
+    """Traffic of the tiled loop: each tile of `block_q` queries reads the tiles of `block_k` keys that it sees."""
     _positive(length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, itemsize=itemsize)
     row = head_dim * itemsize
     read = written = flops = 0
@@ -78,7 +78,7 @@ def least_traffic(length: int, head_dim: int, itemsize: int = 2) -> int:
 
 
 def on_chip_bytes(block_q: int, block_k: int, head_dim: int, itemsize: int = 2) -> dict[str, int]:
-    """Bytes on the chip while one tile of queries meets one of keys, by what they hold."""
+    """On-chip bytes needed to process one tile of queries against one of keys, by purpose."""
     _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, itemsize=itemsize)
     return {
         "Q": block_q * head_dim * itemsize,
@@ -90,10 +90,10 @@ def on_chip_bytes(block_q: int, block_k: int, head_dim: int, itemsize: int = 2) 
 
 
 def largest_block_q(on_chip: int, head_dim: int, block_k: int, itemsize: int = 2) -> int:
-    """Most queries a tile can have, in steps of 16, within `on_chip` bytes.
+    """Largest number of queries per tile, in steps of 16, within `on_chip` bytes.
 
     Raises:
-        MinivllmError: not even 16 fit beside the tiles of keys and values.
+        MinivllmError: not even 16 fit together with the tiles of keys and values.
     """
     _positive(on_chip=on_chip)
     fixed = on_chip_bytes(SMALLEST_TILE, block_k, head_dim, itemsize)["K, V"]
@@ -109,7 +109,7 @@ def largest_block_q(on_chip: int, head_dim: int, block_k: int, itemsize: int = 2
 
 
 def longest_naive(memory: int, heads: int, itemsize: int = 2) -> int:
-    """Most tokens whose scores and weights, of all heads at once, fit into `memory` bytes."""
+    """Largest number of tokens whose scores and weights, for all heads at once, fit into `memory` bytes."""
     _positive(memory=memory, heads=heads, itemsize=itemsize)
     return math.isqrt(memory // (2 * heads * itemsize))
 

@@ -1,4 +1,4 @@
-"""What one step costs, in seconds: from a data sheet, or fitted to steps that were measured.
+"""The cost of one step in seconds: from a data sheet, or fitted to measured steps.
 
 A step's shape is a few counts: requests, new tokens, keys read, and (query, key) pairs that attention visits.
 `RooflineCost` turns them into bytes and operations and asks a hardware row; `FittedCost` is a straight line through
@@ -22,7 +22,7 @@ from minivllm.simulate.hardware import Hardware
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step asks of the device, in counts."""
+    """The work of a step, in counts."""
 
     num_reqs: int
     num_tokens: int
@@ -45,12 +45,12 @@ class StepShape:
 
     @classmethod
     def without_cache(cls, scheduled: Iterable[tuple[int, int]]) -> StepShape:
-        """The same step where nothing was kept: all that was computed before is computed again."""
+        """The same step without a KV cache: everything computed before is recomputed."""
         return cls.of((new + before, 0) for new, before in scheduled)
 
 
 class Cost(Protocol):
-    """Anything that can say how long a step takes."""
+    """A model of how long a step takes."""
 
     def seconds(self, shape: StepShape) -> float:
         """Seconds of one step of this shape."""
@@ -59,7 +59,7 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class RooflineCost:
-    """The larger of moving the bytes and doing the arithmetic, plus what neither explains.
+    """The larger of memory time and arithmetic time, plus a fixed overhead per step.
 
     Weights are read once a step and keys once a request; a token costs two operations a parameter, a pair four a
     head dimension. `efficiency` is the share of the data sheet's rates that good kernels reach. Its default and that of
@@ -119,7 +119,7 @@ class RooflineCost:
         return self.flops_per_token * shape.num_tokens + self.flops_per_pair * shape.num_pairs
 
     def floor_seconds(self, shape: StepShape) -> float:
-        """What the data sheet allows: no step is faster."""
+        """Lower bound from the data sheet's rates."""
         return max(self.bytes_moved(shape) / self.bandwidth, self.operations(shape) / self.flops)
 
     def seconds(self, shape: StepShape) -> float:
@@ -152,7 +152,7 @@ class FittedCost:
 
     @classmethod
     def fit(cls, steps: Sequence[MeasuredStep]) -> FittedCost:
-        """Least squares of the *relative* error, no coefficient below zero (a feature that would be is left out)."""
+        """Least squares of the *relative* error; features that would get a negative coefficient are dropped."""
         if len(steps) < 8:
             raise MinivllmError(f"a fit needs at least 8 measured steps, not {len(steps)}")
         rows = [[value / step.seconds for value in _features(step.shape)] for step in steps]
@@ -172,7 +172,7 @@ class FittedCost:
 
 
 def _check(costs: object, *names: str, above_zero: bool) -> None:
-    """Refuses a negative number, one that is not finite, and 0 where it must be above."""
+    """Rejects negative or non-finite numbers, and 0 if `above_zero`."""
     for name in names:
         value = getattr(costs, name)
         fits = is_number(value) and (value > 0 if above_zero else value >= 0)
@@ -205,7 +205,7 @@ def _least_squares(rows: list[list[float]], targets: list[float]) -> list[float]
 
 @dataclass(frozen=True)
 class ModelError:
-    """How far a cost model is off on measured steps: the figure to print beside whatever it predicts."""
+    """Error of a cost model on measured steps; to be printed with its predictions."""
 
     median_step: float
     """Median of |predicted − measured| / measured over the steps."""

@@ -1,4 +1,4 @@
-"""What GPUs can do: memory, bandwidth and arithmetic, from their makers' data sheets; and this machine, measured.
+"""Memory, bandwidth and arithmetic rates of GPUs, from vendors' data sheets, and of this machine, measured.
 
 Rates are peaks, dense (without structured sparsity), so real kernels reach a part of them.
 """
@@ -24,9 +24,9 @@ class Hardware(Device):
     """Peak of matrix products by dtype: float32 (ordinary cores, no TF32), float16, bfloat16, float8, int8.
     A dtype that the machine has no matrix units for is not there."""
     nvlink: float = 0.0
-    """To the other GPUs of one machine, both directions together; 0 without such links. (AMD: Infinity Fabric)"""
+    """Bandwidth to the other GPUs of the machine, both directions together; 0 without links. (AMD: Infinity Fabric)"""
     pcie: float = 0.0
-    """To the host, both directions together."""
+    """Bandwidth to the host, both directions together."""
     source: str = "measured"
 
     def flops_of(self, dtype: str) -> float:
@@ -92,10 +92,10 @@ HARDWARE = {
 
 
 def get_hardware(name: str) -> Hardware:
-    """The entry of that name, in any of the spellings that `get_device` knows.
+    """The entry with this name, in any spelling that `get_device` accepts.
 
     Raises:
-        MinivllmError: there is none; the message lists those that there are.
+        MinivllmError: unknown name; the message lists the known ones.
     """
     return HARDWARE[get_device(name).name]
 

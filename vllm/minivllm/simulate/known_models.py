@@ -94,7 +94,7 @@ CONFIGS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
 
 
 def known_model(name: str) -> ModelConfig:
-    """The shape of a known model, by its name on the hub with or without the owner, in any capitals.
+    """The shape of a known model, by its name on the hub, with or without the owner; case-insensitive.
 
     Raises:
         MinivllmError: the model is not in the list; the message gives the list.

@@ -1,4 +1,4 @@
-"""How far the lever model is off: what others measured, beside what it says, none of it used to set the model.
+"""The error of the lever model against published measurements, none of which was used to calibrate it.
 
     for check in published_checks(): print(check.what, check.measured, check.modelled)
 
@@ -47,7 +47,7 @@ class PublishedCheck:
 
 @cache
 def published_checks() -> tuple[PublishedCheck, ...]:
-    """Every check, by what is measured."""
+    """All checks."""
     alone = _decode_rate("Llama-3.1-8B", "A100")
     scaling = [
         PublishedCheck(

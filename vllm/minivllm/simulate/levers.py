@@ -1,4 +1,4 @@
-"""What each optimization buys: one switch a lever, the engine's own scheduler, and a cost for every step. *Modelled*.
+"""The gain of each optimization: a switch per lever, the engine's own scheduler, and a cost per step. *Modelled*.
 
 `throughput(levers, model, gpu, workload)` runs the workload to its end. The scheduler and the block pool are the real
 ones; what a lever changes is what they are told (batching, chunks, block size, pool), what the model is (GQA, dtypes),
@@ -62,7 +62,7 @@ class Levers:
     - `prefix_caching`: needs `kv_cache` and `paging`; without them it finds nothing.
     - `kv_dtype`: "auto" is 16 bits; "int8" or "fp8" halve the cache. Arithmetic stays in 16 bits.
     - `weight_bits`: 16, 8 or 4, of the linear layers; embedding, norms and head stay in 16. Weight-only.
-    - `speculative_tokens`: drafts for every request and step, made for nothing (n-gram look-up), verified exactly.
+    - `speculative_tokens`: drafts per request and step, at no cost (n-gram lookup), verified exactly.
     - `tensor_parallel`: equal GPUs that share the model. The figure is of all of them together.
     - `cuda_graphs`: off, the host launches every kernel of every step.
     """
@@ -96,7 +96,7 @@ class Lever:
     on: bool | int | str = True
 
     def pull(self, levers: Levers) -> Levers:
-        """The same levers, this one on."""
+        """A copy of the levers with this one on."""
         return replace(levers, **{self.field: self.on})
 
 
@@ -120,7 +120,7 @@ cache, which the list takes for granted, comes first."""
 
 @dataclass(frozen=True, eq=False)
 class LeverWorkload:
-    """Requests that are all there at the start, and the limits of the server that they meet.
+    """Requests that all arrive at the start, and the server's limits.
 
     `max_model_len` is what a request may reserve, `max_num_seqs` how many may run at once, `acceptance` the chance that
     a draft is accepted when those before it were.
@@ -142,7 +142,7 @@ class LeverWorkload:
 
 @dataclass(frozen=True)
 class LeverResult:
-    """What came of a workload. Times are modelled; counts are the scheduler's and the block pool's."""
+    """Results of a workload. Times are modelled; counts come from the scheduler and the block pool."""
 
     tokens_per_second: float
     """Output tokens, of all GPUs together."""
@@ -177,11 +177,11 @@ class LeverCost:
     gather_bytes_per_key: int
     """Moved for each key that is first copied out of its block: read and written, in 16 bits."""
     host_seconds: float
-    """Launching every kernel of a step."""
+    """Host seconds to launch every kernel of a step."""
     graphs: bool
     all_reduces: int
     all_reduce_bytes_per_token: float
-    """Sent by each GPU for one token in one all-reduce."""
+    """Bytes that each GPU sends per token in one all-reduce."""
     link: float
     """Bytes per second that a GPU sends to the others."""
 
@@ -249,10 +249,10 @@ def lever_weight_bytes(levers: Levers, model: ModelConfig) -> int:
 
 
 def lever_ledger(levers: Levers, model: ModelConfig, gpu: Hardware, workload: LeverWorkload) -> MemoryLedger:
-    """What the memory of one GPU goes to under these levers; `model` is the one that they make.
+    """Memory use of one GPU under these levers; `model` is the result of `lever_model`.
 
     Raises:
-        MinivllmError: the weights leave no room, or not for one request of `max_model_len` tokens.
+        MinivllmError: the weights leave no room for one request of `max_model_len` tokens.
     """
     return memory_ledger(
         model,
@@ -336,7 +336,7 @@ def _scheduler_config(levers: Levers, workload: LeverWorkload) -> SchedulerConfi
     return SchedulerConfig(
         max_model_len=workload.max_model_len,
         max_num_seqs=seats,
-        # Nobody joins a static batch later, so it computes the prompts of all its requests in its first step.
+        # No request joins a static batch later, so the first step must prefill all its requests.
         max_num_batched_tokens=budget if levers.continuous_batching else seats * workload.max_model_len,
         enable_chunked_prefill=levers.chunked_prefill,
         num_speculative_tokens=levers.speculative_tokens,
@@ -374,7 +374,7 @@ LONGEST_PROMPT, LONGEST_ANSWER = 2048, 1024
 
 
 def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1, seed: int = 0) -> LeverWorkload:
-    """Chats behind one system prompt; questions as long as ShareGPT's, answers too, or so many times shorter."""
+    """Chats with one system prompt; question lengths as in ShareGPT, answers `shorter` times shorter."""
     system = tuple(range(1, system_tokens + 1))
     requests = []
     for index, one in enumerate(WORKLOADS["sharegpt"].sample(count, seed)):
@@ -384,7 +384,7 @@ def shared_chat(count: int, system_tokens: int = 512, shorter: int = 1, seed: in
 
 
 def long_and_short(count: int, shorter: int = 1, seed: int = 0) -> LeverWorkload:
-    """Three chats as long as ShareGPT's to one completion as long as Azure's code trace; nothing is shared."""
+    """Three chats with ShareGPT's lengths per completion with the Azure code trace's lengths; nothing is shared."""
     chats, codes = (iter(WORKLOADS[name].sample(count, seed)) for name in ("sharegpt", "azure-code"))
     drawn = [next(codes if index % 4 == 3 else chats) for index in range(count)]
     requests = [SimulatedRequest(min(one.prompt_tokens, 3072), _answer(one, shorter)) for one in drawn]

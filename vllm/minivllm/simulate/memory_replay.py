@@ -1,4 +1,4 @@
-"""Requests replayed on one memory, however it is handed out: what its slots hold, and how many requests run at once.
+"""Replays requests on one memory with any allocator: what its slots hold, and how many requests run at once.
 
 No clock and no model: a step gives every running request one token. The queue never runs empty, so what is measured is
 the memory alone.
@@ -23,24 +23,24 @@ class Running:
 
 
 class Memory(Protocol):
-    """A way of handing out `slots` token slots."""
+    """An allocator of `slots` token slots."""
 
     slots: int
 
     def admit(self, one: Running) -> bool:
-        """Find a home for the tokens it has; False where there is none now."""
+        """Allocate memory for the request's current tokens; False if there is not enough."""
         ...
 
     def grow(self, one: Running) -> bool:
-        """Room for one more token; False where there is none."""
+        """Make room for one more token; False if there is none."""
         ...
 
     def release(self, one: Running) -> None:
-        """Take the home back."""
+        """Free the request's memory."""
         ...
 
     def held(self, one: Running) -> int:
-        """Slots that nobody else can use while it runs."""
+        """Slots that no other request can use while it runs."""
         ...
 
 
@@ -48,11 +48,11 @@ class Table(Protocol):
     """One sequence's blocks: what lesson 02 builds."""
 
     def append(self, num_tokens: int) -> Any:
-        """Room for more tokens; raises a MinivllmError, and changes nothing, where the pool has none."""
+        """Allocate room for more tokens; raises a MinivllmError, changing nothing, if the pool has none."""
         ...
 
     def free(self) -> None:
-        """Give every block back."""
+        """Free every block."""
         ...
 
     @property
@@ -68,16 +68,16 @@ class TablesOnDemand:
         self.slots, self.block_size, self.new_table = slots, block_size, new_table
 
     def admit(self, one: Running) -> bool:
-        """Blocks for the tokens that there are."""
+        """Allocate blocks for the request's current tokens."""
         one.home = self.new_table()
         return self._append(one, one.tokens)
 
     def grow(self, one: Running) -> bool:
-        """One more token: a new block only where the last one is full."""
+        """Add one token, with a new block only if the last one is full."""
         return self._append(one, 1)
 
     def release(self, one: Running) -> None:
-        """Give the blocks back."""
+        """Free the blocks."""
         one.home.free()
 
     def held(self, one: Running) -> int:
@@ -108,7 +108,7 @@ class Occupancy:
     """Requests at once."""
     served_per_1000_steps: float
     evicted: int
-    """How often a request had to give its memory up, so that another could grow."""
+    """Number of preemptions: a request lost its memory so that another could grow."""
 
     @property
     def empty(self) -> float:
@@ -123,11 +123,11 @@ class Occupancy:
 def replay(memory: Memory, requests: Iterable[RequestLengths], steps: int) -> Occupancy:
     """Serve requests first come, first served, one token each a step.
 
-    Those that run grow first; where there is no room, the one admitted last gives up its home and waits at the head of
-    the queue, and a step in which that happened admits nobody. The first quarter of the steps is not counted.
+    Running requests grow first; if there is no room, the last admitted one is preempted and waits at the head of the
+    queue, and such a step admits no request. The first quarter of the steps is not counted.
 
     Raises:
-        MinivllmError: a request that cannot fit alone, or too few requests for so many steps.
+        MinivllmError: a request does not fit even alone, or there are too few requests for that many steps.
     """
     waiting = deque(Running(lengths, lengths.prompt_tokens) for lengths in requests)
     running: list[Running] = []
@@ -154,7 +154,7 @@ def replay(memory: Memory, requests: Iterable[RequestLengths], steps: int) -> Oc
 
 
 def _grow(memory: Memory, running: list[Running], waiting: deque[Running]) -> int:
-    """One token more for each; returns how many were evicted for it."""
+    """Add one token to each running request; returns the number of preemptions."""
     lost = 0
     for one in list(running):
         while one.home is not None and not memory.grow(one):

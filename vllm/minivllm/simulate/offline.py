@@ -1,8 +1,8 @@
-"""The real scheduler on requests that are all there at the start: which steps it takes, many of them at once.
+"""Runs the real scheduler on requests that all arrive at the start, many similar steps at a time.
 
-While a batch only decodes and nobody can join, one step is like the next. Such a stretch is given to the scheduler as
-one step in which every request gets several tokens, as if so many drafts had been accepted; the block pool hands out
-what the single steps would have taken. The steps that come out are those of `virtual_clock.simulate`, one for one
+While a batch only decodes and no request can join, consecutive steps are alike. The scheduler runs such a stretch as
+one step in which every request gets several tokens, as if that many drafts had been accepted; the block pool allocates
+what the single steps would have taken. The resulting steps equal those of `virtual_clock.simulate`
 (tests/simulate/test_offline.py), in a third to a half of the time where no drafts are verified. That keeps the redraws
 of `widgets/optimization_catalog.py` near 100 ms.
 """
@@ -24,9 +24,9 @@ from minivllm.simulate.virtual_clock import GENERATED, Acceptance, ShapeOf, Simu
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Steps in a row that differ only in that every context is a token longer each time.
+    """Consecutive steps that differ only in every context growing by one token per step.
 
-    All counts of a step are then polynomials of at most the second degree: the shapes of the first three say them all.
+    A step's counts are then polynomials of at most degree two, determined by the shapes of the first three steps.
     """
 
     steps: int
@@ -64,7 +64,7 @@ class Stretch:
         return self._seconds(cost, 0, last, cost.seconds(self.first), cost.seconds(self.at(last)))
 
     def _seconds(self, cost: Cost, first: int, last: int, at_first: float, at_last: float) -> float:
-        """Of the steps from `first` to `last`. Costs are convex: what is a line at its middle is a line throughout."""
+        """Seconds of steps `first` to `last`. Costs are convex: if the middle lies on the chord, so does every step."""
         steps = last - first + 1
         if steps <= 2:
             return at_first + at_last if steps == 2 else at_first
@@ -141,7 +141,7 @@ class _Offline:
         self.settled = False
 
     def run(self) -> OfflineRun:
-        """Steps until nothing is left to do."""
+        """Run steps until no request is left."""
         for request in self.requests:
             self.scheduler.add_request(request)
         stretches = []
@@ -151,7 +151,7 @@ class _Offline:
         return OfflineRun(tuple(stretches), hits, self.scheduler.num_preemptions)
 
     def _stretch(self) -> Stretch:
-        """As many steps as are alike; at least one."""
+        """Take as many steps as are alike, at least one."""
         running = list(self.scheduler.running)
         steps = self._steps_alike(running)
         before = [(1, request.num_computed_tokens) for request in running] if steps > 1 else []
@@ -167,8 +167,8 @@ class _Offline:
             for key in scheduled
             if live[key].num_computed_tokens >= live[key].num_tokens
         }
-        news = self.scheduler.update_from_output(output, ModelRunnerOutput(sampled))
-        ended = any(one.finish_reason for one in news)
+        engine_outputs = self.scheduler.update_from_output(output, ModelRunnerOutput(sampled))
+        ended = any(one.finish_reason for one in engine_outputs)
         only_decodes = all(new == steps for new in scheduled.values()) and not output.scheduled_new_reqs
         self.settled = only_decodes and not ended and not output.preempted_req_ids
         self._after(steps, sampled)
@@ -186,7 +186,7 @@ class _Offline:
             self.scheduler.update_draft_token_ids(drafts)
 
     def _steps_alike(self, running: Sequence[Request]) -> int:
-        """In how many steps from here on every running request gets one token, nobody joins and nobody is preempted."""
+        """Number of coming steps that give each running request one token, without admissions or preemptions."""
         scheduler = self.scheduler
         joins = bool(scheduler.waiting) and not self.settled
         if joins or not running or scheduler.config.num_speculative_tokens:

@@ -1,4 +1,4 @@
-"""Scenes on the simulator that more than one lesson looks at: too many arrivals, one long prompt among chats."""
+"""Simulated scenarios shared by several lessons: overload, and one long prompt among chats."""
 
 import statistics
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from minivllm.simulate.workloads import RequestLengths, poisson_arrivals
 
 @dataclass(frozen=True)
 class Overload:
-    """What became of requests that arrived at some share of the capacity. Seconds are modelled."""
+    """Latencies of requests that arrived at a given share of the capacity. Seconds are modelled."""
 
     load: float
     requests: int
@@ -46,13 +46,13 @@ def arrivals_at(
 
 @dataclass(frozen=True)
 class LongPrompt:
-    """What chats and a long prompt do to one another under one budget. Modelled seconds."""
+    """How chats and a long prompt affect one another under one token budget. Seconds are modelled."""
 
     usual_gap: float
     """Median gap between two tokens of a chat."""
     longest_gap: float
     ttft: float
-    """Of the long prompt."""
+    """Time to first token of the long prompt."""
 
 
 def long_prompt(

@@ -1,4 +1,4 @@
-"""Workloads whose prompts begin alike: what a prefix cache can find depends on who shares what with whom, and when.
+"""Workloads whose prompts share prefixes: prefix cache hits depend on who shares what with whom, and when.
 
 A session is one user's turns, each sent some time after the answer to the one before. Token ids are made up: a shared
 beginning is the same ids, all else begins with an id of its own, which is enough, since block hashes are chained.
@@ -22,9 +22,9 @@ class Sharing:
     name: str
     title: str
     prefix_of: str
-    """Whose beginning it is: "all" users, each "user", or each "request" alone."""
+    """The scope of the shared prefix: "all" users, each "user", or each "request" alone."""
     grows: bool
-    """Does a turn repeat all turns and answers before it?"""
+    """Whether a turn repeats all earlier turns and answers."""
     question: int
     """New tokens of each turn."""
     answer: int = 8
@@ -65,10 +65,10 @@ SHARING = {
 
 
 def sharing(name: str) -> Sharing:
-    """The kind of that name.
+    """The kind with this name.
 
     Raises:
-        MinivllmError: there is none; the message lists those there are.
+        MinivllmError: unknown name; the message lists the known ones.
     """
     if name not in SHARING:
         raise MinivllmError(f"unknown kind of sharing {name!r}: use one of {', '.join(SHARING)}")

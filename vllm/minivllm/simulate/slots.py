@@ -1,4 +1,4 @@
-"""Who sat where: a scheduler knows no slots, but a picture of a batch has one row for each place in it."""
+"""Slots for drawing a batch: a scheduler has no slots, but a picture needs one row for each place in the batch."""
 
 from collections.abc import Iterable
 

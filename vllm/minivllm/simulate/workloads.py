@@ -1,8 +1,8 @@
-"""Request lengths and arrivals as they are seen in the world, for replays that need no trace file and no GPU.
+"""Request lengths and arrivals as observed in practice, for replays that need no trace file and no GPU.
 
-Each distribution goes through the quantiles that its source prints and has the mean that its source prints. Between
-two quantiles the curve is a power of the rank, with one exponent for the whole, chosen so that the mean agrees.
-Where a source prints only a mean, the shape is exponential: the least that one can assume of a positive number.
+Each distribution matches the quantiles and the mean published by its source. Between two quantiles the curve is a power
+of the rank, with one exponent for the whole, chosen so that the mean agrees. If a source publishes only a mean, the
+shape is exponential: the weakest assumption about a positive number.
 Prompt and output length are drawn independently, which the traces themselves are not.
 
 Sources: Kwon et al. 2023 (arXiv 2309.06180, figure 11) for ShareGPT and Alpaca; the traces of Patel et al. 2024
@@ -49,7 +49,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class RequestLengths:
-    """How long one request's prompt and output are, in tokens."""
+    """Lengths of one request's prompt and output, in tokens."""
 
     prompt_tokens: int
     output_tokens: int

@@ -1,14 +1,14 @@
-"""Decode steps as CUDA graphs: everything between the token ids and the hidden states launched at once.
+"""Decode steps as CUDA graphs: everything from the token ids to the hidden states in a single launch.
 
-A decode step of a small batch takes the GPU less time than the host needs to launch its kernels one by one. A graph is
-captured once for a number of rows and launched as a whole ever after. What it may not do is change: it reads and writes
-the addresses that it was captured with (`step_buffers.py`), and launches the same grids. So a batch is padded to the
-next size that there is a graph for, and what the host would choose by looking at the step is chosen for all steps: the
-number of parts that attention splits the keys into, which follows from `max_seq_len`, is that of the longest request
-there may be. Prompts and chunks, drafts, and batches larger than the largest graph are launched kernel by kernel.
+For a small decode batch, launching the kernels one by one takes the host longer than running them takes the GPU. A
+graph is captured once per batch size and then replayed with a single launch. A captured graph cannot change: it reads
+and writes the addresses it was captured with (`step_buffers.py`) and launches the same grids. So a batch is padded to
+the next captured size, and choices that the host would otherwise make per step are fixed at capture: the number of
+splits of the keys in attention, which depends on `max_seq_len`, is that of the longest possible request. Prefills
+(chunked or not), steps with drafts, and batches larger than the largest graph run eagerly.
 
-All graphs share one pool of memory, since only one of them runs at a time. The largest is captured first, and the
-others fit into what it took. The result is copied to a buffer outside the pool, where the next graph leaves it alone.
+All graphs share one memory pool, since only one runs at a time. The largest is captured first, and the others fit into
+the memory it took. The result is copied to a buffer outside the pool, so that the next graph does not overwrite it.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/cudagraph_utils.py` (`CudaGraphManager`), `vllm/config/vllm.py`
 (`_set_cudagraph_sizes`): its mode FULL_DECODE_ONLY.
@@ -30,31 +30,34 @@ from minivllm.worker.step_buffers import PADDING_SLOT, StepBuffers
 
 MOST_ROWS = 512
 TUNING_KEYS = 2048
-"""Keys of each request in the step by which the kernels' configurations are chosen before capture."""
+"""Context length of each request in the step that tunes the kernels' configurations before capture."""
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then by 8, from 256 on by 16, up to min(2 × max_num_seqs, 512); none that no decode batch needs."""
+    """1, 2, 4, then multiples of 8, from 256 on of 16, up to min(2 × max_num_seqs, 512).
+
+    Sizes beyond the first that holds `max_num_seqs` rows are left out, as no decode batch would use them.
+    """
     limit = min(2 * max_num_seqs, MOST_ROWS)
     ladder = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, MOST_ROWS + 1, 16)) if size <= limit]
     return ladder[: bisect.bisect_left(ladder, max_num_seqs) + 1]
 
 
 def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of the ascending `sizes` that so many rows fit into; None where none does."""
+    """The smallest of the ascending `sizes` that is at least `num_rows`; None if all are smaller."""
     index = bisect.bisect_left(sizes, num_rows)
     return sizes[index] if index < len(sizes) else None
 
 
 def is_decode(inputs: StepInputs) -> bool:
-    """Whether every request of the step computes one token."""
+    """Whether every request in the step computes exactly one token."""
     return len(inputs.input_ids) == len(inputs.req_ids)
 
 
 class CudaGraphs:
-    """The graphs of one model with its cache. `replays` counts what they did; `pool_bytes` is what they took."""
+    """The graphs of one model and its cache. `replays` counts replays; `pool_bytes` is the memory the graphs took."""
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, record: Record | None = None) -> None:
-        """Captures a graph for each size, the largest first; `record` does it, None: `cuda_recorder`."""
+        """Captures a graph for each size, the largest first, using `record` (`cuda_recorder` if None)."""
         record = record or cuda_recorder(self.model.group.size)
         before = _reserved(self.hidden.device)
         for size in reversed(self.sizes):
@@ -86,14 +89,14 @@ class CudaGraphs:
         self.pool_bytes = _reserved(self.hidden.device) - before
 
     def size_for(self, inputs: StepInputs) -> int | None:
-        """The graph that computes this step; None where the step is not for graphs."""
+        """The size of the graph that can run this step; None if no graph can."""
         return padded_size(len(inputs.input_ids), self.sizes) if is_decode(inputs) else None
 
     def replay(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states of all tokens of the step, [tokens, hidden]; valid until the next replay.
+        """Hidden states of all tokens in the step, [tokens, hidden]; valid until the next replay.
 
         Raises:
-            MinivllmError: there is no graph for such a step.
+            MinivllmError: no graph can run this step.
         """
         size = self.size_for(inputs)
         if size not in self._replay:
@@ -108,7 +111,10 @@ class CudaGraphs:
         return self.hidden[: len(inputs.input_ids)]
 
     def _step(self, size: int) -> Callable[[], None]:
-        """A decode of `size` rows on the buffers. What is recorded of it runs without Python, which counts nothing."""
+        """A decode step of `size` rows on the buffers.
+
+        A replay runs no Python and so does not count all-reduced bytes: the count is taken here, for `replay` to add.
+        """
         buffers, group = self.buffers, self.model.group
         context = ForwardContext(self.attention.of_step(buffers.metadata(size, self.max_model_len)))
 
@@ -122,7 +128,7 @@ class CudaGraphs:
         return step
 
     def _tuning_step(self, size: int) -> StepInputs:
-        """Requests with long contexts that read all over the cache, and write nothing."""
+        """Requests with long contexts that read blocks all over the cache and write none."""
         keys = min(self.max_model_len, TUNING_KEYS)
         columns, num_blocks = -(-keys // self.block_size), len(self.attention.kv_caches[0].keys)
         nothing = np.zeros(0, np.int64)
@@ -143,11 +149,11 @@ class CudaGraphs:
 
 
 def cuda_recorder(ranks: int) -> Record:
-    """What captures functions on the GPU, one after another, into one pool.
+    """Returns a function that captures functions as CUDA graphs in one shared memory pool.
 
-    Each is run before, outside of the capture: that compiles its kernels, times their configurations, and sets up
-    NCCL, none of which could be done inside. With several ranks, NCCL's own thread goes on asking the driver while
-    this one captures, which only the error mode "thread_local" allows.
+    Each function first runs once outside the capture: this compiles its kernels, autotunes their configurations and
+    sets up NCCL, none of which is possible during capture. With several ranks, NCCL's watchdog thread keeps querying
+    the driver during the capture, which only the error mode "thread_local" allows.
     """
     pool: Any = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream()

@@ -1,11 +1,11 @@
-"""The persistent batch: what the worker knows of each running request, kept from step to step in one row of arrays.
+"""The persistent batch: the worker's state of each running request, kept across steps in one row of several arrays.
 
-The scheduler sends differences only: new requests whole, for known ones the new block ids and where they stand. A step
-then gathers its inputs from the rows without a loop over requests.
+The scheduler sends only changes: new requests in full, and for known ones their new block ids and the number of
+computed tokens. A step then gathers its inputs from the rows without a loop over requests.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/states.py` (`RequestState`), `vllm/v1/worker/gpu/block_table.py` (`BlockTables`),
-`vllm/v1/worker/gpu/input_batch.py` (`InputBatch`). There the arrays live on the device and are changed by staged
-writes; here they live on the host, and each step copies what it gathered.
+`vllm/v1/worker/gpu/input_batch.py` (`InputBatch`). There the arrays live on the device and are updated by staged
+writes; here they live on the host, and each step copies the gathered inputs to the device.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ from minivllm.core.output import NewRequestData, SchedulerOutput
 from minivllm.worker.sample.states import SamplingStates
 
 NUMBERS_OF_ROW = 32
-"""About so many 4-byte numbers beside its tables, the row of `SamplingStates` among them."""
+"""Approximate 4-byte words per row in addition to the tables, including the row of `SamplingStates`."""
 
 
 @dataclass(slots=True)
 class StepInputs:
     """The flattened inputs of one step: the tokens of all its requests, one request after another.
 
-    - `req_ids`: the requests, in order of scheduling; `rows`: their rows in the batch.
-    - `input_ids`, `positions`, `slot_mapping` [tokens]: each token's id, its place in its request, and where its key
-      and value go, `block_table[position // block_size] * block_size + position % block_size`.
-    - `query_start_loc` [requests + 1]: where each request's tokens begin. `seq_lens` [requests]: its tokens including
-      these.
-    - `block_table` [requests, blocks], as many columns as the longest request needs; zero (the null block) behind the
-      others.
-    - `sampling` [n]: which requests have reached their last known token, and so sample the next one. `num_sampled`
-      [n]: 1, and 1 more for each draft, since something is sampled behind each.
-    - `logits_indices` [sum of num_sampled]: the tokens behind which that is, their places in the flattened row.
-    - `drafts`: what is to be verified, by request id; the last tokens of these requests.
+    - `req_ids` [requests]: in scheduling order; `rows` [requests]: their rows in the batch.
+    - `input_ids`, `positions`, `slot_mapping` [tokens]: each token's id, its position in its request, and the slot for
+      its key and value, `block_table[position // block_size] * block_size + position % block_size`.
+    - `query_start_loc` [requests + 1]: where each request's tokens start in the flat batch. `seq_lens` [requests]: the
+      length of each request up to and including this step's tokens.
+    - `block_table` [requests, blocks]: as many columns as the longest request needs; shorter rows are padded with zero
+      (the null block).
+    - `sampling` [n]: indices of the requests that have reached their last known token and so sample. `num_sampled`
+      [n]: 1 plus the number of drafts, since a token is sampled after each draft too.
+    - `logits_indices` [sum of num_sampled]: indices, in the flat batch, of the tokens whose logits are sampled from.
+    - `drafts`: draft tokens to verify, by request id; they are the last tokens of these requests.
     """
 
     req_ids: list[str]
@@ -53,7 +53,7 @@ class StepInputs:
 
 
 class InputBatch:
-    """One row for each request that runs. Rows do not move; a row that becomes free goes to the next request."""
+    """One row per running request. Rows do not move; a freed row is reused for a later request."""
 
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
@@ -70,11 +70,11 @@ class InputBatch:
 
     @staticmethod
     def num_bytes(max_num_reqs: int, max_model_len: int, block_size: int) -> int:
-        """What the tables of such a batch take: a number for each token and for each block, and a few for each row."""
+        """Size of the tables: 4 bytes per token and per block, plus a few words per row."""
         return max_num_reqs * (max_model_len + -(-max_model_len // block_size) + NUMBERS_OF_ROW) * 4
 
     def update(self, output: SchedulerOutput) -> None:
-        """Takes in what changed since the step before: who is gone, who came, who got blocks."""
+        """Applies the changes since the last step: requests that ended or were preempted, new ones, new blocks."""
         for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self._remove_request(req_id)
         for request in output.scheduled_new_reqs:
@@ -88,14 +88,17 @@ class InputBatch:
                     self._append_block_ids(row, block_ids)
 
     def forget_computed(self, num_scheduled_tokens: dict[str, int]) -> dict[str, int]:
-        """The tokens of a step that computes these requests from their first on: every step without a KV cache."""
+        """Resets these requests to recompute from their first token; returns how many tokens each then computes.
+
+        Without a KV cache, every step does this.
+        """
         rows = {req_id: self.row_of[req_id] for req_id in num_scheduled_tokens}
         counts = {req_id: int(self.num_computed_tokens[row]) for req_id, row in rows.items()}
         self.num_computed_tokens[list(rows.values())] = 0
         return {req_id: count + num_scheduled_tokens[req_id] for req_id, count in counts.items()}
 
     def prepare(self, num_scheduled_tokens: dict[str, int], drafts: dict[str, list[int]]) -> StepInputs:
-        """The inputs of a step in which each of these requests computes so many tokens, its drafts among them."""
+        """Gathers the inputs of a step; `num_scheduled_tokens` of a request includes its drafts."""
         for req_id, token_ids in drafts.items():
             row = self.row_of[req_id]
             self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + len(token_ids)] = token_ids
@@ -112,11 +115,11 @@ class InputBatch:
         blocks, offsets = np.divmod(positions, self.block_size)  # [tokens] each
         max_num_blocks = -(-int(seq_lens.max()) // self.block_size)
 
-        sampling = np.flatnonzero(seq_lens >= self.num_tokens[rows])  # [n], places in req_ids
+        sampling = np.flatnonzero(seq_lens >= self.num_tokens[rows])  # [n], indices into req_ids
         num_sampled = np.ones(len(sampling), np.int64)  # [n]
         if drafts:
             num_sampled += [len(drafts.get(req_ids[index], ())) for index in sampling]
-        ends = query_start_loc[1:][sampling]  # [n], behind the last token of each
+        ends = query_start_loc[1:][sampling]  # [n], one past the last token of each
         return StepInputs(
             req_ids=req_ids,
             rows=rows,
@@ -133,7 +136,7 @@ class InputBatch:
         )
 
     def append_tokens(self, rows: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
-        """Adds sampled tokens, a list for each of `rows` [n], over the drafts that stand there."""
+        """Appends sampled tokens, one list for each of `rows` [n], overwriting any drafts stored there."""
         counts = np.fromiter(map(len, token_ids), np.int64, len(rows))  # [n]
         places = consecutive(self.num_tokens[rows], counts)  # [sum of counts]
         self.token_ids[np.repeat(rows, counts), places] = list(chain.from_iterable(token_ids))
@@ -159,12 +162,12 @@ class InputBatch:
     def _remove_request(self, req_id: str) -> None:
         row = self.row_of.pop(req_id, None)
         if row is not None:
-            # The row's next request may have fewer blocks, and a table must be padded with the null block.
+            # The row's next request may have fewer blocks, and its table must be padded with the null block.
             self.block_table[row, : self.num_blocks[row]] = 0
             self._free_rows.append(row)
 
 
 def consecutive(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """`counts[i]` whole numbers from `starts[i]` on, for each i in turn: [sum of counts], int64."""
+    """Concatenates the ranges `starts[i]`, ..., `starts[i] + counts[i] - 1` over all i: [sum of counts], int64."""
     ends = np.cumsum(counts, dtype=np.int64)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)

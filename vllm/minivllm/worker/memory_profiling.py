@@ -1,4 +1,4 @@
-"""Memory, profiled once: what the weights and the largest step need, and how many cache blocks fit beside them.
+"""One-time memory profiling: what the weights and the largest step need, and how many cache blocks fit in the rest.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_memory`, `initialize_from_config`).
 """
@@ -18,7 +18,7 @@ from minivllm.platforms.device_memory import available_memory, refuse_beyond_mem
 from minivllm.worker.paged_attention import LayerCache
 
 UNKNOWN_MEMORY = 4 * GIB
-"""What a CPU engine takes to be available where the system does not say."""
+"""Available memory that a CPU engine assumes if the system does not report it."""
 
 STORED_AS = {
     "int8": torch.int8,
@@ -26,17 +26,17 @@ STORED_AS = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-"""What keys and values are stored as under each `kv_cache_dtype` but "auto", under which it is the model's own type."""
+"""The torch dtype of cached keys and values for each `kv_cache_dtype`; "auto", not listed, is the model's own dtype."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """One rank's memory, in bytes: what there is, and what goes to all but the cache; `dtype` is of the computation.
+    """One rank's memory, in bytes: the device's total, and everything but the cache; `dtype` is the compute dtype.
 
-    Whether there are `cuda_graphs` is known, not yet what they take.
+    `cuda_graphs` tells whether graphs will be captured; their size is not yet known.
 
-    `activation_peak` is what the largest step needs beside the weights, None where it could not be measured. Ranks that
-    share a CPU have equal shares of its memory.
+    `activation_peak` is what the largest step needs in addition to the weights, None if it could not be measured.
+    Ranks on the same CPU get equal shares of its memory.
     """
 
     device_name: str
@@ -51,7 +51,7 @@ class MemoryUse:
 def measure_memory(
     device: torch.device, ranks: int, *, dtype: str, weights: int, activation_peak: int | None, cuda_graphs: bool
 ) -> MemoryUse:
-    """The device asked, and what is known of the rank added."""
+    """Queries the device's memory and combines it with what the rank reports."""
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
     else:
@@ -73,16 +73,16 @@ def profile_memory(
     max_num_batched_tokens: int,
     gpu_memory_utilization: float,
 ) -> MemoryLedger:
-    """Shares out the memory of one of `tp` ranks. `config` is the whole model's. Activations are estimated where None.
+    """Budgets the memory of one of `tp` ranks. `config` is the whole model's.
 
-    The pool never gets more blocks than `max_num_seqs` requests of `max_model_len` tokens could fill: on a CPU the
-    memory that is not needed belongs to others.
+    Activations are estimated if `use.activation_peak` is None. The pool never gets more blocks than `max_num_seqs`
+    requests of `max_model_len` tokens could fill: on a CPU, spare memory is left to other programs.
 
     Raises:
-        MinivllmError: one request of `max_model_len` tokens does not fit; the message says which length would.
+        MinivllmError: one request of `max_model_len` tokens does not fit; the message names the longest that would.
     """
     ledger = memory_ledger(
-        # Our cache keeps every token, whatever window a layer looks through.
+        # The cache keeps every token, even those outside a layer's sliding window.
         replace(config, sliding_window=None, layer_types=None),
         Device(use.device_name, use.device_memory),
         max_model_len=max_model_len,
@@ -103,7 +103,7 @@ def profile_memory(
 
 
 def check_override(num_gpu_blocks: int, block_size: int, max_model_len: int) -> None:
-    """Refuses a number of blocks, set by a person, in which one request of `max_model_len` tokens does not fit."""
+    """Rejects a user-set number of blocks that cannot hold one request of `max_model_len` tokens."""
     num_usable = num_gpu_blocks - 1
     if num_usable < math.ceil(max_model_len / block_size):
         longest = num_usable * block_size
@@ -116,10 +116,10 @@ def check_override(num_gpu_blocks: int, block_size: int, max_model_len: int) -> 
 
 
 def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device) -> None:
-    """Refuses fp8 where the device does not compute with it.
+    """Rejects an fp8 cache on a device that does not support fp8.
 
     Raises:
-        MinivllmError: it does not; the message says what would work.
+        MinivllmError: the device does not support it; the message suggests an alternative.
     """
     if STORED_AS.get(kv_cache_dtype) != torch.float8_e4m3fn:
         return
@@ -139,10 +139,12 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     kv_cache_dtype: str = "auto",
 ) -> list[LayerCache]:
-    """Zeroed keys and values of every layer, each [num_blocks, block_size, kv_heads, head_dim]; and int8's scales.
+    """Zeroed keys and values for every layer, each [num_blocks, block_size, kv_heads, head_dim].
+
+    An int8 cache also has scales for both, each [num_blocks, kv_heads, block_size], float32.
 
     Raises:
-        MinivllmError: the device has not so much memory.
+        MinivllmError: the device does not have that much memory.
     """
     heads, stored_as = config.num_key_value_heads, STORED_AS.get(kv_cache_dtype, dtype)
     shapes = [((num_blocks, block_size, heads, config.head_dim), stored_as)] * 2
@@ -161,12 +163,12 @@ def allocate_kv_caches(
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
-    # NumPy's zeros are pages that the system hands over when they are first written; torch's are written at once.
+    # np.zeros gets pages that the system maps only when they are first written; torch.zeros writes them right away.
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _with_at_most(ledger: MemoryLedger, most_bytes: int) -> MemoryLedger:
-    """The same ledger with a smaller cache, and what that leaves as a row of its own."""
+    """The ledger with the cache capped at `most_bytes`, and the memory this leaves as a row of its own."""
     if ledger.kv_bytes <= most_bytes:
         return ledger
     spared = ledger.kv_bytes - most_bytes
@@ -176,7 +178,7 @@ def _with_at_most(ledger: MemoryLedger, most_bytes: int) -> MemoryLedger:
 
 
 def _bytes_outside_torch(device: torch.device) -> int:
-    """What the CUDA context, and other programs, hold of a GPU."""
+    """GPU memory held by the CUDA context and by other programs."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -1,8 +1,8 @@
-"""The worker's step: update the batch, gather its inputs, one forward pass for all of it, sample.
+"""The worker's step: update the batch, gather its inputs, run one forward pass over all of it, sample.
 
-Prompts, chunks and decodes stand in one flat row of tokens; which is which, only the attention's tables know. Logits
-are computed for those rows alone that sample. Of the ranks of a tensor-parallel group only rank 0 samples, and the
-others are told: equal logits would give equal tokens, but that they are equal to the last bit need not be relied on.
+Prefills, chunks and decodes share one flat row of tokens; only the attention metadata tells them apart. Logits are
+computed only for the rows that sample. In a tensor-parallel group only rank 0 samples and broadcasts the result:
+identical logits would give identical tokens, but ranks need not agree to the last bit.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_model`, `sample_tokens`).
 """
@@ -30,7 +30,7 @@ from minivllm.worker.spec_decode.rejection_sampler import kept_slices
 
 
 class ModelRunner:
-    """A model on a device with its batch and its cache. Knows blocks and rows, nothing of queues and policies."""
+    """A model on a device with its batch and its cache. It knows blocks and rows, but no queues or policies."""
 
     def __init__(
         self,
@@ -65,17 +65,17 @@ class ModelRunner:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets every request. After a step that failed, wherever it did, nothing of its batch can be relied on."""
+        """Drops all requests. After a step has failed, at whatever point, the state of the batch cannot be trusted."""
         self.batch = InputBatch(self.max_num_seqs, self.max_model_len, self.block_size)
         self.prompt_logprobs = PromptLogprobs()
         self._draft_token_ids: dict[str, list[int]] = {}
 
     def weight_bytes(self) -> int:
-        """Bytes of all parameters and tables, in the form they are kept in; tied ones once."""
+        """Bytes of all parameters and tables as stored in memory; tied ones count once."""
         return weight_bytes(self.model)
 
     def activation_peak(self, max_num_batched_tokens: int, max_num_seqs: int) -> int | None:
-        """Bytes that the largest step needs beside weights and cache, measured; None where only a GPU could tell."""
+        """Measured bytes that the largest step needs beyond weights and cache; None on a CPU."""
         if self.device.type != "cuda":
             return None
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -85,14 +85,14 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache, once: `num_blocks` blocks in every layer."""
+        """Allocates the cache: `num_blocks` blocks in every layer. Called once."""
         where = self.device, self.dtype, self.kv_cache_dtype
         caches = allocate_kv_caches(self.config, num_blocks, self.block_size, *where)
         scale, window = self.config.head_dim**-0.5, self.config.sliding_window
         self.attention = PagedAttention(caches, scale, window, self.attention_backend)
 
     def capture_model(self, record: Record | None = None) -> None:
-        """Captures the CUDA graphs of decode steps, once there is a cache; `record` as `CudaGraphs.capture`'s."""
+        """Captures the CUDA graphs of decode steps; the cache must exist. `record` is as in `CudaGraphs.capture`."""
         assert self.attention is not None
         self.cuda_graphs = CudaGraphs(
             self.model,
@@ -106,10 +106,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step: what the scheduler decided in, what was sampled out.
+        """Runs one step: takes the scheduler's decisions, returns the sampled tokens.
 
         Raises:
-            NonFiniteLogitsError: the model computed NaN or infinity. As after any other error, only `reset` helps.
+            NonFiniteLogitsError: the model computed NaN or infinity. As after any error, `reset` before the next step.
         """
         with record_function_or_nullcontext("minivllm::prepare"):
             self._update_states(scheduler_output)
@@ -129,7 +129,7 @@ class ModelRunner:
         return output
 
     def take_sampled(self, sampled: dict[str, list[int]]) -> None:
-        """Takes in what rank 0 sampled in this step, by request id."""
+        """Appends the tokens that rank 0 sampled in this step, by request id."""
         rows = np.array([self.batch.row_of[req_id] for req_id in sampled])
         self.batch.append_tokens(rows, list(sampled.values()))
 
@@ -141,10 +141,10 @@ class ModelRunner:
         return self.batch.prepare(num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states [sum of num_sampled, hidden], behind which something is sampled.
+        """Hidden states to sample from, [sum of num_sampled, hidden].
 
-        Where some prompt's log probabilities are wanted, those of all tokens [tokens, hidden]. A decode step is a CUDA
-        graph's replay where there is one for it.
+        If any prompt log probabilities are requested, those of all tokens, [tokens, hidden]. A decode step replays a
+        CUDA graph if one fits.
         """
         num_tokens, num_wanted = len(inputs.input_ids), len(inputs.logits_indices)
         all_wanted = num_wanted == num_tokens or bool(self.prompt_logprobs)
@@ -156,9 +156,9 @@ class ModelRunner:
         return self.model(input_ids, positions, self._forward_context(inputs), rows)
 
     def sample_tokens(self, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput:
-        """Samples for the requests that reached their last known token, and remembers what stays of it.
+        """Samples for the requests that reached their last known token, and appends the accepted tokens to the batch.
 
-        `hidden` as `forward` returns it.
+        `hidden` is as returned by `forward`.
         """
         prompt_logprobs = {}
         if self.prompt_logprobs:
@@ -168,21 +168,21 @@ class ModelRunner:
             return ModelRunnerOutput({})
         logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
         sums = logits.sum(dim=-1)  # [sum of num_sampled], not finite where any logit is not; sampling changes logits
-        sampled = sample(logits, self._sampling_metadata(inputs))  # a token for each of them
-        output = kept_of(inputs, sampled)  # of each request that samples, accepted drafts and one token more
+        sampled = sample(logits, self._sampling_metadata(inputs))  # one token per row of logits
+        output = kept_of(inputs, sampled)  # per request, accepted drafts and one more token
         output.prompt_logprobs, output.nonfinite_req_ids = prompt_logprobs, nonfinite_req_ids(inputs, sums)
         self.batch.append_tokens(inputs.rows[inputs.sampling], list(output.sampled_token_ids.values()))
         return output
 
     def propose_draft_token_ids(self, inputs: StepInputs) -> None:
-        """Asks the proposer for drafts for the requests that have sampled in this step."""
+        """Asks the proposer to draft for the requests that sampled in this step."""
         assert self.proposer is not None
         drafts = self.proposer.propose(self.batch, inputs.rows[inputs.sampling])
         req_ids = (inputs.req_ids[index] for index in inputs.sampling)
         self._draft_token_ids = {req_id: theirs for req_id, theirs in zip(req_ids, drafts, strict=True) if theirs}
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """Drafts for what comes after the last step's tokens, by request id; once."""
+        """Returns the drafts to follow the last step's tokens, by request id, and clears them."""
         drafts, self._draft_token_ids = self._draft_token_ids, {}
         return drafts
 
@@ -202,7 +202,7 @@ class ModelRunner:
         if not batch.sampling.needs_of(rows):
             return NOTHING_NEEDED
         num_tokens = consecutive(batch.num_tokens[rows], inputs.num_sampled)  # [sum of num_sampled]
-        rows = np.repeat(rows, inputs.num_sampled)  # the same
+        rows = np.repeat(rows, inputs.num_sampled)  # [sum of num_sampled]
         return batch.sampling.metadata(rows, batch.token_ids, batch.num_prompt_tokens[rows], num_tokens)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
@@ -214,7 +214,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _dummy_step(self, num_tokens: int, num_rows: int) -> None:
-        """The largest step there can be, with a sampler that has everything to do, and attention left out."""
+        """The largest possible step, without attention; sampling applies top-p and min-p, but no bias or penalties."""
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         hidden = self.model(ids, ids, lambda layer, q, k, v: torch.zeros_like(q))
         logits = self.model.compute_logits(hidden[:num_rows]).float()
@@ -229,7 +229,7 @@ class ModelRunner:
 
 
 def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
-    """What stays of the tokens sampled, by request: its accepted drafts, and the token behind the last of them."""
+    """The sampled tokens to keep, by request: its accepted drafts and the token after the last of them."""
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]  # [n]
     drafts = [inputs.drafts.get(req_id, ()) for req_id in req_ids]
     output = ModelRunnerOutput({})

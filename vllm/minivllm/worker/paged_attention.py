@@ -18,12 +18,12 @@ from minivllm.models.attention import AttentionFunction
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where one step's tokens belong, the same for all layers; tensors on the device, int32 but for `slot_mapping`.
+    """One step's attention tables, shared by all layers; tensors on the device, int32 except for `slot_mapping`.
 
-    - `query_start_loc` [requests + 1]: where each request's tokens begin in the step's flat row.
-    - `seq_lens` [requests]: the tokens of each request, those of this step included.
+    - `query_start_loc` [requests + 1]: where each request's tokens start in the flat batch.
+    - `seq_lens` [requests]: the length of each request, including this step's tokens.
     - `block_table` [requests, blocks]; `slot_mapping` [tokens], int64: where this step's keys and values go.
-    - `max_seq_len`: the greatest of `seq_lens`, which the host knows without asking the device.
+    - `max_seq_len`: the maximum of `seq_lens`, computed on the host to avoid a device sync.
     """
 
     query_start_loc: torch.Tensor
@@ -34,9 +34,9 @@ class AttentionMetadata:
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values [blocks, block_size, kv_heads, head_dim]; of int8 ones also the scales.
+    """One layer's keys and values, each [blocks, block_size, kv_heads, head_dim], and their scales if they are int8.
 
-    The scales are float32 [blocks, kv_heads, block_size]. What moves blocks moves all tensors that are there.
+    The scales are float32 [blocks, kv_heads, block_size]. Code that copies blocks must copy all tensors present.
     """
 
     keys: torch.Tensor
@@ -46,7 +46,7 @@ class LayerCache(NamedTuple):
 
 
 class PagedAttention:
-    """The engine's attention over the caches of all layers. It knows of no step: `of_step` gives it one."""
+    """The engine's attention over the caches of all layers. It keeps no per-step state: `of_step` binds a step."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class PagedAttention:
         sliding_window: int | None = None,
         backend: str | None = None,
     ) -> None:
-        """`backend` is `unified_attention`'s; what the kernel writes with always follows the device."""
+        """`backend` is passed to `unified_attention`; the kernel that writes the cache always follows the device."""
         self.kv_caches = kv_caches
         self.backend = backend
         self.scale = scale
         self.sliding_window = sliding_window
 
     def of_step(self, metadata: AttentionMetadata) -> AttentionFunction:
-        """What the decoder calls for attention in a step with these tables."""
+        """Returns the attention function for a step with these tables, for the decoder to call."""
         return partial(self.attend, metadata)
 
     def attend(
         self, metadata: AttentionMetadata, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """As `AttentionFunction`, in the step of `metadata`: q attends to all keys so far, k and v included."""
-        checked = layer_index > 0  # the tables are the same in all layers
+        """`AttentionFunction` for the step of `metadata`: q attends to all keys so far, including k."""
+        checked = layer_index > 0  # all layers share the tables, so the first checks them for all
         keys, values, key_scales, value_scales = self.kv_caches[layer_index]
         reshape_and_cache(
             k,

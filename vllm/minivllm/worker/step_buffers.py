@@ -1,11 +1,11 @@
-"""A decode step's inputs at fixed addresses, for CUDA graphs, which read where they read when they were captured.
+"""A decode step's inputs at fixed addresses, for CUDA graphs, which always read the addresses they were captured with.
 
-Rows beyond the real ones are padding, and harmless: their slot is −1, so that no key or value is written; they have
-no query and no key (`query_start_loc` stays where it is, seq_lens 0), so that attention passes over them; and they are
-token 0 at position 0, which every table has. What comes out in their rows is nobody's.
+Rows beyond the real ones are padding, and harmless: their slot is −1, so no key or value is written; they have no
+queries and no keys (`query_start_loc` does not advance, `seq_lens` is 0), so attention skips them; and they hold token
+0 at position 0, which is valid in every table. Their outputs are ignored.
 
-What changes every step is put together on the host, in pinned memory, and goes over in two copies that nobody waits
-for: the numbers of a row, and as many columns of the block tables as the longest request needs.
+Everything that changes per step is assembled on the host, in pinned memory, and copied asynchronously in two transfers:
+the per-row numbers, and as many columns of the block tables as the longest request needs.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/input_batch.py` (`InputBuffers`), `vllm/v1/worker/gpu/block_table.py`.
 """
@@ -21,7 +21,7 @@ PADDING_SLOT = -1
 
 
 class StepBuffers:
-    """Room for `size` rows; `input_ids`, `positions` and `metadata(rows)` are views of what the graphs read."""
+    """Buffers for `size` rows; `input_ids`, `positions` and `metadata(rows)` are views of what the graphs read."""
 
     def __init__(self, size: int, max_num_blocks: int, device: torch.device) -> None:
         self.size = size
@@ -47,7 +47,7 @@ class StepBuffers:
         self._copied = torch.cuda.Event() if pinned else None
 
     def metadata(self, rows: int, max_seq_len: int) -> AttentionMetadata:
-        """What attention reads in a step of so many rows."""
+        """The attention metadata of a step of `rows` rows, as views of the buffers."""
         return AttentionMetadata(
             self.query_start_loc[: rows + 1],
             self.seq_lens[:rows],
@@ -57,9 +57,9 @@ class StepBuffers:
         )
 
     def load(self, inputs: StepInputs) -> None:
-        """Puts a step of one token for each request in place, and padding behind it."""
+        """Loads a step of one token per request, followed by padding."""
         if self._copied is not None:
-            self._copied.synchronize()  # what was put together last has long been copied
+            self._copied.synchronize()  # the last copy must have read the host buffers before they are overwritten
         count, host = len(inputs.input_ids), self._host
         for name, padding in (("positions", 0), ("slot_mapping", PADDING_SLOT), ("input_ids", 0), ("seq_lens", 0)):
             host[name][:count] = getattr(inputs, name)

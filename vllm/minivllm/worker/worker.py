@@ -1,4 +1,4 @@
-"""One rank: a device, the model on it or its part of it, and what the engine may ask of them.
+"""One rank: a device, the model (or this rank's shard of it), and the calls that the engine may make.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker`).
 """
@@ -27,7 +27,7 @@ LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """What every rank is told. Names and meanings are those of `EngineArgs`; `num_threads` is of all ranks together."""
+    """Settings sent to every rank, as in `EngineArgs`; `num_threads` is the total over all ranks."""
 
     model: str | Path
     device: str
@@ -49,13 +49,13 @@ class WorkerSettings:
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether decode steps are captured: on a GPU, with kernels that run there and a cache to read."""
+        """Whether decode steps are captured: on a GPU, with its own kernels and a KV cache, and unless eager."""
         plain = self.attention_backend is None and self.use_kv_cache
         return self.device == "cuda" and plain and not self.enforce_eager and not INTERPRETED
 
 
 class Worker:
-    """Loads the model at once. The ranks of a group must be asked the same, in the same order."""
+    """Loads the model on construction. All ranks of a group must get the same calls in the same order."""
 
     def __init__(self, settings: WorkerSettings, group: GroupCoordinator | None = None) -> None:
         self.settings, self.group = settings, group or GroupCoordinator()
@@ -74,7 +74,7 @@ class Worker:
         )
 
     def memory_use(self) -> MemoryUse:
-        """What this rank's device has, and what goes to all but the cache, measured."""
+        """Measures the memory of this rank's device and everything but the cache that uses it."""
         settings = self.settings
         return measure_memory(
             self.device,
@@ -86,24 +86,24 @@ class Worker:
         )
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache, once, and captures CUDA graphs; what is counted of the group counts from here on."""
+        """Allocates the cache and captures CUDA graphs, once; then resets the group's byte count."""
         self.runner.initialize_kv_cache(num_blocks)
         if self.settings.uses_cuda_graphs:
             self.runner.capture_model()
         self.group.bytes_reduced = 0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step. Only rank 0 samples, and tells the others before the step ends."""
+        """Runs one step. Only rank 0 samples; it broadcasts the tokens to the others before the step ends."""
         output = self.runner.execute_model(scheduler_output)
         if self.group.size > 1 and scheduler_output.num_scheduled_tokens:
             self._share_sampled(scheduler_output, output.sampled_token_ids)
         return output
 
     def _share_sampled(self, scheduler_output: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
-        """Broadcasts what rank 0 sampled: [requests, drafts + 1] token ids, filled up with -1.
+        """Broadcasts the tokens that rank 0 sampled: [requests, drafts + 1] token ids, padded with -1.
 
-        The ranks do this among themselves, within the step, so that the next step can be under way to them before the
-        engine has read this one's output. All know the shape: it follows from what was scheduled.
+        The ranks do this among themselves, within the step, so that the next step can be sent before the engine has
+        read this one's output. Every rank knows the shape: it follows from the scheduler output.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
         drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -118,31 +118,31 @@ class Worker:
                 self.runner.take_sampled(told)
 
     def reset(self) -> None:
-        """Forgets every request, whatever a failed step has left of them."""
+        """Drops all requests, in whatever state a failed step left them."""
         self.runner.reset()
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
-        """Drafts for what comes after the last step's tokens, by request id; once."""
+        """Returns the drafts to follow the last step's tokens, by request id, and clears them."""
         return self.runner.take_draft_token_ids()
 
     def bytes_reduced(self) -> int:
-        """Bytes that this rank has put into all-reduces since the cache was allocated."""
+        """Bytes this rank has contributed to all-reduces since the cache was allocated."""
         return self.group.bytes_reduced
 
 
 def worker_of_rank(settings: WorkerSettings, address: tuple[str, int], rank: int) -> Worker:
-    """One of several ranks, in a process of its own; `address` is the host and port where they find one another."""
+    """One of several ranks, each in its own process; `address` is the host and port of their rendezvous."""
     return Worker(settings, join_group(settings, address, rank))
 
 
 def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) -> GroupCoordinator:
-    """Makes torch.distributed's default group: NCCL between GPUs, gloo between processes on a CPU."""
+    """Initializes torch.distributed's default group: NCCL between GPUs, gloo between processes on a CPU."""
     (host, port), size, device = address, settings.tensor_parallel_size, device_of_rank(settings.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, settings.num_threads // size))
-        if host == LOOPBACK_ADDRESS:  # gloo would ask for the host's name, which need not lead anywhere
+        if host == LOOPBACK_ADDRESS:  # gloo would resolve the host's own name, which may fail
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -155,12 +155,12 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
 
 
 def device_of_rank(name: str, rank: int) -> torch.device:
-    """Each rank has a GPU of its own, or they share the CPU."""
+    """The rank's own GPU, or the CPU that all ranks share."""
     return torch.device("cuda", rank) if name == "cuda" else torch.device(name)
 
 
 def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator) -> Decoder:
-    """The rank's part of the model; "auto" is float32 on a CPU, else the checkpoint's own dtype."""
+    """Loads the rank's part of the model; dtype "auto" is float32 on a CPU, else the checkpoint's own dtype."""
     dtype = "float32" if settings.dtype == "auto" and device.type == "cpu" else settings.dtype
     if settings.load_format == "dummy":
         config = ModelConfig.from_pretrained(settings.model)

@@ -1,8 +1,8 @@
-"""Attention on a CPU: which of two forms runs, and how it is called.
+"""Attention on a CPU: the choice between two implementations, and how they are called.
 
-`benchmarks/kernels.py` measures both, and the floor under them (torch summing up as many bytes as K and V have):
+`benchmarks/kernels.py` measures both, and the lower bound (torch summing as many bytes as K and V have):
 decodes of many and of few sequences, wide and narrow heads, whole prompts, fp32 and bf16. The compiled loops win every
-row of `benchmarks/results/kernels.cpu.json`, so they run wherever numba is installed and knows the type and the head.
+row of `benchmarks/results/kernels.cpu.json`, so they run wherever numba is installed and they support dtype and head.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from minivllm.platforms.threads import has_numba, run_programs
 NO_WINDOW = 2**30  # more keys than a sequence has
 LOG2E = 1.4426950408889634
 ELEMENTS = {torch.float32: "float32", torch.bfloat16: "uint16", torch.int8: "int8"}
-"""What the caches' elements are to NumPy, for the types that the compiled loops know."""
+"""NumPy type of the caches' elements, for the dtypes that the compiled loops support."""
 
 
 def unified_attention_cpu(out: torch.Tensor, arguments: AttentionArguments) -> None:
-    """Write the attention of every sequence to its rows of `out`."""
+    """Write each sequence's attention output to its rows of `out`."""
     if arguments.q.shape[2] % 16 == 0 and arguments.k_cache.dtype in ELEMENTS and has_numba():
         numba_attention(out, arguments)
     else:
@@ -33,7 +33,7 @@ def unified_attention_cpu(out: torch.Tensor, arguments: AttentionArguments) -> N
 
 
 def numba_attention(out: torch.Tensor, arguments: AttentionArguments) -> None:
-    """The compiled loops of `attention_loops.py`, for heads that are a multiple of 16 wide."""
+    """The compiled loops of `attention_loops.py`, for head dims that are a multiple of 16."""
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
     _, heads, head_dim = q.shape
     in_place = out.dtype == torch.float32 and out.is_contiguous()
@@ -73,7 +73,7 @@ def numba_attention(out: torch.Tensor, arguments: AttentionArguments) -> None:
 
 @functools.cache
 def _programs(dtype: torch.dtype) -> Any:
-    """numba takes a second to import: only when it is needed."""
+    """Imports numba only when needed, since that takes a second."""
     import numpy as np
 
     from minivllm.kernels.cpu.attention_loops import programs_for

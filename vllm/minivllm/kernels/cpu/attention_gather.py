@@ -1,7 +1,7 @@
-"""Attention over paged caches in plain PyTorch: each sequence's keys and values gathered, then torch's own attention.
+"""Attention over paged caches in plain PyTorch: gather each sequence's keys and values, then use torch's attention.
 
-What a CPU runs where numba is missing, or does not know the type or the width of a head; and what the compiled loops are
-measured against. It moves K and V three times (read, write contiguous, read again) where the kernels move them once.
+The CPU fallback if numba is missing or the loops do not support the dtype or head dim, and the baseline that the loops
+are measured against. It moves K and V three times (read, write contiguous, read again); the kernels move them once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from minivllm.kernels.attention_arguments import AttentionArguments
 
 
 def gather_attention(out: torch.Tensor, arguments: AttentionArguments, naive: bool = False) -> None:
-    """Write the attention of every sequence to its rows of `out`.
+    """Write each sequence's attention output to its rows of `out`.
 
-    naive: write out the whole matrix of scores `[heads, queries, keys]`, as was usual before FlashAttention.
+    naive: materialize the whole score matrix `[heads, queries, keys]`, as was usual before FlashAttention.
     """
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, k_scales, v_scales = arguments
     starts, block_size = query_start_loc.tolist(), k_cache.shape[1]
@@ -40,7 +40,7 @@ def gather_attention(out: torch.Tensor, arguments: AttentionArguments, naive: bo
 def _gathered(
     cache: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The blocks' keys or values `[slots, kv_heads, head_dim]`, as numbers of `dtype` whatever they are stored in."""
+    """The blocks' keys or values `[slots, kv_heads, head_dim]`, converted (or dequantized) to `dtype`."""
     stored = cache[blocks]
     if scales is not None:
         stored = stored * scales[blocks].transpose(1, 2)[..., None]
@@ -48,7 +48,7 @@ def _gathered(
 
 
 def _seen(queries: int, keys: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Which key each query sees, bool `[queries, keys]`; None if all."""
+    """Mask of the keys that each query sees, bool `[queries, keys]`; None if all."""
     if queries == 1 and (sliding_window is None or sliding_window >= keys):
         return None
     asking = torch.arange(keys - queries, keys, device=device)[:, None]

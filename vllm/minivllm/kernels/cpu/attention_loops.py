@@ -1,16 +1,16 @@
-"""The twin of `unified_attention.py`'s kernel for a CPU, compiled by numba.
+"""The CPU counterpart of `unified_attention.py`'s kernel, compiled by numba.
 
-The same walk: a program takes some positions of one sequence and all heads of one KV head's group, finds its sequence
-by the same search, goes over the keys in tiles, looks each key's block up in the table, and keeps (peak, total,
-weighted sum) of the online softmax, in units of log2. What differs is how a CPU computes. Rows (position, head) go four
-by four, in lanes of sixteen floats:
+The algorithm is the same: a program takes some positions of one sequence and all heads of one KV head's group, finds
+its sequence by the same search, iterates over the keys in tiles, looks up each key's block in the table, and keeps
+(peak, total, weighted sum) of the online softmax, in log2 units. The difference is in the vectorization. Rows
+(position, head) are processed four at a time, in vectors of sixteen floats:
 
-    scores    lanes are 4 rows × 4 keys: a key's numbers are loaded once and meet four rows
-    values    lanes are 16 dimensions: a value's numbers are loaded once and meet four rows
+    scores    lanes are 4 rows × 4 keys: a key is loaded once and used for four rows
+    values    lanes are 16 dimensions: a value is loaded once and used for four rows
 
-so a group of four heads reads K and V once, in place. Rows that fill up the last four are computed and not stored.
-Scores that a row must not see are −1e30 and not −inf: whatever such scores add before a row's first key shrinks to
-nothing when that key comes, and no −inf − −inf can arise.
+so a group of four heads reads K and V once, in place. Rows that pad the last four are computed but not stored. Masked
+scores are −1e30 instead of −inf: whatever they add before a row's first visible key is scaled to zero by that key, and
+−inf − −inf cannot occur.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from minivllm.kernels.cpu.programs import (
     take_number,
 )
 
-TILE = 64  # keys at a time: their scores, and in a prefill their K and V, stay in the first-level cache
-BLOCK_Q = 16  # positions of a program
+TILE = 64  # keys at a time: their scores, and in a prefill their K and V, stay in the L1 cache
+BLOCK_Q = 16  # positions per program
 CELLS = layout_of(AttentionCells)
 UNSEEN = np.float32(-1e30)
 LOG2E = 1.4426950408889634
@@ -71,7 +71,7 @@ def find_sequence(query_start_loc, index, num_seqs):
 
 @jit
 def locate(slots, first, key_end, block_table, place):
-    """Write to `slots` where in the caches each key of the tile at `first` starts; the rest repeats the last key.
+    """Write to `slots` the cache offset of each key of the tile at `first`; unused entries repeat the last key.
 
     `place` is (start of the sequence's row in the table, block_size, block_stride, slot_stride, start of the head in a
     slot).
@@ -95,7 +95,7 @@ def locate(slots, first, key_end, block_table, place):
 
 @jit
 def fetch(cache, at, head_dim):
-    """Have the memory fetch one key or value, without waiting for it."""
+    """Prefetch one key or value."""
     for dim in range(0, head_dim, 16):
         prefetch(cache, at + dim)
 
@@ -120,16 +120,16 @@ def locate_scales(key_scales, value_scales, k_scales, v_scales, first, count, bl
 
 @jit
 def scale_columns(numbers, scales, count):
-    """Scores × the keys' scales, or weights × the values' scales, of 4 rows."""
+    """Multiply 4 rows of scores by the keys' scales, or of weights by the values' scales."""
     for key in range(0, count, 4):
         store(numbers, 4 * key, multiply(load(numbers, 4 * key), load_four(scales, key)))
 
 
 @jit
 def score(scores, queries, at, k_cache, slots, count, head_dim, later, ahead):
-    """Scores of 4 rows: lane 4 r + n of group key // 4 is row r's score of the group's n-th key.
+    """Scores of 4 rows: lane 4 r + n of group key // 4 is row r's score for the group's n-th key.
 
-    `ahead`: meanwhile have the memory fetch the keys of the next tile, at `later`. `add_values` does so with the values.
+    `ahead`: meanwhile prefetch the keys of the next tile, at `later`. `add_values` does the same with the values.
     """
     for key in range(0, count, 4):
         if ahead:
@@ -147,14 +147,14 @@ def score(scores, queries, at, k_cache, slots, count, head_dim, later, ahead):
 
 @jit
 def cap(scores, count, soft_cap):
-    """score → soft_cap × tanh(score / soft_cap), in and out in units of log2."""
+    """score → soft_cap × tanh(score / soft_cap); input and output are in log2 units."""
     for index in range((count + 3) // 4 * 16):
         scores[index] = np.float32(soft_cap * LOG2E) * np.tanh(scores[index] * np.float32(1.0 / (soft_cap * LOG2E)))
 
 
 @jit
 def mask(scores, tile, count, positions, oldest, at):
-    """Hide the keys after a row's position, and those up to its `oldest`."""
+    """Mask the keys after a row's position, and those up to and including its `oldest`."""
     low, high = load(oldest, at), load(positions, at)
     for group in range((count + 3) // 4):
         keys = four_numbers(np.float32(tile + 4 * group))
@@ -163,7 +163,7 @@ def mask(scores, tile, count, positions, oldest, at):
 
 @jit
 def weigh(scores, count, peaks, totals, shrinks, at):
-    """Turn scores into weights, exp2(score − peak). Update peak and total; `shrinks` gets the factor for the old sums."""
+    """Turn scores into weights, exp2(score − peak). Update peak and total; `shrinks` gets the old sums' factor."""
     peak = load(peaks, at)
     highest = peak
     for group in range((count + 3) // 4):
@@ -206,7 +206,7 @@ def add_values(acc, at, weights, shrinks, v_cache, slots, count, head_dim, later
 
 @jit
 def take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, scale, queries, positions, oldest):
-    """Set up a program's rows: `queries` as `score` reads them (4 rows × 4 dimensions), and what each row may see."""
+    """Set up a program's rows: `queries` as `score` reads them (4 rows × 4 dimensions), and each row's mask bounds."""
     for row in range((rows + 3) // 4 * 4):
         real = min(row, rows - 1)
         source = q_at + real // group * q_stride + real % group * head_dim
@@ -220,7 +220,7 @@ def take_rows(q, q_at, q_stride, group, head_dim, rows, first_position, window, 
 
 @jit
 def put_rows(out, out_at, heads, group, head_dim, rows, acc, totals):
-    """Store a program's real rows: weighted sum over total."""
+    """Store a program's real rows, each the weighted sum divided by the total."""
     for row in range(rows):
         total = totals[4 * row] + totals[4 * row + 1] + totals[4 * row + 2] + totals[4 * row + 3]
         target = out_at + row // group * heads * head_dim + row % group * head_dim
@@ -229,7 +229,7 @@ def put_rows(out, out_at, heads, group, head_dim, rows, acc, totals):
 
 
 class Program(NamedTuple):
-    """Some queries of one sequence, all heads of a group, and the keys that they see. With 0 rows no program is left."""
+    """Some queries of one sequence, all heads of a group, and the keys they see. 0 rows: no program is left."""
 
     rows: int
     first_token: int
@@ -243,7 +243,7 @@ class Program(NamedTuple):
 
 @jit
 def next_program(cells, query_start_loc, seq_lens):
-    """Take the next program of the grid that has rows, late positions first."""
+    """Take the next non-empty program of the grid, late positions first."""
     kv_heads, num_seqs, block_size, window = cells.kv_heads, cells.num_seqs, cells.slots_per_block, cells.sliding_window
     block_stride, slot_stride = cells.block_stride, cells.slot_stride
     group = cells.heads // kv_heads
@@ -270,9 +270,9 @@ def next_program(cells, query_start_loc, seq_lens):
 
 @jit
 def attend(cells, k_cache, v_cache):
-    """Take programs of the grid (tokens // BLOCK_Q + sequences) × kv_heads until none is left.
+    """Run programs of the grid (tokens // BLOCK_Q + sequences) × kv_heads until none are left.
 
-    While a tile is computed the memory fetches the next one: of the same program, or the first of the program to come.
+    While a tile is computed, the next one is prefetched: of the same program, or the first of the next program.
     """
     heads, kv_heads, head_dim, num_seqs = cells.heads, cells.kv_heads, cells.head_dim, cells.num_seqs
     query_start_loc = array_at(cells.query_start_loc, num_seqs + 1, np.int32)
@@ -339,7 +339,7 @@ def attend(cells, k_cache, v_cache):
 
 @functools.cache
 def programs_for(element: type) -> Any:
-    """`attend` on caches of `element` (np.float32, np.int8, or np.uint16 for bfloat16), called with `AttentionCells`."""
+    """Compiled `attend` for caches of np.float32, np.int8, or np.uint16 (bfloat16); takes `AttentionCells`."""
     changed = sources_changed()
 
     def programs(address):

@@ -1,7 +1,7 @@
-"""Writing the paged KV cache on a CPU: which of two forms runs, and how it is called.
+"""Writing the paged KV cache on a CPU: the choice between two implementations, and how they are called.
 
-To int8: compiled loops (`cache_loops.py`) where numba is installed. Everything else: torch's `index_copy_`. Loops that
-copied keys and values as they are were tried too: they took less than 5 % off a step and are gone. Measured on one core
+To int8: compiled loops (`cache_loops.py`) if numba is installed. Everything else: torch's `index_copy_`. Loops for
+unquantized caches were tried too; they saved less than 5 % of a step and were removed. Measured on one core
 (AMD Zen 4, torch 2.15), µs, keys and values of the embedded model's 2 heads of 32:
 
     tokens                          1      128    2,048
@@ -32,7 +32,7 @@ def write_cpu(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> None:
-    """As `reshape_and_cache`, whose checks these arguments have passed."""
+    """As `reshape_and_cache`, with arguments that have passed its checks."""
     slots = slot_mapping.long().contiguous()
     tokens = slots.shape[0]
     if key.shape[0] > tokens:
@@ -83,7 +83,7 @@ def torch_write(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> None:
-    """The same in torch's calls, for every type."""
+    """The same with torch operations, for every dtype."""
     if (
         key_scales is None
         and key_cache.dtype == key.dtype
@@ -105,7 +105,7 @@ def torch_write(
             source, scales[slots // block_size, :, slots % block_size] = quantize(source)
         elif cache.dtype != source.dtype:
             source = source.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(cache.dtype).view(torch.uint8)
-            cache = cache.view(torch.uint8)  # torch moves bytes about on a CPU, not float8
+            cache = cache.view(torch.uint8)  # on a CPU torch can scatter bytes, but not float8
         if cache.is_contiguous():
             cache.flatten(0, 1).index_copy_(0, slots, source)
         else:
@@ -116,14 +116,14 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[..., n]` as int8 from −127 to 127, and the fp32 scale `[...]` of each, largest / 127."""
     rows = rows.float()
     largest = rows.abs().amax(-1, keepdim=True)
-    # Not 127.0 / largest: torch makes a reciprocal of that and rounds twice, so that halves fall to the other side.
+    # Not 127.0 / largest: torch computes that as a reciprocal times 127, rounding twice, which flips some ties.
     inverse = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
     return torch.floor(rows * inverse + 0.5).to(torch.int8), (largest / 127.0).squeeze(-1)
 
 
 @functools.cache
 def _loops() -> Any:
-    """numba takes a second to import: only when it is needed."""
+    """Imports numba only when needed, since that takes a second."""
     from minivllm.kernels.cpu import cache_loops
 
     return cache_loops

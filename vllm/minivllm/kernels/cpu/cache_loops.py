@@ -1,4 +1,4 @@
-"""The twin of `quantize_and_cache_kernel` in `reshape_and_cache.py` for a CPU, compiled by numba: K and V to int8."""
+"""The CPU counterpart of `reshape_and_cache.py`'s `quantize_and_cache_kernel`, compiled by numba: K and V to int8."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from minivllm.kernels.cpu.programs import (
     take_number,
 )
 
-TOKENS = 32  # of a program
+TOKENS = 32  # per program
 CELLS = layout_of(CacheCells)
-jit = njit(error_model="numpy", nogil=True)  # no fastmath: integers must be the kernel's, to the last
+jit = njit(error_model="numpy", nogil=True)  # no fastmath: the integers must equal the kernel's exactly
 
 
 @jit
 def quantize_head(target, at, source, start, head_dim):
-    """Write one head's numbers as integers from −127 to 127. Returns the scale that makes them numbers again."""
+    """Quantize one head to integers from −127 to 127. Returns the scale that dequantizes them."""
     largest = np.float32(0.0)
     for dim in range(head_dim):
         largest = max(largest, abs(source[start + dim]))
@@ -37,7 +37,7 @@ def quantize_head(target, at, source, start, head_dim):
 
 @jit
 def quantize_tokens(cells):
-    """Take programs until none is left: keys and values of fp32 into caches of int8, with their scales.
+    """Run programs until none are left: write fp32 keys and values to int8 caches, with their scales.
 
     A token whose slot is −1 is not written.
     """
@@ -64,7 +64,7 @@ def quantize_tokens(cells):
 
 @functools.cache
 def programs() -> Any:
-    """`quantize_tokens`, called with `CacheCells`."""
+    """Compiled `quantize_tokens`; takes `CacheCells`."""
     changed = sources_changed()
 
     def programs(address):

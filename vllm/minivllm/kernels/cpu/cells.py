@@ -1,7 +1,7 @@
-"""What each compiled loop is told: a row of int64 cells, named here once for the caller that writes them and the loop.
+"""Arguments of each compiled loop: a row of int64 cells, named here once for both the caller and the loop.
 
-`platforms.threads.run_programs` puts one more cell in front, `next_program`, from which the threads take their numbers.
-Addresses are of a tensor's first number, 0 where there is no such tensor; strides count numbers, not bytes.
+`platforms.threads.run_programs` prepends one more cell, `next_program`, the counter from which threads take programs.
+Addresses are of a tensor's first element, 0 if there is no tensor; strides count elements, not bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class AttentionCells(NamedTuple):
-    """Of `attention_loops.attend`; shapes as in `unified_attention.py`, q and out in fp32."""
+    """Arguments of `attention_loops.attend`; shapes as in `unified_attention.py`, q and out in fp32."""
 
     heads: int
     kv_heads: int
@@ -36,7 +36,7 @@ class AttentionCells(NamedTuple):
 
 
 class CacheCells(NamedTuple):
-    """Of `cache_loops.quantize_tokens`."""
+    """Arguments of `cache_loops.quantize_tokens`."""
 
     tokens: int
     slots_per_block: int
@@ -55,12 +55,12 @@ class CacheCells(NamedTuple):
 
 
 class PanelLinearCells(NamedTuple):
-    """Of `panel_linear_loops.multiply_panels`."""
+    """Arguments of `panel_linear_loops.multiply_panels`."""
 
     rows: int
     outputs: int
     width: int  # of a row of x
-    parts: int  # panels for an output: 2 where they are gate and up
+    parts: int  # panels per output: 2 for gate and up, else 1
     x: int  # from here on addresses
     out: int
     panels: int
@@ -68,7 +68,7 @@ class PanelLinearCells(NamedTuple):
 
 
 class QuantizedLinearCells(NamedTuple):
-    """Of `quantized_linear_loops.multiply_integers`."""
+    """Arguments of `quantized_linear_loops.multiply_integers`."""
 
     rows: int
     outputs: int
@@ -81,7 +81,7 @@ class QuantizedLinearCells(NamedTuple):
 
 
 class NormCells(NamedTuple):
-    """Of `elementwise_loops.add_rms_norms`."""
+    """Arguments of `elementwise_loops.add_rms_norms`."""
 
     tokens: int
     width: int
@@ -93,7 +93,7 @@ class NormCells(NamedTuple):
 
 
 class GateCells(NamedTuple):
-    """Of `elementwise_loops.multiply_gates`."""
+    """Arguments of `elementwise_loops.multiply_gates`."""
 
     tokens: int
     width: int  # of a row of out; one of gate_up has twice as many
@@ -102,7 +102,7 @@ class GateCells(NamedTuple):
 
 
 class RotationCells(NamedTuple):
-    """Of `elementwise_loops.rotate_tokens`."""
+    """Arguments of `elementwise_loops.rotate_tokens`."""
 
     tokens: int
     num_heads: int

@@ -1,4 +1,4 @@
-"""How the compiled passes of `elementwise_loops.py` are called: on no more threads than there are programs."""
+"""Calls of the compiled passes in `elementwise_loops.py`, on at most as many threads as there are programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 
 
 def can_run(width: int, *tensors: torch.Tensor) -> bool:
-    """Whether there are loops for these tensors: contiguous, of one type, in rows that are a multiple of `width`."""
+    """Whether the loops support these tensors: contiguous, of one dtype, row length a multiple of `width`."""
     dtype = tensors[0].dtype
     return dtype in ELEMENTS and width % WIDTH == 0 and all(t.dtype is dtype and t.is_contiguous() for t in tensors)
 

@@ -1,7 +1,7 @@
-"""The CPU twins of `elementwise.py`'s kernels, compiled by numba: fp32 or bf16 in memory, fp32 lanes in between.
+"""CPU counterparts of `elementwise.py`'s kernels, compiled by numba: fp32 or bf16 in memory, fp32 arithmetic.
 
-A program takes `TOKENS` tokens, so that a small step is one program and wakes no other thread. numba's own
-`parallel=True` will not do: it sets the number of threads of the OpenMP library that PyTorch uses too, and so undoes
+A program takes `TOKENS` tokens, so a small step is one program and wakes no other thread. numba's own `parallel=True`
+is not an option: it sets the thread count of the OpenMP library that PyTorch uses too, and so overrides
 `torch.set_num_threads`.
 """
 
@@ -36,14 +36,14 @@ from minivllm.kernels.cpu.programs import (
     take_number,
 )
 
-TOKENS = 16  # of a program
+TOKENS = 16  # per program
 NORM, GATE, ROTATION = layout_of(NormCells), layout_of(GateCells), layout_of(RotationCells)
 jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 
 @jit
 def add_rms_norm_token(out, residual, x, weight, at, width, eps):
-    """One token, whose numbers start at `at`. What is normalised is the sum as it is stored, which the next layer reads."""
+    """One token, starting at `at`. Normalizes the sum as stored (rounded), which is what the next layer reads."""
     squares = zero()
     for i in range(at, at + width, WIDTH):
         store(residual, i, add(load(residual, i), load(x, i)))
@@ -56,7 +56,7 @@ def add_rms_norm_token(out, residual, x, weight, at, width, eps):
 
 @jit
 def silu_and_mul_token(out, at, gate_up, gate_at, width):
-    """One token, whose gates start at `gate_at` and whose result at `at`."""
+    """One token; its gates start at `gate_at`, its result at `at`."""
     for i in range(0, width, WIDTH):
         gate = load(gate_up, gate_at + i)
         store(out, at + i, multiply(multiply(gate, sigmoid(gate)), load(gate_up, gate_at + width + i)))

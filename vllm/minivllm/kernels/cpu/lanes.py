@@ -1,10 +1,10 @@
-"""Sixteen floats at once, for numba: what the CPU's attention, products and passes over a layer's data compute with.
+"""Vectors of sixteen floats for numba, used by the CPU's attention, matrix products and element-wise passes.
 
-numba finds no vectors in attention's short loops (a head has 32 to 128 numbers, and it cannot know that the sums it
-writes are not the keys that it reads), so these functions say them: `Lanes` is LLVM's <16 x float>, which LLVM cuts to
-the widths that the processor has. Arrays are one-dimensional and not checked against their bounds; they hold float32,
-bfloat16 as uint16 (the upper half of a float32), float16 as int16, int8, or, as uint8, integers of 4 bits from −8 to 7
-that were stored plus 8, two in a byte, the lower half first; an index counts numbers there too, not bytes.
+numba does not vectorize attention's short loops (a head has 32 to 128 elements, and it cannot rule out that the sums it
+writes alias the keys it reads), so these functions are explicit: `Lanes` is LLVM's <16 x float>, which LLVM splits to
+the processor's vector width. Arrays are one-dimensional, without bounds checks; they hold float32, bfloat16 as uint16
+(the upper half of a float32), float16 as int16, int8, or, as uint8, 4-bit integers from −8 to 7 stored with an offset
+of 8, two per byte, low nibble first; an index counts numbers there too, not bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-intrinsic: Any = numba.extending.intrinsic  # the functions that it makes are numba's, not a type checker's
+intrinsic: Any = numba.extending.intrinsic  # it returns numba functions, which a type checker cannot see through
 
 WIDTH = 16
 _FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
@@ -98,12 +98,12 @@ def _constant(number: float):
 
 
 def has_wide_registers() -> bool:
-    """Whether each of these is one register of the processor, of which there are 32 then; else they are two or four."""
+    """Whether a vector fits one register (of which there are then 32); otherwise it takes two or four."""
     return get_host_cpu_features().get("avx512f", False)
 
 
 def has_products_of_pairs() -> bool:
-    """Whether the processor multiplies and adds pairs of bfloat16."""
+    """Whether the processor has a multiply-add of bfloat16 pairs."""
     return get_host_cpu_features().get("avx512bf16", False)
 
 
@@ -173,12 +173,12 @@ def store_some(typing_context, array, index, lanes, count):
 
 
 def _as_element(builder, array, lanes):
-    """Floats as an array of float32 or bfloat16 holds them, and the bytes of one."""
+    """Floats converted to the array's type, float32 or bfloat16, and the bytes per element."""
     return (_to_bfloat16(builder, lanes), 2) if array.dtype == types.uint16 else (lanes, 4)
 
 
 def _to_bfloat16(builder, floats):
-    """The upper halves, rounded to the nearest, of two as near to the even one; what is not a number stays so."""
+    """The upper halves, rounded to nearest, ties to even; NaN stays NaN."""
     bits, sixteen = builder.bitcast(floats, _INTS), ir.Constant(_INTS, [16] * WIDTH)
     odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(_INTS, [1] * WIDTH))
     rounded = builder.add(builder.add(bits, ir.Constant(_INTS, [0x7FFF] * WIDTH)), odd)
@@ -193,7 +193,7 @@ def store_sums(typing_context, array, index, lanes):
 
     def generate(context, builder, signature, arguments):
         values, start, floats = arguments
-        for count in (8, 4):  # the upper half upon the lower
+        for count in (8, 4):  # add the upper half to the lower
             low, high = (
                 builder.shuffle_vector(floats, floats, ir.Constant(ir.VectorType(ir.IntType(32), count), order))
                 for order in (list(range(count)), list(range(count, 2 * count)))
@@ -208,14 +208,14 @@ def store_sums(typing_context, array, index, lanes):
 
 @intrinsic
 def prefetch(typing_context, array, index):
-    """Have the line of the cache that `index` lies in fetched, without waiting for it."""
+    """Prefetch the cache line that holds `index`."""
 
     def generate(context, builder, signature, arguments):
         place = _address(context, builder, array, *arguments, ir.IntType(8))
         word = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [place, word(0), word(2), word(1)])  # to read, keep in all levels, data
+        builder.call(function, [place, word(0), word(2), word(1)])  # for reading, keep in all levels, data cache
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
@@ -289,7 +289,7 @@ _LN2_SERIES = [math.log(2) ** n / math.factorial(n) for n in range(7)]
 def _exp2(builder, power):
     """2 ** power, for powers from −126 to 126."""
     whole = _call(builder, "floor", builder.fadd(power, _constant(0.5)))
-    rest = builder.fsub(power, whole)  # −0.5 to 0.5, where six terms of the series do
+    rest = builder.fsub(power, whole)  # −0.5 to 0.5, where six terms of the series suffice
     result = _constant(_LN2_SERIES[-1])
     for coefficient in reversed(_LN2_SERIES[:-1]):
         result = _call(builder, "fma", result, rest, _constant(coefficient))
@@ -313,7 +313,7 @@ def sum_fours(typing_context, a, b, c, d):
 
 
 def _by_fours(of_first: list[int], of_second: list[int]) -> list[int]:
-    """The order that takes, in each four lanes, these of the first vector and these of the second."""
+    """The shuffle that takes, in each group of four lanes, these of the first vector and these of the second."""
     return [four + lane for four in range(0, WIDTH, 4) for lane in [*of_first, *(WIDTH + n for n in of_second)]]
 
 
@@ -332,7 +332,7 @@ def sum_lanes(typing_context, lanes):
 
 @intrinsic
 def max_fours(typing_context, lanes):
-    """In each four lanes, the largest of the four."""
+    """The maximum of each group of four lanes, in all four of them."""
 
     def generate(context, builder, signature, arguments):
         (largest,) = arguments
@@ -382,9 +382,9 @@ def keep_between(typing_context, lanes, low, number, high, other):
 def multiply_tile(typing_context, sums, sums_at, x, x_at, width, panel, panel_at, bias, bias_at, columns, rows):
     """sums [rows, columns × 16] = bias + rows of x, `width` numbers each, × a panel [width, columns × 16].
 
-    `columns` and `rows` must be constants: the sums of a tile are so many variables, to be kept in registers. x and the
-    panel are float32, or both bfloat16, of which an even `width` comes in pairs: a panel [width / 2, columns × 16, 2].
-    The processor then multiplies and adds two numbers at once (AVX512-BF16).
+    `columns` and `rows` must be constants: each sum of a tile is a variable of its own, to be kept in a register. x and
+    the panel are both float32 or both bfloat16; bfloat16 needs an even `width` and a panel of pairs,
+    [width / 2, columns × 16, 2], which the processor multiplies and adds two at a time (AVX512-BF16).
     """
     if not (isinstance(columns, types.IntegerLiteral) and isinstance(rows, types.IntegerLiteral)):
         return None
@@ -432,7 +432,7 @@ def _add_products(builder, first, second, total):
 
 
 def _add_products_of_pairs(builder, first, second, total):
-    """In each lane the products of two pairs of bfloat16. LLVM has a function for it, but llvmlite not its type."""
+    """Add in each lane the products of two bfloat16 pairs. LLVM has an intrinsic for it; llvmlite lacks its type."""
     initialize_native_asmparser()
     kind = ir.FunctionType(_FLOATS, [_FLOATS, _INTS, _INTS])
     return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [total, first, second], side_effect=False)

@@ -1,4 +1,4 @@
-"""Matrix products on a CPU: which of two forms runs, and how it is called.
+"""Matrix products on a CPU: the choice between two implementations, and how they are called.
 
 Compiled loops over weights in panels (`panel_linear_loops.py`) on x86 processors where numba is installed, for fp32, and for
 bf16 where the processor multiplies it; else `F.linear`. The panels replace the plain weight. Measured on two cores (AMD
@@ -10,7 +10,7 @@ Zen 4, torch 2.15), the fastest of calls in turns, µs, weight [1376, 256] / [40
     bf16, F.linear             32 /   985      74 / 3,008     259 / 11,218     950 / 40,860
     bf16, panels               17 /   972      39 / 1,619     227 / 10,634     895 / 40,853
 
-So nothing is lost where rows are many, and few are faster, most of all in small products.
+So many rows run at about the same speed, and few rows run faster, especially in small products.
 
 In vLLM v0.33.0: `vllm/_custom_ops.py` (`create_onednn_mm`), called by `vllm/model_executor/layers/utils.py`.
 """
@@ -44,7 +44,7 @@ class PanelLinear:
         self.nbytes = self.panels.nbytes + self.bias.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[rows, in]` to `[rows, out]`, of which a gated one has half."""
+        """`[rows, in]` to `[rows, out]`; `[rows, out / 2]` if gated."""
         x, (rows, width) = x.contiguous(), x.shape
         out = torch.empty(rows, self.outputs, dtype=x.dtype)
         cells = PanelLinearCells(
@@ -62,7 +62,7 @@ class PanelLinear:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether there are loops for this weight that gain something over `F.linear`: measured on x86 only."""
+    """Whether the loops support this weight and are faster than `F.linear`, which was measured on x86 only."""
     if weight.device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64") or not has_numba():
         return False
     in_pairs = weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0 and _loops().TAKES_BFLOAT16
@@ -70,14 +70,14 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def _panels(weight: Tensor, parts: int) -> Tensor:
-    """`[out, in]` to `[panels, parts, in, PANEL]`, the last outputs of each part filled up with zeros."""
+    """`[out, in]` to `[panels, parts, in, PANEL]`, each part padded with zero outputs."""
     size, width = _loops().PANEL, weight.shape[1]
     filled = F.pad(weight.view(parts, -1, width), (0, 0, 0, -len(weight) // parts % size))
     return filled.view(parts, -1, size, width).permute(1, 0, 3, 2).contiguous()
 
 
 def _pairs(panels: Tensor) -> Tensor:
-    """Of bfloat16 two numbers of an output side by side: `[panels, parts, in / 2, PANEL, 2]`."""
+    """Interleave bfloat16 panels so that two inputs of an output are adjacent: `[panels, parts, in / 2, PANEL, 2]`."""
     if panels.dtype is not torch.bfloat16:
         return panels
     return panels.unflatten(2, (-1, 2)).transpose(3, 4).contiguous()
@@ -90,7 +90,7 @@ def _programs(dtype: torch.dtype) -> Any:
 
 @functools.cache
 def _loops() -> Any:
-    """numba takes a second to import: only when it is needed."""
+    """Imports numba only when needed, since that takes a second."""
     from minivllm.kernels.cpu import panel_linear_loops
 
     return panel_linear_loops

@@ -1,15 +1,15 @@
 """Matrix products with fp32 or bf16 weights on a CPU, compiled by numba.
 
 A weight `[out, in]` is laid out in panels of `PANEL` outputs: `[in, PANEL]`, so that a loop over the inputs reads a
-panel from start to end. A program takes some rows of x and one panel, and goes over the rows six by six. Their
-6 × PANEL sums stay in registers: 24 of 32 where the processor has AVX-512, else 12 of 16. Every number of the panel
-that is loaded meets six rows, and every number of x all outputs of the panel.
+panel sequentially. A program takes some rows of x and one panel, and processes six rows at a time. Their 6 × PANEL sums
+stay in registers: 24 of 32 with AVX-512, else 12 of 16. Every weight loaded is used for six rows, and every number of x
+for all outputs of the panel.
 
-Of bf16 a panel holds pairs, two inputs of an output side by side: processors that know bf16 multiply and add a pair at
-once, into sums of fp32, which are rounded once, when they are stored.
+A bf16 panel holds pairs, two inputs of an output side by side: processors with bf16 instructions multiply and add a
+pair at once, into fp32 sums, which are rounded once, when they are stored.
 
-A gated MLP's weight has its panels in pairs, of gate and of up: one program computes both and stores silu(gate) × up,
-so that the two halves never go to memory.
+A gated MLP's panels come in pairs, gate and up: one program computes both and stores silu(gate) × up, so that the two
+halves never go to memory.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from minivllm.kernels.cpu.programs import (
 COLUMNS = 4 if has_wide_registers() else 1
 PANEL = COLUMNS * WIDTH  # outputs
 TAKES_BFLOAT16 = has_products_of_pairs()
-ROWS = 48  # of a program, at most
+ROWS = 48  # per program, at most
 CELLS = layout_of(PanelLinearCells)
 jit = njit(fastmath=True, error_model="numpy", nogil=True)
 
 
 @jit
 def multiply_rows(sums, at, x, x_at, rows, width, panel, panel_at, bias, bias_at):
-    """bias + rows of x × a panel, to `sums` from `at` on, `[rows, PANEL]`."""
+    """Write bias + rows of x × a panel, `[rows, PANEL]`, to `sums` from `at` on."""
     for row in range(0, rows - 5, 6):
         here, x_here = at + row * PANEL, x_at + row * width
         multiply_tile(sums, here, x, x_here, width, panel, panel_at, bias, bias_at, COLUMNS, 6)
     left = rows % 6
     at, x_at = at + (rows - left) * PANEL, x_at + (rows - left) * width
-    if left == 1:  # for each number of rows a loop of its own is compiled
+    if left == 1:  # a separate loop is compiled for each number of rows
         multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 1)
     elif left == 2:
         multiply_tile(sums, at, x, x_at, width, panel, panel_at, bias, bias_at, COLUMNS, 2)
@@ -71,7 +71,7 @@ def multiply_rows(sums, at, x, x_at, rows, width, panel, panel_at, bias, bias_at
 
 @jit
 def gate_rows(sums, rows):
-    """silu(gate) × up, in the place of gate."""
+    """Overwrite gate with silu(gate) × up."""
     for at in range(0, rows * PANEL, WIDTH):
         gate, up = load(sums, at), load(sums, ROWS * PANEL + at)
         store(sums, at, multiply(multiply(gate, sigmoid(gate)), up))
@@ -90,7 +90,7 @@ def put_rows(out, at, outputs, sums, rows, count):
 
 @jit
 def multiply_panels(cells, x, out, panels):
-    """Take programs, each for `ROWS` rows and `PANEL` outputs, until none is left."""
+    """Run programs, each for `ROWS` rows and `PANEL` outputs, until none are left."""
     rows, outputs, width, parts = cells.rows, cells.outputs, cells.width, cells.parts
     panels_of_row = (outputs + PANEL - 1) // PANEL
     bias = array_at(cells.bias, panels_of_row * parts * PANEL, np.float32)

@@ -1,6 +1,6 @@
-"""Programs in the sense of Triton, for a CPU: numba compiles them, threads take them one by one from a shared counter.
+"""Programs in Triton's sense on a CPU: numba compiles them, and threads take them one by one from a shared counter.
 
-A function of programs is called with the address of its cells (`cells.py`), which are written anew for every call.
+A function of programs is called with the address of its cells (`cells.py`), which are written for each call.
 `platforms/threads.py` runs the function on all threads at once.
 """
 
@@ -21,10 +21,10 @@ from minivllm.kernels.cpu import cells, lanes
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
-intrinsic: Any = numba.extending.intrinsic  # the functions that it makes are numba's, not a type checker's
+intrinsic: Any = numba.extending.intrinsic  # it returns numba functions, which a type checker cannot see through
 
 CACHE_ERRORS = (RuntimeError, OSError, EOFError, pickle.UnpicklingError)
-"""What numba's cache raises: no folder can be written; the disk is full; a file was cut short."""
+"""Errors that numba's cache raises: no writable folder; the disk is full; a truncated file."""
 
 
 @intrinsic
@@ -44,7 +44,7 @@ def array_at(address, shape, dtype):
 
 
 def layout_of(kind: Any) -> np.dtype:
-    """How the cells of `kind`, a class of `cells.py`, lie in memory: the counter of programs, then its fields."""
+    """Memory layout of the cells of `kind`, a class of `cells.py`: the program counter, then its fields."""
     return np.dtype([(name, np.int64) for name in ("next_program", *kind._fields)])
 
 
@@ -56,7 +56,7 @@ def cells_at(address, layout):
 
 @intrinsic
 def take_number(typing_context, cells):
-    """The number of the next program, for whichever thread asks first. `cells` is what `cells_at` returns."""
+    """Atomically take the number of the next program. `cells` is as returned by `cells_at`."""
 
     def generate(context, builder, signature, arguments):
         counter = builder.bitcast(arguments[0], ir.IntType(64).as_pointer())  # the first cell
@@ -66,10 +66,10 @@ def take_number(typing_context, cells):
 
 
 def sources_changed() -> int:
-    """When this file, `cells.py` or `lanes.py` was last changed, in ns.
+    """The last modification time of this file, `cells.py` and `lanes.py`, in ns.
 
-    A function to be compiled reads it from a variable of the function around it. It is then part of the key in numba's
-    cache, which otherwise knows only the function's own file.
+    A function to be compiled captures it as a closure variable. This makes it part of the key in numba's cache, which
+    otherwise tracks only the function's own file.
     """
     return max(os.stat(path).st_mtime_ns for path in (__file__, cells.__file__, lanes.__file__))
 
@@ -77,8 +77,8 @@ def sources_changed() -> int:
 def compile_programs(function: Callable[[int], None]) -> Any:
     """`function(address of its cells)` as a C function that may run on any thread, for `run_on_threads`.
 
-    Compiled once and kept on disk: beside the function's file, in the user's cache where that is read-only, or in
-    `NUMBA_CACHE_DIR`. Where nothing can be kept, it is compiled anew in every process.
+    Compiled once and cached on disk: beside the function's file, in the user's cache if that is read-only, or in
+    `NUMBA_CACHE_DIR`. If nothing can be cached, every process compiles it again.
     """
     signature = types.void(types.intp)
     try:

@@ -1,8 +1,8 @@
-"""Products with packed weights on a CPU: which of two forms runs, and how it is called.
+"""Products with packed weights on a CPU: the choice between two implementations, and how they are called.
 
-Compiled loops that unpack while they multiply (`quantized_linear_loops.py`) where numba is installed; else the whole
-weight is unpacked at every call, for `F.linear`, which is right and slow. Measured on one core (AMD Zen 4, torch 2.15),
-the fastest of some forty calls in turns, µs, weight [1376, 256] / [4096, 4096]:
+Compiled loops that unpack while multiplying (`quantized_linear_loops.py`) if numba is installed; otherwise each call
+unpacks the whole weight for `F.linear`, which is correct but slow. Measured on one core (AMD Zen 4, torch 2.15), the
+fastest of about forty interleaved calls, µs, weight [1376, 256] / [4096, 4096]:
 
     rows                                   1              4               16                128
     fp32, laid out for oneDNN        33 /  3,635    74 /  3,265    122 /  6,253      804 / 39,097
@@ -16,11 +16,12 @@ the fastest of some forty calls in turns, µs, weight [1376, 256] / [4096, 4096]
     torch's int4, x in bf16          21 /    837    37 /  1,524    137 /  6,157    1,076 / 49,205
     bf16, F.linear                   27 /  1,003    51 /  2,802     87 /  4,649      440 / 21,080
 
-So integers are faster than fp32 where the weight has to come from memory for a few rows, up to five times; from 16 rows
-on there is nothing to win, and a wide weight loses a fifth. int4 unpacks longer than int8 and moves fewer bytes: what is
-left is its memory. torch's own products (`_weight_int8pack_mm`, `_weight_int4pack_mm_for_cpu`) are plain loops for fp32;
-theirs for bf16 are as fast as ours for one row, but round activations. Unpacking the weight once, at load, would be the
-fp32 product again, without the memory saved. bf16 wins from 16 rows on: its products need half the instructions here.
+So integers are up to five times as fast as fp32 for a few rows, when the weight has to come from memory; from 16 rows
+on they gain nothing, and a wide weight loses a fifth. int4 takes longer to unpack than int8 but moves fewer bytes: its
+remaining advantage is memory. torch's own products (`_weight_int8pack_mm`, `_weight_int4pack_mm_for_cpu`) are plain
+loops for fp32; for bf16 they are as fast as ours for one row, but round activations. Unpacking the weight once, at
+load, would give the fp32 product again, without the memory saving. bf16 wins from 16 rows on: its products need half
+the instructions here.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from minivllm.platforms.threads import has_numba, run_programs
 
 INTEGERS = {torch.int8: "int8", torch.uint8: "uint8"}
 SCALES = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "int16"}
-"""What the elements are to NumPy, for the types that the compiled loops know."""
+"""NumPy type of the scales, for the dtypes that the compiled loops support."""
 
 
 def quantized_linear_cpu(
@@ -53,7 +54,7 @@ def quantized_linear_cpu(
 def numba_quantized_linear(
     x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The compiled loops of `quantized_linear_loops.py`, for four outputs and more, in groups that are multiples of 16."""
+    """The compiled loops of `quantized_linear_loops.py`, for at least four outputs and groups of a multiple of 16."""
     (rows, width), (outputs, groups) = x.shape, scales.shape
     numbers, out = x.float(), torch.empty(rows, outputs)
     cells = QuantizedLinearCells(
@@ -74,7 +75,7 @@ def numba_quantized_linear(
 
 @functools.cache
 def _programs(integers: torch.dtype, scales: torch.dtype) -> Any:
-    """numba takes a second to import: only when it is needed."""
+    """Imports numba only when needed, since that takes a second."""
     import numpy as np
 
     from minivllm.kernels.cpu.quantized_linear_loops import programs_for

@@ -1,12 +1,12 @@
-"""The twin of `quantized_linear.py`'s kernel for a CPU, compiled by numba.
+"""The CPU counterpart of `quantized_linear.py`'s kernel, compiled by numba.
 
 A program takes 16 outputs, four at a time. For one or two rows of x it unpacks the integers straight into the product,
-and multiplies the sums of each group with its scale. For more rows it first writes the numbers of the four outputs into
-a scratch that stays in the nearest caches, and then goes over the rows four by four: each number that was unpacked
-meets all rows, and each number of x meets four outputs. The whole weight is never unpacked at once.
+and multiplies each group's sums by its scale. For more rows it first unpacks the four outputs' weights into a scratch
+buffer that stays in the nearest caches, and then processes the rows four at a time: each unpacked weight is used for
+all rows, and each number of x for four outputs. The whole weight is never unpacked at once.
 
-The rows are gone over inside the function that multiplies: a call passes arrays and lanes through memory, and a call
-for each tile of 4 × 4 took as long as the tile.
+The loop over the rows is inside the function that multiplies: a call passes arrays and lanes through memory, and a call
+per 4 × 4 tile took as long as the tile itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from minivllm.kernels.cpu.programs import (
     take_number,
 )
 
-OUTPUTS = 16  # of a program
+OUTPUTS = 16  # per program
 FEW_ROWS = 2
 CELLS = layout_of(QuantizedLinearCells)
 jit = njit(fastmath=True, error_model="numpy", nogil=True)
@@ -65,7 +65,7 @@ def multiply_packed(out, out_at, x, x_at, packed, scales, first, width, group):
 
 @jit
 def unpack_row(weights, at, packed, scales, row, width, group):
-    """The numbers of a row of the weight, to `weights` from `at` on."""
+    """Dequantize a row of the weight to `weights` from `at` on."""
     groups = width // group
     for index in range(groups):
         scale = load_one(scales, row * groups + index)
@@ -75,7 +75,7 @@ def unpack_row(weights, at, packed, scales, row, width, group):
 
 @jit
 def multiply_rows(out, out_at, outputs, x, rows, weights, width):
-    """Four outputs of rows four by four: sixteen sums, which fit the registers beside what they are made of."""
+    """Four outputs of four rows at a time: sixteen sums, which fit the registers together with their operands."""
     for row in range(0, rows - 3, 4):
         a0, b0, c0, d0 = zero(), zero(), zero(), zero()
         a1, b1, c1, d1 = zero(), zero(), zero(), zero()
@@ -106,7 +106,7 @@ def multiply_rows(out, out_at, outputs, x, rows, weights, width):
 
 @jit
 def multiply_last_rows(out, out_at, outputs, x, rows, weights, width):
-    """Four outputs of the rows that are left over, one by one."""
+    """Four outputs of the remaining rows, one row at a time."""
     for row in range(rows // 4 * 4, rows):
         a, b, c, d = zero(), zero(), zero(), zero()
         for k in range(0, width, 16):
@@ -120,7 +120,7 @@ def multiply_last_rows(out, out_at, outputs, x, rows, weights, width):
 
 @jit
 def multiply_integers(cells, packed, scales):
-    """Take programs, each for `OUTPUTS` outputs (four at least) and all rows, until none is left."""
+    """Run programs, each for `OUTPUTS` outputs (at least four) and all rows, until none are left."""
     rows, outputs, width, group = cells.rows, cells.outputs, cells.width, cells.group
     x, out = array_at(cells.x, rows * width, np.float32), array_at(cells.out, rows * outputs, np.float32)
     weights = np.empty(4 * width, np.float32)
@@ -129,7 +129,7 @@ def multiply_integers(cells, packed, scales):
         if program * OUTPUTS >= outputs:
             return
         for start in range(program * OUTPUTS, min((program + 1) * OUTPUTS, outputs), 4):
-            first = min(start, outputs - 4)  # where fewer than four are left, some are computed twice
+            first = min(start, outputs - 4)  # if fewer than four are left, some are computed twice
             if rows <= FEW_ROWS:
                 for row in range(rows):
                     multiply_packed(out, row * outputs + first, x, row * width, packed, scales, first, width, group)

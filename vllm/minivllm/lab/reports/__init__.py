@@ -1,1 +1,1 @@
-"""What the lesson scripts print, draw and accept on the command line: one module a lesson."""
+"""Output, figures and command lines of the lesson scripts: one module per lesson."""

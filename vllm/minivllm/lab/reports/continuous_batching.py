@@ -23,14 +23,14 @@ def show_timeline(name: str, found: Mapping) -> None:
 
 
 def show_slots(found: Mapping[str, Mapping], slots: int) -> None:
-    """Share of the slots in use while somebody waits, by kind of request."""
+    """Show the share of slots in use while requests wait, by kind of request."""
     columns = ("formula", "static", "continuous")
     rows = [(title, *(f"{one[column]:.1%}" for column in columns)) for title, one in found.items()]
     table(f"{slots} slots in use while somebody waits", ("outputs like", *columns), rows)
 
 
 def show_ways(found: Mapping[str, Mapping], requests: int, tokens: int, error: object) -> None:
-    """What the engine did in each way, on memory for so many tokens."""
+    """Show the engine's run with each policy, on memory for `tokens` tokens."""
     formats = ("", "", ",.0f", ".2f", "+.0%")
     rows = [(n, *(format(x, form) for x, form in zip(one.values(), formats, strict=True))) for n, one in found.items()]
     columns = ("", "most at once", "steps", "tokens a second", "× static", "modelled time off by")
@@ -61,7 +61,7 @@ def measure_long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
 
 
 def show_starved(got: Mapping[str, int], token_budget: int, steps: int) -> None:
-    """What each request has got after some steps."""
+    """Show the tokens that each request has got after some steps."""
     table(f"Tokens after {steps} steps with a budget of {token_budget}", list(got), [list(got.values())])
 
 
@@ -73,7 +73,7 @@ def show_pipelines(found: Mapping[str, Mapping], schedule_ms: float, forward_ms:
 
 
 def close(found: dict, slots: int, disturbance: str) -> None:
-    """What the run has shown; `disturbance` says what kept the machine busy besides, if anything."""
+    """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     chat, ratio, gaps = found["slots"]["Azure conversation"], found["engine"], found["long_prompt"]
     closing(
         f"A static batch of {slots} chats uses {chat['static']:.0%} of its slots while others wait, "
@@ -105,10 +105,10 @@ def draw(found: dict, path: str) -> None:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The lesson's own knobs, beside those that every lesson has; `doc` is what --help shows."""
+    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    # With more slots than half of the requests counted, nobody would be left to wait.
+    # With more slots than half of the counted requests, no request would have to wait.
     flags.add_argument("--slots", type=whole_number(1, 64), default=8, help="of the batch that is counted (up to 64)")
-    at_least = whole_number(12, 4096)  # fewer have nothing to compare
+    at_least = whole_number(12, 4096)  # fewer are too few to compare
     flags.add_argument("--requests", type=at_least, help="for the engine, 12 or more (default: 72, 16 quick, 256 full)")
     return flags

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 MIB = 2**20
 TEXT = "def total(prices, count):\n    result = 0\n    for price in prices:\n        result +="
 HEAD_DIMS = [32, 64, 128, 256]
-"""Those that the power of the head dim is fitted to."""
+"""The head dims used to fit the exponent of the head dim."""
 PAPERS_GB = 40.3
 """FlashAttention, figure 2: what standard attention moved, forward and backward."""
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """The lesson's own flags, beside those that every lesson has; `doc` is the script's docstring."""
+    """The lesson's own flags, besides the common ones; `doc` is the script's docstring."""
     flags = lesson_parser(doc, EMBEDDED_MODEL)
     flags.add_argument("--heads", type=positive_int, default=8, help="heads whose scores must fit the budget")
     flags.add_argument("--budget-mib", type=positive_int, default=1024, help="memory for stored scores")
@@ -88,10 +88,10 @@ def plan(arguments: argparse.Namespace, device: torch.device) -> Plan:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what the lesson cannot show."""
+    """Reject flags that the lesson cannot handle."""
     on_chip = arguments.on_chip_kib * 1024
     for memory, head_dim in ((on_chip // 4, 64), (on_chip, max(HEAD_DIMS))):
-        largest_block_q(memory, head_dim, 16)  # raises where not even the smallest tile fits
+        largest_block_q(memory, head_dim, 16)  # raises if not even the smallest tile fits
     if not 1 <= len(arguments.text) <= 1000:
         raise MinivllmError(f"the text must have 1 to 1,000 characters, not {len(arguments.text):,}")
     if arguments.head_dim > 1024:
@@ -214,13 +214,13 @@ def show_time(seconds: Mapping[int, Mapping[str, float]], heads: int, head_dim: 
 
 
 def show_guard(unguarded: float, guarded: float) -> dict:
-    """What a tile leaves in l that is masked as a whole, without a guard and with it. As figures."""
+    """The value of l after a fully masked tile, without a guard and with it. Returns the figures."""
     console.print(f"A tile masked as a whole: exp(-inf - -inf) = {unguarded}, for good. Guarded, l = {guarded:.4f}.")
     return {"unguarded_is_nan": math.isnan(unguarded), "guarded": guarded}
 
 
 def show_tiles(target: str, codes: Mapping[tuple[int, int, int], Compiled]) -> dict:
-    """What the compiler says of tiles of (queries, keys, stages): what fits, and what spills. As figures."""
+    """The compiler's report on tiles of (queries, keys, stages): which fit and which spill. Returns the figures."""
     rows = [
         (f"{q} × {k}, {stages}", f"{code.shared:,}", "yes" if code.fits else "NO", f"{code.spilled:,}")
         for (q, k, stages), code in codes.items()
@@ -234,7 +234,7 @@ def show_tiles(target: str, codes: Mapping[tuple[int, int, int], Compiled]) -> d
 
 
 def conclude(found: dict, disturbance: str) -> None:
-    """What you saw; where something disturbed the timings, they lead to no conclusion."""
+    """Print the conclusions; if something disturbed the timings, none are drawn from them."""
     powers, traffic = found["powers"], found["traffic"]
     closing(
         f"The scores of {found['memory']['refused_at']:,} tokens broke the budget. Tiles keep 4 bytes a token: "
@@ -250,7 +250,7 @@ def conclude(found: dict, disturbance: str) -> None:
 
 
 def keep_row(row: dict, path: str | None) -> None:
-    """Write the row that the model attended with to `path`, if one is given: the widget shows it."""
+    """Write the model's row of scores to `path`, if given, for the widget to show."""
     if path:
         write_json(path, "attention_row", row)
         wrote(path)

@@ -54,7 +54,7 @@ def show_card(found: Mapping[str, Mapping], workloads: Mapping[str, Mapping], le
 
 
 def close(found: dict, disturbance: str) -> None:
-    """What the run has shown; `disturbance` says what kept the machine busy besides, if anything."""
+    """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     run, card = found["generation"], found["card"]
     longer, gain = found["intensity"]["longer_64"], found["sequences"]["gain"]["64"]
     closing(
@@ -94,7 +94,7 @@ def draw(found: dict, path: str) -> None:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The lesson's own knobs, beside those that every lesson has; `doc` is what --help shows."""
+    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     flags.add_argument("--prompt", default="def ", help="text to continue")
     flags.add_argument("--tokens", type=positive_int, help="how many to generate (default: 256, 64 quick, 1024 full)")

@@ -38,7 +38,7 @@ from minivllm.simulate.known_models import known_model
 
 LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
 OUTLIERS = (1, 50)
-"""How many times larger one channel is made: as it is, and an outlier."""
+"""Factors applied to one channel: unchanged, and an outlier."""
 LAUNCHES = ("norm", "qkv", "rotate", "write cache", "attention", "o", "norm", "gate and up", "silu", "down")
 """Kernels of a layer."""
 Texts = list[list[int]]
@@ -57,7 +57,7 @@ def show_steps(found: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def measure_prefixes(llm: LLM, without: LLM, text: Sequence[int], users: int) -> dict:
-    """Each kind of work with the cache and without: hit rate in tokens, and how much sooner the first token comes."""
+    """Each workload with and without the prefix cache: hit rate in tokens, and the gain in time to first token."""
     found, rows = {}, []
     for name, work in track(WORK.items(), "sharing prefixes"):
         runs = [[serve(one, work, text, users) for one in (llm, without)] for _ in range(3)]
@@ -72,7 +72,7 @@ def measure_prefixes(llm: LLM, without: LLM, text: Sequence[int], users: int) ->
 
 
 def show_thrashing(found: Mapping[str, float], rounds: int) -> None:
-    """Hit rates by the number of prefixes that come in turn."""
+    """Hit rates by the number of prefixes used in rotation."""
     title = f"A pool of 63 blocks, and prefixes of 8 blocks that come in turn, {rounds} times"
     table(title, ("prefixes", *found), [("hit rate", *(f"{hit:.0%}" for hit in found.values()))])
 
@@ -118,7 +118,7 @@ def _step_seconds(model: str, device: torch.device, context: int, kv_cache_dtype
 
 
 def _modelled_fp8() -> dict[str, float]:
-    """What an fp8 cache gains for Llama-3.1-8B on an H100, by tokens of each of 8 requests."""
+    """The modelled gain of an fp8 cache for Llama-3.1-8B on an H100, by context length of each of 8 requests."""
     shapes = {str(tokens): StepShape.of([(1, tokens)] * 8) for tokens in (512, 4096, 20480)}
     wide, slim = (RooflineCost.of(LLAMA, H100, kv_dtype=kind) for kind in ("bfloat16", "fp8"))
     modelled = {tokens: wide.seconds(shape) / slim.seconds(shape) for tokens, shape in shapes.items()}
@@ -128,7 +128,7 @@ def _modelled_fp8() -> dict[str, float]:
 
 
 def int8_caches(quantize: Quantize) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What an int8 cache makes of keys or values [tokens, heads, head_dim], by how far one scale reaches."""
+    """Functions that round keys or values [tokens, heads, head_dim] as an int8 cache does, by scale granularity."""
 
     def per_token_and_head(x: Tensor) -> Tensor:
         integers, scales = quantize(x)
@@ -141,7 +141,7 @@ def int8_caches(quantize: Quantize) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
-    """Loss that an int8 cache adds, by how far a scale reaches: as the model is, and with one channel × 50."""
+    """Loss added by an int8 cache, by granularity of the scale: for the model as it is, and with one channel × 50."""
     plain, lengths, found = decoder_loss(model, texts), [len(one) for one in texts], {}
     for name, rounded in int8_caches(quantize).items():
         caches = {str(size): RoundedCache(model.config, lengths, rounded, size) for size in OUTLIERS}
@@ -157,7 +157,7 @@ def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
 def stored(
     weight: Tensor, group: int | None, quantize: Quantize, quantize_int4: Callable, dequantize_int4: Callable
 ) -> tuple[Tensor, float]:
-    """What weights [n, k] become in int4 groups (None: in int8, a scale a row), and bits a weight, scales in 16."""
+    """Weights [n, k] rounded to int4 groups (None: int8, one scale per row), and bits per weight with 16-bit scales."""
     if group is None:
         integers, scales = quantize(weight)
         return integers * scales[:, None], 8 + 16 / weight.shape[1]
@@ -192,7 +192,7 @@ def measure_weights(
 
 
 def _products(quantize: Quantize) -> tuple[float, float]:
-    """One row times int8 weights, of float32's time: dequantized first, and by the engine."""
+    """Time of one row times int8 weights relative to float32: dequantized first, and by the engine."""
     x, weight = torch.randn(1, 2048), torch.randn(2048, 2048)
     integers, scales = quantize(weight)
     first = median_seconds(lambda: x @ (integers * scales[:, None]).T)
@@ -223,7 +223,7 @@ def measure_graphs(step: Mapping[str, float], graph_gain: Callable[[int, float, 
 
 
 def replay_wrongly(buffers_of: Callable[[int, int], Any]) -> dict:
-    """A replay without padding, and one of a graph that is too small: what stands in the cache, and what comes out.
+    """A replay without padding, and one of a graph that is too small: the resulting cache, and the output.
 
     `buffers_of(largest, cache_slots)` makes the lesson's buffers.
     """
@@ -231,7 +231,7 @@ def replay_wrongly(buffers_of: Callable[[int, int], Any]) -> dict:
     for name, pad in (("padded", True), ("not padded", False)):
         buffers = buffers_of(8, 16)
         buffers.replay(4, [1, 2, 3, 4], [10, 11, 12, 13])
-        buffers.cache[13] = 99  # the fourth request has left; its slot belongs to somebody else
+        buffers.cache[13] = 99  # the fourth request has left; its slot belongs to another request
         buffers.replay(4, [5, 6, 7], [10, 11, 12], pad)
         found[name] = buffers.cache[13]
     buffers = buffers_of(8, 16)
@@ -328,7 +328,7 @@ def _against_itself(plain: LLM, guess: LLM, prompts: Texts, count: int) -> dict:
 
 
 def close(found: dict, disturbance: str) -> None:
-    """What the run has shown; `disturbance` says what kept the machine busy besides, if anything."""
+    """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     prefix, kv, fresh = found["prefix"], found["kv"], found["speculation"]["fresh"]
     faster = ", ".join(f"{gain:.2f} × as fast with {batch} at once" for batch, gain in fresh["faster"].items())
     closing(
@@ -369,7 +369,7 @@ def even(text: str) -> int:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The lesson's own knobs, beside those that every lesson has; `doc` is what --help shows."""
+    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     users, drafts = whole_number(2, 32), whole_number(1, 32)
     flags.add_argument("--users", type=users, default=8, help="who share prefixes, 2 to 32 (default: 8; quick: 4)")

@@ -33,7 +33,7 @@ STRANGER = (
     "    def check(self, password):\n        if self.password"
 )
 MOST_BEAMS = 64
-"""A beam that shares nothing takes a whole sequence's blocks; with more of them a laptop works for minutes."""
+"""Without sharing, each beam takes a whole sequence's blocks; with more beams a laptop needs minutes."""
 MOST_SLOTS = 2**18
 """As many as an 80 GB card has for a model of 8 billion parameters; the replay's time grows with them."""
 TITLES = {
@@ -43,13 +43,13 @@ TITLES = {
     "exact": "exact",
     "paged": "blocks",
 }
-"""The allocators, as the tables name them."""
+"""Display names of the allocators."""
 SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}
-"""What a slot holds, as the tables name it; together these are all slots."""
+"""Display names of what a slot holds; together they cover all slots."""
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """The lesson's own flags, beside those that every lesson has; `doc` is the script's docstring."""
+    """The lesson's own flags, besides the common ones; `doc` is the script's docstring."""
     flags = lesson_parser(doc, EMBEDDED_MODEL)
     flags.add_argument("--prompt", default=PROMPT, help="text that the beam search continues")
     flags.add_argument("--stranger", default=STRANGER, help="text of the other request where a reference is forgotten")
@@ -69,7 +69,7 @@ class Plan:
     block_size: int
     seed: int
     steps: int
-    """Of the replay."""
+    """Steps of the replay."""
     beam_steps: int
     """Tokens that the beam search writes."""
     widths: list[int]
@@ -136,7 +136,7 @@ def show_memory(found: Mapping[str, Mapping[str, Occupancy]], slots: int) -> dic
 
 
 def _more(blocks: Occupancy, other: Occupancy) -> dict[str, float]:
-    """How many times as much the blocks held, ran and served."""
+    """Ratios of tokens held, requests running and requests served: blocks over the other allocator."""
     return {key: getattr(blocks, key) / getattr(other, key) for key in ("tokens", "running", "served_per_1000_steps")}
 
 
@@ -183,7 +183,7 @@ def show_block_sizes(price: dict, held: Mapping[str, Mapping[str, Occupancy]], l
 
 
 def show_break(found: dict, refused_twice: str, refused_dry: str) -> None:
-    """A double free, a dry pool and a forgotten reference; both refusals as the learner is told."""
+    """A double free, an empty pool and a leaked reference, with the error messages of the first two."""
     console.print(f"freed twice without a check, the blocks {found['double_free']} went to two sequences at once")
     console.print(f"freed twice: {refused_twice}")
     console.print(f"the pool is dry: {refused_dry}")
@@ -196,7 +196,7 @@ def show_break(found: dict, refused_twice: str, refused_dry: str) -> None:
 
 
 def conclude(found: dict, longest: int, disturbance: str) -> None:
-    """What you saw; where something disturbed the timings, they lead to no conclusion."""
+    """Print the conclusions; if something disturbed the timings, none are drawn from them."""
     reserved, blocks = (found["memory"]["sharegpt"][kind] for kind in ("max", "paged"))
     ratio, leaked = found["blocks"]["price"]["ratio"], found["broken"]["forgotten"]["reads"]
     closing(

@@ -1,14 +1,14 @@
-"""A random draw for each row: the Gumbel-max trick, with noise that follows from seed, position and token id alone.
+"""One random draw per row by the Gumbel-max trick, with noise that depends only on seed, position and token id.
 
-Adding Gumbel noise to every logit and taking the maximum draws from their softmax. Since each token has its own noise,
-a small change of the logits changes the outcome only where two tokens were as good as equal. A draw by cumulated
-probabilities does not have this: there a rounding anywhere shifts every border behind it, and the token at the border
-becomes its neighbour.
+Adding Gumbel noise to every logit and taking the argmax draws from their softmax. Since each token has its own noise,
+a small change in the logits changes the outcome only if two tokens were nearly tied. Sampling by the cumulative
+distribution lacks this property: there a rounding error anywhere shifts every later boundary, and a draw near a
+boundary falls to the adjacent token.
 
-The noise is a hash, not a generator with a state: nothing depends on what else is in the batch, nothing is lost when a
-request is preempted, and a GPU gets the same numbers as a CPU. A row's key is SplitMix64 of seed and position (Steele,
-Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014); a 32-bit hash of key and token id is the
-token's uniform number v, and -log(-log(1 - v)) its noise.
+The noise is a hash, not a stateful generator: it does not depend on the rest of the batch, survives preemption, and is
+the same on a GPU as on a CPU. A row's key is SplitMix64 of seed and position (Steele, Lea, Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014); a 32-bit hash of key and token id gives the token's uniform number v,
+and -log(-log(1 - v)) is its noise.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/gumbel.py`.
 """
@@ -26,15 +26,15 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """uint32 [n, 2] from uint64 `seeds` [n] and `positions` [n], the place of the token that is drawn."""
+    """Keys, uint32 [n, 2], from uint64 `seeds` [n] and `positions` [n] of the tokens to be drawn."""
     state = _mix(seeds.astype(np.uint64)) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
     return _mix(state).view(np.uint32).reshape(-1, 2)
 
 
 def gumbel_max(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-    """One token for each row of logits [rows, vocab], float32, by its key: int64 [rows].
+    """Draws one token per row of logits [rows, vocab], float32, using the row's key; returns int64 [rows].
 
-    A row in which no token is possible gets token 0: a request that forbids everything does not disturb the others.
+    A row whose logits are all -inf gets token 0, so a request that forbids every token does not affect the others.
     """
     if logits.device.type == "cpu" and has_numba():
         return _compiled(logits.contiguous(), keys)
@@ -43,10 +43,10 @@ def gumbel_max(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
 
 
 def waiting_times(keys: torch.Tensor, vocab: int) -> torch.Tensor:
-    """-log(1 - v) of every token, float32 [rows, vocab]; the noise is minus its logarithm. `keys` int32 [rows, 2].
+    """-log(1 - v) of every token, float32 [rows, vocab]; the noise is minus its logarithm. `keys` is int32 [rows, 2].
 
-    The arithmetic is that of uint32, which torch does not have everywhere: products wrap around, and what a shift to
-    the right brings in from the sign is masked out.
+    This is uint32 arithmetic done in int32, since torch does not support uint32 on all devices: products wrap around,
+    and the sign bits that a right shift brings in are masked out.
     """
     x = torch.arange(vocab, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)
     x = x ^ keys[:, :1]

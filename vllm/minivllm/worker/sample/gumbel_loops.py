@@ -1,10 +1,10 @@
-"""The CPU form of `gumbel.py`, compiled by numba. It computes the noise of the few tokens that could win, not of all.
+"""The CPU version of `gumbel.py`, compiled by numba. It computes the noise of only the few tokens that could win.
 
 The largest of logit + noise is the smallest of E / w, where E = -log(1 - v) is the token's waiting time and w the
 exponential of its logit. E is never below v, so a token can only win where v < best * w, or in logarithms,
-log2(v) < log2(best) + log2(w). The bits of a float32, read as an integer, are its base-2 logarithm up to a factor and
-a constant, and never above it. So the test of a token is its hash, an addition and a comparison, which the compiler
-does for many tokens at once; logarithm and exponential are left to the tokens that pass it, about ten of 4,096.
+log2(v) < log2(best) + log2(w). The bits of a float32, read as an integer, approximate its base-2 logarithm from below,
+up to a factor and a constant. So testing a token takes its hash, an addition and a comparison, which the compiler
+vectorizes; only the tokens that pass, about ten of 4,096, need a logarithm and an exponential.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from minivllm.kernels.cpu.programs import (
 
 
 class DrawCells(NamedTuple):
-    """Of `draw_rows`."""
+    """Arguments of `draw_rows`."""
 
     rows: int
     vocab: int
-    logits: int  # from here on addresses: float32 [rows, vocab]
+    logits: int  # this and the fields below are addresses: float32 [rows, vocab]
     keys: int  # uint32 [rows, 2]
-    token_ids: int  # int64 [rows]: each row's likeliest token on the way in, and what is drawn on the way out
+    token_ids: int  # int64 [rows]: each row's most likely token on entry, the drawn token on return
 
 
 LAYOUT = layout_of(DrawCells)
-TOKENS = 256  # are tested at once
-UNIT = 2.0**23  # what 1 in the exponent adds to the bits of a float32
+TOKENS = 256  # tested at a time
+UNIT = 2.0**23  # added to the bits of a float32 by one in the exponent
 BITS_OF_ONE = 127 * UNIT
-ROUNDING = 1024.0  # more than float32 may be wrong by in the test
-SCALE = 2.0**-32  # of the hash, to numbers below 1
+ROUNDING = 1024.0  # more than the rounding error of the float32 test
+SCALE = 2.0**-32  # maps the hash to [0, 1)
 jit = njit(error_model="numpy", nogil=True)
 
 
 @jit
 def mixed(token, first, second):
-    """The hash of a token id under a row's key, uint32; numba would make uint64 of every operation, hence the casts."""
+    """The hash of a token id with a row's key, uint32. Numba promotes every operation to uint64, hence the casts."""
     x = np.uint32(np.uint32(token * np.uint32(0x9E3779B9)) ^ first)
     x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
     x = np.uint32(np.uint32(x * np.uint32(0x7FEB352D)) ^ second)
@@ -57,13 +57,13 @@ def mixed(token, first, second):
 
 @jit
 def bound(best):
-    """What a token's bits, less its logit in the same units, must stay below to win over `best`."""
+    """The limit below which a token's bits minus its logit, in the same units, must be for it to beat `best`."""
     return np.float32((math.log2(best) - math.log2(SCALE)) * UNIT + BITS_OF_ONE + ROUNDING)
 
 
 @jit
 def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
-    """The token of one row. `numbers` [TOKENS] is room for hashes as float32, `bits` the same memory as int32."""
+    """Draws one row's token. `numbers` [TOKENS] is scratch space for hashes as float32; `bits` views it as int32."""
     top, unit = logits[likeliest], np.float32(UNIT / math.log(2.0))
     token, hashed = likeliest, np.float32(mixed(np.uint32(likeliest), first, second)) + np.float32(0.5)
     best = -math.log1p(-np.float64(hashed) * SCALE)
@@ -89,7 +89,7 @@ def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
 
 @jit
 def draw_rows(cells):
-    """Take programs, each of which is a row, until none is left."""
+    """Draws rows, one program each, until none are left."""
     rows, vocab = cells.rows, cells.vocab
     logits = array_at(cells.logits, (rows, vocab), np.float32)
     keys, token_ids = array_at(cells.keys, (rows, 2), np.uint32), array_at(cells.token_ids, rows, np.int64)
@@ -103,7 +103,7 @@ def draw_rows(cells):
 
 
 def compiled_programs() -> Any:
-    """`draw_rows`, called with `DrawCells`."""
+    """The compiled `draw_rows`, to be called with `DrawCells`."""
     changed = sources_changed()
 
     def programs(address):

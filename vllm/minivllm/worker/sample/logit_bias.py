@@ -1,4 +1,4 @@
-"""What a request says about single tokens: only these, more or less of those, not these yet. All in place.
+"""Per-request constraints on single tokens: allowed token ids, logit bias, bad words, minimum length. All in place.
 
 In vLLM v0.33.0: `vllm/v1/sample/logits_processor/builtin.py` (`LogitBiasLogitsProcessor`, `MinTokensLogitsProcessor`),
 `vllm/v1/sample/ops/bad_words.py`.
@@ -15,9 +15,9 @@ from minivllm.sampling_params import SamplingParams
 def apply_logit_bias(
     logits: torch.Tensor, params: Sequence[SamplingParams], output_token_ids: Sequence[np.ndarray]
 ) -> None:
-    """Applies allowed token ids, logit bias, bad words and the minimum number of tokens, each where a row has it.
+    """Applies allowed token ids, logit bias, bad words and the minimum number of tokens to the rows that set them.
 
-    logits [rows, vocab]; `output_token_ids` are each row's tokens so far, without the prompt.
+    logits [rows, vocab]; `output_token_ids` holds each row's tokens so far, without the prompt.
     """
     for row, (each, output) in enumerate(zip(params, output_token_ids, strict=True)):
         if each.allowed_token_ids is not None:
@@ -40,7 +40,7 @@ def _allow_only(logits: torch.Tensor, token_ids: Iterable[int]) -> None:
 
 
 def _completing_bad_words(bad_words: Sequence[Sequence[int]], output: np.ndarray) -> list[int]:
-    """The last tokens of those bad words whose other tokens are what the output ends with."""
+    """The tokens that would complete a bad word: its last token, if the output ends with all the others."""
     tail = output.tolist()
     return [word[-1] for word in bad_words if len(word) == 1 or tail[-(len(word) - 1) :] == list(word[:-1])]
 

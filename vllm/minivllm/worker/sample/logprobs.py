@@ -1,4 +1,4 @@
-"""Log probabilities of chosen and most likely tokens.
+"""Log probabilities of the chosen and the most likely tokens.
 
 In vLLM v0.33.0: `vllm/v1/sample/sampler.py` (`gather_logprobs`).
 """
@@ -13,7 +13,7 @@ from minivllm.core.messages import TokenLogprobs
 def token_logprobs(
     logprobs: torch.Tensor, chosen: Sequence[int], num_most_likely: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """One entry a row of `logprobs` [rows, vocab]; `num_most_likely` of a row is -1 for the whole vocabulary."""
+    """One entry per row of `logprobs` [rows, vocab]; -1 in `num_most_likely` [rows] asks for the whole vocabulary."""
     vocab = logprobs.shape[-1]
     numbers = [vocab if number == -1 else min(number, vocab) for number in num_most_likely]
     ids = torch.tensor(chosen, dtype=torch.int64, device=logprobs.device).unsqueeze(-1)

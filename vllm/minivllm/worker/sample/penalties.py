@@ -1,6 +1,6 @@
-"""Penalties on what was said before.
+"""Penalties on tokens that have occurred before.
 
-Only the logits of tokens that occur in a request are touched, so nothing of the size of the vocabulary is built.
+Only the logits of tokens that occur in a request are touched, so no tensor of vocabulary size is built.
 
 In vLLM v0.33.0: `vllm/v1/sample/ops/penalties.py`, `vllm/v1/worker/gpu/sample/penalties.py`.
 """
@@ -21,7 +21,7 @@ def apply_penalties(
 ) -> None:
     """Applies repetition, frequency and presence penalties, in this order. In place; logits [rows, vocab].
 
-    Repetition looks at prompt and output, the others at the output alone.
+    The repetition penalty counts prompt and output, the others the output only.
     """
     for row, (each, prompt, output) in enumerate(zip(params, prompt_token_ids, output_token_ids, strict=True)):
         if has_penalties(each):
@@ -31,12 +31,12 @@ def apply_penalties(
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether any of the three is on."""
+    """Whether any of the three penalties is set."""
     return params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
 
 def _occurring(prompt: np.ndarray, output: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different tokens of a request, and how often each occurs in its output."""
+    """The distinct token ids of a request, and how often each occurs in its output."""
     ids, places = np.unique(np.concatenate([prompt, output]), return_inverse=True)
     return ids.astype(np.int64), np.bincount(places[len(prompt) :], minlength=len(ids))
 

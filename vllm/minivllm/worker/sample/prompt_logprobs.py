@@ -14,27 +14,30 @@ from minivllm.worker.sample.logprobs import token_logprobs
 
 
 class PromptLogprobs:
-    """The requests that asked, and what is known of their prompts so far; complete with the first sampled token."""
+    """The requests that asked for prompt log probabilities, and those computed so far.
+
+    A prompt is complete in the step that samples its request's first token.
+    """
 
     def __init__(self) -> None:
         self._so_far: dict[str, list[TokenLogprobs]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any prompt is under way."""
+        """Whether any prompt is in progress."""
         return bool(self._so_far)
 
     def add_request(self, request: NewRequestData) -> None:
-        """Notes a request that asked. One that comes back with outputs has been answered before its preemption."""
+        """Registers a request if it asked. One resumed with outputs was already answered before its preemption."""
         asked = request.sampling_params.prompt_logprobs is not None
         if asked and len(request.prefill_token_ids) == len(request.prompt_token_ids):
             self._so_far[request.req_id] = []
 
     def remove_request(self, req_id: str) -> None:
-        """Forgets a request that finished or was preempted."""
+        """Drops a request that finished or was preempted."""
         self._so_far.pop(req_id, None)
 
     def pass_over(self, inputs: StepInputs) -> None:
-        """Notes, where another rank observes, which prompts are complete with this step."""
+        """Drops the prompts that this step completes, without computing anything: for ranks other than 0."""
         for index in inputs.sampling:
             self.remove_request(inputs.req_ids[index])
 
@@ -45,7 +48,7 @@ class PromptLogprobs:
         hidden: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> dict[str, list[TokenLogprobs]]:
-        """Takes in a step's hidden states [tokens, hidden]; returns the prompts that are complete with it."""
+        """Computes the log probabilities from a step's hidden states [tokens, hidden]; returns completed prompts."""
         complete: dict[str, list[TokenLogprobs]] = {}
         for index, req_id in enumerate(inputs.req_ids):
             if req_id not in self._so_far:

@@ -1,8 +1,8 @@
-"""From logits to tokens, each row of the batch by its own request's sampling parameters.
+"""From logits to tokens, each row using its own request's sampling parameters.
 
 Order: log probabilities of the raw logits; allowed tokens, bias, bad words, minimum length; penalties; then the most
-likely token, or temperature, min-p, top-k, top-p and a random draw (`gumbel.py`). A batch of greedy requests skips all
-of this: it is one argmax.
+likely token, or temperature, min-p, top-k, top-p and a random draw (`gumbel.py`). A batch of plain greedy requests
+skips all of this: it is one argmax.
 
 In vLLM v0.33.0: `vllm/v1/sample/sampler.py` (`Sampler`), `vllm/v1/worker/gpu/sample/sampler.py`.
 """
@@ -24,7 +24,7 @@ from minivllm.worker.sample.top_k_top_p import mask_below_min_p, mask_beyond_top
 
 
 class Needs(IntFlag):
-    """What the rows of a batch ask for: what none of them asks for is not computed."""
+    """The features that the rows of a batch use; a feature that no row uses is not computed."""
 
     RANDOM = 1
     MIN_P = 2
@@ -35,7 +35,7 @@ class Needs(IntFlag):
 
     @classmethod
     def of(cls, params: SamplingParams) -> "Needs":
-        """What one request asks for."""
+        """The features that one request uses."""
         needs = cls(0)
         if not params.is_greedy:
             needs |= cls.RANDOM
@@ -52,9 +52,9 @@ class Needs(IntFlag):
 
 @dataclass(slots=True)
 class SamplingMetadata:
-    """One step's rows. Arrays and lists are [rows]; `prompt_token_ids` and `output_token_ids` hold one array a row.
+    """Sampling parameters of one step's rows. Arrays and lists are [rows].
 
-    The lists are empty where `needs` has no use for them.
+    `prompt_token_ids` and `output_token_ids` hold one array per row. The lists are empty if `needs` does not use them.
     """
 
     needs: Needs
@@ -71,19 +71,19 @@ class SamplingMetadata:
 
 _NONE = np.empty(0)
 NOTHING_NEEDED = SamplingMetadata(Needs(0), _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
-"""For rows that are all greedy: nothing about them is looked at, so nothing is gathered."""
+"""For rows that only take the argmax: no parameter is read, so none is gathered."""
 
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """One token a row; `logprobs` is empty, or has None for the rows that did not ask."""
+    """One token per row; `logprobs` is empty, or has None for the rows that did not request it."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
 
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """Chooses a token for each row of logits [rows, vocab], float32, which it overwrites."""
+    """Chooses a token for each row of logits [rows, vocab], float32. Overwrites the logits."""
     needs = metadata.needs
     if not needs:
         return SamplerOutput(argmax(logits), [])
@@ -105,13 +105,13 @@ def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
 
 
 def argmax(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row; of equals, the first. On a CPU by numpy, ten times as fast as torch there."""
+    """The most likely token of each row, the first in a tie. On a CPU it uses numpy, ten times as fast as torch."""
     best = logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(dim=-1)
     return best.tolist()
 
 
 def _sample_random(logits: torch.Tensor, metadata: SamplingMetadata) -> list[int]:
-    """A draw for the rows with a temperature, the most likely token for the others."""
+    """Draws for the rows with a temperature above 0, and takes the most likely token for the others."""
     random_rows = np.flatnonzero(metadata.temperature > 0.0)
     token_ids = np.asarray(argmax(logits)) if len(random_rows) < len(logits) else np.empty(len(logits), np.int64)
     if len(random_rows) < len(logits):

@@ -1,4 +1,4 @@
-"""Sampling parameters as arrays with one row for each request: a step gathers its rows, with no loop over requests.
+"""Sampling parameters as arrays with one row per request: a step gathers its rows without a loop over requests.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/states.py` (`SamplingStates`).
 """
@@ -26,7 +26,7 @@ class SamplingStates:
         self.seeds = np.zeros(max_num_reqs, np.uint64)
 
     def add_request(self, row: int, params: SamplingParams) -> None:
-        """Fills a row. A seed that is not given counts as 0; the engine gives one to every request."""
+        """Fills a row. A missing seed counts as 0; the engine gives every request a seed."""
         self.params[row] = params
         self.needs[row] = Needs.of(params)
         self.temperature[row] = params.temperature
@@ -36,16 +36,16 @@ class SamplingStates:
         self.seeds[row] = (params.seed or 0) % 2**64
 
     def needs_of(self, rows: np.ndarray) -> Needs:
-        """What these rows ask for, together."""
+        """The union of the features that these rows use."""
         return Needs(int(np.bitwise_or.reduce(self.needs[rows], initial=0)))
 
     def metadata(
         self, rows: np.ndarray, token_ids: np.ndarray, num_prompt_tokens: np.ndarray, num_tokens: np.ndarray
     ) -> SamplingMetadata:
-        """What the sampler needs to know of `rows`, in this order; a row with drafts stands there once for each place.
+        """Gathers the sampler's inputs for `rows`, in order; a row with drafts is repeated for each sampled position.
 
         token_ids [max_num_reqs, max_model_len]: prompts, outputs and drafts. `num_prompt_tokens`, `num_tokens` [rows]:
-        how many of a row's tokens are its prompt, and how many stand before the place that is sampled.
+        the length of each row's prompt, and the number of tokens before the sampled position.
         """
         needs = self.needs_of(rows)
         metadata = SamplingMetadata(

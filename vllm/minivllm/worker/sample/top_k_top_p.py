@@ -1,13 +1,13 @@
-"""Keep only likely tokens: min-p, top-k, top-p. In vLLM v0.33.0: `vllm/v1/sample/ops/topk_topp_sampler.py`."""
+"""Mask unlikely tokens: min-p, top-k, top-p. In vLLM v0.33.0: `vllm/v1/sample/ops/topk_topp_sampler.py`."""
 
 import torch
 
 FIRST_LOOK = 64
-"""So many of a row's most likely tokens are sorted at first; eight times as many while that was not enough."""
+"""Number of most likely tokens of a row to sort at first; it grows eightfold until it is enough."""
 
 
 def mask_below_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Makes tokens impossible that are less than `min_p` times as likely as the row's most likely one. In place.
+    """Masks tokens that are less than `min_p` times as likely as the row's most likely one. In place.
 
     logits [rows, vocab], float32, after temperature; min_p [rows], 0 for off.
     """
@@ -16,10 +16,9 @@ def mask_below_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> None:
 
 
 def mask_beyond_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Leaves the `top_k` most likely tokens possible, and of those the likeliest that make up `top_p`. In place.
+    """Keeps the `top_k` most likely tokens, and of those the most likely that make up `top_p`. Masks in place.
 
-    The token that carries the mass over `top_p` stays, and so does every token exactly as likely as the last that
-    stays.
+    The token that takes the mass to `top_p` or above is kept, and so is any token tied with the last one kept.
 
     logits [rows, vocab], float32; top_k [rows], int64, 0 for off; top_p [rows], float32, 1 for off.
     """
@@ -34,7 +33,7 @@ def mask_beyond_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: to
         if num_looked_at == vocab or bool(enough.all()):
             break
         num_looked_at *= 8
-    # A row where everything stays may not have been sorted to its end.
+    # A row that keeps everything may not have been fully sorted.
     last_kept = (num_kept - 1).clamp(max=num_looked_at - 1)
     least = ordered.gather(-1, last_kept.unsqueeze(-1))
     least.masked_fill_((num_kept == vocab).unsqueeze(-1), -torch.inf)
@@ -44,7 +43,7 @@ def mask_beyond_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: to
 def _num_kept(
     logits: torch.Tensor, ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tokens of each row stay, and whether `ordered`, its most likely ones, was enough to tell: [rows]."""
+    """Number of tokens each row keeps, and whether `ordered`, its top tokens, was enough to tell; both [rows]."""
     num_looked_at = ordered.shape[-1]
     weights = (ordered - ordered[:, :1]).exp()
     places = torch.arange(num_looked_at, device=logits.device)

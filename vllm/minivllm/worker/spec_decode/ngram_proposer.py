@@ -1,8 +1,8 @@
-"""Drafts without a draft model: what followed the last tokens where they stood before.
+"""Drafts without a draft model: the tokens that followed an earlier occurrence of the last few tokens.
 
-Text repeats itself: names, calls, whole lines. The longest run of last tokens that occurs earlier in the request is
-looked up, the first place where it does, and the tokens behind it are the drafts. Nothing is computed and nothing can
-go wrong: the model verifies every draft.
+Text repeats itself: names, calls, whole lines. The proposer takes the longest suffix that also occurs earlier in the
+request, goes to its first occurrence, and proposes the tokens after it. No model is run, and a wrong draft costs no
+correctness: the model verifies every draft.
 
 In vLLM v0.33.0: `vllm/v1/spec_decode/ngram_proposer.py` (`NgramProposer`); the idea is Saxena's prompt lookup decoding.
 """
@@ -14,18 +14,18 @@ from minivllm.worker.input_batch import InputBatch
 
 
 class NgramProposer:
-    """Looks the last `prompt_lookup_max` tokens up, then fewer, down to `prompt_lookup_min`."""
+    """Looks up the last `prompt_lookup_max` tokens, then fewer, down to `prompt_lookup_min`."""
 
     def __init__(self, config: SpeculativeConfig, max_model_len: int) -> None:
         self.config = config
         self.max_model_len = max_model_len
 
     def propose(self, batch: InputBatch, rows: np.ndarray) -> list[list[int]]:
-        """As `minivllm.worker.spec_decode.proposer.Proposer`."""
+        """Implements `minivllm.worker.spec_decode.proposer.Proposer`."""
         return [self.drafts_after(batch.token_ids[row, : batch.num_tokens[row]]) for row in rows]
 
     def drafts_after(self, token_ids: np.ndarray) -> list[int]:
-        """Drafts for what comes after `token_ids` [tokens], int32: none, or up to `num_speculative_tokens`."""
+        """Drafts to follow `token_ids` [tokens], int32: at most `num_speculative_tokens`, possibly none."""
         room = self.max_model_len - len(token_ids)
         wanted = min(self.config.num_speculative_tokens, room)
         if wanted <= 0:
@@ -40,13 +40,13 @@ class NgramProposer:
 
 
 def _first_place(text: bytes, length: int, item: int) -> int | None:
-    """Where the last `length` bytes of a text occur first, before its end; whole items only, of `item` bytes each.
+    """Byte offset of the first earlier occurrence of the last `length` bytes, aligned to items of `item` bytes.
 
-    Searching bytes is what the C library does fastest; a place inside an item is none.
+    Byte search is the fastest search available (C code); matches that start inside an item are skipped.
     """
     suffix, end = text[-length:], len(text) - item
     place = text.find(suffix, 0, end)
-    while place % item > 0:  # -1 % item is not 0, so "not found" is looked at too
+    while place % item > 0:  # -1 % item is not 0, so "not found" enters the loop too
         if place < 0:
             return None
         place = text.find(suffix, place + 1, end)

@@ -1,13 +1,13 @@
-"""Exact verification of drafts: which of them stay, and the token that the model says itself.
+"""Exact verification of drafts: which of them are accepted, and the model's own token after them.
 
-Each draft stands in the step's forward pass like any other token, so there are logits behind the last known token and
-behind every draft, and the sampler has drawn from all of them. A draft is accepted where it is what was drawn. At the
-first that is not, the drawn token takes its place and the rest is dropped; where all are accepted, the last draw is one
-token more.
+Drafts go through the step's forward pass like any other tokens, so there are logits after the last known token and
+after every draft, and the sampler has drawn from all of them. A draft is accepted if it equals the token drawn. At the
+first mismatch the drawn token replaces the draft and the rest is dropped; if all are accepted, the last draw is a bonus
+token.
 
-That is the rejection rule of speculative sampling (arXiv 2211.17192) for a proposer that is certain of its draft x:
+This is the rejection rule of speculative sampling (arXiv 2211.17192) for a proposer that is certain of its draft x:
 accept with probability p(x), else draw from p without x. One draw from p does both. And since a request's draws depend
-on its seed and the position alone, its tokens are those that it would have had without drafts.
+only on its seed and the position, it generates the same tokens as without drafts.
 
 In vLLM v0.33.0: `vllm/v1/sample/rejection_sampler.py` (`RejectionSampler`).
 """
@@ -18,9 +18,9 @@ import numpy as np
 
 
 def kept_slices(drawn: Sequence[int], num_sampled: np.ndarray, drafts: Sequence[Sequence[int]]) -> list[slice]:
-    """What stays of the tokens drawn: one slice of `drawn` for each request.
+    """The drawn tokens to keep: one slice of `drawn` for each request.
 
-    drawn [sum of num_sampled]: each request's draws, behind its last known token and behind each draft;
+    drawn [sum of num_sampled]: each request's draws, after its last known token and after each draft;
     `num_sampled` [requests] is 1 + len(drafts[i]).
     """
     starts = (np.cumsum(num_sampled) - num_sampled).tolist()
@@ -31,7 +31,7 @@ def kept_slices(drawn: Sequence[int], num_sampled: np.ndarray, drafts: Sequence[
 
 
 def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many drafts, from the first on, are what was drawn in their place."""
+    """Number of leading drafts that equal the tokens drawn at their positions."""
     for index, (draft, token_id) in enumerate(zip(drafts, drawn, strict=True)):
         if draft != token_id:
             return index
