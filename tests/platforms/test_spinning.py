@@ -11,7 +11,7 @@ import torch
 
 from minivllm.platforms import spinning
 from minivllm.platforms.cpu_time import CpuTimes
-from minivllm.platforms.spinning import IDLE_SECONDS, SECONDS, Contention, Watcher, limit_spinning
+from minivllm.platforms.spinning import SECONDS, Contention, Watcher, limit_spinning
 
 
 def readings(*shares: float) -> list[bool]:
@@ -78,7 +78,7 @@ def test_the_watcher_holds_the_team_while_others_want_the_cores():
     for _ in range(5):
         look(0.05, 0.05)
     assert team.calls == ["hold"]
-    assert look(0.0, 0.0) == pytest.approx(IDLE_SECONDS)
+    assert look(0.0, 0.0) == pytest.approx(SECONDS)
     for _ in range(10):
         look(0.1, 0.0)
     assert team.calls == ["hold", "let go"]

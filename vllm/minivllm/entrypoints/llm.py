@@ -16,6 +16,7 @@ from minivllm.engine.one_caller import OneCaller
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, as_prompts
 from minivllm.outputs import RequestOutput
+from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -105,9 +106,11 @@ class LLM:
     def _run(self, request_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         console = get_console()
-        with _progress(disable=not (use_tqdm and (console.is_terminal or console.is_jupyter))) as bar:
+        bar = _progress(disable=not (use_tqdm and (console.is_terminal or console.is_jupyter)))
+        with bar, InterruptsHeld() as interrupts:
             task = bar.add_task("prompts", total=len(request_ids), tokens=0)
             while self.llm_engine.has_unfinished_requests():
+                interrupts.deliver()
                 for output in self.llm_engine.step():
                     _raise_error(request_ids, output)
                     finished[output.request_id] = output

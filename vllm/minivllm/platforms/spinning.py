@@ -6,7 +6,7 @@ the engine becomes three to ten times slower.
 
 The library reads the spin time from the environment when it is loaded. Once torch is imported it is too late to set,
 and one value must serve both quiet and busy times. But GNU's library spins for only 100 iterations while a process has
-more OpenMP threads than cores (see GOMP_SPINCOUNT in its manual). So a watcher checks ten times a second how long this
+more OpenMP threads than cores (see GOMP_SPINCOUNT in its manual). So a watcher checks twice a second how long this
 process's threads waited for a core. If they waited too long, it starts a second team of threads, which sleep and only
 add to the count; it ends the team when the machine is quiet again.
 """
@@ -33,9 +33,10 @@ CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 BUSY, QUIET = 0.20, 0.10
 """Thresholds of `waited_share`: above the first the threads sleep, below the second they spin."""
-WEIGHT = 0.3
-"""Of the newest reading in the running mean: one hiccup changes nothing, 0.2 to 0.4 s of contention does."""
-SECONDS, IDLE_SECONDS = 0.1, 0.5
+WEIGHT = 0.5
+"""Of the newest reading in the running mean: one hiccup changes nothing, a second beside others does."""
+SECONDS = 0.5
+"""Between two readings. Ten readings a second cost a request alone 5 to 13 % of its rate: each hands the GIL over."""
 LEAST_WANTED = 0.02
 """CPU seconds: a process that wanted less between two readings is idle and learns nothing about the machine."""
 LARGEST_COST = 0.01
@@ -105,8 +106,7 @@ class Watcher:
         if self.contention.take(passed) != self.team.held:
             logger.debug("Threads waited %.0f%% of the time for a core", 100 * self.contention.share)
             (self.team.hold if self.contention.busy else self.team.let_go)()
-        seconds = SECONDS if passed.ran + passed.waited >= LEAST_WANTED else IDLE_SECONDS
-        return max(seconds, (time.thread_time() - start) / LARGEST_COST)
+        return max(SECONDS, (time.thread_time() - start) / LARGEST_COST)
 
     def run(self) -> None:
         """Call `look` for as long as the process lives."""

@@ -108,8 +108,7 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step: takes the scheduler's decisions, returns the sampled tokens.
 
-        Raises:
-            NonFiniteLogitsError: the model computed NaN or infinity. As after any error, `reset` before the next step.
+        After any error, `reset` must come before the next step.
         """
         with record_function_or_nullcontext("minivllm::prepare"):
             self._update_states(scheduler_output)
@@ -167,7 +166,7 @@ class ModelRunner:
         if not len(inputs.sampling):
             return ModelRunnerOutput({})
         logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
-        sums = logits.sum(dim=-1)  # [sum of num_sampled], not finite where any logit is not; sampling changes logits
+        sums = logits.sum(dim=-1)  # [sum of num_sampled], summed here since sampling overwrites logits
         sampled = sample(logits, self._sampling_metadata(inputs))  # one token per row of logits
         output = kept_of(inputs, sampled)  # per request, accepted drafts and one more token
         output.prompt_logprobs, output.nonfinite_req_ids = prompt_logprobs, nonfinite_req_ids(inputs, sums)
@@ -244,11 +243,10 @@ def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
 def nonfinite_req_ids(inputs: StepInputs, sums: torch.Tensor) -> list[str]:
     """The requests whose logits are not all finite; `sums` [sum of num_sampled] are those of each row.
 
-    One sum a row costs less than any look at the single logits, and is NaN or infinite where one of them is.
+    One sum per row is cheaper than checking every logit, and is NaN or infinite if any logit is.
     """
-    total = float(sums.sum())
-    if total - total == 0.0:  # finite: neither NaN nor infinite
+    finite = np.isfinite(sums.cpu().numpy())
+    if finite.all():
         return []
-    wrong = ~np.isfinite(sums.cpu().numpy())
-    places = np.unique(np.repeat(inputs.sampling, inputs.num_sampled)[wrong])
+    places = np.unique(np.repeat(inputs.sampling, inputs.num_sampled)[~finite])
     return [inputs.req_ids[place] for place in places]
