@@ -25,7 +25,7 @@ def test_a_quiet_machine_stays_quiet():
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_neighbours_are_noticed_within_half_a_second(share):
+def test_neighbours_are_noticed_within_five_readings(share):
     assert readings(*[share] * 5)[-1]
 
 

@@ -33,8 +33,8 @@ CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 BUSY, QUIET = 0.20, 0.10
 """Thresholds of `waited_share`: above the first the threads sleep, below the second they spin."""
-WEIGHT = 0.5
-"""Of the newest reading in the running mean: one hiccup changes nothing, a second beside others does."""
+WEIGHT = 0.3
+"""Of the newest reading in the running mean: one hiccup changes nothing, one or two seconds of contention do."""
 SECONDS = 0.5
 """Between two readings. Ten readings a second cost a request alone 5 to 13 % of its rate: each hands the GIL over."""
 LEAST_WANTED = 0.02
