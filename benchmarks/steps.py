@@ -99,7 +99,8 @@ REJECTED = [
     Variant("threads that sleep between operators", environment=("OMP_WAIT_POLICY", "passive")),
     Variant("one thread", environment=("OMP_NUM_THREADS", "1")),
 ]
-VARIANTS = {variant.title: variant for variant in (AS_IT_IS, *KEPT, *REJECTED, *SWITCHED)}
+LEDGER = (AS_IT_IS, *KEPT, *REJECTED)
+VARIANTS = {variant.title: variant for variant in (*LEDGER, *SWITCHED)}
 
 
 def check_environment(variant: Variant) -> None:
@@ -196,7 +197,7 @@ def show(figures: dict[str, Any], title: str) -> None:
 def measure_ledger(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Every variant in a process of its own, in turns; of each the fastest turn counts."""
     best: dict[str, dict[str, Any]] = {}
-    turns = [variant for _ in range(arguments.rounds) for variant in (AS_IT_IS, *KEPT, *REJECTED)]
+    turns = [variant for _ in range(arguments.rounds) for variant in LEDGER]
     for variant in track(turns, "variants"):
         environment = os.environ | dict([variant.environment] if variant.environment else [])
         command = [sys.executable, __file__, "--variant", variant.title, "--rounds", "1"]

@@ -470,3 +470,11 @@ def test_bad_words_are_never_said(idle):
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, bad_words=[word])
     assert word not in idle.generate("import", params)[0].outputs[0].text.split()
     assert tokens(idle.generate("import", params)[0])[0] != tokens(free)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("chat", "call generate"), ("encode", "generates text"), ("nonsense", "")]
+)
+def test_what_is_missing_says_what_there_is_instead(idle, name, instead):
+    with pytest.raises(AttributeError, match=f"'{name}'.*{instead}"):
+        getattr(idle, name)

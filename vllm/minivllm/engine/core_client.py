@@ -48,21 +48,6 @@ class EngineCoreClient(ABC):
         """Ends everything that was started; a second call does nothing."""
 
 
-def make_client(args: EngineArgs) -> EngineCoreClient:
-    """Starts a core and returns its client once it is ready: in this process, or with `multiprocess` in its own.
-
-    Raises:
-        MinivllmError: the core rejects the arguments.
-        WorkerDiedError: a rank died before it was ready.
-        EngineDeadError: the core's process died before it was ready.
-    """
-    if not args.multiprocess:
-        return InprocClient(args)
-    from minivllm.engine.mp_client import SyncMPClient  # msgspec and ZeroMQ are needed only here
-
-    return SyncMPClient(args)
-
-
 class InprocClient(EngineCoreClient):
     """The core is an object in this process. `get_output` runs a step."""
 

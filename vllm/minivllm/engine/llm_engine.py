@@ -9,7 +9,7 @@ from minivllm.config import ModelConfig
 from minivllm.core.messages import EngineCoreOutputs
 from minivllm.core.stats import SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import make_client
+from minivllm.engine.core_client import EngineCoreClient, InprocClient
 from minivllm.engine.generation_config import GenerationConfig
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.output_processor import OutputProcessor
@@ -132,3 +132,18 @@ class LLMEngine:
     def _give_up(self, child_ids: set[str]) -> None:
         parents = [parent for parent, children in self._children.items() if not child_ids.isdisjoint(children)]
         self.abort_request(parents)
+
+
+def make_client(args: EngineArgs) -> EngineCoreClient:
+    """Starts a core and returns its client once it is ready: in this process, or with `multiprocess` in its own.
+
+    Raises:
+        MinivllmError: the core rejects the arguments.
+        WorkerDiedError: a rank died before it was ready.
+        EngineDeadError: the core's process died before it was ready.
+    """
+    if not args.multiprocess:
+        return InprocClient(args)
+    from minivllm.engine.mp_client import SyncMPClient  # msgspec and ZeroMQ are needed only here
+
+    return SyncMPClient(args)

@@ -19,6 +19,16 @@ from minivllm.outputs import RequestOutput
 from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
+POOLING = "minivllm generates text; models that embed, score or classify are not served"
+NOT_SERVED = {
+    "chat": "put the messages into a prompt yourself, and call generate",
+    "beam_search": "minivllm.lab.beam_search has it for lesson 02",
+    "get_metrics": "llm.llm_engine.stats has the scheduler's state and counts",
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), POOLING),
+    **dict.fromkeys(("sleep", "wake_up", "collective_rpc", "apply_model"), "there is nothing like it here"),
+}
+"""Methods of vLLM's `LLM` that this one lacks, and what there is instead."""
+
 
 class LLM:
     """Offline generation.
@@ -76,6 +86,10 @@ class LLM:
             except BaseException:
                 self.llm_engine.abort_request(request_ids)
                 raise
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f"; {NOT_SERVED[name]}" if name in NOT_SERVED else ""
+        raise AttributeError(f"minivllm's LLM has no attribute {name!r}{hint}")
 
     def get_tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer; None with `skip_tokenizer_init`."""
