@@ -278,7 +278,9 @@ def test_large_calls_in_flight_do_not_block_one_another(ranks):
 
 
 def test_when_a_rank_dies_every_call_in_flight_fails_at_once(ranks):
-    futures = [ranks.send_for_one("sleep", 0.01), ranks.send_for_one("be_killed", 1), ranks.send_for_one("who")]
+    done = ranks.send_for_one("sleep", 0.01)
+    ranks.send_for_one("sleep", 0.5)  # the reply before it has long been read when a rank dies
+    futures = [done, ranks.send_for_one("be_killed", 1), ranks.send_for_one("who")]
     start = time.monotonic()
     with pytest.raises(WorkerDiedError, match=r"rank 1 .* killed by SIGKILL"):
         futures[2].result()
