@@ -30,7 +30,7 @@ class InterruptsHeld:
         return self
 
     def deliver(self) -> None:
-        """Lets a held SIGINT through now: a loop calls it between its turns. Setting the handler anew takes 10 µs."""
+        """Lets a held SIGINT through now: a loop that holds them as a whole calls it between its turns."""
         if self._held and self._handler is not None:
             self._handler(*self._held.pop(0))
 
