@@ -9,7 +9,7 @@ from minivllm.models.linear import (
     UNQUANTIZED,
     GatedLinear,
     Linear,
-    LinearMethod,
+    LoadableLinearMethod,
     PanelLinearMethod,
     process_weights_after_loading,
     weight_bytes,
@@ -39,10 +39,10 @@ def test_a_packed_model_computes_what_it_did_and_gives_its_plain_weights_up():
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
-class Doubled(LinearMethod):
+class Doubled(LoadableLinearMethod):
     """Around another method, as an adapter stands: twice what that one computes."""
 
-    def __init__(self, base: LinearMethod):
+    def __init__(self, base: LoadableLinearMethod):
         self.base = base
 
     def create_weights(self, linear: Linear, in_features: int, out_features: int, input_parts: int) -> None:

@@ -22,7 +22,7 @@ from minivllm.errors import UnsupportedModelError
 from minivllm.kernels.elementwise import add_rms_norm, rotate_heads
 from minivllm.models.attention import AttentionFunction
 from minivllm.models.forward_context import ForwardContext
-from minivllm.models.linear import UNQUANTIZED, GatedLinear, Linear, LinearMethod
+from minivllm.models.linear import UNQUANTIZED, GatedLinear, Linear, LoadableLinearMethod
 from minivllm.models.parallel import GroupCoordinator, shard_config
 from minivllm.models.rotary import RotaryTable
 
@@ -39,7 +39,7 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         group: GroupCoordinator | None = None,
-        method: LinearMethod = UNQUANTIZED,
+        method: LoadableLinearMethod = UNQUANTIZED,
     ):
         """Build with torch's default dtype and device.
 
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with a norm before it and a residual connection around it."""
 
-    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LinearMethod):
+    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
         super().__init__()
         self.self_attn = SelfAttention(config, index, group, method)
         self.mlp = GatedMLP(config, group, method)
@@ -134,7 +134,7 @@ class DecoderLayer(nn.Module):
 class SelfAttention(nn.Module):
     """Attention with its projections: into heads, rotary positions, attention, and the output projection."""
 
-    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LinearMethod):
+    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
         super().__init__()
         self.index, self.group = index, group
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -165,7 +165,7 @@ class SelfAttention(nn.Module):
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig, group: GroupCoordinator, method: LinearMethod):
+    def __init__(self, config: ModelConfig, group: GroupCoordinator, method: LoadableLinearMethod):
         super().__init__()
         self.group = group
         width = config.intermediate_size

@@ -1,6 +1,7 @@
 """Linear layers, and the one way to change how they compute: each passes its input to its `LinearMethod`.
 
-A method creates the parameters of a linear, may transform them after loading, and computes with them:
+The method that a linear begins with creates its parameters; after loading they may be transformed, or another method
+take over. It computes with them:
 
     UnquantizedLinearMethod    weight [out, in]                       F.linear
     PanelLinearMethod          the same numbers in panels             compiled loops on a CPU; chosen after loading
@@ -26,13 +27,6 @@ class LinearMethod(ABC):
     """How a linear computes. One object may serve many linears, so per-linear state is stored on the linear."""
 
     @abstractmethod
-    def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
-        """Creates the linear's parameters except the bias: uninitialised, with torch's default dtype and device.
-
-        `input_parts`: number of ranks that a row of the whole weight is divided over, `in_features` each.
-        """
-
-    @abstractmethod
     def apply(self, linear: "Linear", x: Tensor) -> Tensor:
         """`x @ weight.T + bias`: `[rows, in]` to `[rows, out]`."""
 
@@ -48,11 +42,22 @@ class LinearMethod(ABC):
         return
 
 
-class UnquantizedLinearMethod(LinearMethod):
+class LoadableLinearMethod(LinearMethod):
+    """A method that a linear can begin with: it creates the parameters that the loader fills."""
+
+    @abstractmethod
+    def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
+        """Creates the linear's parameters except the bias: uninitialised, with torch's default dtype and device.
+
+        `input_parts`: number of ranks that a row of the whole weight is divided over, `in_features` each.
+        """
+
+
+class UnquantizedLinearMethod(LoadableLinearMethod):
     """Weights as they are stored, `[out, in]`."""
 
     def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
-        """As `LinearMethod`."""
+        """As `LoadableLinearMethod`."""
         linear.weight = parameter(torch.empty(out_features, in_features))
 
     def apply(self, linear: "Linear", x: Tensor) -> Tensor:
@@ -78,10 +83,6 @@ class PanelLinearMethod(LinearMethod):
         linear.bias = None
         linear.register_buffer("panels", self.product.panels, persistent=False)
         linear.register_buffer("panel_bias", self.product.bias, persistent=False)
-
-    def create_weights(self, linear: "Linear", in_features: int, out_features: int, input_parts: int) -> None:
-        """Not supported: panels are made from loaded weights."""
-        raise NotImplementedError("panels are made of loaded weights")
 
     def apply(self, linear: "Linear", x: Tensor) -> Tensor:
         """As `LinearMethod`."""
@@ -111,12 +112,13 @@ class Linear(nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = False,
-        method: LinearMethod = UNQUANTIZED,
+        method: LoadableLinearMethod = UNQUANTIZED,
         input_parts: int = 1,
     ) -> None:
-        """`input_parts` as in `LinearMethod.create_weights`."""
+        """`input_parts` as in `LoadableLinearMethod.create_weights`."""
         super().__init__()
-        self.method, self.input_parts = method, input_parts
+        self.method: LinearMethod = method
+        self.input_parts = input_parts
         method.create_weights(self, in_features, out_features, input_parts)
         self.bias = parameter(torch.empty(out_features)) if bias else None
 

@@ -29,11 +29,11 @@ from minivllm.kernels.packed_weights import (
     quantize_weight,
 )
 from minivllm.kernels.quantized_linear import quantized_linear
-from minivllm.models.linear import Linear, LinearMethod, parameter
+from minivllm.models.linear import Linear, LoadableLinearMethod, parameter
 
 
 @dataclass(frozen=True)
-class QuantizedLinearMethod(LinearMethod):
+class QuantizedLinearMethod(LoadableLinearMethod):
     """Computes with 8- or 4-bit weights in the format of `minivllm.kernels.packed_weights`: `packed` and `scales`.
 
     - `group_size`: weights of a row that share a scale; None for the whole row.
@@ -96,7 +96,7 @@ class Quantization(Protocol):
     """A source of quantized weights: the method of the layers' linears, and the tensors under the method's names."""
 
     @property
-    def method(self) -> LinearMethod:
+    def method(self) -> LoadableLinearMethod:
         """The method of every linear inside the layers."""
         ...
 

@@ -36,7 +36,7 @@ BUSY, QUIET = 0.20, 0.10
 WEIGHT = 0.3
 """Of the newest reading in the running mean: one hiccup changes nothing, one or two seconds of contention do."""
 SECONDS = 0.5
-"""Between two readings. At ten a second the steps of one request alone took longer: 5 % at least, 13 % in the median."""
+"""Between two readings. At ten a second, steps of one request alone took longer: 5 % at least, 13 % in the median."""
 LEAST_WANTED = 0.02
 """CPU seconds: a process that wanted less between two readings is idle and learns nothing about the machine."""
 LARGEST_COST = 0.01
