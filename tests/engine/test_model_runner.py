@@ -106,9 +106,7 @@ def test_logits_that_are_not_finite_are_refused_and_the_request_is_named(value, 
     assert again == tokens_of(sound, new_scheduler(prompts)), "nothing of the NaN is left in the cache"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_one_logit_of_a_row_is_enough(value, monkeypatch):
-    runner = new_runner()
+def set_one_logit(runner, value, monkeypatch):
     compute = runner.model.compute_logits
 
     def with_one(hidden):
@@ -117,8 +115,21 @@ def test_one_logit_of_a_row_is_enough(value, monkeypatch):
         return logits
 
     monkeypatch.setattr(runner.model, "compute_logits", with_one)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_one_logit_of_a_row_is_enough(value, monkeypatch):
+    runner = new_runner()
+    set_one_logit(runner, value, monkeypatch)
     with pytest.raises(NonFiniteLogitsError, match="for 1 requests"):
         tokens_of(runner, new_scheduler([[5, 6]], logit_bias={8: 90.0}))
+
+
+def test_minus_infinity_only_excludes_its_token(monkeypatch):
+    runner = new_runner()
+    set_one_logit(runner, -float("inf"), monkeypatch)
+    (tokens,) = tokens_of(runner, new_scheduler([[5, 6]])).values()
+    assert 7 not in tokens
 
 
 def test_large_logits_are_not_refused(monkeypatch):

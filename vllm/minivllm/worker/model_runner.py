@@ -166,10 +166,9 @@ class ModelRunner:
         if not len(inputs.sampling):
             return ModelRunnerOutput({})
         logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
-        sums = logits.sum(dim=-1)  # [sum of num_sampled], summed here since sampling overwrites logits
         sampled = sample(logits, self._sampling_metadata(inputs))  # one token per row of logits
         output = kept_of(inputs, sampled)  # per request, accepted drafts and one more token
-        output.prompt_logprobs, output.nonfinite_req_ids = prompt_logprobs, nonfinite_req_ids(inputs, sums)
+        output.prompt_logprobs, output.nonfinite_req_ids = prompt_logprobs, nonfinite_req_ids(inputs, sampled.largest)
         self.batch.append_tokens(inputs.rows[inputs.sampling], list(output.sampled_token_ids.values()))
         return output
 
@@ -240,12 +239,12 @@ def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
     return output
 
 
-def nonfinite_req_ids(inputs: StepInputs, sums: torch.Tensor) -> list[str]:
-    """The requests whose logits are not all finite; `sums` [sum of num_sampled] are those of each row.
+def nonfinite_req_ids(inputs: StepInputs, largest: np.ndarray) -> list[str]:
+    """The requests of which no token can be sampled: the largest of a row's logits [sum of num_sampled] is not finite.
 
-    One sum per row is cheaper than checking every logit, and is NaN or infinite if any logit is.
+    A NaN anywhere in the row is the largest, too. A logit of minus infinity only excludes its token.
     """
-    finite = np.isfinite(sums.cpu().numpy())
+    finite = np.isfinite(largest)
     if finite.all():
         return []
     places = np.unique(np.repeat(inputs.sampling, inputs.num_sampled)[~finite])
