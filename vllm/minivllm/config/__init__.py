@@ -5,14 +5,17 @@ In vLLM v0.33.0: `vllm/config/`.
 
 from minivllm.config.cache import CacheConfig
 from minivllm.config.model import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
+from minivllm.config.parts import NO_PARTS, Parts
 from minivllm.config.scheduler import SchedulerConfig
 from minivllm.config.speculative import SpeculativeConfig
 
 __all__ = [
     "EMBEDDED_DRAFT",
     "EMBEDDED_MODEL",
+    "NO_PARTS",
     "CacheConfig",
     "ModelConfig",
+    "Parts",
     "SchedulerConfig",
     "SpeculativeConfig",
 ]

@@ -12,11 +12,14 @@ In vLLM v0.33.0: `vllm/v1/core/kv_cache_utils.py` (`hash_block_tokens`, `generat
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from minivllm.core.lora_request import LoRARequest
 
 BlockHash = bytes
+
+HashBlockTokens = Callable[[BlockHash, Sequence[int], bytes], BlockHash]
+"""`hash_block_tokens`, or what takes its place."""
 
 NONE_HASH: BlockHash = hashlib.sha256(b"no block before this one").digest()
 """The parent hash of a chain's first block. Fixed, so that all processes compute the same hashes."""
@@ -48,10 +51,12 @@ def hash_new_full_blocks(
     block_size: int,
     first_block_keys: bytes = b"",
     later_block_keys: bytes = b"",
+    *,
+    hash_block: HashBlockTokens = hash_block_tokens,
 ) -> None:
     """Extends `block_hashes`, which covers the first full blocks of `token_ids`, to cover all of them."""
     parent = block_hashes[-1] if block_hashes else NONE_HASH
     for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         keys = later_block_keys if start else first_block_keys
-        parent = hash_block_tokens(parent, token_ids[start : start + block_size], keys)
+        parent = hash_block(parent, token_ids[start : start + block_size], keys)
         block_hashes.append(parent)

@@ -6,7 +6,7 @@ In vLLM v0.33.0: `vllm/v1/core/kv_cache_manager.py` (`KVCacheManager`), here for
 
 from collections.abc import Sequence
 
-from minivllm.config import CacheConfig
+from minivllm.config import NO_PARTS, CacheConfig, Parts
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.stats import PrefixCacheStats
@@ -15,12 +15,14 @@ from minivllm.core.stats import PrefixCacheStats
 class KVCacheManager:
     """Block tables on the host. A table only grows at its end; equal blocks are never merged."""
 
-    def __init__(self, cache_config: CacheConfig, max_model_len: int, watermark: float = 0.0) -> None:
+    def __init__(
+        self, cache_config: CacheConfig, max_model_len: int, watermark: float = 0.0, parts: Parts = NO_PARTS
+    ) -> None:
         self.block_size = cache_config.block_size
         self.enable_caching = cache_config.enable_prefix_caching
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * cache_config.num_gpu_blocks)
-        self.block_pool = BlockPool(cache_config.num_gpu_blocks, self.enable_caching)
+        self.block_pool: BlockPool = (parts.block_pool or BlockPool)(cache_config.num_gpu_blocks, self.enable_caching)
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_block: dict[str, int] = {}
         self.prefix_cache_stats = PrefixCacheStats()

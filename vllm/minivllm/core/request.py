@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
-from minivllm.core.block_hash import BlockHash, generate_block_hash_extra_keys, hash_new_full_blocks
+from minivllm.core.block_hash import (
+    BlockHash,
+    HashBlockTokens,
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
+    hash_new_full_blocks,
+)
 from minivllm.core.lora_request import LoRARequest
 from minivllm.errors import MinivllmError
 
@@ -54,6 +60,7 @@ class Request:
         "_all_token_ids",
         "_block_size",
         "_extra_keys",
+        "_hash_block",
         "arrival_time",
         "block_hashes",
         "cache_salt",
@@ -127,6 +134,7 @@ class Request:
 
         self.block_hashes: list[BlockHash] = []
         self._block_size: int | None = None
+        self._hash_block: HashBlockTokens = hash_block_tokens
         self._extra_keys = (
             generate_block_hash_extra_keys(lora_request, cache_salt),
             generate_block_hash_extra_keys(lora_request, None),
@@ -170,15 +178,17 @@ class Request:
         if self._block_size is not None and self.num_tokens % self._block_size == 0:
             self._hash_new_full_blocks()
 
-    def enable_block_hashes(self, block_size: int) -> None:
+    def enable_block_hashes(self, block_size: int, hash_block: HashBlockTokens = hash_block_tokens) -> None:
         """Hashes all full blocks of `block_size` tokens now, and later each block that a new token fills."""
-        self._block_size = block_size
+        self._block_size, self._hash_block = block_size, hash_block
         self.block_hashes.clear()
         self._hash_new_full_blocks()
 
     def _hash_new_full_blocks(self) -> None:
         assert self._block_size is not None
-        hash_new_full_blocks(self.block_hashes, self._all_token_ids, self._block_size, *self._extra_keys)
+        hash_new_full_blocks(
+            self.block_hashes, self._all_token_ids, self._block_size, *self._extra_keys, hash_block=self._hash_block
+        )
 
     def sort_key(self) -> tuple[int, float, str]:
         """Returns the key for the priority policy: priority, then arrival time, then id."""

@@ -13,7 +13,8 @@ KV connectors, pipeline and data parallelism.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import NO_PARTS, CacheConfig, Parts, SchedulerConfig
+from minivllm.core.block_hash import hash_block_tokens
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.limits import RequestLimits
 from minivllm.core.messages import EngineCoreOutput
@@ -55,8 +56,8 @@ class Scheduler:
     One iteration is `schedule()`, a forward pass, `update_from_output()`.
     """
 
-    def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
-        self.config = scheduler_config
+    def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, parts: Parts = NO_PARTS) -> None:
+        self.config, self.parts = scheduler_config, parts
         self.cache_config = cache_config
         self.kv_cache_manager = self._make_kv_cache_manager()
         self.limits = RequestLimits(
@@ -79,7 +80,7 @@ class Scheduler:
         """Adds a request to the waiting queue. Raises `MinivllmError` for one that cannot be served."""
         self._check_request(request)
         if self.cache_config.enable_prefix_caching:
-            request.enable_block_hashes(self.cache_config.block_size)
+            request.enable_block_hashes(self.cache_config.block_size, self.parts.hash_block_tokens or hash_block_tokens)
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 
@@ -368,7 +369,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _make_kv_cache_manager(self) -> KVCacheManager:
-        return KVCacheManager(self.cache_config, self.config.max_model_len, self.config.watermark)
+        return KVCacheManager(self.cache_config, self.config.max_model_len, self.config.watermark, self.parts)
 
     def _check_request(self, request: Request) -> None:
         name = f"request {request.request_id!r}"

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from minivllm.config import NO_PARTS, CacheConfig, ModelConfig, Parts, SchedulerConfig, SpeculativeConfig
 from minivllm.config.checks import is_count, is_number, require, require_flags
 from minivllm.config.units import GIB
 from minivllm.config.vllm_arguments import ANY_VALUE, takes_vllms_arguments
@@ -86,6 +86,7 @@ class EngineArgs:
       "uni" for one rank, else "mp".
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
     - `seed`: seeds the random seeds of requests that do not set one.
+    - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
     """
 
@@ -118,6 +119,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     enforce_eager: bool = False
+    parts: Parts = NO_PARTS
 
     @classmethod
     def of(cls, model: str | Path, settings: dict[str, Any]) -> "EngineArgs":
@@ -159,6 +161,13 @@ class EngineArgs:
         require(
             self.attention_backend in ATTENTION_BACKENDS,
             f"unknown attention_backend {self.attention_backend!r}; known are None and 'naive'",
+        )
+        require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
+        require(
+            not self.parts.names
+            or not (self.multiprocess or self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"),
+            f"parts ({', '.join(self.parts.names)}) cannot go to another process: leave out multiprocess, "
+            "tensor_parallel_size and distributed_executor_backend",
         )
         SpeculativeConfig.of(self.speculative_config)
         require(is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
@@ -222,6 +231,7 @@ class EngineArgs:
             kv_cache_dtype=self.kv_cache_dtype,
             quantization=self.quantization,
             attention_backend=self.attention_backend,
+            attention=self.parts.attention,
             use_kv_cache=self.use_kv_cache,
             speculative_config=self.speculation,
             block_size=self.block_size,

@@ -60,7 +60,9 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
-        self.scheduler = Scheduler(config, args.cache_config(num_blocks))
+        self.scheduler: Scheduler = (args.parts.scheduler or Scheduler)(
+            config, args.cache_config(num_blocks), args.parts
+        )
         self._log_memory()
 
     @property

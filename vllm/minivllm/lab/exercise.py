@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, run
 from minivllm.lab.tables import console, table
+
+if TYPE_CHECKING:
+    from minivllm.lab.plugged import Plugged
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 EXERCISES = REPOSITORY / "lessons" / "exercises"
@@ -97,6 +101,21 @@ def checks_of(number: str | int) -> list[Check]:
     return [check for name, check in vars(module).items() if name.startswith("check_") and inspect.isfunction(check)]
 
 
+def plug_of(number: str | int) -> Callable[[ModuleType], Plugged] | None:
+    """How a lesson's exercise takes its place in the engine; None if it does not."""
+    return getattr(load(_numbered(EXERCISES / "checks", number)), "plug", None)
+
+
+def run_plugged(number: str | int, module: ModuleType) -> bool:
+    """Run the engine with the module's part and print what it did; returns whether its tokens are ours."""
+    plug = plug_of(number)
+    if plug is None:
+        return True
+    from minivllm.lab.plugged import compare  # the checks alone need no engine
+
+    return compare(plug(module))
+
+
 def run_checks(module: ModuleType, checks: Iterable[Check]) -> list[CheckResult]:
     """Run every check on `module`. Exceptions raised by the module's functions are caught."""
     return [_run_check(module, check) for check in checks]
@@ -108,7 +127,10 @@ def check_here(number: str | int) -> None:
     here = ModuleType("here")
     here.__dict__.update(frame.f_back.f_globals if frame and frame.f_back else {})
     try:
-        show(run_checks(here, checks_of(number)), f"Exercise {number}")
+        results = run_checks(here, checks_of(number))
+        show(results, f"Exercise {number}")
+        if all(result.passed for result in results):
+            run_plugged(number, here)
     except MinivllmError as error:
         console.print(f"{error}", markup=False)
 
@@ -177,12 +199,13 @@ def _one_line(error: BaseException) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Check one exercise; exit with 1 if something is missing."""
+    """Check one exercise, then run the engine with it; exit with 1 if something is missing or tokens differ."""
     checks = checks_of(arguments.number)
     path = Path(arguments.file) if arguments.file else exercise_path(arguments.number)
-    results = run_checks(load(path), checks)
+    module = load(path)
+    results = run_checks(module, checks)
     show(results, str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path))
-    if not all(result.passed for result in results):
+    if not all(result.passed for result in results) or not run_plugged(arguments.number, module):
         raise SystemExit(1)
 
 

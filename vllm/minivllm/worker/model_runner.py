@@ -7,6 +7,9 @@ identical logits would give identical tokens, but ranks need not agree to the la
 In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_model`, `sample_tokens`).
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -42,6 +45,7 @@ class ModelRunner:
         kv_cache_dtype: str = "auto",
         speculative_config: SpeculativeConfig | None = None,
         attention_backend: str | None = None,
+        attention: Callable[..., PagedAttention] | None = None,
         use_kv_cache: bool = True,
     ) -> None:
         self.model = model
@@ -58,7 +62,8 @@ class ModelRunner:
             f"the batch of max_num_seqs = {max_num_seqs} requests of {max_model_len} tokens",
             "lower max_num_seqs",
         )
-        self.attention_backend, self.use_kv_cache = attention_backend, use_kv_cache
+        self.use_kv_cache = use_kv_cache
+        self.make_attention = attention or partial(PagedAttention, backend=attention_backend)
         self.proposer = make_proposer(speculative_config, max_model_len)
         self.attention: PagedAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
@@ -89,7 +94,7 @@ class ModelRunner:
         where = self.device, self.dtype, self.kv_cache_dtype
         caches = allocate_kv_caches(self.config, num_blocks, self.block_size, *where)
         scale, window = self.config.head_dim**-0.5, self.config.sliding_window
-        self.attention = PagedAttention(caches, scale, window, self.attention_backend)
+        self.attention = self.make_attention(caches, scale, window)
 
     def capture_model(self, record: Record | None = None) -> None:
         """Captures the CUDA graphs of decode steps; the cache must exist. `record` is as in `CudaGraphs.capture`."""

@@ -5,6 +5,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker`).
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.triton_utils import INTERPRETED
 from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.paged_attention import PagedAttention
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -37,6 +39,7 @@ class WorkerSettings:
     kv_cache_dtype: str
     quantization: str | None
     attention_backend: str | None
+    attention: Callable[..., PagedAttention] | None
     use_kv_cache: bool
     speculative_config: SpeculativeConfig | None
     block_size: int
@@ -50,7 +53,7 @@ class WorkerSettings:
     @property
     def uses_cuda_graphs(self) -> bool:
         """Whether decode steps are captured: on a GPU, with its own kernels and a KV cache, and unless eager."""
-        plain = self.attention_backend is None and self.use_kv_cache
+        plain = self.attention_backend is None and self.attention is None and self.use_kv_cache
         return self.device == "cuda" and plain and not self.enforce_eager and not INTERPRETED
 
 
@@ -70,6 +73,7 @@ class Worker:
             kv_cache_dtype=settings.kv_cache_dtype,
             speculative_config=settings.speculative_config,
             attention_backend=settings.attention_backend,
+            attention=settings.attention,
             use_kv_cache=settings.use_kv_cache,
         )
 

@@ -1,0 +1,65 @@
+"""Parts that a caller gives take the place of the engine's own, and only then."""
+
+import pytest
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL, Parts
+from minivllm.core.block_hash import hash_block_tokens
+from minivllm.core.block_pool import BlockPool
+from minivllm.core.scheduler import Scheduler
+from minivllm.errors import MinivllmError
+from minivllm.lab.inside import core_of, runner_of
+from minivllm.worker.paged_attention import PagedAttention
+
+ARGUMENTS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 32}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPT = [list(range(40, 80))]
+
+
+class OwnPool(BlockPool):
+    pass
+
+
+class OwnScheduler(Scheduler):
+    pass
+
+
+class OwnAttention(PagedAttention):
+    pass
+
+
+def test_every_part_is_used_and_the_tokens_stay():
+    hashed = []
+
+    def own_hash(parent, token_ids, extra_keys=b""):
+        hashed.append(list(token_ids))
+        return hash_block_tokens(parent, token_ids, extra_keys)
+
+    parts = Parts(scheduler=OwnScheduler, block_pool=OwnPool, hash_block_tokens=own_hash, attention=OwnAttention)
+    llm = LLM(EMBEDDED_MODEL, parts=parts, **ARGUMENTS)
+    plain = LLM(EMBEDDED_MODEL, **ARGUMENTS)
+    tokens = [engine.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for engine in (llm, plain)]
+    assert tokens[0] == tokens[1]
+    assert hashed[:2] == [PROMPT[0][:16], PROMPT[0][16:32]]
+    scheduler = core_of(llm).scheduler
+    assert type(scheduler) is OwnScheduler
+    assert type(scheduler.kv_cache_manager.block_pool) is OwnPool
+    assert type(runner_of(llm).attention) is OwnAttention
+    assert type(core_of(plain).scheduler) is Scheduler
+    scheduler.start_over([])
+    assert type(scheduler.kv_cache_manager.block_pool) is OwnPool, "also after a failed step"
+
+
+@pytest.mark.parametrize(
+    "other", [{"multiprocess": True}, {"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}]
+)
+def test_parts_stay_in_this_process(other):
+    with pytest.raises(MinivllmError, match=r"parts \(block_pool\) cannot go to another process"):
+        LLM(EMBEDDED_MODEL, parts=Parts(block_pool=OwnPool), **ARGUMENTS, **other)
+
+
+def test_what_is_no_part_is_refused():
+    with pytest.raises(MinivllmError, match="the part block_pool is 3"):
+        Parts(block_pool=3)  # type: ignore[arg-type]
+    with pytest.raises(MinivllmError, match="it must be Parts"):
+        LLM(EMBEDDED_MODEL, parts={}, **ARGUMENTS)

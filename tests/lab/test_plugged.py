@@ -1,0 +1,43 @@
+"""The engine with a learner's part beside ours: what is printed, and what counts as the same."""
+
+import pytest
+
+from minivllm.config import Parts
+from minivllm.core.block_pool import BlockPool
+from minivllm.core.scheduler import Scheduler
+from minivllm.errors import MinivllmError
+from minivllm.lab.plugged import Plugged, compare
+from minivllm.worker.paged_attention import PagedAttention
+
+FEW = {"prompts": ["def add(a, b):\n    return", "import os\n"], "max_tokens": 4}
+SMALL = {"num_gpu_blocks_override": 40}
+
+
+def test_the_same_part_gives_the_same_tokens_and_both_columns(capsys):
+    plugged = Plugged(
+        parts=Parts(block_pool=BlockPool), engine_args=SMALL, says=lambda llm: {"a fact": type(llm).__name__}, **FEW
+    )
+    assert compare(plugged)
+    out = capsys.readouterr().out
+    assert "The engine with your block pool" in out
+    assert "requests at once" in out
+    assert "a fact" in out
+    assert "the same 8 tokens as ours" in out
+
+
+def test_wrong_text_is_told_though_nothing_raised(capsys):
+    class Blind(PagedAttention):
+        def attend(self, metadata, layer_index, q, k, v):
+            return 0.0 * super().attend(metadata, layer_index, q, k, v)
+
+    assert not compare(Plugged(parts=Parts(attention=Blind), engine_args=SMALL, **FEW))
+    assert "request 0 differs from ours" in capsys.readouterr().out
+
+
+def test_a_part_that_raises_is_named():
+    class Broken(Scheduler):
+        def schedule(self):
+            raise IndexError("no such request")
+
+    with pytest.raises(MinivllmError, match="the engine stopped in your part: IndexError: no such request"):
+        compare(Plugged(parts=Parts(scheduler=Broken), engine_args=SMALL, **FEW))
