@@ -93,7 +93,9 @@ class SyncMPClient(EngineCoreClient):
         """Waits for the core's hello, sends it the engine's arguments, and waits until it is ready."""
         kind, _ = self._wait(self._input)[1:]
         assert kind == Kind.HELLO
-        self._send(Kind.START, {field.name: getattr(args, field.name) for field in fields(args)})
+        settings = {field.name: getattr(args, field.name) for field in fields(args)}
+        del settings["parts"]  # Python objects; EngineArgs has refused any
+        self._send(Kind.START, settings)
         kind, payload = self._wait(self._input)[1:]
         if kind == Kind.FAILED:
             raise decode(payload, Failure).error()
