@@ -11,20 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from minivllm.lab.drawing import BODY, FONT, QUIET, RULE, Point, attributes, ink_on, number, text_width
+from minivllm.lab.drawing import points as corners
 from minivllm.lab.palette import INK
 
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
-QUIET = "#5F6368"
-"""Axis labels and notes: less loud than INK, and still 5.9 : 1 against white."""
-RULE, MID = "#DADCE0", "#B5B8BC"
-BODY, SMALL, HEADING = 13, 11.5, 14
-
-Point = tuple[float, float]
-
-
-def number(value: float) -> str:
-    """A coordinate with at most two decimals."""
-    return f"{value:.2f}".rstrip("0").rstrip(".") if "." in f"{value:.2f}" else f"{value:.2f}"
+MID = "#B5B8BC"
+SMALL, HEADING = 11.5, 14
 
 
 def short(value: float) -> str:
@@ -42,33 +34,6 @@ def tokens(value: float) -> str:
     if value >= 2**13 or (value >= 1024 and value % 1024 == 0):
         return f"{value / 1024:.3g}K" if value < 1000 * 1024 else f"{value / 1024:.0f}K"
     return f"{value:,.0f}"
-
-
-def text_width(text: str, size: float = BODY) -> float:
-    """Roughly how many pixels wide `text` is: enough to decide whether a label fits."""
-    return size * sum(_glyph_width(glyph) for glyph in text)
-
-
-def _glyph_width(glyph: str) -> float:
-    """In parts of the font size, after DejaVu Sans: the widest of the fonts that FONT may turn out to be."""
-    if glyph in "iljtfrI.,:;|'()[] !/":
-        return 0.36
-    if glyph in "mwMW%@":
-        return 0.9
-    return 0.7 if glyph.isupper() else 0.62
-
-
-def ink_on(colour: str) -> str:
-    """Black or white, whichever reads better on `colour` (#RRGGBB): the higher contrast ratio of WCAG 2."""
-    light = luminance(colour) + 0.05
-    return "#000000" if light / 0.05 > 1.05 / light else "#FFFFFF"
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of `#RRGGBB`, from 0 (black) to 1 (white), as WCAG 2 defines it."""
-    channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @dataclass(frozen=True)
@@ -117,34 +82,32 @@ class Drawing:
         """A filled rectangle; one with no width or height is left out."""
         if box.width <= 0 or box.height <= 0:
             return
-        shape = _attributes(x=box.x, y=box.y, width=box.width, height=box.height, rx=radius or None)
-        style = _attributes(fill=fill, stroke=stroke, stroke_dasharray=dash or None, fill_opacity=_unless_one(opacity))
+        shape = attributes(x=box.x, y=box.y, width=box.width, height=box.height, rx=radius or None)
+        style = attributes(fill=fill, stroke=stroke, stroke_dasharray=dash or None, fill_opacity=_unless_one(opacity))
         self.add(_element("rect", shape + style, tip))
 
     def line(self, start: Point, end: Point, colour: str = RULE, *, width: float = 1, dash: str = "") -> None:
         """A straight line."""
-        shape = _attributes(x1=start[0], y1=start[1], x2=end[0], y2=end[1])
-        self.add(
-            _element("line", shape + _attributes(stroke=colour, stroke_width=width, stroke_dasharray=dash or None))
-        )
+        shape = attributes(x1=start[0], y1=start[1], x2=end[0], y2=end[1])
+        self.add(_element("line", shape + attributes(stroke=colour, stroke_width=width, stroke_dasharray=dash or None)))
 
     def polyline(
         self, points: Iterable[Point], colour: str, *, width: float = 2, dash: str = "", tip: str = ""
     ) -> None:
         """A line through `points`."""
-        style = _attributes(stroke=colour, stroke_width=width, stroke_dasharray=dash or None)
+        style = attributes(stroke=colour, stroke_width=width, stroke_dasharray=dash or None)
         style += ' fill="none" stroke-linejoin="round" stroke-linecap="round"'
-        self.add(_element("polyline", f' points="{_points(points)}"' + style, tip))
+        self.add(_element("polyline", f' points="{corners(points)}"' + style, tip))
 
     def polygon(self, points: Iterable[Point], fill: str, *, opacity: float = 1, tip: str = "") -> None:
         """A filled shape with these corners."""
-        style = _attributes(fill=fill, fill_opacity=_unless_one(opacity))
-        self.add(_element("polygon", f' points="{_points(points)}"' + style, tip))
+        style = attributes(fill=fill, fill_opacity=_unless_one(opacity))
+        self.add(_element("polygon", f' points="{corners(points)}"' + style, tip))
 
     def circle(self, centre: Point, radius: float, fill: str, *, stroke: str = "#FFFFFF", tip: str = "") -> None:
         """A dot, with a white rim unless told otherwise, so that it stands out on a line."""
-        shape = _attributes(cx=centre[0], cy=centre[1], r=radius)
-        self.add(_element("circle", shape + _attributes(fill=fill, stroke=stroke, stroke_width=1.5), tip))
+        shape = attributes(cx=centre[0], cy=centre[1], r=radius)
+        self.add(_element("circle", shape + attributes(fill=fill, stroke=stroke, stroke_width=1.5), tip))
 
     def text(
         self,
@@ -159,8 +122,8 @@ class Drawing:
         halo: bool = False,
     ) -> None:
         """One line of text; `place` is on its baseline, `anchor` start, middle or end, `halo` a white rim."""
-        shape = _attributes(x=place[0], y=place[1], font_size=size, fill=colour)
-        shape += _attributes(text_anchor=None if anchor == "start" else anchor, font_weight=600 if bold else None)
+        shape = attributes(x=place[0], y=place[1], font_size=size, fill=colour)
+        shape += attributes(text_anchor=None if anchor == "start" else anchor, font_weight=600 if bold else None)
         if turn:
             shape += f' transform="rotate({number(turn)} {number(place[0])} {number(place[1])})"'
         if halo:
@@ -169,9 +132,9 @@ class Drawing:
 
     def heading(self, place: Point, content: str, note: str = "") -> None:
         """The title of a part of the picture, with a quieter note after it."""
-        rest = _attributes(dx=10, font_size=SMALL, fill=QUIET, font_weight=400)
+        rest = attributes(dx=10, font_size=SMALL, fill=QUIET, font_weight=400)
         quieter = f"<tspan{rest}>{escape(note, quote=False)}</tspan>" if note else ""
-        shape = _attributes(x=place[0], y=place[1], font_size=HEADING, fill=INK, font_weight=600)
+        shape = attributes(x=place[0], y=place[1], font_size=HEADING, fill=INK, font_weight=600)
         self.add(f"<text{shape}>{escape(content, quote=False)}{quieter}</text>")
 
     def hatch(self, box: Box, colour: str, *, gap: float = 7) -> None:
@@ -184,7 +147,7 @@ class Drawing:
             lines.append(f"M{number(box.x + left)} {number(lower)}L{number(box.x + right)} {number(upper)}")
             offset += gap
         if lines and box.height > 0:
-            self.add(f'<path d="{"".join(lines)}"{_attributes(stroke=colour, stroke_width=1)}/>')
+            self.add(f'<path d="{"".join(lines)}"{attributes(stroke=colour, stroke_width=1)}/>')
 
     def render(self) -> str:
         """The whole picture as one `<svg>` element.
@@ -202,11 +165,6 @@ class Drawing:
         )
 
 
-def _attributes(**values: float | str | None) -> str:
-    named = ((name.replace("_", "-"), value) for name, value in values.items() if value is not None)
-    return "".join(f' {name}="{value if isinstance(value, str) else number(value)}"' for name, value in named)
-
-
 def _unless_one(value: float) -> float | None:
     return None if value == 1 else value
 
@@ -215,10 +173,6 @@ def _element(name: str, attributes: str, tip: str = "") -> str:
     if not tip:
         return f"<{name}{attributes}/>"
     return f"<{name}{attributes}><title>{escape(tip, quote=False)}</title></{name}>"
-
-
-def _points(points: Iterable[Point]) -> str:
-    return " ".join(f"{number(x)},{number(y)}" for x, y in points)
 
 
 @dataclass(frozen=True)

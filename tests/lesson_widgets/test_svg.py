@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minivllm.lab.drawing import ink_on, luminance, text_width
 from minivllm.lab.palette import SERIES
 from widgets.svg import (
     Axes,
@@ -16,12 +17,9 @@ from widgets.svg import (
     Scale,
     Segment,
     cells,
-    ink_on,
     legend,
-    luminance,
     short,
     stacked_bar,
-    text_width,
     tokens,
 )
 

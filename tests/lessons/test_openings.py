@@ -1,0 +1,59 @@
+"""The opening figures are what `lab/opening` draws, and can be read on any page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.exercise import load
+from minivllm.lab.frames import Frames, svg, text
+
+ROOT = Path(__file__).resolve().parents[2]
+openings = load(ROOT / "tools" / "openings.py")
+EVERY_OPENING = pytest.mark.parametrize("name", openings.names())
+
+
+@EVERY_OPENING
+def test_the_figure_is_as_it_is_drawn(name):
+    assert openings.stale(name) == []
+
+
+@EVERY_OPENING
+def test_its_text_is_large_enough(name):
+    sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', openings.drawing(name))]
+    assert sizes
+    assert min(sizes) >= 11
+
+
+@pytest.fixture
+def figure(tmp_path, monkeypatch):
+    """A figure's file, and what would be drawn there now."""
+    frames = Frames([svg(100, 50, text(5, 20, "14 slots"))], ["A caption."])
+    monkeypatch.setattr(openings, "drawing", lambda _name: frames.animated())
+    monkeypatch.setattr(openings, "figure_path", lambda _name: tmp_path / "figure.svg")
+    return tmp_path / "figure.svg", frames.animated()
+
+
+@pytest.mark.parametrize(("old", "new"), [("14 slots", "15 slots"), ("A caption.", "Another."), ('x="5"', 'x="6"')])
+def test_a_stale_figure_is_seen(figure, old, new):
+    path, drawn = figure
+    path.write_text(drawn.replace(old, new))
+    assert openings.stale("it")
+
+
+def test_a_missing_figure_is_seen_and_a_fresh_one_is_fresh(figure):
+    path, drawn = figure
+    assert openings.stale("it") == ["figure.svg is missing"]
+    path.write_text(drawn)
+    assert openings.stale("it") == []
+
+
+def test_a_lessons_opening_is_named_by_its_number():
+    assert openings.figure_path("paged_attention").name == "02_opening.svg"
+    assert openings.figure_path("request").name == "request.svg"
+
+
+def test_an_unknown_figure_is_refused():
+    with pytest.raises(MinivllmError, match="no opening figure"):
+        openings.drawing("nobody")

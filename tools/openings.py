@@ -1,0 +1,87 @@
+"""Draw the lessons' opening figures from `vllm/minivllm/lab/opening`, where a function `frames()` makes each.
+
+    uv run python tools/openings.py --write        # all of them, or those named: --write paged_attention
+    uv run python tools/openings.py --check        # fails when a drawing is stale
+
+`opening/NAME.py` belongs to `lessons/NN_NAME.md` and is drawn into `lessons/figures/NN_opening.svg`; one without a
+lesson, such as README's `request`, into `lessons/figures/NAME.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser, run
+from minivllm.lab.exercise import load
+
+ROOT = Path(__file__).resolve().parents[1]
+OPENINGS = ROOT / "vllm" / "minivllm" / "lab" / "opening"
+MEND = "uv run python tools/openings.py --write"
+
+
+def names() -> list[str]:
+    """The modules of `lab/opening`."""
+    return sorted(path.stem for path in OPENINGS.glob("[!_]*.py"))
+
+
+def figure_path(name: str) -> Path:
+    """Where the drawing of one module belongs."""
+    lessons = sorted((ROOT / "lessons").glob(f"[0-9][0-9]_{name}.md"))
+    stem = f"{lessons[0].name[:2]}_opening" if lessons else name
+    return ROOT / "lessons" / "figures" / f"{stem}.svg"
+
+
+def drawing(name: str) -> str:
+    """The animated SVG of one module.
+
+    Raises:
+        MinivllmError: there is no such module, or it has no function `frames()`.
+    """
+    if name not in names():
+        raise MinivllmError(f"there is no opening figure {name!r} (there are: {', '.join(names()) or 'none'})")
+    module: ModuleType = import_module(f"minivllm.lab.opening.{name}")
+    if not hasattr(module, "frames"):
+        raise MinivllmError(f"lab/opening/{name}.py has no function frames()")
+    return module.frames().animated()
+
+
+def stale(name: str) -> list[str]:
+    """How the file of one module differs from its drawing, a line each. Compared as data, not as bytes."""
+    path = figure_path(name)
+    if not path.is_file():
+        return [f"{path.name} is missing"]
+    differences = load(ROOT / "tests" / "pictures.py").differences
+    return [f"{path.name}: {line}" for line in differences(drawing(name), path.read_text())]
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Draw, or say what is stale."""
+    chosen = arguments.names or names()
+    if arguments.check:
+        found = [line for name in chosen for line in stale(name)]
+        print("\n".join(found) or "the opening figures are as they are drawn")
+        if found:
+            raise MinivllmError(f"to mend: {MEND}")
+        return
+    for name in chosen:
+        path = figure_path(name)
+        path.write_text(drawing(name))
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = flags.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="draw the figures")
+    action.add_argument("--check", action="store_true", help="fail when a figure is stale")
+    flags.add_argument("names", nargs="*", metavar="NAME", help="modules of lab/opening (default: all)")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())
