@@ -1,0 +1,385 @@
+"""What a Triton kernel reads and writes: counted byte by byte in Triton's interpreter, in place of a stopwatch.
+
+    trace = trace_kernel(append_kernel, (requests,), keys, values, k, v, lengths, WIDTH=64)
+    trace.bytes_read, trace.arguments["k"].bytes_read, trace.races, trace.out_of_bounds
+
+Each argument is copied into memory of its own for the run, so that what runs off its end is not taken for the beginning
+of the next; afterwards it holds what the kernel wrote. An access outside is noted and not made. The kernel must have
+been defined with TRITON_INTERPRET=1, which `make check` sees to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from minivllm.errors import MinivllmError
+
+GUARD = 1 << 24
+"""Bytes on either side of an argument that belong to nothing; no page of them is ever touched."""
+LOAD, STORE, ATOMIC = "load", "store", "atomic"
+
+Program = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Access:
+    """One load, store or atomic of one program: which elements of which argument, by number in row-major order."""
+
+    kind: str
+    program: Program
+    argument: str
+    elements: np.ndarray
+    nbytes: int
+
+
+@dataclass
+class Traffic:
+    """Bytes that went between the programs and memory. An element counts once for each load or store that has it.
+
+    `bytes_read_once` and `bytes_written_once` count it once for the whole launch: what would be moved at the least.
+    """
+
+    bytes_read: int = 0
+    bytes_read_once: int = 0
+    bytes_written: int = 0
+    bytes_written_once: int = 0
+
+
+@dataclass
+class KernelTrace(Traffic):
+    """All accesses of one launch, and what is wrong with them.
+
+    - `programs`: how many ran. `arguments`: traffic by argument. `accesses`: in the order in which they were made,
+      one program after the other.
+    - `races`: sentences on elements that two programs write, or that one reads and another writes; programs run in any
+      order. `out_of_bounds`: sentences on accesses outside every argument.
+    """
+
+    programs: int = 0
+    arguments: dict[str, Traffic] = field(default_factory=dict)
+    accesses: list[Access] = field(default_factory=list)
+    races: list[str] = field(default_factory=list)
+    out_of_bounds: list[str] = field(default_factory=list)
+
+
+def trace_kernel(kernel: Any, grid: int | Sequence[int], *args: Any, **constants: Any) -> KernelTrace:
+    """Runs `kernel[grid](*args, **constants)` in the interpreter and returns what it read and wrote.
+
+    Raises:
+        MinivllmError: the kernel is compiled, or an argument is not on the CPU.
+        Exception: whatever the kernel raised, as it raised it.
+    """
+    launch = (grid,) if isinstance(grid, int) else tuple(grid)
+    names = _parameters(kernel)
+    given = {**dict(zip(names, args, strict=False)), **constants}
+    with _moved(given) as (moved, tensors):
+        recorder = _Recorder(tensors, launch)
+        with recorder.listening():
+            _run(kernel, launch, [moved[name] for name in names[: len(args)]], {n: moved[n] for n in constants})
+        return recorder.trace()
+
+
+def _parameters(kernel: Any) -> list[str]:
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+    except ImportError:
+        raise MinivllmError("kernels cannot be traced here: Triton has no build for this platform") from None
+    if not isinstance(kernel, InterpretedFunction):
+        raise MinivllmError(
+            f"{getattr(kernel, '__name__', kernel)!r} is not a kernel in Triton's interpreter: "
+            "decorate it with @triton.jit, and set TRITON_INTERPRET=1 before Triton is imported"
+        )
+    return list(inspect.signature(kernel.fn).parameters)
+
+
+def _run(kernel: Any, grid: Program, args: list[Any], constants: dict[str, Any]) -> None:
+    from triton.runtime.errors import InterpreterError
+
+    try:
+        kernel[grid](*args, **constants)
+    except InterpreterError as wrapper:
+        error: BaseException = wrapper
+        while isinstance(error, InterpreterError) and error.__cause__ is not None:
+            error = error.__cause__
+        raise error from None
+
+
+# ---- arguments in memory of their own --------------------------------------------------------------------------------
+
+
+class _Tensor:
+    """An argument of the kernel, and where its elements lie."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.shape, self.itemsize = name, tuple(tensor.shape), tensor.element_size()
+        self.count, self.contiguous = tensor.numel(), tensor.is_contiguous()
+        self.begin = tensor.data_ptr()
+        if not self.contiguous:  # what lies between its elements is not its own
+            offsets = np.zeros(1, np.int64)
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+                offsets = (offsets[:, None] + np.arange(size) * stride).reshape(-1)
+            self._numbers = np.argsort(offsets, kind="stable")
+            self._addresses = self.begin + offsets[self._numbers] * self.itemsize
+
+    def elements(self, addresses: np.ndarray) -> np.ndarray:
+        """[n] addresses to numbers of elements in row-major order, -1 for those outside."""
+        if self.contiguous:
+            numbers, rest = np.divmod(addresses - self.begin, self.itemsize)
+            return np.where((numbers >= 0) & (numbers < self.count) & (rest == 0), numbers, -1)
+        places = np.searchsorted(self._addresses, addresses).clip(max=self.count - 1)
+        return np.where(self._addresses[places] == addresses, self._numbers[places], -1)
+
+    def distance(self, address: int) -> int:
+        """Bytes from its first or last element to an address outside."""
+        end = self.begin + self.count * self.itemsize
+        return max(self.begin - address, address - end, 0)
+
+    def outside(self, address: int) -> str:
+        """An address near it, in words."""
+        if not self.contiguous:
+            return f"memory beside the elements of {self.name}, a view of shape {list(self.shape)}"
+        number = (address - self.begin) // self.itemsize
+        return f"element {number:,} of {self.name}, which has {self.count:,} {list(self.shape)}"
+
+    def element(self, number: int) -> str:
+        """An element as one writes it in Python: keys[3, 0]."""
+        return f"{self.name}[{', '.join(map(str, np.unravel_index(number, self.shape)))}]" if self.shape else self.name
+
+
+@contextmanager
+def _moved(given: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], list[_Tensor]]]:
+    """The arguments with each tensor in memory of its own; afterwards the tensors get what was written there.
+
+    Tensors whose memory overlaps stay together, as they lie.
+    """
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu":
+            raise MinivllmError(f"{name} is on {tensor.device}; the interpreter traces tensors on the CPU")
+    moved, copies = dict(given), []
+    for first, last, members in _overlapping(tensors):
+        storage = torch.empty(2 * GUARD + 64 + last - first, dtype=torch.uint8)
+        place = storage.data_ptr() + GUARD
+        place += (first - place) % 64  # as aligned as it was
+        ctypes.memmove(place, first, last - first)
+        copies.append((first, place, last - first, storage))
+        for name in members:
+            tensor = tensors[name]
+            offset = place - storage.data_ptr() + tensor.data_ptr() - first
+            moved[name] = torch.empty(0, dtype=tensor.dtype).set_(
+                storage.untyped_storage(), offset // tensor.element_size(), tensor.size(), tensor.stride()
+            )
+    yield moved, [_Tensor(name, moved[name]) for name in tensors]
+    for first, place, size, _ in copies:
+        ctypes.memmove(first, place, size)
+
+
+def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, list[str]]]:
+    """(first byte, one past the last, names) of each group of tensors that share memory."""
+    spans = sorted((tensor.data_ptr(), _end(tensor), name) for name, tensor in tensors.items() if tensor.numel())
+    group: tuple[int, int, list[str]] | None = None
+    for begin, end, name in spans:
+        if group is not None and begin < group[1]:
+            group = (group[0], max(group[1], end), [*group[2], name])
+            continue
+        if group is not None:
+            yield group
+        group = (begin, end, [name])
+    if group is not None:
+        yield group
+
+
+def _end(tensor: torch.Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+# ---- listening to the interpreter ------------------------------------------------------------------------------------
+
+
+class _Recorder:
+    """Stands between the interpreter and memory: notes every access, and lets only those inside an argument through."""
+
+    def __init__(self, tensors: list[_Tensor], grid: Program) -> None:
+        self.tensors, self.grid = tensors, grid
+        self.accesses: list[Access] = []
+        self.outside: dict[tuple[str, str], list[str]] = defaultdict(list)
+        self.torn: dict[str, str] = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Replaces the four operations that touch memory; all others of the interpreter come down to these."""
+        from triton.runtime.interpreter import interpreter_builder
+
+        self.builder = builder = cast(Any, interpreter_builder)
+        load, store = builder.create_masked_load, builder.create_masked_store
+        rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
+
+        def masked_load(ptrs: Any, mask: Any, other: Any, *rest: Any, **more: Any) -> Any:
+            return load(ptrs, self._noted(LOAD, ptrs, mask), other, *rest, **more)
+
+        def masked_store(ptrs: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+            inside = self._noted(STORE, ptrs, mask)
+            self._note_torn(ptrs, value, inside)
+            return store(ptrs, value, inside, *rest, **more)
+
+        def atomic_rmw(operation: Any, ptr: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+            return rmw(operation, ptr, value, self._noted(ATOMIC, ptr, mask), *rest, **more)
+
+        def atomic_cas(ptr: Any, compare: Any, value: Any, *rest: Any, **more: Any) -> Any:
+            inside = self._noted(ATOMIC, ptr, None)
+            if not inside.data.all():
+                raise IndexError(f"a compare-and-swap outside every argument: {self._sentences()[-1]}")
+            return cas(ptr, compare, value, *rest, **more)
+
+        builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
+        builder.create_atomic_rmw, builder.create_atomic_cas = atomic_rmw, atomic_cas
+        try:
+            yield
+        finally:
+            for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas"):
+                delattr(builder, name)  # the method of the class again
+
+    @property
+    def _program(self) -> Program:
+        return tuple(self.builder.grid_idx[: len(self.grid)])
+
+    def _noted(self, kind: str, ptrs: Any, mask: Any) -> Any:
+        """Notes an access; returns its mask without what lies outside."""
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        pointers = np.asarray(ptrs.data)
+        wanted = np.ones(pointers.shape, bool) if mask is None else np.broadcast_to(mask.data, pointers.shape)
+        inside = wanted.copy()
+        nbytes = max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
+        left = np.unique(pointers[wanted].astype(np.int64))  # one transaction, however many lanes ask for an element
+        for tensor in self.tensors:
+            numbers = tensor.elements(left)
+            if (numbers >= 0).any():
+                self.accesses.append(Access(kind, self._program, tensor.name, numbers[numbers >= 0], nbytes))
+                left = left[numbers < 0]
+        if len(left):
+            inside &= ~np.isin(pointers.astype(np.int64), left)
+            self._note_outside(kind, left)
+        return TensorHandle(inside, tl.int1)
+
+    def _note_outside(self, kind: str, addresses: np.ndarray) -> None:
+        nearest = min(self.tensors, key=lambda tensor: tensor.distance(int(addresses[0])))
+        what = {LOAD: "loads", STORE: "stores to", ATOMIC: "updates"}[kind]
+        more = f" (and {len(addresses) - 1:,} more)" if len(addresses) > 1 else ""
+        words = f"program {_name(self._program)} {what} {nearest.outside(int(addresses[0]))}{more}"
+        self.outside[kind, nearest.name].append(words)
+
+    def _note_torn(self, ptrs: Any, value: Any, mask: Any) -> None:
+        """Notes a store that writes different values into one element: which of them stays is open."""
+        pointers = np.asarray(ptrs.data)[mask.data].astype(np.int64)
+        if len(np.unique(pointers)) == len(pointers):
+            return
+        values = np.broadcast_to(value.data, mask.data.shape)[mask.data]
+        order = np.argsort(pointers, kind="stable")
+        pointers, bits = pointers[order], values[order].view(np.uint8).reshape(len(order), -1)
+        twice = (pointers[1:] == pointers[:-1]) & (bits[1:] != bits[:-1]).any(axis=1)
+        for address in pointers[1:][twice][:1]:
+            tensor, number = next(
+                (tensor, int(found))
+                for tensor in self.tensors
+                if (found := tensor.elements(np.array([address]))[0]) >= 0
+            )
+            words = f"one store of program {_name(self._program)} writes several values to {tensor.element(number)}"
+            self.torn.setdefault(tensor.name, words)
+
+    def trace(self) -> KernelTrace:
+        """What was noted."""
+        arguments = {tensor.name: self._traffic(tensor) for tensor in self.tensors}
+        totals = {
+            name: sum(getattr(traffic, name) for traffic in arguments.values())
+            for name in ("bytes_read", "bytes_read_once", "bytes_written", "bytes_written_once")
+        }
+        return KernelTrace(
+            **totals,
+            programs=int(np.prod(self.grid)),
+            arguments=arguments,
+            accesses=self.accesses,
+            races=[race for tensor in self.tensors for race in self._races(tensor)] + list(self.torn.values()),
+            out_of_bounds=self._sentences(),
+        )
+
+    def _of(self, tensor: _Tensor, *kinds: str) -> list[Access]:
+        return [access for access in self.accesses if access.argument == tensor.name and access.kind in kinds]
+
+    def _traffic(self, tensor: _Tensor) -> Traffic:
+        read, written = self._of(tensor, LOAD, ATOMIC), self._of(tensor, STORE, ATOMIC)
+        return Traffic(_bytes(read), _bytes_once(read), _bytes(written), _bytes_once(written))
+
+    def _races(self, tensor: _Tensor) -> Iterator[str]:
+        """Elements of one argument that two programs touch, at least one of them writing; two atomics are no race."""
+        plain, atomic, read = (self._touched(tensor, kind) for kind in (STORE, ATOMIC, LOAD))
+        written = np.concatenate([plain, atomic])
+        yield from self._clashes(tensor, plain, plain, "programs {} and {} both write {}")
+        yield from self._clashes(tensor, atomic, plain, "program {} updates and program {} plainly writes {}")
+        yield from self._clashes(tensor, read, written, "program {} reads what program {} writes: {}")
+
+    def _touched(self, tensor: _Tensor, kind: str) -> np.ndarray:
+        """[n, 2]: each (element, program) pair once."""
+        pairs = [
+            np.stack([access.elements, np.full(len(access.elements), self._number(access.program))], axis=1)
+            for access in self._of(tensor, kind)
+        ]
+        return np.unique(np.concatenate(pairs), axis=0) if pairs else np.zeros((0, 2), np.int64)
+
+    def _clashes(self, tensor: _Tensor, ones: np.ndarray, others: np.ndarray, what: str) -> Iterator[str]:
+        """One sentence if an element of `ones` is touched in `others` by another program."""
+        if not len(ones) or not len(others):
+            return
+        others = others[np.lexsort((others[:, 1], others[:, 0]))]
+        first = np.searchsorted(others[:, 0], ones[:, 0], "left").clip(max=len(others) - 1)
+        last = np.searchsorted(others[:, 0], ones[:, 0], "right") - 1
+        there = others[first, 0] == ones[:, 0]
+        lowest, highest = others[first, 1], others[last.clip(min=0), 1]
+        other = np.where(lowest != ones[:, 1], lowest, highest)
+        clash = there & (other != ones[:, 1])
+        if not clash.any():
+            return
+        row = int(np.argmax(clash))
+        more = len(np.unique(ones[clash, 0])) - 1
+        also = f" (and {more:,} more element{'s' * (more > 1)})" if more else ""
+        pair = [_name(self._place(int(number))) for number in (ones[row, 1], other[row])]
+        yield what.format(*pair, tensor.element(int(ones[row, 0]))) + also
+
+    def _number(self, program: Program) -> int:
+        return int(np.ravel_multi_index(program, self.grid))
+
+    def _place(self, number: int) -> Program:
+        return tuple(int(index) for index in np.unravel_index(number, self.grid))
+
+    def _sentences(self) -> list[str]:
+        """One sentence for each argument and kind of access that went outside: the first, and how many came after."""
+        return [
+            words[0] + (f"; {len(words) - 1:,} such accesses follow" if len(words) > 1 else "")
+            for words in self.outside.values()
+        ]
+
+
+def _bytes(accesses: list[Access]) -> int:
+    return sum(len(access.elements) * access.nbytes for access in accesses)
+
+
+def _bytes_once(accesses: list[Access]) -> int:
+    if not accesses:
+        return 0
+    return len(np.unique(np.concatenate([access.elements for access in accesses]))) * accesses[0].nbytes
+
+
+def _name(program: Program) -> str:
+    """A program as one writes it: 3, or (3, 0) on a grid of two dimensions."""
+    return str(program[0]) if len(program) == 1 else str(program)
