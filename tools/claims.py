@@ -6,7 +6,7 @@
 `lessons/claims.toml` holds a row for every claim that a lesson quotes. Its `measured` is a template:
 `{dotted.path:.1%}` is looked up in the figures of `benchmarks/results/<stem of the script>.<machine>.json`, once for
 each machine that has results.
-The table goes between `<!-- claims:NN -->` and `<!-- /claims -->` in the lesson.
+The table goes between `<!-- claims:NN -->` and `<!-- /claims -->`, in the lesson or on its page in `lessons/notes`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pathlib import Path
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser
-from minivllm.lab.marks import put_between_marks
+from minivllm.lab.marks import pages_of, put_between_marks
 from minivllm.lab.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
-CLAIMS = ROOT / "lessons" / "claims.toml"
+LESSONS = ROOT / "lessons"
+CLAIMS = LESSONS / "claims.toml"
 RESULTS = ROOT / "benchmarks" / "results"
 REQUIRED = {"id", "lesson", "words", "source", "script", "measured", "verdict", "why"}
 HEADER = ("The claim", "Who says so", "Measured here", "Verdict")
@@ -83,8 +84,21 @@ def claims_table(rows: list[dict]) -> str:
     return markdown_table(HEADER, cells, words=True)
 
 
+def page_with_claims(number: str, lessons: Path = LESSONS) -> Path:
+    """The page of a lesson that has the marks: its text or its notes.
+
+    Raises:
+        MinivllmError: none of them has, or both have.
+    """
+    pages = pages_of(lessons, number)
+    found = [page for page in pages if f"<!-- claims:{number} -->" in page.read_text()]
+    if len(found) != 1:
+        raise MinivllmError(f"<!-- claims:{number} --> must stand once in {' or '.join(page.name for page in pages)}")
+    return found[0]
+
+
 def filled(text: str, number: str, rows: list[dict]) -> str:
-    """The lesson's text with its table put between the markers."""
+    """A page's text with its table put between the markers."""
     return put_between_marks(text, f"claims:{number}", claims_table(rows))
 
 
@@ -97,13 +111,13 @@ def main() -> int:
     write = parser.parse_args().write
     rows, stale = read_claims(), []
     for number in sorted({row["lesson"] for row in rows}):
-        (lesson,) = (ROOT / "lessons").glob(f"{number}_*.md")
-        old = lesson.read_text()
+        page = page_with_claims(number)
+        old = page.read_text()
         new = filled(old, number, [row for row in rows if row["lesson"] == number])
         if new != old and write:
-            lesson.write_text(new)
+            page.write_text(new)
         elif new != old:
-            stale.append(lesson.name)
+            stale.append(str(page.relative_to(ROOT)))
     if stale:
         print(f"stale tables of claims in {', '.join(stale)}: run `make claims`", file=sys.stderr)
     return 1 if stale else 0

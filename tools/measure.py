@@ -3,7 +3,8 @@
     uv run python tools/measure.py 01                  # make measure N=01
     uv run python tools/measure.py 01 --machine h100   # on another machine: only its results file
 
-A lesson quotes a script's output in a fence under a comment that names the command and, after bars, the parts to show:
+A lesson, or its page in `lessons/notes`, quotes output in a fence under a comment that names the command and, after bars,
+the parts to show:
 
     <!-- output: vllm/01_kv_cache.py | 1 and 2. | What you saw -->
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser
+from minivllm.lab.marks import pages_of
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = "100"
@@ -66,7 +68,7 @@ def part_of(output: str, start: str) -> str:
 
 
 def filled(text: str, outputs: dict[str, str]) -> str:
-    """The lesson's text with every quoted output made anew; commands that `outputs` lacks are run."""
+    """A page's text with every quoted output made anew; commands that `outputs` lacks are run, and put there."""
 
     def quote(match: re.Match) -> str:
         command = match["command"].strip()
@@ -90,9 +92,10 @@ def main() -> int:
     if arguments.machine != "cpu":
         print(output_of(f"vllm/{stem}.py", results))
         return 0
-    script, lesson = f"vllm/{stem}.py", ROOT / "lessons" / f"{stem}.md"
-    output = output_of(script, [*results, "--plot", f"lessons/figures/{stem}.svg"])
-    lesson.write_text(filled(lesson.read_text(), {script: output}))
+    script = f"vllm/{stem}.py"
+    outputs = {script: output_of(script, [*results, "--plot", f"lessons/figures/{stem}.svg"])}
+    for page in pages_of(ROOT / "lessons", stem[:2]):
+        page.write_text(filled(page.read_text(), outputs))
     for tool in (["tools/claims.py", "--write"], ["tools/notebooks.py", "--write"]):
         subprocess.run([sys.executable, *tool], cwd=ROOT, check=True)
     return 0

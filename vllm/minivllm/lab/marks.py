@@ -1,5 +1,7 @@
 """Pages with generated parts, between `<!-- name -->`, or `<!-- name:which -->`, and `<!-- /name -->`."""
 
+from pathlib import Path
+
 from minivllm.errors import MinivllmError
 
 
@@ -14,3 +16,28 @@ def put_between_marks(page: str, name: str, text: str) -> str:
         raise MinivllmError(f"the page has no one place for this: put {begin.strip()} and {end.strip()} around it")
     before, rest = page.split(begin)
     return before + begin + text + end + rest.split(end)[1]
+
+
+def lesson_page(lessons: Path, number: str) -> Path:
+    """`lessons/NN_*.md`; `number` is "1" or "01".
+
+    Raises:
+        MinivllmError: there is no such lesson; the message lists those there are.
+    """
+    found = sorted(lessons.glob(f"{number.zfill(2)}_*.md")) if number.isdigit() else []
+    if not found:
+        there = ", ".join(path.name[:2] for path in sorted(lessons.glob("[0-9][0-9]_*.md"))) or "none"
+        raise MinivllmError(f"there is no lesson {number!r} (there are: {there})")
+    return found[0]
+
+
+def notes_page(lessons: Path, number: str) -> Path | None:
+    """`lessons/notes/NN_*.md`: what a lesson says further on a page of its own; None if it has no such page."""
+    path = lessons / "notes" / lesson_page(lessons, number).name
+    return path if path.is_file() else None
+
+
+def pages_of(lessons: Path, number: str) -> list[Path]:
+    """The pages of a lesson: its text, and its notes where it has any."""
+    notes = notes_page(lessons, number)
+    return [lesson_page(lessons, number), *([notes] if notes else [])]

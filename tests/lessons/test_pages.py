@@ -1,0 +1,115 @@
+"""A lesson's text and its notes: what is generated is put on the page that has the mark, and the text stays short."""
+
+from pathlib import Path
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.exercise import load
+from minivllm.lab.marks import lesson_page, notes_page, pages_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LESSONS = ROOT / "lessons"
+claims, measure, words = (load(ROOT / "tools" / f"{name}.py") for name in ("claims", "measure", "words"))
+NOTES = sorted((LESSONS / "notes").glob("*.md"))
+MARKS = "<!-- claims:01 -->\nold\n<!-- /claims -->\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "01_a.md").write_text("# A\n")
+    (tmp_path / "02_b.md").write_text("# B\n")
+    (tmp_path / "notes" / "01_a.md").write_text("# A: notes\n")
+    return tmp_path
+
+
+def test_a_lesson_has_one_page_or_two(folder):
+    assert pages_of(folder, "01") == pages_of(folder, "1") == [folder / "01_a.md", folder / "notes" / "01_a.md"]
+    assert pages_of(folder, "02") == [folder / "02_b.md"]
+    assert notes_page(folder, "02") is None
+    with pytest.raises(MinivllmError, match="there are: 01, 02"):
+        lesson_page(folder, "7")
+
+
+@pytest.mark.parametrize("where", ["01_a.md", "notes/01_a.md"])
+def test_claims_go_to_the_page_that_has_the_mark(folder, where):
+    (folder / where).write_text(f"# Page\n{MARKS}")
+    assert claims.page_with_claims("01", folder) == folder / where
+
+
+@pytest.mark.parametrize("pages", [[], ["01_a.md", "notes/01_a.md"]])
+def test_claims_have_one_place(folder, pages):
+    for page in pages:
+        (folder / page).write_text(MARKS)
+    with pytest.raises(MinivllmError, match="must stand once in 01_a"):
+        claims.page_with_claims("01", folder)
+
+
+def test_output_is_filled_on_both_pages_from_one_run(folder, monkeypatch):
+    """The text and the notes of a lesson quote the same run: a command is never run once for each."""
+    ran = []
+    monkeypatch.setattr(measure, "output_of", lambda command, more: ran.append((command, more)) or "1. One\nnew")
+    monkeypatch.setattr(measure, "stem_of", lambda _number: "01_a")
+    monkeypatch.setattr(measure, "ROOT", folder.parent)
+    monkeypatch.setattr(measure, "pages_of", lambda _lessons, number: pages_of(folder, number))
+    monkeypatch.setattr(measure.subprocess, "run", lambda *_args, **_more: None)
+    monkeypatch.setattr("sys.argv", ["measure", "01"])
+    for page in pages_of(folder, "01"):
+        page.write_text(
+            "<!-- output: vllm/01_a.py | 1. One -->\n\n```text\nold\n```\n\n"
+            "<!-- output: vllm/01_a.py --break | 1. One -->\n\n```text\nold\n```\n"
+        )
+    assert measure.main() == 0
+    assert [command for command, _ in ran] == ["vllm/01_a.py", "vllm/01_a.py --break"]
+    assert all(
+        page.read_text().count("1. One\nnew") == 2 and "old" not in page.read_text() for page in pages_of(folder, "01")
+    )
+
+
+TEXT = """# Title of four words
+
+Before it, <b>five</b> words stand.
+
+## First part
+
+One [link with text](https://example.com/many-words/in-a-path) and `code`.
+
+```python exec script=vllm/x.py region=y
+not_counted = "at all"
+```
+
+## Second
+
+<!-- output: vllm/x.py | 1. -->
+
+~~~text
+nor this
+~~~
+
+- a list — with `inline` code
+$$\\text{no} = words$$
+
+![nor this](figure.svg)
+"""
+
+
+def test_words_are_what_a_reader_reads():
+    assert words.by_section(TEXT) == {"(before)": 4 + 5, "First part": 2 + 6, "Second": 1 + 5}
+    assert words.count(TEXT) == sum(words.by_section(TEXT).values())
+
+
+def test_a_fence_inside_a_list_is_no_text():
+    assert words.count("1. one\n\n   ```bash\n   make run\n   ```\n\n   two\n") == 3
+
+
+def test_every_notes_page_belongs_to_a_lesson():
+    assert {path.name for path in NOTES} <= {path.name for path in LESSONS.glob("*.md")}
+
+
+@pytest.mark.parametrize("notes", NOTES, ids=lambda path: path.stem)
+def test_a_lesson_with_notes_is_short_and_linked_with_them(notes):
+    lesson = LESSONS / notes.name
+    assert words.count(lesson.read_text()) <= words.MOST_WORDS, words.by_section(lesson.read_text())
+    assert f"](notes/{notes.name}" in lesson.read_text()
+    assert f"](../{notes.name}" in notes.read_text()
