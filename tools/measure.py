@@ -3,8 +3,8 @@
     uv run python tools/measure.py 01                  # make measure N=01
     uv run python tools/measure.py 01 --machine h100   # on another machine: only its results file
 
-A lesson, or its page in `lessons/notes`, quotes output in a fence under a comment that names the command and, after bars,
-the parts to show:
+A lesson, or its page in `lessons/notes`, quotes output in a fence under a comment that names the command and, after
+bars, the parts to show:
 
     <!-- output: vllm/01_kv_cache.py | 1 and 2. | What you saw -->
 
