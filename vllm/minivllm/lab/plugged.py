@@ -25,6 +25,8 @@ PROMPTS = (
     "for i in range(10):\n    print(",
 )
 """Requests for exercises that need no others."""
+WARM_UP = "x = 1"
+"""Served before the clock starts: the first engine of a process compiles its loops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ def serve(plugged: Plugged, parts: Parts) -> Served:
     own = {} if parts.names else plugged.ours
     arguments = {"max_model_len": 256, "device": "cpu", "dtype": "float32", **plugged.engine_args, **own}
     llm = LLM(EMBEDDED_MODEL, parts=parts, **arguments)
+    llm.generate([WARM_UP], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+    llm.reset_prefix_cache()
     engine, scheduler = llm.llm_engine, core_of(llm).scheduler
     pool = scheduler.kv_cache_manager.block_pool
     sampling = SamplingParams(temperature=0.0, max_tokens=plugged.max_tokens, ignore_eos=True)
