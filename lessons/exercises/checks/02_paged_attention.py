@@ -327,7 +327,7 @@ def _reads(trace: KernelTrace, name: str, most: int, what: str, hint: str = "") 
 
 
 def plug(module) -> Plugged:
-    """Your pool serves the engine, with so few blocks that most requests wait for one another to end."""
+    """Your pool serves the engine, with so few blocks that many requests wait for others to end."""
 
     class Pool(module.BlockPool):
         """The exercise's pool with what the engine asks of one besides. Nothing is cached, so nothing is forgotten."""
