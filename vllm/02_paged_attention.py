@@ -1,7 +1,7 @@
 """Lesson 02. PagedAttention: the KV cache in small blocks, a table for each sequence, and blocks that several share.
 
-Builds block pool, block tables, reference counts and copy-on-write, and two Triton kernels: decode attention through a
-block table, and a copy of many blocks in one launch.
+Builds block pool, block tables, reference counts and copy-on-write, and Triton kernels that read through a block table:
+a gather in three steps, and decode attention.
 You learn where a reserved cache loses its memory, why blocks lose next to none, what looking a block up costs the
 kernel, and what one forgotten reference does.
 
@@ -20,36 +20,27 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.allocators import Reservations, replay_workloads
+from minivllm.lab.allocators import replay_workloads, reservations
 from minivllm.lab.beam_search import measure_sharing
 from minivllm.lab.cli import run
 from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
-from minivllm.lab.paged_cache import PagedCache, decode_case, engine_decode, gather_decode, in_blocks, random_case
+from minivllm.lab.paged_cache import PagedCache, engine_decode, gather_decode, random_case, time_by_block_size
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, refusal, show_errors
 from minivllm.lab.reports import paged_attention as report
 from minivllm.lab.tables import heading
-from minivllm.lab.timing import in_turns
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm.simulate.memory_replay import TablesOnDemand
-from minivllm.simulate.workloads import WORKLOADS, RequestLengths
+from minivllm.simulate.workloads import WORKLOADS
 
 # %% 1. The pain: one unbroken region for each request
 
 LONGEST = 2048  # tokens of the longest request that is served
-
-# A request reserves one region of neighbouring slots and keeps it until it ends. How long it is, is one of these rules;
-# nobody knows an output's length in advance, so all but the first are for comparison.
-REGIONS: dict[str, Callable[[RequestLengths], int]] = {
-    "max": lambda request: LONGEST,
-    "pow2": lambda request: request.prompt_tokens + triton.next_power_of_2(request.output_tokens),
-    "buddy": lambda request: triton.next_power_of_2(request.total),  # all regions of a buddy allocator are such
-    "exact": lambda request: request.total,
-}
+RESERVATIONS = reservations(LONGEST)  # four ways to reserve a region: three of the paper's, and a better one
 
 # %% 2. The mechanism: a pool of equal blocks, and a table for each sequence
 
@@ -172,13 +163,61 @@ def paged(slots: int, block_size: int) -> TablesOnDemand:
 
 def measure_memory(plan: report.Plan) -> dict:
     """What the slots hold under every allocator, and how many requests run at once."""
-    allocators = {kind: partial(Reservations, region=region) for kind, region in REGIONS.items()}
-    allocators["paged"] = partial(paged, block_size=plan.block_size)
+    allocators = {**RESERVATIONS, "paged": partial(paged, block_size=plan.block_size)}
     found = replay_workloads(allocators, WORKLOADS, plan.slots, plan.steps, LONGEST, plan.seed)
     return report.show_memory(found, plan.slots)
 
 
-# %% 4. The kernels: attend through a block table, and copy blocks
+# %% 4. The kernels: gather through a block table, in three steps, then attend through it
+
+
+# region: gather
+@triton.jit
+def gather_token_kernel(out, cache, block_table, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """One token's row, through its sequence's table. Grid: (tokens of the sequence,).
+
+    out [tokens, WIDTH]; cache [slots, WIDTH], any dtype; block_table int32 [blocks of the sequence]. BLOCK_SIZE and
+    WIDTH are powers of two. Reads tokens * WIDTH elements and one entry of the table for each token.
+    """
+    token = tl.program_id(0)
+    block = tl.load(block_table + token // BLOCK_SIZE).to(tl.int64)
+    slot = block * BLOCK_SIZE + token % BLOCK_SIZE
+    column = tl.arange(0, WIDTH)
+    tl.store(out + token * WIDTH + column, tl.load(cache + slot * WIDTH + column))
+
+
+@triton.jit
+def gather_block_kernel(out, cache, block_table, length, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """The same, a whole block at a time. Grid: (blocks of the sequence,). The last block holds what `length` leaves.
+
+    Reads length * WIDTH elements and one entry of the table for each block.
+    """
+    place = tl.program_id(0)
+    block = tl.load(block_table + place).to(tl.int64)
+    row, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
+    token = place * BLOCK_SIZE + row
+    rows = tl.load(cache + (block * BLOCK_SIZE + row) * WIDTH + column, mask=token < length)
+    tl.store(out + token * WIDTH + column, rows, mask=token < length)
+
+
+@triton.jit
+def gather_cache_kernel(out, starts, cache, block_table, lengths, width, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """The same for all sequences in one launch. Grid: (sequences, width of the table).
+
+    Sequence s has `lengths[s]` tokens, and its rows begin at row `starts[s]` of out. block_table int32 [sequences,
+    width]; what lies behind a sequence's last block is padding, and its programs read nothing of the cache.
+    """
+    sequence, place = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + sequence)
+    if place * BLOCK_SIZE < length:
+        block = tl.load(block_table + sequence * width + place).to(tl.int64)
+        row, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
+        token = place * BLOCK_SIZE + row
+        rows = tl.load(cache + (block * BLOCK_SIZE + row) * WIDTH + column, mask=token < length)
+        tl.store(out + (tl.load(starts + sequence) + token) * WIDTH + column, rows, mask=token < length)
+
+
+# endregion
 
 BLOCK_T = 64  # tokens that a program of the decode kernel takes at once, as in lesson 01
 
@@ -195,8 +234,7 @@ def paged_decode_kernel(
     q, out [sequences, heads, head_dim]; keys, values [blocks, block_size, kv_heads, head_dim]; block_table int32
     [sequences, table_width]; any float dtype, float32 inside. Lesson 01's kernel, but for how it finds a token's slot;
     without PAGED, sequence i owns block i, and no table is read.
-    Must read 2 * length * kv_heads * head_dim elements and length / block_size entries of the table a sequence; does
-    4 * length * heads * head_dim FLOPs.
+    Must read 2 * length * kv_heads * head_dim elements and length / block_size entries of the table a sequence.
     """
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths + sequence)
@@ -225,22 +263,6 @@ def paged_decode_kernel(
 
 
 # endregion
-# region: copy_kernel
-@triton.jit
-def copy_blocks_kernel(cache, pairs, num_blocks, SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Copy blocks inside cache [planes, num_blocks, SIZE elements]. Grid: (pairs, planes, chunks of a block).
-
-    pairs int32 [pairs, 2]: source, target. A plane is the keys or the values of one layer. All pairs run at once, so no
-    target may be another pair's source. Reads and writes pairs * planes * SIZE elements; no arithmetic.
-    """
-    pair, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    element = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
-    source, target = tl.load(pairs + 2 * pair), tl.load(pairs + 2 * pair + 1)
-    block = tl.load(cache + (plane * num_blocks + source) * SIZE + element, mask=element < SIZE)
-    tl.store(cache + (plane * num_blocks + target) * SIZE + element, block, mask=element < SIZE)
-
-
-# endregion
 
 
 def paged_decode(q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, lengths: Tensor, paged=True) -> Tensor:
@@ -255,84 +277,66 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, l
     return out
 
 
-def copy_blocks(cache: Tensor, copies: list[tuple[int, int]]) -> None:
-    """Copy (source, target) blocks in every plane of cache [planes, blocks, ...], in one launch."""
-    if copies:
-        pairs = torch.tensor(copies, dtype=torch.int32, device=cache.device)
-        size, chunk = cache[0, 0].numel(), 2048  # 16 bytes a thread, on AMD too
-        grid = (len(pairs), len(cache), triton.cdiv(size, chunk))
-        copy_blocks_kernel[grid](cache, pairs, cache.shape[1], SIZE=size, CHUNK=chunk)
+def gather_cache(cache: Tensor, block_table: Tensor, lengths: Tensor) -> Tensor:
+    """The rows of all sequences, one after another: cache [blocks, block_size, width] -> [tokens, width]."""
+    _, block_size, width = cache.shape
+    out = cache.new_empty(int(lengths.sum()), width)
+    tables = (block_table, lengths, block_table.shape[1])
+    starts = lengths.cumsum(0, dtype=torch.int32) - lengths
+    gather_cache_kernel[tuple(block_table.shape)](out, starts, cache, *tables, BLOCK_SIZE=block_size, WIDTH=width)
+    return out
 
 
 def verify_kernels(device: torch.device) -> dict:
-    """Attention against float64 on awkward lengths and block sizes; copies, bit for bit."""
+    """Attention against float64 on awkward lengths and block sizes; gathered rows, bit for bit."""
     errors = {}
     for heads, kv_heads, head_dim, block_size in track([(4, 4, 64, 16), (6, 2, 80, 5), (8, 1, 128, 1)], "verifying"):
         case = random_case(heads, kv_heads, head_dim, block_size, (1, block_size, block_size + 1, 2 * BLOCK_T + 3))
         expected = gather_decode(*(x.double() if x.is_floating_point() else x for x in case))
-        found = paged_decode(*(x.to(device) for x in case))
-        shape = f"{heads} query heads, {kv_heads} KV heads of {head_dim}, blocks of {block_size}"
-        errors[shape] = furthest(found, expected)
-    cache = torch.randn(6, 9, 4, 2, 40, device=device)
-    expected = cache.clone()
-    expected[:, [2, 7, 8]] = cache[:, [1, 1, 5]]
-    copy_blocks(cache, [(1, 2), (1, 7), (5, 8)])
-    assert torch.equal(cache, expected), "blocks were not copied as told"
-    return {"largest_error": show_errors("Both kernels", errors, 2e-3, caption="copied blocks: bit for bit")}
+        name = f"{heads} query heads, {kv_heads} KV heads of {head_dim}, blocks of {block_size}"
+        errors[name] = furthest(paged_decode(*(x.to(device) for x in case)), expected)
+    _, keys, _, block_table, lengths = random_case(1, 1, 32, 8, (1, 8, 9, 30))
+    rows = [keys[table].flatten(0, 2)[:length] for table, length in zip(block_table, lengths, strict=True)]
+    found = gather_cache(*(x.to(device) for x in (keys.flatten(2), block_table, lengths)))
+    assert torch.equal(found.cpu(), torch.cat(rows)), "the gather found other rows"
+    return {"largest_error": show_errors("The kernels", errors, 2e-3, caption="gathered rows: bit for bit")}
 
 
 # %% 5. Sharing: parallel samples and beam search
 
 
 def paged_cache(model: Decoder, num_blocks: int, block_size: int) -> PagedCache:
-    """A real model's keys and values in our blocks. On a GPU the kernels above read and copy them."""
-    return PagedCache(model, BlockPool(num_blocks), BlockTable, block_size, paged_decode, copy_blocks)
+    """A real model's keys and values in our blocks. On a GPU the kernel above reads them."""
+    return PagedCache(model, BlockPool(num_blocks), BlockTable, block_size, paged_decode)
 
 
 # %% 6. The measurement: what a block size costs, in empty slots and in time
 
 
-def measure_price(device: torch.device, sizes: tuple[int, ...]) -> dict:
-    """Decode attention through tables, over the same data with one region for each sequence.
+def measure_block_sizes(plan: report.Plan, device: torch.device, control: Control) -> dict:
+    """Both costs of a block size: slots that stay empty in held blocks, and the time of attention.
 
-    A GPU runs the kernel above, with the table and without. A CPU runs the engine's attention (lesson 03), where
-    one block as long as the sequence stands for the contiguous cache: the same code, another table.
+    A GPU times the kernel above, with the table and without. A CPU times the engine's attention (lesson 03), which
+    looks every token up in either case: its times compare orders of memory, and say nothing about the lookup.
     """
-    q, data, lengths = decode_case(device)
-    decode = paged_decode if q.is_cuda else engine_decode
-    one_each = torch.arange(len(q), dtype=torch.int32, device=device)[:, None]
-    names = ("contiguous", "contiguous again")
-    runs = {name: partial(decode, q, *data.clone(), one_each, lengths, paged=False) for name in names}
-    for size in sizes:
-        caches, block_table = in_blocks(data, size)
-        runs[str(size)] = partial(decode, q, *caches, block_table, lengths)
-    expected = runs["contiguous"]()
-    for size, attend in runs.items():
-        assert furthest(attend(), expected) < 1e-2, f"blocks of {size} give another result"
-    return report.price(in_turns(runs, 40, device), q, data)
-
-
-def measure_block_sizes(price: dict, plan: report.Plan) -> dict:
-    """Both costs of a block size: slots that stay empty in held blocks, and `price`, the time of attention."""
+    with control.watch():
+        timed = time_by_block_size(device, plan.sizes, paged_decode if device.type == "cuda" else engine_decode)
     names = ("alpaca", "sharegpt", "azure-conversation")
     allocators = {str(size): partial(paged, block_size=size) for size in plan.sizes}
     held = replay_workloads(allocators, names, plan.slots, plan.steps // 3, LONGEST, plan.seed)
-    return report.show_block_sizes(price, held, LONGEST)
+    return report.show_block_sizes(report.price(*timed), held, LONGEST)
 
 
 # %% 7. Break it
 
 
 def double_free(pool: BlockPool) -> list[int]:
-    """Free a table's blocks twice, then serve two more sequences: the blocks that both of them got."""
-    first, one, other = (BlockTable(pool, 16) for _ in range(3))
-    first.append(40)
-    kept = list(first.blocks)
-    first.free()
-    pool.free_blocks(kept)
-    one.append(40)
-    other.append(40)
-    return sorted(set(one.block_ids()) & set(other.block_ids()))
+    """Free the same blocks twice, then serve two sequences: the blocks that both of them got."""
+    blocks = pool.get_new_blocks(3)
+    pool.free_blocks(blocks)
+    pool.free_blocks(blocks)
+    one, other = ({block.block_id for block in pool.get_new_blocks(3)} for _ in range(2))
+    return sorted(one & other)
 
 
 def leak(cache: PagedCache, mine: list[int], stranger: list[int], new_tokens: int) -> tuple[list[int], list[int]]:
@@ -382,14 +386,12 @@ def main(arguments: argparse.Namespace) -> None:
     found["sharing"] = measure_sharing(cache_of, lambda blocks, size: BlockTable(BlockPool(blocks), size), *work)
     report.show_sharing(found["sharing"], len(prompt), plan.beam_steps, tokenizer)
     heading("6. What a block size costs")
-    with control.watch():
-        price = measure_price(device, plan.sizes)
-    found["blocks"] = measure_block_sizes(price, plan)
+    found["blocks"] = measure_block_sizes(plan, device, control)
     heading("7. Break it")
     found["broken"] = break_it(cache_of, tokenizer.decode, prompt, stranger)
-    report.conclude(found, LONGEST, control.disturbance())
-    context = {"block_size": plan.block_size, "slots": plan.slots, "disturbance": control.record()}
-    keep(__file__, found, arguments, report.draw, **context)
+    report.conclude(found, LONGEST)
+    context = {"slots": plan.slots, "disturbance": control.record()}
+    keep(__file__, found, arguments, report.draw, block_size=plan.block_size, **context)
 
 
 parser = partial(report.parser, __doc__)

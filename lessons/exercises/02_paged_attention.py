@@ -1,14 +1,16 @@
-"""Exercise 02. Write the block pool and the block table: allocate, share, copy on write, free.
+"""Exercise 02. Write the block pool, the block table, and the kernels that read through it.
 
 Fill in the functions that raise, then ask what is still missing:
 
     make check N=02
 
-Needed: lesson 02 up to "The mechanism". The solution is in vllm/02_paged_attention.py; try first. No GPU and no model:
-all of this is bookkeeping on the host.
+Needed: lesson 02 up to "The mechanism". No GPU: the pool and the table are bookkeeping on the host, and the kernels run
+in Triton's interpreter. When all checks pass, the engine serves requests on your pool.
 """
 
 from collections import deque
+
+from minivllm.platforms.triton_utils import tl, triton
 
 
 def slot_mapping(block_ids, positions, block_size: int) -> list[int]:
@@ -50,6 +52,10 @@ class BlockPool:
         Where fewer are free, raise a ValueError and take none.
 
         Trap: a caller that got two of three blocks has nothing that it can use, and nobody else has them either.
+
+        >>> pool = BlockPool(4)
+        >>> [block.block_id for block in pool.get_new_blocks(2)]
+        [1, 2]
         """
         raise NotImplementedError("take num_blocks from the left end, or raise and take none")
 
@@ -89,10 +95,14 @@ class BlockTable:
         Where the pool has too few blocks, its ValueError goes on to the caller, and table, pool and counts are as they
         were.
 
-        Traps: a *full* last block that is shared needs no copy, since nobody will write into it again. The last one who
-        holds a block writes into it without a copy. Take the blocks before you let go of any.
+        Traps: a *full* last block that is shared needs no copy, since nobody will write into it again, and neither does
+        `append(0)`, which writes nothing. The last one who holds a block writes into it without a copy. Take the blocks
+        before you let go of any.
+
+        >>> BlockTable(BlockPool(8), block_size=4).append(5)
+        ([4, 5, 6, 7, 8], [])
         """
-        raise NotImplementedError("take the blocks that are missing; copy a shared, half full last block")
+        raise NotImplementedError("take the blocks that are missing; copy a shared, partly full last block")
 
     def fork(self) -> "BlockTable":
         """A second sequence with the same past: same blocks, same number of tokens, nothing copied.
@@ -107,3 +117,54 @@ class BlockTable:
         Trap: the head of a sequence is what others may want again (lesson 05), so it is given up last.
         """
         raise NotImplementedError("free the blocks in reverse, and forget them")
+
+
+# ---- the kernel, in three steps --------------------------------------------------------------------------------------
+#
+# A gather copies the rows of sequences out of scattered blocks, one after another. A row is what the cache keeps of one
+# token: WIDTH numbers. `cache` is [slots, WIDTH], `out` [tokens, WIDTH]; BLOCK_SIZE and WIDTH are powers of two. A
+# pointer such as `cache` names the first element; `cache + n` is the n-th after it.
+
+
+@triton.jit
+def gather_token_kernel(out, cache, block_table, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Step 1: one token. Program t copies the row of token t of one sequence. Grid: (tokens of the sequence,).
+
+    block_table int32 [blocks of the sequence]. Each program reads one entry of the table and one row of the cache.
+
+    Given: `column`, the places of a row's numbers. `tl.load(cache + slot * WIDTH + column)` is a row.
+    """
+    token = tl.program_id(0)
+    column = tl.arange(0, WIDTH)
+    raise NotImplementedError("find the token's slot through the table, load that row, store it in row `token` of out")
+
+
+@triton.jit
+def gather_block_kernel(out, cache, block_table, length, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Step 2: one block. Program p copies the rows of the p-th block of one sequence. Grid: (blocks,).
+
+    The sequence has `length` tokens: the last block may hold fewer than BLOCK_SIZE. Each program reads *one* entry of
+    the table, and only rows that hold a token.
+
+    Given: `row` [BLOCK_SIZE, 1] and `column` [1, WIDTH], which together name all elements of a block. A mask goes with
+    the load and with the store: tl.load(at, mask=there), tl.store(at, rows, mask=there).
+
+    Trap: behind the sequence's last token lies what an earlier holder left, and behind `out` lies somebody's memory.
+    """
+    place = tl.program_id(0)
+    row, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
+    raise NotImplementedError("look the block up once, then load and store its rows, masked beyond `length`")
+
+
+@triton.jit
+def gather_cache_kernel(out, starts, cache, block_table, lengths, width, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Step 3: all sequences, in one launch. Program (s, p) copies the p-th block of sequence s.
+
+    Grid: (sequences, width of the table). block_table int32 [sequences, width], row after row in memory; lengths and
+    starts int32 [sequences]. Sequence s has `lengths[s]` tokens, and its rows begin at row `starts[s]` of out.
+
+    Traps: a short sequence has programs with nothing to do; behind its last block the table is filled with 0, the null
+    block, which must not be read. Two sequences must not write the same rows of out: rows count from `starts[s]`.
+    """
+    sequence, place = tl.program_id(0), tl.program_id(1)
+    raise NotImplementedError("step 2 with this sequence's row of the table, its length, and its start in out")

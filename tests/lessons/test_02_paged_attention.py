@@ -1,5 +1,7 @@
 """Lesson 02: sharing changes the blocks and not the text, the kernels are right, the exercise catches mistakes."""
 
+import doctest
+
 import pytest
 import torch
 from kernels.harness import (
@@ -17,16 +19,18 @@ from lessons.harness import (
     figures_of_quick_run,
     script_path,
 )
+from lessons.mutants import load_mutant
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.kernels import reshape_and_cache as engine_cache
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.allocators import Reservations
+from minivllm.lab.allocators import Buddy, FirstFit
 from minivllm.lab.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples, share
-from minivllm.lab.exercise import load
+from minivllm.lab.exercise import checks_of, exercise_path, load, plug_of, run_checks
+from minivllm.lab.opening import paged_attention as opening
 from minivllm.lab.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
-from minivllm.lab.reports.paged_attention import PROMPT
+from minivllm.lab.plugged import compare
+from minivllm.lab.reports.paged_attention import PAPER, PROMPT
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import random_model
 from minivllm.simulate.memory_replay import Running, TablesOnDemand, replay
@@ -49,7 +53,7 @@ def running(prompt, output):
 
 
 def test_regions_never_overlap_and_leave_one_hole():
-    memory = Reservations(100, lambda request: request.total)
+    memory = FirstFit(100, lambda request: request.total)
     kept = [running(10, 10), running(20, 10), running(5, 5), running(30, 10)]
     assert all(memory.admit(one) for one in kept)
     taken = [slot for one in kept for slot in range(one.home[0], sum(one.home))]
@@ -63,7 +67,7 @@ def test_regions_never_overlap_and_leave_one_hole():
 
 def test_free_memory_in_two_holes_is_no_room():
     """External fragmentation: 40 slots are free, and a request of 30 must wait."""
-    memory = Reservations(60, lambda request: request.total)
+    memory = FirstFit(60, lambda request: request.total)
     kept = [running(20, 0) for _ in range(3)]
     assert all(memory.admit(one) for one in kept)
     memory.release(kept[0])
@@ -73,25 +77,58 @@ def test_free_memory_in_two_holes_is_no_room():
     assert memory.admit(running(30, 0))
 
 
-def test_the_replay_finds_what_the_paper_found():
-    """Kwon et al. 2023, figures 2 and 13: 20.4 % and 96.3 % of the memory hold tokens; 7.00 and 30.42 requests run."""
-    requests = [one for one in workload("sharegpt").sample(12_000) if one.total <= 2048]
-    reserved = replay(Reservations(15_696, lesson.REGIONS["max"]), requests, 1600)
-    blocks = replay(lesson.paged(15_696, 16), requests, 1600)
-    assert reserved.tokens == pytest.approx(0.204, abs=0.03)
-    assert reserved.running == pytest.approx(7.0, abs=0.05)
-    assert blocks.tokens == pytest.approx(0.963, abs=0.02)
-    assert blocks.running == pytest.approx(30.42, rel=0.1)
+def test_buddies_are_powers_of_two_at_multiples_of_their_length():
+    memory = Buddy(100, lambda request: request.total)
+    kept = [running(10, 10), running(1, 0), running(30, 3)]
+    assert all(memory.admit(one) for one in kept)
+    assert [one.home for one in kept] == [(64, 32, 20), (96, 1, 1), (0, 64, 33)]
+    assert memory.free == {(1, 97), (2, 98)}
+    assert not memory.admit(running(3, 0)), "three slots are free, and no piece of four"
 
 
-def test_every_allocator_serves_the_same_requests_and_blocks_hold_most():
-    requests = [one for one in workload("azure-conversation").sample(2000) if one.total <= 2048]
-    found = {kind: replay(Reservations(15_696, rule), requests, 400) for kind, rule in lesson.REGIONS.items()}
-    blocks = replay(lesson.paged(15_696, 16), requests, 400)
-    assert max(one.tokens for one in found.values()) < blocks.tokens
-    assert found["exact"].never == 0
-    assert found["max"].evicted == 0
-    for one in (*found.values(), blocks):
+def test_freed_buddies_are_one_piece_again():
+    memory = Buddy(64, lambda request: request.total)
+    kept = [running(16, 0) for _ in range(4)]
+    assert all(memory.admit(one) for one in kept)
+    for one in (kept[0], kept[2]):
+        memory.release(one)
+    assert not memory.admit(running(32, 0)), "32 slots are free, in two pieces that are no buddies"
+    memory.release(kept[1])
+    assert memory.admit(running(32, 0))
+    memory.release(kept[3])
+    assert memory.free == {(32, 32)}
+
+
+def test_what_a_buddy_rounds_up_is_lost_and_is_no_reservation():
+    memory = Buddy(64, lambda request: request.total)
+    one = running(20, 13)
+    assert memory.admit(one)
+    assert memory.held(one) == 33
+    assert not memory.admit(running(1, 0)), "33 takes all of 64"
+
+
+@pytest.fixture(scope="module")
+def replayed():
+    """The paper's workload under every allocator, as in the lesson's table."""
+    requests = [one for one in workload("sharegpt").sample(15_696) if one.total <= 2048]
+    kinds = {**lesson.RESERVATIONS, "paged": lambda slots: lesson.paged(slots, 16)}
+    return {kind: replay(make(15_696), requests, 2000) for kind, make in kinds.items()}
+
+
+@pytest.mark.parametrize("kind", PAPER)
+def test_the_replay_finds_what_the_paper_found(replayed, kind):
+    """Kwon et al. 2023, figures 2 and 13: the share of the memory that holds tokens, and the requests that run."""
+    tokens, running = PAPER[kind]
+    assert replayed[kind].tokens == pytest.approx(tokens, abs=0.05)
+    assert replayed[kind].running == pytest.approx(running, rel=0.12)
+
+
+def test_the_allocators_stand_in_the_papers_order(replayed):
+    shares = [replayed[kind].tokens for kind in ("max", "pow2", "oracle", "exact", "paged")]
+    assert shares == sorted(shares)
+    assert replayed["oracle"].never == replayed["exact"].never == 0
+    assert replayed["max"].evicted == 0
+    for one in replayed.values():
         assert one.tokens + one.later + one.never + one.outside == pytest.approx(1)
 
 
@@ -271,16 +308,25 @@ def test_decode_is_what_the_engines_kernel_does(device):
     assert_close(gather_decode(q, keys, values, table, counts), engine)
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 1, 16), (16, 2, 80), (3, 1, 8), (512, 2, 2)])
-def test_copies_are_the_engines_and_touch_nothing_else(shape, device):
-    cache = torch.randn(3, 9, *shape, device=device)
-    copies, expected = [(1, 2), (1, 7), (5, 8), (3, 4)], cache.clone()
-    for plane in expected:
-        engine_cache.copy_blocks(plane, plane, torch.tensor(copies, device=device))
-    lesson.copy_blocks(cache, copies)
-    assert torch.equal(cache, expected)
-    lesson.copy_blocks(cache, [])
-    assert torch.equal(cache, expected)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_the_gathers_find_every_row(block_size, device):
+    """The three steps agree, and never touch a slot that holds nobody's token: there lies NaN."""
+    lengths, width = [1, 3 * block_size, 2 * block_size + 1, 0], 32
+    table, blocks = random_block_table(lengths, block_size)
+    cache = torch.full((blocks, block_size, width), torch.nan)
+    for row, length in enumerate(lengths):
+        positions = torch.arange(length)
+        cache[table[row].long()[positions // block_size], positions % block_size] = torch.randn(length, width)
+    wanted = [gather_paged(cache[:, :, None], table, row, length)[:, 0] for row, length in enumerate(lengths)]
+    cache, table = cache.to(device), table.to(device)
+    found = lesson.gather_cache(cache, table, torch.tensor(lengths, dtype=torch.int32, device=device))
+    assert torch.equal(found.cpu(), torch.cat(wanted))
+    sizes = {"BLOCK_SIZE": block_size, "WIDTH": width}
+    by_token, by_block = torch.empty_like(wanted[2], device=device), torch.empty_like(wanted[2], device=device)
+    lesson.gather_token_kernel[(lengths[2],)](by_token, cache, table[2], **sizes)
+    lesson.gather_block_kernel[(-(-lengths[2] // block_size),)](by_block, cache, table[2], lengths[2], **sizes)
+    assert torch.equal(by_token.cpu(), wanted[2])
+    assert torch.equal(by_block.cpu(), wanted[2])
 
 
 @pytest.mark.parametrize(("block_size", "paged"), [(1, True), (16, True), (4096, False)])
@@ -297,9 +343,20 @@ def test_decode_kernel_compiles_everywhere(block_size, paged):
     )  # fmt: skip
 
 
-def test_copy_kernel_compiles_everywhere():
-    sizes = {"num_blocks": 4096, "SIZE": 16 * 8 * 128, "CHUNK": 2048}
-    assert_compiles(lesson.copy_blocks_kernel, {"cache": "*bf16", "pairs": "*i32", **sizes}, load_bytes=16)
+def test_gather_kernel_compiles_everywhere():
+    pointers = {"out": "*bf16", "cache": "*bf16", "starts": "*i32", "block_table": "*i32", "lengths": "*i32"}
+    sizes = {"width": 128, "BLOCK_SIZE": 16, "WIDTH": 1024}
+    assert_compiles(lesson.gather_cache_kernel, {**pointers, **sizes}, load_bytes=16)
+
+
+# ---- the opening figure ----------------------------------------------------------------------------------------------
+
+
+def test_the_opening_figure_says_what_the_text_carries_by_hand():
+    captions = opening.frames().captions
+    assert "9 tokens take 3 blocks: the table is 1, 2, 3" in captions[0]
+    assert "Position 12: entry 3 of the table is block 9, place 0: slot 36" in captions[4]
+    assert "slot 37" in captions[5]
 
 
 # ---- the exercise ----------------------------------------------------------------------------------------------------
@@ -332,6 +389,7 @@ MUTANTS = {
     "turns the order round": ("BlockPool.free_blocks", "reversed(free)", "free"),
     "writes into what others read": ("BlockTable.must_copy", "....ref_cnt > 1", "....ref_cnt > 2"),
     "copies although nobody shares": ("BlockTable.must_copy", "....ref_cnt > 1", "....ref_cnt > 0"),
+    "copies where nothing is written": ("BlockTable.must_copy", "num_tokens > 0", "True"),
     "copies full blocks": ("BlockTable.must_copy", "self.num_tokens % self.block_size > 0", "True"),
     "does not say what to copy": ("BlockTable.append", "copies.append(...)", ""),
     "copies the wrong way": (
@@ -342,12 +400,88 @@ MUTANTS = {
     "keeps hold of what it copied": ("BlockTable.append", "self.pool.free_blocks([shared])", ""),
     "gives both tables one list": ("BlockTable.fork", "list(self.blocks)", "self.blocks"),
     "frees the head first": ("BlockTable.free", "reversed(self.blocks)", "self.blocks"),
+    "does not forget what it freed": ("BlockTable.free", "self.blocks, self.num_tokens = [], 0", ""),
+    "lets go before it takes": (
+        "BlockTable.append",
+        "blocks = self.pool.get_new_blocks(...)",
+        "self.pool.free_blocks(self.blocks[-1:] * self.must_copy(num_tokens))\nblocks = self.pool.get_new_blocks(...)",
+    ),
+    "gathers without the table": (
+        "gather_token_kernel",
+        "block * BLOCK_SIZE + token % BLOCK_SIZE",
+        "token",
+    ),
+    "takes a block for a slot": ("gather_token_kernel", "block * BLOCK_SIZE + token % BLOCK_SIZE", "block"),
+    "forgets the place in the gathered block": (
+        "gather_token_kernel",
+        "block * BLOCK_SIZE + token % BLOCK_SIZE",
+        "block * BLOCK_SIZE",
+    ),
+    "counts rows in bytes": ("gather_token_kernel", "slot * WIDTH", "slot * 4"),
+    "loads behind the last token": ("gather_block_kernel", "tl.load(..., mask=token < length)", "tl.load(...)"),
+    "stores behind the last token": (
+        "gather_block_kernel",
+        "tl.store(..., rows, mask=token < length)",
+        "tl.store(..., rows)",
+    ),
+    "masks one token too many": (
+        "gather_block_kernel",
+        "tl.load(..., mask=token < length)",
+        "tl.load(..., mask=token <= length)",
+    ),
+    "masks by the place in the block": ("gather_block_kernel", "token = ...", "token = row"),
+    "reads the first sequence's table": ("gather_cache_kernel", "sequence * width", "0"),
+    "takes the table for as wide as a block": ("gather_cache_kernel", "sequence * width", "sequence * BLOCK_SIZE"),
+    "writes all sequences over one another": ("gather_cache_kernel", "tl.load(starts + sequence) + token", "token"),
+    "reads the null block": (
+        "gather_cache_kernel",
+        "tl.load(..., mask=token < length)",
+        "tl.load(..., mask=token < width * BLOCK_SIZE)",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("02", MUTANTS[mistake])
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("takes the place in the table for the block", "these are the positions themselves: the table is not used"),
+        ("forgets the place in the block", "the place in the block is missing"),
+        ("copies where nothing is written", "append(0) wants to copy [(3, 4)]"),
+        (
+            "gathers without the table",
+            "comes from slot 2, not 22 (blocks of 4, table [5, 2, 7]): that is the token's own number",
+        ),
+        ("takes a block for a slot", "that is the block's number, not a slot"),
+        ("loads behind the last token", "Are those behind the last token masked?"),
+        ("stores behind the last token", "Is the last block masked, in the load and in the store?"),
+        ("writes all sequences over one another", "Does each sequence begin at its own start?"),
+        ("reads the null block", "must not read the null block"),
+    ],
+)
+def test_a_usual_mistake_is_recognised(mistake, said):
+    module = load_mutant(script_path("02"), MUTANTS[mistake])
+    assert any(said in (result.problem or "") for result in run_checks(module, checks_of("02")))
+
+
+def test_the_engine_runs_on_the_exercises_pool(capsys):
+    plug = plug_of("02")
+    assert plug is not None
+    assert compare(plug(lesson))
+    out = capsys.readouterr().out
+    assert "The engine with your block pool" in out
+    assert "40 of 40" in out
+
+
+def test_the_examples_of_the_stub_are_true():
+    """The doctests of the stub, with the script's functions in place of its own."""
+    stub = load(exercise_path("02"))
+    for example in doctest.DocTestFinder(recurse=True).find(stub, globs=vars(lesson)):
+        assert doctest.DocTestRunner().run(example).failed == 0
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------

@@ -1,6 +1,15 @@
-"""What must be true of exercise 02, and of the script that solves it."""
+"""What must be true of exercise 02, and of the script that solves it; and how its pool serves the engine."""
 
 import random
+
+import torch
+
+from minivllm.config import Parts
+from minivllm.lab.kernel_trace import KernelTrace, trace_kernel
+from minivllm.lab.plugged import PROMPTS, Plugged
+
+BLOCK_SIZE, WIDTH = 4, 8  # of the kernels' checks; a row is 32 bytes
+ROW = 4 * WIDTH
 
 
 def _ids(table) -> list[int]:
@@ -28,8 +37,15 @@ def _table(module, tokens: int, blocks: int = 12, block_size: int = 4):
 
 def check_slot_mapping(module):
     """A position's slot is block_table[position // block_size] * block_size + position % block_size."""
-    found = module.slot_mapping([7, 3, 9], [0, 3, 4, 9, 11], 4)
-    assert list(found) == [28, 31, 12, 37, 39], f"slots {list(found)} for positions 0, 3, 4, 9, 11 in blocks 7, 3, 9"
+    found = list(module.slot_mapping([7, 3, 9], [0, 3, 4, 9, 11], 4))
+    mistakes = {
+        (0, 3, 4, 9, 11): "these are the positions themselves: the table is not used",
+        (7, 7, 3, 9, 9): "these are blocks; a slot is counted in tokens",
+        (28, 28, 12, 36, 36): "these are the first slots of the blocks; the place in the block is missing",
+        (7, 10, 3, 10, 12): "a block begins at block * block_size, not at its own number",
+    }
+    hint = mistakes.get(tuple(found), "the table is 7, 3, 9 and blocks have 4 slots")
+    assert found == [28, 31, 12, 37, 39], f"positions 0, 3, 4, 9, 11 got slots {found}: {hint}"
     assert list(module.slot_mapping([5, 2], [0, 1], 1)) == [5, 2], "with blocks of 1, a slot is a block"
 
 
@@ -124,6 +140,17 @@ def check_copy_on_write(module):
     assert list(table.append(1)) == [[before[2] * 4 + 2], []], "nobody shares the block any more: no copy"
 
 
+def check_no_token_no_copy(module):
+    """`append(0)` writes nothing, so it copies nothing and takes nothing, even after a fork."""
+    pool, table = _table(module, 10)
+    child = table.fork()
+    before = _ids(child), _counts(pool), pool.get_num_free_blocks()
+    slots, copies = child.append(0)
+    assert list(copies) == [], f"append(0) wants to copy {copies}: no token is written, so the block can stay shared"
+    assert list(slots) == [], f"append(0) returned slots {slots}"
+    assert (_ids(child), _counts(pool), pool.get_num_free_blocks()) == before, "append(0) changed table or counts"
+
+
 def check_full_blocks_are_not_copied(module):
     """With a full last block, both go on in new blocks, and nothing is copied."""
     pool, table = _table(module, 8)
@@ -205,3 +232,127 @@ def _write(table, text: list, new: list, cache: dict, block_size: int) -> None:
             cache[target * block_size + place] = cache.get(source * block_size + place)
     cache.update(zip(slots, new))
     text += new
+
+
+def check_gather_token(module):
+    """Step 1: each token's row is copied from the slot that the table names; one entry and one row are read for it."""
+    cache, table, wanted = _cached([5, 2, 7], 10)
+    out, trace = _gather(module.gather_token_kernel, (10,), 10, cache, table)
+    _rows_are(out, cache, wanted, table)
+    _stays_inside(trace)
+    _reads(trace, "cache", 10 * ROW, "10 rows")
+    _reads(trace, "block_table", 10 * 4, "one entry for each token")
+
+
+def check_gather_block(module):
+    """Step 2: each block is looked up once, and of the last one only the rows are copied that hold a token."""
+    for blocks, length in (([5, 2, 7], 10), ([3, 6], 8), ([4], 1)):
+        cache, table, wanted = _cached(blocks, length)
+        out, trace = _gather(module.gather_block_kernel, (len(blocks),), length, cache, table, length)
+        _stays_inside(trace)
+        _rows_are(out, cache, wanted, table)
+        _reads(trace, "cache", length * ROW, f"the rows of {length} tokens", "Are those behind the last token masked?")
+        _reads(trace, "block_table", len(blocks) * 4, "one entry for each block")
+
+
+def check_gather_all_sequences(module):
+    """Step 3: one launch copies all sequences, each through its own row of the table and to its own rows of out."""
+    blocks, lengths = [[5, 2, 7], [3], [8, 1], [6]], [10, 3, 8, 0]
+    cache, wanted = _rows(40), []
+    table = torch.zeros(4, 3, dtype=torch.int32)
+    for sequence, (own, length) in enumerate(zip(blocks, lengths)):
+        table[sequence, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        wanted += [own[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE for token in range(length)]
+    starts = torch.tensor([0, 10, 13, 21], dtype=torch.int32)
+    out = torch.full((21, WIDTH), torch.nan)
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    trace = trace_kernel(
+        module.gather_cache_kernel, (4, 3), out, starts, cache, table, counts, 3, BLOCK_SIZE=BLOCK_SIZE, WIDTH=WIDTH
+    )
+    assert not trace.races, f"{trace.races[0]}. Does each sequence begin at its own start?"
+    _stays_inside(trace)
+    _rows_are(out, cache, wanted, table)
+    more = "Programs behind a sequence's last block must not read the null block."
+    _reads(trace, "cache", 21 * ROW, "the rows of 21 tokens", more)
+
+
+def _rows(slots: int) -> torch.Tensor:
+    """A cache in which every row is different."""
+    return torch.arange(slots * WIDTH, dtype=torch.float32).view(slots, WIDTH) + 1
+
+
+def _cached(blocks: list[int], length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """A cache of 10 blocks, a table, and the slots of the sequence's tokens."""
+    slots = [blocks[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE for token in range(length)]
+    return _rows(40), torch.tensor(blocks, dtype=torch.int32), slots
+
+
+def _gather(kernel, grid: tuple[int, ...], tokens: int, cache, table, *rest) -> tuple[torch.Tensor, KernelTrace]:
+    """Rows that the kernel wrote (NaN where it wrote none), and what it read."""
+    out = torch.full((tokens, WIDTH), torch.nan)
+    return out, trace_kernel(kernel, grid, out, cache, table, *rest, BLOCK_SIZE=BLOCK_SIZE, WIDTH=WIDTH)
+
+
+def _rows_are(out: torch.Tensor, cache: torch.Tensor, wanted: list[int], table: torch.Tensor) -> None:
+    """Row i of out is row wanted[i] of the cache; where it is not, say which one it is and which mistake that looks like."""
+    wrong = [row for row, slot in enumerate(wanted) if not torch.equal(out[row], cache[slot])]
+    if not wrong:
+        return
+    row = next((row for row in wrong if wanted[row] % BLOCK_SIZE > 1), wrong[0])  # where the mistakes differ most
+    slot = wanted[row]
+    if out[row].isnan().any():
+        raise AssertionError(f"row {row} of out was not written, or not as a whole")
+    same = (cache == out[row]).all(dim=1).nonzero().flatten().tolist()
+    block = slot // BLOCK_SIZE
+    entries = f"blocks of {BLOCK_SIZE}, table {table.tolist()}"
+    if not same:
+        raise AssertionError(f"row {row} of out is no row of the cache ({entries}): is a row WIDTH elements long?")
+    found = same[0]
+    hints = {row: "that is the token's own number: the table is not used", block: "that is the block's number, not a slot"}
+    hints[block * BLOCK_SIZE] = "that is the block's first slot: the place in the block is missing"
+    hints[block + slot % BLOCK_SIZE] = "a block begins at block * BLOCK_SIZE"
+    hint = hints.get(found, "is it the right entry of the right row of the table?")
+    raise AssertionError(f"row {row} of out comes from slot {found}, not {slot} ({entries}): {hint}")
+
+
+def _stays_inside(trace: KernelTrace) -> None:
+    assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. Is the last block masked, in the load and in the store?"
+    assert not trace.races, trace.races[0]
+
+
+def _reads(trace: KernelTrace, name: str, most: int, what: str, hint: str = "") -> None:
+    """The kernel read no more than `most` bytes of an argument."""
+    read = trace.arguments[name].bytes_read
+    assert read <= most, f"{read} bytes of {name} were read, {most} are enough: {what}. {hint}".strip()
+
+
+def plug(module) -> Plugged:
+    """Your pool serves the engine, with so few blocks that many requests wait for others to end."""
+
+    class Pool(module.BlockPool):
+        """The exercise's pool with what the engine asks of one besides. Nothing is cached, so nothing is forgotten."""
+
+        def __init__(self, num_gpu_blocks: int, enable_caching: bool) -> None:
+            assert not enable_caching, "the exercise's pool knows no hashes"
+            super().__init__(num_gpu_blocks)
+            self.num_usable_blocks = num_gpu_blocks - 1
+
+        def get_usage(self) -> float:
+            return 1 - self.get_num_free_blocks() / self.num_usable_blocks
+
+        def evict_blocks(self, blocks) -> None:
+            pass
+
+        def reset_prefix_cache(self) -> bool:
+            return self.get_num_free_blocks() == self.num_usable_blocks
+
+    def says(llm) -> dict[str, object]:
+        return {"would run if each reserved 256 slots": 40 * 16 // 256}
+
+    return Plugged(
+        parts=Parts(block_pool=Pool),
+        engine_args={"enable_prefix_caching": False, "num_gpu_blocks_override": 41, "max_num_seqs": 128},
+        prompts=PROMPTS * 18,
+        max_tokens=24,
+        says=says,
+    )

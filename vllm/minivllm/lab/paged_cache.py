@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.kernels.unified_attention import unified_attention
+from minivllm.lab.proof import furthest
+from minivllm.lab.timing import in_turns
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
 
@@ -64,8 +67,8 @@ class PagedCache:
 
     `new_table` makes an empty table from a pool and a block size.
     `data` is [2 * layers, blocks, block_size, kv_heads, head_dim]. `written` [blocks, block_size] remembers which token
-    was written into each slot, so that one can look. On a GPU `decode` and `copy_blocks` do the work; on a CPU torch
-    does the same, since an interpreted kernel would take a thousand times longer.
+    was written into each slot, so that one can look. On a GPU `decode` attends; on a CPU torch
+    does, since an interpreted kernel would take a thousand times longer.
     """
 
     def __init__(
@@ -75,14 +78,12 @@ class PagedCache:
         new_table: Callable[[Any, int], BlockTable],
         block_size: int,
         decode: Decode,
-        copy_blocks: Callable[[Tensor, list[tuple[int, int]]], None],
     ) -> None:
         shape = (len(pool.blocks), block_size, model.config.num_key_value_heads, model.config.head_dim)
         self.data = model.lm_head.weight.new_zeros(2 * model.config.num_hidden_layers, *shape)
         self.written = torch.zeros(shape[:2], dtype=torch.int64, device=self.data.device)
         self.model, self.pool, self.block_size, self._new_table = model, pool, block_size, new_table
         self._decode = decode if self.data.is_cuda else gather_decode
-        self._copy_blocks = copy_blocks
 
     @torch.inference_mode()
     def forward(self, tables: Sequence[BlockTable], new: Sequence[Sequence[int]]) -> Tensor:
@@ -116,10 +117,7 @@ class PagedCache:
         copies = list(copies)
         sources, targets = [pair[0] for pair in copies], [pair[1] for pair in copies]
         self.written[targets] = self.written[sources]
-        if self.data.is_cuda:
-            self._copy_blocks(self.data, copies)
-        elif copies:
-            self.data[:, targets] = self.data[:, sources]
+        self.data[:, targets] = self.data[:, sources]
 
     def table(self) -> BlockTable:
         """An empty sequence."""
@@ -189,3 +187,26 @@ def engine_decode(
     """The engine's attention, called like lesson 02's kernel. It always reads the table; `paged` is ignored."""
     starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     return unified_attention(q, keys, values, starts, lengths, block_table, q.shape[-1] ** -0.5)
+
+
+def time_by_block_size(
+    device: torch.device, sizes: Sequence[int], decode: Callable[..., Tensor]
+) -> tuple[dict[str, list[float]], Tensor, Tensor]:
+    """Seconds of each of 40 rounds of decode attention, by block size, in turns; and the queries and data attended to.
+
+    "contiguous" and "contiguous again" are one block a sequence, with `paged=False`.
+
+    Raises:
+        AssertionError: a block size gives another result.
+    """
+    q, data, lengths = decode_case(device)
+    one_each = torch.arange(len(q), dtype=torch.int32, device=device)[:, None]
+    names = ("contiguous", "contiguous again")
+    runs = {name: partial(decode, q, *data.clone(), one_each, lengths, paged=False) for name in names}
+    for size in sizes:
+        caches, block_table = in_blocks(data, size)
+        runs[str(size)] = partial(decode, q, *caches, block_table, lengths)
+    expected = runs["contiguous"]()
+    for size, attend in runs.items():
+        assert furthest(attend(), expected) < 1e-2, f"blocks of {size} give another result"
+    return in_turns(runs, 40, device), q, data

@@ -14,7 +14,7 @@ from minivllm.errors import MinivllmError
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, positive_int
 from minivllm.lab.figures import curves, panels
-from minivllm.lab.tables import Timed, closing, console, table
+from minivllm.lab.tables import closing, console, table
 from minivllm.simulate.memory_replay import Occupancy
 from minivllm.simulate.workloads import WORKLOADS
 
@@ -39,11 +39,13 @@ MOST_SLOTS = 2**18
 TITLES = {
     "max": "greatest length",
     "pow2": "power of two",
-    "buddy": "exact, buddy",
-    "exact": "exact",
+    "oracle": "exact",
+    "exact": "exact, first fit",
     "paged": "blocks",
 }
 """Display names of the allocators."""
+PAPER = {"max": (0.204, 7.00), "pow2": (0.268, 9.81), "oracle": (0.382, 13.62), "paged": (0.963, 30.42)}
+"""Share of the slots that hold a token, and requests at once: Kwon et al. 2023, figures 2 and 13, on ShareGPT."""
 SHARES = {"tokens": "a token", "later": "will, later", "never": "never will", "outside": "outside"}
 """Display names of what a slot holds; together they cover all slots."""
 
@@ -122,17 +124,24 @@ def show_memory(found: Mapping[str, Mapping[str, Occupancy]], slots: int) -> dic
     Returns the figures, by workload and allocator, each with how many times as much the blocks did.
     """
     rows = [
-        (TITLES[kind], *(f"{getattr(one, share):.1%}" for share in SHARES), f"{one.running:.1f}")
+        (TITLES[kind], *(f"{getattr(one, share):.1%}" for share in SHARES), f"{one.running:.1f}", *_in_the_paper(kind))
         for kind, one in found["sharegpt"].items()
     ]
     title = f"What {slots:,} slots hold, requests like {WORKLOADS['sharegpt'].title}"
-    table(title, ("reserved", *SHARES.values(), "run"), rows)
+    caption = "paper: Kwon et al. 2023, figures 2 and 13, with 15.7 thousand slots"
+    table(title, ("reserved", *SHARES.values(), "run", "paper: a token", "run"), rows, caption)
     rows = [(TITLES[kind], *(f"{kinds[kind].tokens:.1%}" for kinds in found.values())) for kind in TITLES]
     table("Slots that hold a token, requests like", ("reserved", *(WORKLOADS[name].title for name in found)), rows)
     return {
         name: {kind: {**one.figures(), "paged_over_this": _more(kinds["paged"], one)} for kind, one in kinds.items()}
         for name, kinds in found.items()
     }
+
+
+def _in_the_paper(kind: str) -> tuple[str, str]:
+    """The paper's two figures for this allocator, if it has it."""
+    tokens, running = PAPER.get(kind, (None, None))
+    return ("–", "–") if tokens is None else (f"{tokens:.1%}", f"{running:.1f}")
 
 
 def _more(blocks: Occupancy, other: Occupancy) -> dict[str, float]:
@@ -176,7 +185,8 @@ def show_block_sizes(price: dict, held: Mapping[str, Mapping[str, Occupancy]], l
     columns = ("block", *(WORKLOADS[name].title for name in empty), "table entries", "time")
     caption = (
         f"time: {price['shape']}, blocks scattered, against a contiguous cache ({price['contiguous_ms']:.2f} ms); "
-        f"against a second contiguous cache, which says how far to trust it: {price['again']:.2f} ×"
+        f"against a second contiguous cache, which says how far to trust it: {price['again']:.2f} ×. A CPU's attention "
+        "looks tokens up in either case, so its times say nothing about the lookup"
     )
     table("Held slots that are empty, the table, and the time of attention", columns, rows, caption)
     return {"price": price, "empty": empty}
@@ -195,25 +205,22 @@ def show_break(found: dict, refused_twice: str, refused_dry: str) -> None:
     table(title, ("the second half", "its reference counted", "forgotten"), rows, words=True)
 
 
-def conclude(found: dict, longest: int, disturbance: str) -> None:
-    """Print the conclusions; if something disturbed the timings, none are drawn from them."""
+def conclude(found: dict, longest: int) -> None:
+    """Print the conclusions, all of them counted."""
     reserved, blocks = (found["memory"]["sharegpt"][kind] for kind in ("max", "paged"))
-    ratio, leaked = found["blocks"]["price"]["ratio"], found["broken"]["forgotten"]["reads"]
+    empty, leaked = found["blocks"]["empty"]["alpaca"], found["broken"]["forgotten"]["reads"]
     closing(
         f"Requests like ShareGPT's: {reserved['tokens']:.0%} of the slots hold a token where each keeps {longest:,}, "
         f"{blocks['tokens']:.0%} in blocks; {blocks['running'] / reserved['running']:.1f} times as many run at once.",
-        Timed(
-            f"Attention over blocks of 16 took {ratio['16']:.2f} times as long as over a contiguous cache, blocks of 1 "
-            f"{ratio['1']:.2f} times."
-        ),
+        f"Requests as short as Alpaca's leave {empty['16']:.0%} of their slots empty in blocks of 16, and "
+        f"{empty['512']:.0%} in blocks of 512.",
         f"One forgotten reference, and a request reads a stranger's text: {leaked[:48]!r}.",
-        disturbance=disturbance,
     )
 
 
 def draw(found: dict, path: str) -> None:
-    """What the slots hold under each allocator, and what a block size costs in empty slots and in time."""
-    kinds, price, empty = found["memory"]["sharegpt"], found["blocks"]["price"], found["blocks"]["empty"]
+    """What the slots hold and how many requests run under each allocator, and what stays empty by block size."""
+    kinds, empty = found["memory"]["sharegpt"], found["blocks"]["empty"]
     start = [0.0] * len(kinds)
     with panels(path, 3, height=4) as (left, middle, right):
         colours = (palette.BLUE, palette.SKY, palette.ORANGE, palette.PALE)
@@ -224,11 +231,15 @@ def draw(found: dict, path: str) -> None:
         left.set(title="What the slots hold", xlabel="share of the slots, requests like ShareGPT", xlim=(0, 1))
         left.invert_yaxis()
         left.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.2))
-        curves(middle, {WORKLOADS[name].title: shares for name, shares in empty.items()}, factor=100, octaves=True)
-        middle.set(title="Empty slots in held blocks", xlabel="block size", ylabel="%", ylim=0)
-        curves(right, {"with a table": price["ratio"]}, octaves=True)
-        right.axhline(1, color=palette.GREY, linestyle="--", label="contiguous")
-        right.axhline(price["again"], color=palette.GREY, linestyle=":", label="contiguous, once more")
-        top = 1.3 * max(price["ratio"].values())
-        right.set(title="Time of decode attention", xlabel="block size", ylabel="against contiguous", ylim=(0, top))
-        right.legend(fontsize=8)
+        titles = [TITLES[kind] for kind in kinds]
+        paper = {titles.index(TITLES[kind]): running for kind, (_, running) in PAPER.items()}
+        middle.barh(titles, [one["running"] for one in kinds.values()], color=palette.BLUE, label="here")
+        middle.scatter(
+            list(paper.values()), list(paper), color=palette.ORANGE, marker="D", zorder=3, label="in the paper"
+        )
+        middle.set(title="Requests at once", xlabel="requests like ShareGPT")
+        middle.invert_yaxis()
+        middle.set_yticklabels([])
+        middle.legend(fontsize=8)
+        curves(right, {WORKLOADS[name].title: shares for name, shares in empty.items()}, factor=100, octaves=True)
+        right.set(title="Empty slots in held blocks", xlabel="block size", ylabel="%", ylim=0)
