@@ -1,11 +1,10 @@
 """Lesson 03. FlashAttention: a softmax over scores that are never stored.
 
-Builds attention with its T × T matrix, the online softmax that does without, the tiled loop, and a Triton kernel.
-You learn why a row can be normalised before it is all there, what that saves (memory grows with T, traffic still
-with T²), and why two partial results merge exactly: the algebra of split-KV decoding.
+Builds attention with its T × T matrix, the online softmax that does without, the tiled loop, and Triton kernels.
+You learn why a row can be summed before it is all there, what that saves (memory grows with T, traffic still with
+T²), and why two partial results merge exactly: the algebra of split-KV decoding.
 
     uv run python vllm/03_flash_attention.py                # under a minute on a laptop, no GPU needed
-    uv run python vllm/03_flash_attention.py --head-dim 128 --on-chip-kib 100
     uv run python vllm/03_flash_attention.py --budget-mib 2048 --block-q 32 --block-k 32
 """
 # ruff: noqa: E741 (m, l and O are the paper's letters)
@@ -21,23 +20,21 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.aot import compile_for
 from minivllm.lab.attention_in_model import KEYS_A_TILE, attend_in_model
 from minivllm.lab.cli import run
 from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
-from minivllm.lab.other_attention import compare_with_pool, fused_ways, stored_attention
+from minivllm.lab.other_attention import compare_with_pool, stored_attention, time_attention
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, show_errors
 from minivllm.lab.reports import flash_attention as report
 from minivllm.lab.slow_memory import count_trips
 from minivllm.lab.tables import heading
-from minivllm.lab.timing import median_seconds
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED, tl, triton
-from minivllm.simulate.attention_traffic import flash_traffic, longest_naive, naive_traffic
+from minivllm.simulate.attention_traffic import flash_traffic, naive_traffic
 
 # %% 1. The pain: a matrix of T × T
 
@@ -70,32 +67,11 @@ def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 # endregion
 
-
-def run_out_of_memory(heads: int, budget: int) -> dict:
-    """Double the sequence until its float32 scores and weights exceed `budget` bytes. Counted: nothing is allocated."""
-    length, needs = 512, {}
-    while needs.setdefault(length, heads * naive_traffic(length, 1, 4).extra) <= budget:
-        length *= 2
-    return report.show_budget(heads, budget, needs, longest_naive(budget, heads, 4))
-
-
 # %% 2. The softmax wants its maximum, and the maximum is known only at the end of the row
 
 
 # The largest score whose exponential each dtype can hold.
 LIMITS = {dtype.__name__: math.log(float(np.finfo(dtype).max)) for dtype in (np.float16, np.float32)}
-
-
-def overflow() -> dict:
-    """The softmax of a score just under and just over each dtype's limit, without the shift and with it."""
-    rows = []
-    with np.errstate(over="ignore", invalid="ignore"):
-        for dtype, score in [(dtype, limit + off) for dtype, limit in LIMITS.items() for off in (-0.1, 0.1)]:
-            row = np.array([[0.0, score]], dtype)
-            rows.append((dtype, score, np.exp(row[0, 1]) / np.exp(row).sum(), stable_softmax(row)[0, 1]))
-    report.show_overflow(rows)
-    return LIMITS
-
 
 # %% 3. The idea: keep a running maximum, and rescale what was summed under the old one
 
@@ -163,12 +139,12 @@ def tiled_attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Causal attention of one head, a tile of queries at a time, each over its tiles of keys.
 
-    q, k, v [T, head_dim] -> (output [T, head_dim], logarithm of each row's sum [T], float32).
+    q [queries, head_dim], the last of the positions; k, v [keys, head_dim] -> (output like q, lse [queries] float32).
     """
     out, lse = np.empty_like(q), np.empty_like(q, shape=len(q), dtype=np.float32)
     for start in range(0, len(q), block_q):
         tile = q[start : start + block_q] / math.sqrt(q.shape[1])
-        rows = start + np.arange(len(tile))
+        rows = len(k) - len(q) + start + np.arange(len(tile))  # positions: the queries are the last ones
         state = nothing_seen(*tile.shape)
         for first in range(0, rows[-1] + 1, block_k):  # what lies beyond, no row of this tile sees
             scores = tile @ k[first : first + block_k].T
@@ -179,9 +155,62 @@ def tiled_attention(
 
 # endregion
 
-# %% 6. The kernel
+# %% 6. The kernel: a row's sums, then its values, then the mask; and all of it for tiles of queries
 
 
+# region: row_kernels
+@triton.jit
+def row_sums_kernel(m_out, l_out, scores, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """m and l of each row of scores [rows, KEYS], KEYS a multiple of BLOCK. Grid: (rows,)."""
+    row = tl.program_id(0)
+    m, l = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    for start in range(0, KEYS, BLOCK):
+        tile = tl.load(scores + row * KEYS + start + tl.arange(0, BLOCK))
+        new_m = tl.maximum(m, tl.max(tile, axis=0))
+        l = tl.exp(m - new_m) * l + tl.sum(tl.exp(tile - new_m), axis=0)
+        m = new_m
+    tl.store(m_out + row, m)
+    tl.store(l_out + row, l)
+
+
+@triton.jit
+def row_output_kernel(out, scores, values, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """The softmax of each row of scores [rows, KEYS], times values [KEYS, HEAD_DIM]. Grid: (rows,)."""
+    row, column = tl.program_id(0), tl.arange(0, HEAD_DIM)
+    m, l = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    o = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(0, KEYS, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        tile = tl.load(scores + row * KEYS + key)
+        value = tl.load(values + key[:, None] * HEAD_DIM + column[None, :])
+        new_m = tl.maximum(m, tl.max(tile, axis=0))
+        weights, keep = tl.exp(tile - new_m), tl.exp(m - new_m)
+        l = keep * l + tl.sum(weights, axis=0)
+        o = keep * o + tl.sum(weights[:, None] * value, axis=0)
+        m = new_m
+    tl.store(out + row * HEAD_DIM + column, o / l)
+
+
+@triton.jit
+def causal_rows_kernel(out, scores, values, rows, keys, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """The same for rows at the last positions of any number of keys: row i sees keys - rows + i + 1 of them."""
+    row, column = tl.program_id(0), tl.arange(0, HEAD_DIM)
+    m, l = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    o = tl.zeros([HEAD_DIM], tl.float32)
+    stop = keys - rows + row + 1
+    for start in range(0, stop, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        tile = tl.load(scores + row * keys + key, mask=key < stop, other=-float("inf"))
+        value = tl.load(values + key[:, None] * HEAD_DIM + column[None, :], mask=(key < stop)[:, None], other=0.0)
+        new_m = tl.maximum(m, tl.max(tile, axis=0))
+        weights, keep = tl.exp(tile - new_m), tl.exp(m - new_m)
+        l = keep * l + tl.sum(weights, axis=0)
+        o = keep * o + tl.sum(weights[:, None] * value, axis=0)
+        m = new_m
+    tl.store(out + row * HEAD_DIM + column, o / l)
+
+
+# endregion
 # region: flash_kernel
 @triton.jit
 def flash_kernel(
@@ -293,8 +322,7 @@ def step_through(row: dict) -> None:
     """One row, tile by tile: how m, l and O move, and that they end where the softmax of the whole row is."""
     scores, values = np.array([row["scores"]]), np.array(row["values"])
     states = [nothing_seen(1, values.shape[1])]
-    for first in range(0, scores.shape[1], KEYS_A_TILE):
-        tile = slice(first, first + KEYS_A_TILE)
+    for tile in (slice(first, first + KEYS_A_TILE) for first in range(0, scores.shape[1], KEYS_A_TILE)):
         states.append(softmax_step(states[-1], scores[:, tile], values[tile]))
     outputs, expected = [finish(state)[0][0] for state in states[1:]], stable_softmax(scores)[0] @ values
     assert np.allclose(outputs[-1], expected), "the tiles do not add up to the softmax"
@@ -319,20 +347,6 @@ def count_bytes(length: int, head_dim: int, block_q: int, block_k: int) -> dict:
     return peaks
 
 
-def measure_time(device: torch.device, lengths: list[int]) -> dict:
-    """Stored scores against fused kernels, in one run. On a CPU the fused one is PyTorch's, tiled in the same way."""
-    heads, head_dim, dtype = (32, 128, torch.bfloat16) if device.type == "cuda" else (4, 64, torch.float32)
-    seconds = {}
-    for length in track(lengths, "timing attention"):
-        q, k, v = torch.randn(3, length, heads, head_dim, device=device, dtype=dtype)
-        ways = {"T × T stored": partial(stored_attention, q, k, v)}
-        if q.is_cuda:
-            ways["our kernel"] = partial(flash_attention, q, k, v)
-        ways |= fused_ways(q, k, v)
-        seconds[length] = {way: median_seconds(attend, device=device) for way, attend in ways.items()}
-    return report.show_time(seconds, heads, head_dim, device)
-
-
 # %% 9. Break it: a row that sees nothing, a tile that does not fit (the budget and the exponential broke above)
 
 
@@ -340,21 +354,7 @@ def row_without_keys() -> dict:
     """A window of 4 keys, in tiles of 4: in the first tile that this query meets, it may see no key."""
     scores, values = np.array([[-np.inf] * 4 + [1.0, 2.0, 3.0, 4.0]]), np.eye(8)
     state = softmax_step(nothing_seen(1, 8), scores[:, :4], values[:4])
-    state = softmax_step(state, scores[:, 4:], values[4:])
-    with np.errstate(invalid="ignore"):
-        unguarded = float(np.exp(np.subtract(-np.inf, -np.inf)))  # what the first tile would leave in l and O
-    return report.show_guard(unguarded, float(state.l[0]))
-
-
-def compile_tiles(target: str, tiles: list[tuple[int, int, int]]) -> dict:
-    """What the compiler says of our kernel with these tiles, without a GPU: what fits, and what spills."""
-    shape = {"queries": 4096, "keys": 4096, "scale": 0.1, "CAUSAL": True, "HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128}
-    arguments = {**dict.fromkeys(("out", "q", "k", "v"), "*bf16"), "lse": "*fp32", **shape}
-    codes = {}
-    for block_q, block_k, stages in track(tiles, "compiling ahead of time"):
-        blocks, options = {"BLOCK_Q": block_q, "BLOCK_K": block_k}, {"num_warps": 8, "num_stages": stages}
-        codes[block_q, block_k, stages] = compile_for(target, flash_kernel, arguments | blocks, options)
-    return report.show_tiles(target, codes)
+    return report.show_guard(softmax_step(state, scores[:, 4:], values[4:]).l[0])
 
 
 # %% The talk, in order
@@ -368,9 +368,9 @@ def main(arguments: argparse.Namespace) -> None:
     plan = report.plan(arguments, device)
     model, tokenizer = load_model(arguments.model, device, "float32")[0], load_tokenizer(arguments.model)
     heading("1. The T × T matrix")
-    found["memory"] = run_out_of_memory(arguments.heads, arguments.budget_mib * report.MIB)
+    found["memory"] = report.show_budget(arguments.heads, arguments.budget_mib * report.MIB)
     heading("2. The softmax wants its maximum")
-    found["overflow"] = overflow()
+    found["overflow"] = report.show_overflow(LIMITS, stable_softmax)
     heading("3–5. Tile by tile")
     kernel = partial(flash_attention, **SMALL_TILES) if HAS_TRITON else None
     ran = attend_in_model(model, tokenizer, arguments.text, kernel, LIMITS["float16"])
@@ -385,10 +385,10 @@ def main(arguments: argparse.Namespace) -> None:
     found["powers"] = report.fit_powers(found["traffic"], arguments.on_chip_kib * 1024)
     found["figure_2"] = report.compare_with_paper()
     with control.watch():
-        found["time"] = measure_time(device, plan.lengths)
+        found["time"] = report.show_time(*time_attention(device, plan.lengths, flash_attention), device)
     heading("9. Break it")
     found["no_keys"] = row_without_keys()
-    found["tiles"] = compile_tiles(arguments.target, plan.tiles) if HAS_TRITON else {}
+    found["tiles"] = report.show_tiles(arguments.target, flash_kernel, plan.tiles) if HAS_TRITON else {}
     report.conclude(found, control.disturbance())
     keep(__file__, found, arguments, partial(report.draw, ran.row), disturbance=control.record())
     report.keep_row(ran.row, arguments.row)

@@ -1,15 +1,18 @@
-"""Exercise 03. Write the online softmax: one step of it, the merge of two results, and the tiled loop around it.
+"""Exercise 03. Write the online softmax: in NumPy, then as a kernel in three steps.
 
-Fill in the three functions, then ask what is still missing:
+Fill in the functions, in any order, then ask what is still missing:
 
     make check N=03
 
-Needed: lesson 03 up to "The mechanism". NumPy is enough. The solution is in vllm/03_flash_attention.py; try first.
+Needed: lesson 03 up to "The mechanism". The kernels run in Triton's interpreter; no GPU is needed. When all checks
+pass, the engine serves requests with your `tiled_attention`.
 """
 
 from typing import NamedTuple
 
 import numpy as np
+
+from minivllm.platforms.triton_utils import tl, triton
 
 
 class Partial(NamedTuple):
@@ -26,9 +29,12 @@ def nothing_seen(rows: int, head_dim: int) -> Partial:
 
 
 def finish(state: Partial):
-    """(output [rows, head_dim], logarithm of each row's sum [rows]); a row without keys gives 0 and -inf. (Given.)"""
+    """(output [rows, head_dim], lse [rows]); a row without keys gives 0 and -inf. (Given.)"""
     l = np.maximum(state.l, 1.0)  # exact: the key with the largest score adds exp(0) = 1
     return state.o / l[..., None], state.m + np.log(l)
+
+
+# ---- in NumPy --------------------------------------------------------------------------------------------------------
 
 
 def softmax_step(state: Partial, scores, values) -> Partial:
@@ -61,6 +67,11 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     Traps: the sides count as their l says, so an average of the two outputs is wrong. A side, or both, may have seen no
     key (m = -inf, l = 0, o = 0), and must then change nothing.
+
+    >>> left = Partial(np.array([np.log(2)]), np.array([1.5]), np.array([[16.0]]))
+    >>> right = Partial(np.array([np.log(4)]), np.array([1.25]), np.array([[34.0]]))
+    >>> merge(left, right)
+    Partial(m=array([1.38629436]), l=array([2.]), o=array([[42.]]))
     """
     raise NotImplementedError("bring both sides to the larger maximum, then add l and o")
 
@@ -68,14 +79,69 @@ def merge(a: Partial, b: Partial) -> Partial:
 def tiled_attention(q, k, v, block_q: int, block_k: int):
     """Causal attention of one head, a tile of queries at a time, each over its tiles of keys.
 
-    q, k, v [T, head_dim] -> (output [T, head_dim], logarithm of each row's sum [T])
+    q     [queries, head_dim]   the last positions: query i stands at position keys - queries + i
+    k, v  [keys, head_dim]      at least as many as there are queries
+    returns (output, like q; lse [queries])
 
     For each tile of `block_q` queries: start from `nothing_seen`; for each tile of `block_k` keys that some query of this
-    tile sees, compute scores = q · k / sqrt(head_dim), put -inf where the key lies ahead of the query (query i sees keys
-    0 to i), and take one `softmax_step`; at the end `finish`, and write out what comes of it. `np.empty_like(q)` makes
-    the output. The last tiles may be shorter than the others.
+    tile sees, compute scores = q · k / sqrt(head_dim), put -inf where the key's position is larger than the query's, and
+    take one `softmax_step`; at the end `finish`, and write out what comes of it. `np.empty_like(q)` makes the output.
+    The last tiles may be shorter than the others.
 
-    Traps: reading keys that no query of the tile sees gives the right answer at twice the traffic: the check counts the
-    bytes. Slice each tile once: what you slice travels. A matrix of T × T anywhere is what this is all about avoiding.
+    Traps: with 1 query over 10 keys, the query stands at position 9 and sees all of them; forget the offset and it sees
+    one. Reading keys that no query of the tile sees gives the right answer at twice the traffic, and so does slicing a
+    tile twice: what you slice travels, and the check counts the bytes. Never take more than `block_k` keys at once, and
+    keep no row of scores that is longer: that is what this is all about.
     """
     raise NotImplementedError("two loops over tiles: queries outside, keys inside")
+
+
+# ---- as a kernel -----------------------------------------------------------------------------------------------------
+# A program takes one row of scores. Its state is two numbers and a vector, in registers, in float32:
+#     m, l = tl.full((), -float("inf"), tl.float32), tl.full((), 0.0, tl.float32)
+#     o = tl.zeros([HEAD_DIM], tl.float32)
+
+
+@triton.jit
+def row_sums_kernel(m_out, l_out, scores, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """Step 1: the largest score of each row, and the sum of its exp(score - m). Grid: (rows,).
+
+    scores        [rows, KEYS] float32; KEYS is a multiple of BLOCK
+    m_out, l_out  [rows] float32
+
+    A loop over tiles of BLOCK scores, each loaded once. Reads 4 × KEYS bytes a program and writes 8.
+
+    Trap: the sum so far was taken under the maximum so far.
+    """
+    raise NotImplementedError("load a tile, take the new maximum, correct l, add the tile; at the end store both")
+
+
+@triton.jit
+def row_output_kernel(out, scores, values, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Step 2: the softmax of each row of scores, times the values. Grid: (rows,).
+
+    scores  [rows, KEYS] float32; KEYS is a multiple of BLOCK
+    values  [KEYS, HEAD_DIM] float32; HEAD_DIM is a power of two
+    out     [rows, HEAD_DIM] float32
+
+    The loop of step 1, with o beside m and l: a tile of values is [BLOCK, HEAD_DIM], and `tl.sum(…, axis=0)` adds up its
+    rows. Divide once, at the end. Reads 4 × KEYS × (1 + HEAD_DIM) bytes a program and writes 4 × HEAD_DIM.
+    """
+    raise NotImplementedError("the loop of row_sums_kernel, with a sum of values that is corrected as l is")
+
+
+@triton.jit
+def causal_rows_kernel(out, scores, values, rows, keys, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Step 3: the same for rows at the last positions, over any number of keys. Grid: (rows,).
+
+    scores  [rows, keys] float32; row i stands at position keys - rows + i and sees the keys up to that position.
+            What lies beyond was never computed: it may hold anything, NaN too.
+    values  [keys, HEAD_DIM] float32
+    out     [rows, HEAD_DIM] float32
+
+    Walk over the tiles that the row sees, and mask what it does not see of the last one. A masked element is not loaded
+    and costs nothing: `tl.load(…, mask=…, other=…)`. So a row that sees n keys reads 4 × n × (1 + HEAD_DIM) bytes.
+
+    Traps: the offset keys - rows. A score that is not loaded must count as -inf, not as 0.
+    """
+    raise NotImplementedError("the loop of row_output_kernel, up to the row's last key, with masked loads")

@@ -1,10 +1,16 @@
-"""What must be true of exercise 03, and of the script that solves it."""
+"""What must be true of exercise 03, and of the script that solves it; and how its attention serves in the engine."""
 
+import math
 import tracemalloc
 
 import numpy as np
+import torch
 
-from minivllm.lab.slow_memory import in_slow_memory
+from minivllm.config import Parts
+from minivllm.kernels.reshape_and_cache import reshape_and_cache
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.plugged import Plugged
+from minivllm.lab.slow_memory import SlowArray, in_slow_memory
 from minivllm.simulate.attention_traffic import flash_traffic
 
 
@@ -26,23 +32,32 @@ def _steps(module, scores, values, cuts):
     return state
 
 
-def _agrees(found, expected, what):
+def _agrees(found, expected, what, mistakes=()):
+    """`found` is `expected`; else says by how much it is off, and which of the usual `mistakes` gives just that.
+
+    mistakes: (what comes of it, what to say).
+    """
     found = np.asarray(found, dtype=np.float64)
     assert found.shape == expected.shape, f"{what} has shape {found.shape}, not {expected.shape}"
     assert not np.isnan(found).any(), f"{what} holds NaN"
     error = np.abs(found - expected).max()
-    assert error < 1e-4, f"{what} is off by {error:.2g}"
+    if error >= 1e-4:
+        known = [words for wrong, words in mistakes if np.abs(found - wrong).max() < 1e-4]
+        raise AssertionError(f"{what} is off by {error:.2g}{': ' if known else ''}{known[0] if known else ''}")
 
 
-def _attention(q, k, v):
-    scores = q.astype(np.float64) @ k.T.astype(np.float64) / np.sqrt(q.shape[1])
-    scores[np.triu_indices(len(q), 1)] = -np.inf
+def _attention(q, k, v, offset=None, scale=None):
+    """Output and lse in float64; `offset` and `scale` are the ones that mistakes take."""
+    offset = len(k) - len(q) if offset is None else offset
+    scores = q.astype(np.float64) @ k.T.astype(np.float64) * (q.shape[1] ** -0.5 if scale is None else scale)
+    scores[np.arange(len(k)) > np.arange(len(q))[:, None] + offset] = -np.inf
     top = scores.max(axis=1)
     return _softmax(scores) @ v, top + np.log(np.exp(scores - top[:, None]).sum(axis=1))
 
 
-def _vectors(length, head_dim, seed=0):
-    return np.random.default_rng(seed).standard_normal((3, length, head_dim)).astype(np.float32)
+def _vectors(length, head_dim, queries=None, seed=0):
+    q, k, v = np.random.default_rng(seed).standard_normal((3, length, head_dim)).astype(np.float32)
+    return q[length - (queries or length) :], k, v
 
 
 def check_one_tile_is_the_softmax(module):
@@ -50,7 +65,7 @@ def check_one_tile_is_the_softmax(module):
     scores, values = _rows(3, 5)
     output, lse = module.finish(_steps(module, scores, values, (5,)))
     _agrees(output, _softmax(scores) @ values, "the output")
-    _agrees(lse, np.log(np.exp(scores).sum(axis=1)), "the logarithm of the sum")
+    _agrees(lse, np.log(np.exp(scores).sum(axis=1)), "the lse")
 
 
 def check_later_tiles_rescale_what_came_before(module):
@@ -59,8 +74,12 @@ def check_later_tiles_rescale_what_came_before(module):
     scores += np.arange(8)
     state = _steps(module, scores, values, (3, 4, 8))
     _agrees(state.m, scores.max(axis=1), "m")
-    _agrees(state.l, np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1), "l")
-    _agrees(module.finish(state)[0], _softmax(scores) @ values, "the output")
+    top = np.maximum.accumulate(scores, axis=1)[:, [2, 2, 2, 3, 7, 7, 7, 7]]  # the maximum when each key was added
+    never = np.exp(scores - top)
+    words = "what was summed under an old maximum was never multiplied by exp(old m - new m)"
+    exact = np.exp(scores - scores.max(axis=1, keepdims=True))
+    _agrees(state.l, exact.sum(axis=1), "l", [(never.sum(axis=1), words)])
+    _agrees(state.o, exact @ values, "o", [(never @ values, f"{words}; o needs it as much as l")])
 
 
 def check_maximum_that_came_early_stays(module):
@@ -68,7 +87,7 @@ def check_maximum_that_came_early_stays(module):
     scores, values = _rows(4, 9)
     scores -= 2.0 * np.arange(9)
     state = _steps(module, scores, values, (2, 5, 9))
-    _agrees(state.m, scores.max(axis=1), "m")
+    _agrees(state.m, scores.max(axis=1), "m", [(scores[:, 5:].max(axis=1), "it is the last tile's only")])
     _agrees(module.finish(state)[0], _softmax(scores) @ values, "the output")
 
 
@@ -86,6 +105,7 @@ def check_tile_that_a_row_may_not_see(module):
     scores[0, :4] = -np.inf  # the first tile of row 0
     scores[1, 4:8] = -np.inf  # the second of row 1
     state = _steps(module, scores, values, (4, 8, 12))
+    assert not np.isnan(state.l[0]), "row 0 sees nothing of its first tile, and l is NaN: -inf - -inf is not a number"
     _agrees(module.finish(state)[0], _softmax(scores) @ values, "the output")
     blind = _steps(module, np.full((1, 4), -np.inf), values[:4], (2, 4))
     _agrees(module.finish(blind)[0], np.zeros((1, 8)), "the output of a row that sees nothing")
@@ -107,9 +127,12 @@ def check_merge_is_attention_over_both(module):
     scores, values = _rows(5, 8, spread=4.0)
     left = _steps(module, scores[:, :6], values[:6], (3, 6))
     right = _steps(module, scores[:, 6:], values[6:], (2,))
+    average = (module.finish(left)[0] + module.finish(right)[0]) / 2
+    words = "that is the average of both outputs, but 6 keys and 2 keys do not count alike"
     for merged in (module.merge(left, right), module.merge(right, left)):
+        output = module.finish(merged)[0]
+        _agrees(output, _softmax(scores) @ values, "the output", [(average, words)])
         _agrees(merged.m, scores.max(axis=1), "m")
-        _agrees(module.finish(merged)[0], _softmax(scores) @ values, "the output")
 
 
 def check_merge_with_nothing(module):
@@ -122,7 +145,7 @@ def check_merge_with_nothing(module):
 
 
 def check_finished_results_merge_too(module):
-    """An output and its logarithm are a Partial (m = the logarithm, l = 1): kernels of many heads hand over just that."""
+    """An output and its lse are a Partial (m = the lse, l = 1): kernels of many heads hand over just that."""
     heads, parts = 2, []
     scores, values = np.random.default_rng(1).standard_normal((heads, 3, 8)) * 3, _rows(1, 8)[1]
     for cut in (slice(0, 5), slice(5, 8)):
@@ -146,8 +169,25 @@ def check_tiles_give_attention(module):
         output, lse = module.tiled_attention(q, k, v, block_q, block_k)
         expected, logarithm = _attention(q, k, v)
         what = f"with {length} tokens in tiles of {block_q} queries and {block_k} keys, the"
-        _agrees(output, expected, f"{what} output")
-        _agrees(lse, logarithm, f"{what} logarithm of the sums")
+        unscaled = (_attention(q, k, v, scale=1.0)[0], "the scores are not divided by sqrt(head_dim)")
+        unmasked = (_attention(q, k, v, offset=length)[0], "every query sees every key, those ahead of it too")
+        _agrees(output, expected, f"{what} output", [unscaled, unmasked])
+        _agrees(lse, logarithm, f"{what} lse")
+
+
+def check_queries_are_the_last_positions(module):
+    """Fewer queries than keys, as in a decode step or a chunk of a prompt: they stand at the end."""
+    for queries, keys, block_q, block_k in ((1, 10, 16, 4), (3, 10, 16, 4), (20, 50, 8, 16), (5, 33, 2, 64)):
+        q, k, v = _vectors(keys, 8, queries)
+        output, lse = module.tiled_attention(q, k, v, block_q, block_k)
+        expected, logarithm = _attention(q, k, v)
+        words = (
+            f"query 0 stands at position {keys - queries} and sees {keys - queries + 1} keys; yours sees 1. "
+            "Did you forget the offset keys - queries?"
+        )
+        what = f"with {queries} queries over {keys} keys, the"
+        _agrees(output, expected, f"{what} output", [(_attention(q, k, v, offset=0)[0], words)])
+        _agrees(lse, logarithm, f"{what} lse")
 
 
 def check_no_more_bytes_than_needed(module):
@@ -155,8 +195,47 @@ def check_no_more_bytes_than_needed(module):
     vectors, trips = in_slow_memory(*_vectors(100, 16))
     module.tiled_attention(*vectors, 32, 16)
     least = flash_traffic(100, 16, 32, 16, itemsize=4)
-    assert trips.read <= least.read, f"it reads {trips.read:,} bytes, and {least.read:,} are enough"
+    whole = flash_traffic(100, 16, 32, 16, itemsize=4, causal=False)
+    hint = ". Does a tile of queries read keys that none of its queries sees?" if trips.read == whole.read else ""
+    assert trips.read <= least.read, f"it reads {trips.read:,} bytes, and {least.read:,} are enough{hint}"
+    assert trips.read == least.read, (
+        f"it slices {trips.read:,} bytes, and cannot do with less than {least.read:,}: an array that is used whole, "
+        "or turned into a plain one, is not counted. Slice each tile out of q, k and v themselves"
+    )
     assert trips.written <= least.written, f"it writes {trips.written:,} bytes, and {least.written:,} are enough"
+
+
+class _Sliced(SlowArray):
+    """An array that keeps the largest number of rows ever taken at once."""
+
+    largest = 0
+
+    def __getitem__(self, index):
+        tile = super().__getitem__(index)
+        self.largest = max(self.largest, len(tile) if tile.ndim == self.ndim else 1)
+        return tile
+
+
+def check_one_tile_of_keys_at_a_time(module):
+    """Over 16,384 keys, it never takes more than a tile of keys, and never keeps a row of scores."""
+    keys, block_k = 16384, 64
+    q, k, v = _vectors(keys, 8, queries=16)
+    k, v = k.view(_Sliced), v.view(_Sliced)
+    tracemalloc.start()
+    try:
+        module.tiled_attention(q, k, v, 16, block_k)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    largest = max(k.largest, v.largest)
+    assert largest <= block_k, (
+        f"it takes {largest:,} keys at once, with tiles of {block_k}: so many do not fit on a chip. "
+        "Is block_k used, and is there a softmax_step for each tile?"
+    )
+    assert peak < 2**18, (
+        f"it keeps {peak:,} bytes, and a tile of 16 × {block_k} scores has 4,096: a row of {keys:,} scores must never "
+        "be there as a whole. Take a softmax_step for each tile, and forget its scores"
+    )
 
 
 def check_no_matrix_of_all_scores(module):
@@ -170,3 +249,112 @@ def check_no_matrix_of_all_scores(module):
     finally:
         tracemalloc.stop()
     assert peak < 1024 * 1024, f"it allocates {peak:,} bytes at its peak; the scores alone would be {4 * 1024 * 1024:,}"
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+def _clean(trace, read, written):
+    """No race, nothing outside the arrays, and no more bytes than needed."""
+    assert not trace.out_of_bounds, trace.out_of_bounds[0]
+    assert not trace.races, trace.races[0]
+    assert trace.bytes_read <= read, f"it reads {trace.bytes_read:,} bytes, and {read:,} are enough"
+    assert trace.bytes_written <= written, f"it writes {trace.bytes_written:,} bytes, and {written:,} are enough"
+
+
+def _tensors(rows, keys, head_dim=16):
+    """Scores [rows, keys] whose maximum rises from tile to tile, values, and both as tensors."""
+    scores, values = _rows(rows, keys, head_dim, spread=2.0)
+    scores = (scores + np.arange(keys) / 4).astype(np.float32)
+    values = values.astype(np.float32)
+    return scores, values, torch.from_numpy(scores.copy()), torch.from_numpy(values.copy())
+
+
+def check_kernel_1_sums_a_row(module):
+    """row_sums_kernel: m and l of each row over tiles, every score read once."""
+    for rows, keys, block in ((3, 32, 8), (2, 16, 16), (1, 64, 4)):
+        scores, _, given, _ = _tensors(rows, keys)
+        m, l = torch.full((2, rows), math.nan)
+        trace = trace_kernel(module.row_sums_kernel, (rows,), m, l, given, KEYS=keys, BLOCK=block)
+        tiles = scores.reshape(rows, -1, block)
+        tops = np.maximum.accumulate(tiles.max(axis=2), axis=1)
+        never = np.exp(tiles - tops[:, :, None]).sum(axis=(1, 2))
+        what = f"with {keys} keys in tiles of {block},"
+        _agrees(m, scores.max(axis=1), f"{what} m", [(tiles[:, -1].max(axis=1), "it is the last tile's only")])
+        words = "the sum so far was not multiplied by exp(old m - new m)"
+        _agrees(l, np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1), f"{what} l", [(never, words)])
+        _clean(trace, 4 * rows * keys, 8 * rows)
+
+
+def check_kernel_2_adds_the_values(module):
+    """row_output_kernel: the softmax times the values, every score and value read once by a row."""
+    for rows, keys, block, head_dim in ((3, 32, 8, 16), (2, 16, 16, 32), (1, 64, 4, 8)):
+        scores, values, *given = _tensors(rows, keys, head_dim)
+        out = torch.full((rows, head_dim), math.nan)
+        trace = trace_kernel(
+            module.row_output_kernel, (rows,), out, *given, KEYS=keys, HEAD_DIM=head_dim, BLOCK=block
+        )
+        undivided = np.exp(scores - scores.max(axis=1, keepdims=True)) @ values
+        words = "it is o; the output is o / l"
+        what = f"with {keys} keys in tiles of {block}, the output"
+        _agrees(out, _softmax(scores) @ values, what, [(undivided, words)])
+        _clean(trace, 4 * rows * keys * (1 + head_dim), 4 * rows * head_dim)
+
+
+def check_kernel_3_masks(module):
+    """causal_rows_kernel: rows at the last positions, a ragged last tile, and nothing loaded that a row does not see."""
+    for rows, keys, block in ((10, 10, 4), (3, 10, 4), (1, 7, 8), (4, 33, 16), (2, 16, 8)):
+        scores, values, given, weights = _tensors(rows, keys)
+        first = keys - rows
+        seen = np.arange(keys) <= first + np.arange(rows)[:, None]
+        given[torch.from_numpy(~seen)] = math.nan
+        out = torch.full((rows, values.shape[1]), math.nan)
+        constants = {"HEAD_DIM": values.shape[1], "BLOCK": block}
+        trace = trace_kernel(module.causal_rows_kernel, (rows,), out, given, weights, rows, keys, **constants)
+        without = _softmax(np.where(np.arange(keys) <= np.arange(rows)[:, None], scores, -np.inf)) @ values
+        words = f"row 0 stands at position {first} and sees {first + 1} keys; yours sees 1. Where is keys - rows?"
+        what = f"with {rows} rows over {keys} keys in tiles of {block}, the output"
+        assert not out.isnan().any(), f"{what} holds NaN: scores that a row may not see were used"
+        _agrees(out, _softmax(np.where(seen, scores, -np.inf)) @ values, what, [(without, words)])
+        _clean(trace, int(seen.sum()) * 4 * (1 + values.shape[1]), out.nbytes)
+
+
+# ---- in the engine ---------------------------------------------------------------------------------------------------
+
+TILE = 16
+"""Queries and keys a tile in the engine."""
+
+
+def plug(module):
+    """The learner's `tiled_attention` as the engine's attention: for each request and head, over gathered blocks."""
+
+    class TiledAttention:
+        """What the engine asks of an attention: called with its caches, and bound to each step's tables."""
+
+        def __init__(self, kv_caches, scale, sliding_window):
+            self.kv_caches = kv_caches
+
+        def of_step(self, metadata):
+            def attend(layer_index, q, k, v):
+                keys, values, *_ = self.kv_caches[layer_index]
+                reshape_and_cache(k, v, keys, values, metadata.slot_mapping)
+                return _attend(module, q, keys, values, metadata)
+
+            return attend
+
+    return Plugged(parts=Parts(attention=TiledAttention), max_tokens=8)
+
+
+def _attend(module, q, keys, values, metadata):
+    """Every request's rows of q [tokens, heads, head_dim] over its keys and values, gathered through its block table."""
+    starts, group = metadata.query_start_loc.tolist(), q.shape[1] // keys.shape[2]
+    out = torch.zeros_like(q)
+    for request, length in enumerate(metadata.seq_lens.tolist()):
+        blocks = metadata.block_table[request, : -(-length // keys.shape[1])].long()
+        rows = slice(starts[request], starts[request + 1])
+        its_keys, its_values = (cache[blocks].flatten(0, 1)[:length].numpy() for cache in (keys, values))
+        for head in range(q.shape[1]):
+            at = head // group
+            output, _ = module.tiled_attention(q[rows, head].numpy(), its_keys[:, at], its_values[:, at], TILE, TILE)
+            out[rows, head] = torch.from_numpy(np.asarray(output, dtype=np.float32))
+    return out

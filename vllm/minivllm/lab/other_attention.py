@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minivllm.kernels.unified_attention import unified_attention
+from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest
+from minivllm.lab.timing import median_seconds
 
 
 def stored_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
@@ -56,3 +58,22 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
     """q, k, v [1, heads, tokens, head_dim] -> like q."""
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def time_attention(
+    device: torch.device, lengths: Sequence[int], ours: Callable[[Tensor, Tensor, Tensor], object]
+) -> tuple[dict[int, dict[str, float]], int, int]:
+    """Seconds of stored scores, of `ours` (on a GPU only) and of PyTorch's fused attentions: {length: {way: seconds}}.
+
+    All in one run. Also returns the heads and the head dim. On a CPU the fused one is PyTorch's, tiled in the same way.
+    """
+    heads, head_dim, dtype = (32, 128, torch.bfloat16) if device.type == "cuda" else (4, 64, torch.float32)
+    seconds = {}
+    for length in track(lengths, "timing attention"):
+        q, k, v = torch.randn(3, length, heads, head_dim, device=device, dtype=dtype)
+        ways: dict[str, Callable[[], object]] = {"T × T stored": partial(stored_attention, q, k, v)}
+        if q.is_cuda:
+            ways["our kernel"] = partial(ours, q, k, v)
+        ways |= fused_ways(q, k, v)
+        seconds[length] = {way: median_seconds(attend, device=device) for way, attend in ways.items()}
+    return seconds, heads, head_dim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,12 @@ from rich.markup import escape
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.lab import palette
-from minivllm.lab.aot import SHARED_MEMORY
+from minivllm.lab.aot import SHARED_MEMORY, compile_for
 from minivllm.lab.attention_in_model import KEYS_A_TILE, ModelRun
 from minivllm.lab.cli import lesson_parser, positive_int
 from minivllm.lab.figures import panels
 from minivllm.lab.lesson import wrote
+from minivllm.lab.progress import track
 from minivllm.lab.results import ensure_writable, write_json
 from minivllm.lab.tables import Timed, closing, console, table
 from minivllm.platforms.device import device_name
@@ -29,6 +30,7 @@ from minivllm.simulate.attention_traffic import (
     flash_traffic,
     largest_block_q,
     least_traffic,
+    longest_naive,
     naive_traffic,
 )
 
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 TEXT = "def total(prices, count):\n    result = 0\n    for price in prices:\n        result +="
+HEAD_DIM = 64
+"""The head dim of the figure's curves."""
 HEAD_DIMS = [32, 64, 128, 256]
 """The head dims used to fit the exponent of the head dim."""
 PAPERS_GB = 40.3
@@ -102,9 +106,15 @@ def _check(arguments: argparse.Namespace) -> None:
         ensure_writable(arguments.row)
 
 
-def show_budget(heads: int, budget: int, needs: Mapping[int, int], longest: int) -> dict[str, int]:
-    """Bytes that stored scores need at each length; the last one is over the budget. As figures."""
-    refused = max(needs)
+def show_budget(heads: int, budget: int) -> dict[str, int]:
+    """Double the sequence until its float32 scores and weights exceed `budget` bytes. Counted: nothing is allocated.
+
+    Returns the length that was refused and the longest that fits, as figures.
+    """
+    refused, needs = 512, {}
+    while needs.setdefault(refused, heads * naive_traffic(refused, 1, 4).extra) <= budget:
+        refused *= 2
+    longest = longest_naive(budget, heads, 4)
     rows = [(f"{n:,}", "refused" if n == refused else f"{size / MIB:,.0f}") for n, size in needs.items()]
     table(f"{heads} heads, float32", ("tokens", "scores and weights, MiB"), rows)
     lack = f"{refused:,} tokens need {needs[refused] / MIB:,.0f} MiB and there are {budget / MIB:,.0f}"
@@ -112,10 +122,16 @@ def show_budget(heads: int, budget: int, needs: Mapping[int, int], longest: int)
     return {"refused_at": refused, "longest": longest}
 
 
-def show_overflow(rows: Iterable[tuple[str, float, float, float]]) -> None:
-    """(dtype, score, weight without the shift, with it) of scores around each dtype's limit."""
-    cells = [(dtype, f"{score:.1f}", plain, shifted) for dtype, score, plain, shifted in rows]
-    table("Softmax of 0 and x: the weight of x", ("dtype", "x", "exp(x) as it is", "maximum off first"), cells)
+def show_overflow(limits: Mapping[str, float], softmax: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:
+    """The softmax of a score just under and just over each dtype's limit: as it is written, and by `softmax`."""
+    rows = []
+    with np.errstate(over="ignore", invalid="ignore"):
+        for dtype, score in [(dtype, limit + off) for dtype, limit in limits.items() for off in (-0.1, 0.1)]:
+            row = np.array([[0.0, score]], dtype)
+            plain = np.exp(row[0, 1]) / np.exp(row).sum()
+            rows.append((dtype, f"{score:.1f}", f"{plain}", f"{softmax(row)[0, 1]}"))
+    table("Softmax of 0 and x: the weight of x", ("dtype", "x", "exp(x) as it is", "maximum off first"), rows)
+    return dict(limits)
 
 
 def show_model(run: ModelRun, limits: Mapping[str, float]) -> dict[str, float]:
@@ -213,14 +229,25 @@ def show_time(seconds: Mapping[int, Mapping[str, float]], heads: int, head_dim: 
     return {"by_length": found, "gain": found[str(max(seconds))]["gain"]}
 
 
-def show_guard(unguarded: float, guarded: float) -> dict:
+def show_guard(guarded: float) -> dict:
     """The value of l after a fully masked tile, without a guard and with it. Returns the figures."""
+    with np.errstate(invalid="ignore"):
+        unguarded = float(np.exp(np.subtract(-np.inf, -np.inf)))  # what the first tile would leave in l and O
     console.print(f"A tile masked as a whole: exp(-inf - -inf) = {unguarded}, for good. Guarded, l = {guarded:.4f}.")
-    return {"unguarded_is_nan": math.isnan(unguarded), "guarded": guarded}
+    return {"unguarded_is_nan": math.isnan(unguarded), "guarded": float(guarded)}
 
 
-def show_tiles(target: str, codes: Mapping[tuple[int, int, int], Compiled]) -> dict:
-    """The compiler's report on tiles of (queries, keys, stages): which fit and which spill. Returns the figures."""
+def show_tiles(target: str, kernel: Any, tiles: Sequence[tuple[int, int, int]]) -> dict:
+    """What the compiler says of `flash_kernel` with tiles of (queries, keys, stages): what fits, and what spills.
+
+    It needs no GPU. Returns the figures.
+    """
+    shape = {"queries": 4096, "keys": 4096, "scale": 0.1, "CAUSAL": True, "HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128}
+    arguments = {**dict.fromkeys(("out", "q", "k", "v"), "*bf16"), "lse": "*fp32", **shape}
+    codes: dict[tuple[int, int, int], Compiled] = {}
+    for block_q, block_k, stages in track(tiles, "compiling ahead of time"):
+        blocks, options = {"BLOCK_Q": block_q, "BLOCK_K": block_k}, {"num_warps": 8, "num_stages": stages}
+        codes[block_q, block_k, stages] = compile_for(target, kernel, arguments | blocks, options)
     rows = [
         (f"{q} × {k}, {stages}", f"{code.shared:,}", "yes" if code.fits else "NO", f"{code.spilled:,}")
         for (q, k, stages), code in codes.items()
@@ -257,16 +284,24 @@ def keep_row(row: dict, path: str | None) -> None:
 
 
 def draw(row: dict, found: dict, path: str) -> None:
-    """A row of scores with its running maximum; bytes moved and bytes kept, against the length."""
+    """A row of scores with its running maximum; how much less tiles move, and what is kept, against the length."""
     traffic, scores = found["traffic"], np.array(row["scores"])
-    tile = np.arange(len(scores)) // KEYS_A_TILE
+    lengths, tile = traffic["lengths"], np.arange(len(scores)) // KEYS_A_TILE
     with panels(path, 3) as (left, middle, right):
         left.bar(np.arange(len(scores)), scores, color=[(palette.SKY, palette.BLUE)[index % 2] for index in tile])
         running = [scores[tile <= index].max() for index in tile]
         left.step(np.arange(len(scores)), running, where="mid", color=palette.VERMILLION)
         left.set(title="One row of scores, and the running m", xlabel="keys, four to a tile", xticks=[])
-        for axes, kind in ((middle, "moved"), (right, "kept")):
-            axes.loglog(traffic["lengths"], traffic[kind]["naive"], "o-", base=2, color=palette.VERMILLION)
-            axes.loglog(traffic["lengths"], traffic[kind]["tiled"], "s-", base=2, color=palette.BLUE)
-            axes.set(title=f"Bytes {kind} by one head", xlabel="tokens", ylabel="bytes")
-            axes.legend(["T × T stored", "tiles"])
+        stored = [naive_traffic(length, HEAD_DIM).moved for length in lengths]
+        for block_q, colour in ((64, palette.SKY), (128, palette.BLUE), (256, palette.GREEN)):
+            tiled = [flash_traffic(length, HEAD_DIM, block_q, 64).moved for length in lengths]
+            less = [a / b for a, b in zip(stored, tiled, strict=True)]
+            middle.plot(lengths, less, "s-", color=colour)
+            middle.annotate(f"{block_q} queries a tile", (lengths[-1], less[-1]), (0, 6), textcoords="offset points",
+                            ha="right", color=colour)  # fmt: skip
+        middle.set_xscale("log", base=2)
+        middle.set(title="Times fewer bytes moved than T × T", xlabel="tokens", ylim=(0, 18))
+        right.loglog(lengths, traffic["kept"]["naive"], "o-", base=2, color=palette.VERMILLION)
+        right.loglog(lengths, traffic["kept"]["tiled"], "s-", base=2, color=palette.BLUE)
+        right.set(title="Bytes kept by one head", xlabel="tokens", ylabel="bytes")
+        right.legend(["T × T stored", "tiles"])
