@@ -16,6 +16,7 @@ from lessons.harness import (
     figures_of_quick_run,
     script_path,
 )
+from lessons.mutants import load_mutant
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.units import GIB
@@ -23,8 +24,12 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.aot import SHARED_MEMORY, compile_for
 from minivllm.lab.attention_in_model import attend_in_model
-from minivllm.lab.exercise import load
-from minivllm.lab.reports.flash_attention import TEXT
+from minivllm.lab.exercise import checks_of, load, run_checks, run_plugged
+from minivllm.lab.followed import PROMPT
+from minivllm.lab.opening import flash_attention as opening
+from minivllm.lab.reports import flash_attention as report
+from minivllm.lab.slow_memory import count_trips
+from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.triton_utils import HAS_TRITON, triton
@@ -46,6 +51,9 @@ def test_tiles_of_any_size_give_the_naive_answer(block_q, block_k):
     expected = reference_attention(*(torch.from_numpy(x)[:, None] for x in (q, k, v)), 20**-0.5)[:, 0]
     assert_close(torch.from_numpy(lesson.naive_attention(q, k, v)), expected)
     assert_close(torch.from_numpy(lesson.tiled_attention(q, k, v, block_q, block_k)[0]), expected)
+    for queries in (1, 30):
+        tiled = lesson.tiled_attention(q[-queries:], k, v, block_q, block_k)[0]
+        assert_close(torch.from_numpy(tiled), expected[-queries:])
 
 
 @pytest.mark.parametrize(
@@ -79,11 +87,11 @@ def test_the_widgets_row_by_row_form_is_the_lessons():
 
 
 def test_the_budget_names_the_longest_sequence_that_fits(capsys):
-    assert lesson.run_out_of_memory(8, 64 * 2**20) == {"refused_at": 2048, "longest": 1024}
+    assert report.show_budget(8, 64 * 2**20) == {"refused_at": 2048, "longest": 1024}
     said = " ".join(capsys.readouterr().out.split())
     assert "1,024 │ 64 │" in said, "the whole budget may be used"
     assert "2,048 tokens need 256 MiB and there are 64: 1,024 tokens fit" in said
-    assert lesson.run_out_of_memory(8, 64 * 2**20 - 1) == {"refused_at": 1024, "longest": 1023}
+    assert report.show_budget(8, 64 * 2**20 - 1) == {"refused_at": 1024, "longest": 1023}
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
@@ -224,6 +232,14 @@ def test_the_kernel_compiles_everywhere(head_dim):
     assert_compiles(lesson.flash_kernel, kernel_arguments(head_dim), launched, tensor_core=True, load_bytes=16)
 
 
+def test_the_kernels_of_the_exercise_compile_everywhere():
+    scores, sizes = dict.fromkeys(("out", "scores", "values"), "*fp32"), {"HEAD_DIM": 64, "BLOCK": 32}
+    sums = {**dict.fromkeys(("m_out", "l_out", "scores"), "*fp32"), "KEYS": 4096, "BLOCK": 128}
+    assert_compiles(lesson.row_sums_kernel, sums)
+    assert_compiles(lesson.row_output_kernel, scores | sizes | {"KEYS": 4096})
+    assert_compiles(lesson.causal_rows_kernel, scores | {"rows": 7, "keys": 4001} | sizes)
+
+
 def test_the_tile_that_breaks_is_too_large_for_every_nvidia_gpu():
     for target in ("sm_80", "sm_90"):
         code = compile_for(
@@ -238,7 +254,7 @@ def test_the_tile_that_breaks_is_too_large_for_every_nvidia_gpu():
 def test_the_widgets_row_is_the_embedded_models():
     model, tokenizer = load_model(EMBEDDED_MODEL, dtype="float32")[0], load_tokenizer(EMBEDDED_MODEL)
     kernel = partial(lesson.flash_attention, **lesson.SMALL_TILES) if HAS_TRITON else None
-    row = attend_in_model(model, tokenizer, TEXT, kernel, lesson.LIMITS["float16"]).row
+    row = attend_in_model(model, tokenizer, report.TEXT, kernel, lesson.LIMITS["float16"]).row
     stored = json.loads(ROW.read_text())["figures"]
     how = f"run vllm/03_flash_attention.py --quick --row {Path('widgets') / ROW.name}"
     assert {name: stored[name] for name in ("layer", "head", "tokens")} == {
@@ -277,18 +293,148 @@ MUTANTS = {
     "reads the future": ("tiled_attention", "range(0, rows[-1] + 1, block_k)", "range(0, len(k), block_k)"),
     "forgets the scale": ("tiled_attention", "... / math.sqrt(q.shape[1])", "..."),
     "masks by the place in the tile": ("tiled_attention", "masked(scores, rows, first)", "masked(scores, rows)"),
+    "masks a query's own key": ("masked", "first_key + ... > rows[:, None]", "first_key + ... >= rows[:, None]"),
+    "forgets that the queries are the last": (
+        "tiled_attention",
+        "rows = len(k) - len(q) + start + np.arange(len(tile))",
+        "rows = start + np.arange(len(tile))",
+    ),
     "makes one tile of all keys": (
         "tiled_attention",
         "for first in range(0, rows[-1] + 1, block_k): ...",
         "block_k = len(k)\nfor first in (0,): ...",
     ),
+    "takes the softmax of the whole row": (
+        "tiled_attention",
+        "state = nothing_seen(*tile.shape)\nfor first in range(0, rows[-1] + 1, block_k): ...",
+        "end = rows[-1] + 1\nstate = softmax_step(nothing_seen(*tile.shape), masked(tile @ k[:end].T, rows), v[:end])",
+    ),
+    "gathers tiles of scores into a whole row": (
+        "tiled_attention",
+        "state = nothing_seen(*tile.shape)\nfor first in range(0, rows[-1] + 1, block_k): ...",
+        "cuts = [slice(first, first + block_k) for first in range(0, rows[-1] + 1, block_k)]\n"
+        "row = np.hstack([masked(tile @ k[cut].T, rows, cut.start) for cut in cuts])\n"
+        "state = softmax_step(nothing_seen(*tile.shape), row, np.vstack([v[cut] for cut in cuts]))",
+    ),
+    "uses the keys without slicing them": (
+        "tiled_attention",
+        "k[first : first + block_k]",
+        "np.array(k)[first : first + block_k]",
+    ),
+    "slices a tile of values twice": (
+        "tiled_attention",
+        "state = softmax_step(state, masked(scores, rows, first), ...)",
+        "v[first : first + block_k]; state = softmax_step(state, masked(scores, rows, first), ...)",
+    ),
+    "kernel: forgets to rescale l": ("row_sums_kernel", "tl.exp(m - new_m) * l + ...", "l + ..."),
+    "kernel: takes the maximum of the tile only": ("row_sums_kernel", "tl.maximum(m, ...)", "..."),
+    "kernel: sums the last tile only": ("row_sums_kernel", "m = new_m", ""),
+    "kernel: reads the row twice": (
+        "row_sums_kernel",
+        "new_m = tl.maximum(m, ...)",
+        "new_m = tl.maximum(m, ...); tile = tl.load(scores + row * KEYS + start + tl.arange(0, BLOCK))",
+    ),
+    "kernel: writes into the next row too": (
+        "row_sums_kernel",
+        "tl.store(m_out + row, m)",
+        "tl.store(m_out + row + tl.arange(0, 2), m)",
+    ),
+    "kernel: loads the whole row at once": (
+        "row_output_kernel",
+        "for start in range(0, KEYS, BLOCK): ...",
+        "BLOCK: tl.constexpr = KEYS\nfor start in range(0, KEYS, BLOCK): ...",
+    ),
+    "kernel: forgets to rescale o": ("row_output_kernel", "keep * o", "o"),
+    "kernel: does not divide": ("row_output_kernel", "o / l", "o"),
+    "kernel: divides in each step": ("row_output_kernel", "keep * o + ...", "(keep * o + ...) / l"),
+    "kernel: forgets the offset": ("causal_rows_kernel", "keys - rows + row + 1", "row + 1"),
+    "kernel: sees one key too few": ("causal_rows_kernel", "keys - rows + row + 1", "keys - rows + row"),
+    "kernel: walks over all keys": ("causal_rows_kernel", "stop = keys - rows + row + 1", "stop = keys"),
+    "kernel: does not mask the last tile": (
+        "causal_rows_kernel",
+        "tl.load(scores + row * keys + key, mask=key < stop, other=-float('inf'))",
+        "tl.load(scores + row * keys + key)",
+    ),
+    "kernel: counts a masked score as zero": ("causal_rows_kernel", "-float('inf')", "0.0"),
+    "kernel: loads values that nobody sees": (
+        "causal_rows_kernel",
+        "mask=(key < stop)[:, None]",
+        "mask=(key < keys)[:, None]",
+    ),
 }
+MESSAGES = {
+    "forgets to rescale O": "o needs it as much as l",
+    "forgets to rescale l": "never multiplied by exp(old m - new m)",
+    "takes the maximum of the tile only": "the last tile's only",
+    "does not guard a row without keys": "-inf - -inf is not a number",
+    "averages what it merges": "do not count alike",
+    "reads the future": "reads keys that none of its queries sees?",
+    "forgets the scale": "not divided by sqrt(head_dim)",
+    "forgets that the queries are the last": "Did you forget the offset keys - queries?",
+    "makes one tile of all keys": "Is block_k used",
+    "takes the softmax of the whole row": "it takes 16,384 keys at once, with tiles of 64",
+    "gathers tiles of scores into a whole row": "a row of 16,384 scores must never be there as a whole",
+    "uses the keys without slicing them": "an array that is used whole",
+    "kernel: forgets to rescale l": "not multiplied by exp(old m - new m)",
+    "kernel: reads the row twice": "are enough",
+    "kernel: writes into the next row too": "m_out",
+    "kernel: loads the whole row at once": "at once",
+    "kernel: does not divide": "the output is o / l",
+    "kernel: forgets the offset": "Where is keys - rows?",
+    "kernel: does not mask the last tile": "scores that a row may not see",
+}
+"""What the checks say about the usual mistakes."""
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some mistakes make NaN
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("03", MUTANTS[mistake])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_the_message_recognises_the_mistake(mistake):
+    results = run_checks(load_mutant(script_path("03"), MUTANTS[mistake]), checks_of("03"))
+    said = [result.problem for result in results if not result.passed]
+    assert any(MESSAGES[mistake] in problem for problem in said), said
+
+
+def test_the_engine_serves_with_the_scripts_attention():
+    assert run_plugged("03", lesson)
+
+
+# ---- the opening figure ----------------------------------------------------------------------------------------------
+
+
+def test_the_opening_figures_scores_are_the_embedded_models():
+    model, tokenizer = load_model(EMBEDDED_MODEL, dtype="float32")[0], load_tokenizer(EMBEDDED_MODEL)
+    ids, scores, plain = tokenizer.encode(PROMPT).ids, {}, CausalAttention(model.config)
+
+    def attend(layer, q, k, v):
+        keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        scores[layer] = torch.einsum("qhd,khd->hqk", q, keys) / math.sqrt(q.shape[-1])
+        return plain(layer, q, k, v)
+
+    with torch.inference_mode():
+        model(torch.tensor(ids), torch.arange(len(ids)), attend)
+    for row, drawn in enumerate(opening.SCORES, start=opening.FIRST):
+        assert len(drawn) == row + 1
+        np.testing.assert_allclose(drawn, scores[opening.LAYER][opening.HEAD, row, : row + 1], atol=0.01)
+
+
+def test_the_opening_figure_walks_as_the_loop_does():
+    """What it says has moved, in rows, is what the loop moves for that tile of queries."""
+    frames = opening.frames()
+    assert "moved so far: 24 rows" in frames.still(-1)
+    q, k, v = np.ones((3, 8, 1), np.float32)
+    whole, before = (count_trips(partial(lesson.tiled_attention, block_q=4, block_k=4), *(x[:n] for x in (q, k, v)))[0]
+                     for n in (8, 4))  # fmt: skip
+    lse = 4 * 4
+    assert whole.read + whole.written - before.read - before.written - lse == 24 * 4
+    factors = [math.exp(opening.sums(row, 4)[0] - opening.sums(row, len(row))[0]) for row in opening.SCORES]
+    assert [f"{factor:.2f}" for factor in factors] == ["1.00", "0.13", "1.00", "0.38"]
+    assert all(f">{factor:.2f}<" in frames.still(5) for factor in factors)
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------
@@ -350,5 +496,23 @@ def test_numbers_of_the_text():
         assert moved == pytest.approx(attention_traffic.naive_traffic(131072, head_dim).moved, rel=0.01)
     small = attention_traffic.flash_traffic(131072, 128, 16, 64).moved
     assert small / attention_traffic.naive_traffic(131072, 128).moved == pytest.approx(2, rel=0.02)
-    limits = lesson.overflow()
+    limits = lesson.LIMITS
     assert (round(limits["float16"], 2), round(limits["float32"], 1)) == (11.09, 88.7)
+    # by hand: four scores in two tiles
+    scores, values = np.log([[2, 1, 4, 1]]), np.array([[8.0], [16], [24], [40]])
+    first = lesson.softmax_step(lesson.nothing_seen(1, 1), scores[:, :2], values[:2])
+    second = lesson.softmax_step(lesson.nothing_seen(1, 1), scores[:, 2:], values[2:])
+    assert [(part.l.item(), part.o.item()) for part in (first, second)] == [(1.5, 16), (pytest.approx(1.25), 34)]
+    outputs = [lesson.finish(part)[0].item() for part in (first, second, lesson.merge(first, second))]
+    assert outputs == pytest.approx([10.67, 27.2, 21], abs=0.01)
+    assert np.exp(lesson.finish(lesson.merge(first, second))[1].item()) == pytest.approx(8)
+    assert round(50 / 2.75, 1) == 18.2
+    assert round(sum(outputs[:2]) / 2, 1) == 18.9
+    # the cache between
+    assert 128 / h100.ridge() == pytest.approx(0.43, abs=0.005)
+    assert h100.bandwidth == pytest.approx(3.35e12)
+    assert 740e12 / h100.flops_of("bfloat16") == pytest.approx(0.75, abs=0.005)
+    assert round(740 / 128, 1) == 5.8, "TB/s"
+    assert 2 * 8192 * 128 * 2 == 4 * 2**20
+    flops = attention_traffic.flash_traffic(8192, 128, 128, 64).flops
+    assert flops / attention_traffic.least_traffic(8192, 128) == pytest.approx(2048, rel=0.02)

@@ -254,10 +254,12 @@ def check_no_matrix_of_all_scores(module):
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 
 
-def _clean(trace, read, written):
-    """No race, nothing outside the arrays, and no more bytes than needed."""
+def _clean(trace, read, written, at_once):
+    """No race, nothing outside the arrays, no more bytes than needed, and never more than `at_once` elements loaded."""
     assert not trace.out_of_bounds, trace.out_of_bounds[0]
     assert not trace.races, trace.races[0]
+    largest = max(len(access.elements) for access in trace.accesses)
+    assert largest <= at_once, f"it loads {largest:,} elements at once, and a tile has {at_once:,}: is BLOCK used?"
     assert trace.bytes_read <= read, f"it reads {trace.bytes_read:,} bytes, and {read:,} are enough"
     assert trace.bytes_written <= written, f"it writes {trace.bytes_written:,} bytes, and {written:,} are enough"
 
@@ -283,7 +285,7 @@ def check_kernel_1_sums_a_row(module):
         _agrees(m, scores.max(axis=1), f"{what} m", [(tiles[:, -1].max(axis=1), "it is the last tile's only")])
         words = "the sum so far was not multiplied by exp(old m - new m)"
         _agrees(l, np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1), f"{what} l", [(never, words)])
-        _clean(trace, 4 * rows * keys, 8 * rows)
+        _clean(trace, 4 * rows * keys, 8 * rows, block)
 
 
 def check_kernel_2_adds_the_values(module):
@@ -298,7 +300,7 @@ def check_kernel_2_adds_the_values(module):
         words = "it is o; the output is o / l"
         what = f"with {keys} keys in tiles of {block}, the output"
         _agrees(out, _softmax(scores) @ values, what, [(undivided, words)])
-        _clean(trace, 4 * rows * keys * (1 + head_dim), 4 * rows * head_dim)
+        _clean(trace, 4 * rows * keys * (1 + head_dim), 4 * rows * head_dim, block * head_dim)
 
 
 def check_kernel_3_masks(module):
@@ -316,7 +318,7 @@ def check_kernel_3_masks(module):
         what = f"with {rows} rows over {keys} keys in tiles of {block}, the output"
         assert not out.isnan().any(), f"{what} holds NaN: scores that a row may not see were used"
         _agrees(out, _softmax(np.where(seen, scores, -np.inf)) @ values, what, [(without, words)])
-        _clean(trace, int(seen.sum()) * 4 * (1 + values.shape[1]), out.nbytes)
+        _clean(trace, int(seen.sum()) * 4 * (1 + values.shape[1]), out.nbytes, block * values.shape[1])
 
 
 # ---- in the engine ---------------------------------------------------------------------------------------------------
