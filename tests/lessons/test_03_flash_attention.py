@@ -355,20 +355,21 @@ MUTANTS = {
         "tl.load(scores + row * keys + key, mask=key < stop, other=-float('inf'))",
         "tl.load(scores + row * keys + key)",
     ),
-    "kernel: counts a masked score as zero": ("causal_rows_kernel", "-float('inf')", "0.0"),
-    "kernel: loads values that nobody sees": (
+    "kernel: counts a masked score as zero": (
         "causal_rows_kernel",
-        "mask=(key < stop)[:, None]",
-        "mask=(key < keys)[:, None]",
+        "tl.load(scores + row * keys + key, mask=key < stop, other=-float('inf'))",
+        "tl.load(scores + row * keys + key, mask=key < stop, other=0.0)",
     ),
+    "kernel: loads values that nobody sees": ("causal_rows_kernel", "(key < stop)[:, None]", "(key < keys)[:, None]"),
 }
+
 MESSAGES = {
     "forgets to rescale O": "o needs it as much as l",
     "forgets to rescale l": "never multiplied by exp(old m - new m)",
     "takes the maximum of the tile only": "the last tile's only",
     "does not guard a row without keys": "-inf - -inf is not a number",
     "averages what it merges": "do not count alike",
-    "reads the future": "reads keys that none of its queries sees?",
+    "reads the future": "read keys that none of its queries sees?",
     "forgets the scale": "not divided by sqrt(head_dim)",
     "forgets that the queries are the last": "Did you forget the offset keys - queries?",
     "makes one tile of all keys": "Is block_k used",

@@ -169,10 +169,10 @@ def check_tiles_give_attention(module):
         output, lse = module.tiled_attention(q, k, v, block_q, block_k)
         expected, logarithm = _attention(q, k, v)
         what = f"with {length} tokens in tiles of {block_q} queries and {block_k} keys, the"
-        unscaled = (_attention(q, k, v, scale=1.0)[0], "the scores are not divided by sqrt(head_dim)")
-        unmasked = (_attention(q, k, v, offset=length)[0], "every query sees every key, those ahead of it too")
-        _agrees(output, expected, f"{what} output", [unscaled, unmasked])
-        _agrees(lse, logarithm, f"{what} lse")
+        unscaled, unmasked = _attention(q, k, v, scale=1.0), _attention(q, k, v, offset=length)
+        words = "the scores are not divided by sqrt(head_dim)", "every query sees every key, those ahead of it too"
+        _agrees(output, expected, f"{what} output", list(zip((unscaled[0], unmasked[0]), words)))
+        _agrees(lse, logarithm, f"{what} lse", list(zip((unscaled[1], unmasked[1]), words)))
 
 
 def check_queries_are_the_last_positions(module):
