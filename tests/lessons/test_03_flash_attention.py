@@ -1,5 +1,6 @@
 """Lesson 03: its softmax is exact whatever the tiles, its counts are the loops' own, its exercise catches mistakes."""
 
+import doctest
 import json
 import math
 from functools import partial, reduce
@@ -24,7 +25,7 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.aot import SHARED_MEMORY, compile_for
 from minivllm.lab.attention_in_model import attend_in_model
-from minivllm.lab.exercise import checks_of, load, run_checks, run_plugged
+from minivllm.lab.exercise import checks_of, exercise_path, load, run_checks, run_plugged
 from minivllm.lab.followed import PROMPT
 from minivllm.lab.opening import flash_attention as opening
 from minivllm.lab.reports import flash_attention as report
@@ -399,6 +400,14 @@ def test_the_message_recognises_the_mistake(mistake):
     results = run_checks(load_mutant(script_path("03"), MUTANTS[mistake]), checks_of("03"))
     said = [result.problem for result in results if not result.passed]
     assert any(MESSAGES[mistake] in problem for problem in said), said
+
+
+@pytest.mark.parametrize("function", ["softmax_step", "merge"])
+def test_the_stubs_examples_are_what_the_script_gives(function):
+    stub = getattr(load(exercise_path("03")), function)
+    example = doctest.DocTestParser().get_doctest(stub.__doc__, vars(lesson).copy(), function, None, None)
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def test_the_engine_serves_with_the_scripts_attention():

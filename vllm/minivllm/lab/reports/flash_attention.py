@@ -224,7 +224,7 @@ def show_time(seconds: Mapping[int, Mapping[str, float]], heads: int, head_dim: 
         rate = heads * flash_traffic(length, head_dim, 1, 1).flops / tiled
         cells = (f"{1e3 * time:,.2f}" for time in each.values())
         rows.append((f"{length:,}", *cells, f"{stored / tiled:.1f} ×", f"{rate / 1e9:,.0f}"))
-    title = f"{heads} heads of {head_dim}, causal, {device_name(device)}: ms"
+    title = f"\n{heads} heads of {head_dim}, causal, {device_name(device)}: ms"
     table(title, ("tokens", *ways, "first against second", "GFLOP/s of the second"), rows)
     return {"by_length": found, "gain": found[str(max(seconds))]["gain"]}
 
