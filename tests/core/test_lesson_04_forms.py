@@ -16,6 +16,7 @@ from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
 lesson = load(script_path("04"))
 checks = {check.__name__: check for check in checks_of("04")}
 engine_steps = checks["check_the_engine_decides_the_same"].__globals__["engine_steps"]
+AMPLE = 4096
 FIXED = FittedCost(per_step=1.0, per_request=0.0, per_token=0.0, per_pair=0.0)
 LENGTHS = st.tuples(st.integers(1, 60), st.integers(1, 8))
 
@@ -25,20 +26,21 @@ LENGTHS = st.tuples(st.integers(1, 60), st.integers(1, 8))
     st.integers(1, 80),
     st.integers(1, 6),
     st.booleans(),
+    st.sampled_from([(AMPLE, 16), (17, 4), (68, 1)]),
 )
 @settings(max_examples=80, deadline=None)
-def test_the_lessons_scheduler_is_the_engines(arrivals, budget, places, all_at_once):
-    """Tokens of every request in every step, in order, where memory is ample."""
+def test_the_lessons_scheduler_is_the_engines(arrivals, budget, places, all_at_once, memory):
+    """Tokens of every request in every step, in order, where memory is ample and where requests must be preempted."""
     if all_at_once:
         arrivals = [[one for step in arrivals for one in step]]
     coming = deque([(f"{s}.{i}", *one) for i, one in enumerate(step)] for s, step in enumerate(arrivals))
-    expected = engine_steps(list(coming), budget, places)
-    scheduler, steps = lesson.Scheduler([], budget, places), []
+    expected = engine_steps(list(coming), budget, places, *memory)
+    scheduler, steps = lesson.Scheduler([], budget, places, pool=lesson.Pool(*memory)), []
     while coming or scheduler.running or scheduler.waiting:
         scheduler.waiting.extend(lesson.Request(*one) for one in (coming.popleft() if coming else ()))
         steps.append(list(scheduler.schedule().items()))
         scheduler.update(dict(steps[-1]))
-    assert steps == [list(step.items()) for step in expected]
+    assert steps == [list(step.items()) for step, _ in expected]
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5))

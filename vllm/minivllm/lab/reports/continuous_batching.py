@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import random
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
 
 from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, whole_number
 from minivllm.lab.figures import curves, panels
+from minivllm.lab.progress import track
+from minivllm.lab.recording import bare_engine, foretell, record_run
 from minivllm.lab.tables import Timed, closing, console, table
 from minivllm.simulate import scenes
-from minivllm.simulate.cost_model import RooflineCost
-from minivllm.simulate.workloads import workload
+from minivllm.simulate.cost_model import FittedCost, RooflineCost, StepShape, model_error
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+from minivllm.simulate.workloads import Lengths, workload
 
 
 def show_timeline(name: str, found: Mapping) -> None:
@@ -23,10 +32,10 @@ def show_timeline(name: str, found: Mapping) -> None:
 
 
 def show_slots(found: Mapping[str, Mapping], slots: int) -> None:
-    """Show the share of slots in use while requests wait, by kind of request."""
+    """Show the share of slots in use, by kind of request."""
     columns = ("formula", "static", "continuous")
     rows = [(title, *(f"{one[column]:.1%}" for column in columns)) for title, one in found.items()]
-    table(f"{slots} slots in use while somebody waits", ("outputs like", *columns), rows)
+    table(f"{slots} slots in use, from the first step to the last", ("outputs like", *columns), rows)
 
 
 def show_ways(found: Mapping[str, Mapping], requests: int, tokens: int, error: object) -> None:
@@ -36,6 +45,44 @@ def show_ways(found: Mapping[str, Mapping], requests: int, tokens: int, error: o
     columns = ("", "most at once", "steps", "tokens a second", "× static", "modelled time off by")
     caption = f"modelled: a line through half of the steps; on the other half it is off by {error}"
     table(f"{requests} requests, memory for {tokens:,} tokens", columns, rows, caption)
+
+
+MAX_LEN, RESERVED = 512, 8
+"""The memory of the engine's runs: so many requests if each reserves the greatest length."""
+WAYS: dict[str, tuple[int, dict]] = {
+    "one at a time": (MAX_LEN, {"max_num_seqs": 1}),
+    "static, reserved": (MAX_LEN, {"max_num_seqs": RESERVED, "static_batching": True}),
+    "continuous, reserved": (MAX_LEN, {"max_num_seqs": RESERVED}),
+    "continuous, paged": (16, {"max_num_seqs": 64}),
+}
+"""Block size and settings of each. A reserved region is a block as long as the greatest length."""
+
+
+def pool(block_size: int) -> CacheConfig:
+    """That memory in blocks of this size, and the null block."""
+    count = 1 + RESERVED * MAX_LEN // block_size
+    return CacheConfig(num_gpu_blocks=count, block_size=block_size, enable_prefix_caching=False)
+
+
+def measure_engine(model: str, requests: int, device: torch.device, seed: int) -> dict:
+    """Throughput of each way on the same requests, and how far a simulation is off that knows half of the steps."""
+    draw, outputs, runs, found = random.Random(seed), Lengths(48.0), {}, {}
+    lengths = [(draw.randint(8, 64), min(outputs.quantile(draw.random()), MAX_LEN - 64)) for _ in range(requests)]
+    for name, (size, settings) in track(WAYS.items(), "running the engine"):
+        core = bare_engine(model, device, pool(size), max_model_len=MAX_LEN, **settings)
+        runs[name] = record_run(core, lengths)
+    steps = [step for recording in runs.values() for step in recording.steps]
+    cost, base = FittedCost.fit(steps[::2]), runs["static, reserved"].throughput
+    for name, got in runs.items():
+        config = SchedulerConfig(max_model_len=MAX_LEN, **WAYS[name][1])
+        off = foretell(lengths, got, config, pool(WAYS[name][0]), cost)
+        figures = {"most": got.most_running, "steps": len(got.steps), "rate": got.throughput}
+        found[name] = figures | {"gain": got.throughput / base, "off": off}
+    error = model_error(cost, steps[1::2])
+    show_ways(found, requests, RESERVED * MAX_LEN, error)
+    alone, _, batched, paged = (one["gain"] for one in found.values())
+    ratios = {"batching": batched, "paging": paged / batched, "both": paged, "over_one": paged / alone}
+    return {**ratios, "most": found["continuous, paged"]["most"], "ways": found, "model_error": str(error)}
 
 
 def measure_overload(cost: RooflineCost, cache: CacheConfig, requests: int, seed: int) -> dict:
@@ -60,6 +107,79 @@ def measure_long_prompt(cost: RooflineCost, cache: CacheConfig) -> dict:
     return found
 
 
+@dataclass
+class Catching:
+    """One request that decodes: known and computed tokens, and samples under way whose values are not known yet."""
+
+    known: int = 1
+    computed: int = 0
+    num_output_placeholders: int = 0
+
+
+def pipeline(depth: int, placeholders: bool, tokens: int, schedule_ms: float, forward_ms: float) -> dict:
+    """One request generates `tokens`, with up to `depth` steps under way. CPU and GPU each do one thing at a time.
+
+    Returns ms per token, steps, and how often the scheduler found nothing to do. `placeholders`: a sample that is under
+    way counts as a known token.
+    """
+    request, left, cpu, gpu, steps, empty = Catching(), tokens, 0.0, 0.0, 0, 0
+    under_way: deque[float] = deque()
+    while left > 0:
+        cpu += schedule_ms
+        enough = request.num_output_placeholders >= left  # the rest is being sampled already
+        scheduled = not enough and request.known + request.num_output_placeholders > request.computed
+        if scheduled:
+            gpu, steps, request.computed = max(cpu, gpu) + forward_ms, steps + 1, request.computed + 1
+            request.num_output_placeholders += placeholders
+            under_way.append(gpu)
+        elif not enough:
+            empty += 1  # it waits for a token whose value the scheduler does not need
+        if len(under_way) == depth or not scheduled:
+            cpu = max(cpu, under_way.popleft())  # wait for the oldest step, and take its token in
+            request.num_output_placeholders -= placeholders
+            request.known, left = request.known + 1, left - 1
+    return {"ms_per_token": cpu / tokens, "steps": steps, "empty": empty}
+
+
+def measure_pipelines(schedule_ms: float = 2.0, forward_ms: float = 5.0, tokens: int = 100) -> dict:
+    """One step after the other; two deep without placeholders; two deep with them."""
+    kinds = {"one after the other": (1, False), "two deep, no placeholders": (2, False), "two deep": (2, True)}
+    found = {name: pipeline(*kind, tokens, schedule_ms, forward_ms) for name, kind in kinds.items()}
+    show_pipelines(found, schedule_ms, forward_ms)
+    return found
+
+
+def kept_aside() -> dict[str, dict[str, float]]:
+    """The step model on published figures of Llama-3.1-8B that were not used to calibrate it.
+
+    The A100's is from gpt-fast's README, those of the B200 from vLLM's blog of 2026-04-22. Returns for each the
+    published figure, the modelled one, and by what share that is off.
+    """
+
+    def line(gpu: str) -> tuple[float, float]:
+        """Milliseconds of a decode without context, and what each token of context adds."""
+        cost = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware(gpu))
+        near, far = (1e3 * cost.seconds(StepShape.of([(1, context)])) for context in (0, 100_000))
+        return near, (far - near) / 100_000
+
+    (a100, _), (b200, slope) = line("A100"), line("B200")
+    figures = {
+        "A100: tokens a second of one sequence": (93.83, 1e3 / a100),
+        "B200: ms a token, no context": (3.93, b200),
+        "B200: ns for each token of context": (18.0, 1e6 * slope),
+    }
+    return {
+        what: {"published": published, "modelled": modelled, "off": modelled / published - 1}
+        for what, (published, modelled) in figures.items()
+    }
+
+
+def show_kept_aside(found: Mapping[str, Mapping[str, float]]) -> None:
+    """Show how far the step model is off on figures that it was not calibrated on."""
+    rows = [(what, f"{x['published']:.3g}", f"{x['modelled']:.3g}", f"{x['off']:+.0%}") for what, x in found.items()]
+    table("The step model on figures kept aside", ("Llama-3.1-8B", "published", "modelled", "off by"), rows)
+
+
 def show_starved(got: Mapping[str, int], token_budget: int, steps: int) -> None:
     """Show the tokens that each request has got after some steps."""
     table(f"Tokens after {steps} steps with a budget of {token_budget}", list(got), [list(got.values())])
@@ -76,7 +196,7 @@ def close(found: dict, slots: int, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     chat, ratio, gaps = found["slots"]["Azure conversation"], found["engine"], found["long_prompt"]
     closing(
-        f"A static batch of {slots} chats uses {chat['static']:.0%} of its slots while others wait, "
+        f"A static batch of {slots} chats uses {chat['static']:.0%} of its slots, "
         f"continuous batching {chat['continuous']:.0%}.",
         Timed(
             f"On the same memory the engine made {ratio['batching']:.1f} times the tokens a second of static batching, "

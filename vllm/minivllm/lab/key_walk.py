@@ -1,0 +1,31 @@
+"""Lesson 03's walk for a tile of queries whose rows see different numbers of keys, for kernels of later lessons."""
+
+from minivllm.platforms.triton_utils import tl, triton
+
+
+@triton.jit
+def attend_keys(
+    query, keys, values, first_key, kv_head, end, visible, scale,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Attention of a tile of queries over the keys `first_key` to `first_key + end` of one KV head, in one pass.
+
+    query [rows, BLOCK_D]; keys, values [all keys, KV_HEADS, HEAD_DIM]; row i sees the first `visible[i]` of the keys.
+    Returns float32 [rows, BLOCK_D]. Reads the `end` keys and values once, in tiles of BLOCK_T.
+    """
+    column = tl.arange(0, BLOCK_D)
+    peak, total = tl.full([query.shape[0]], -1e30, tl.float32), tl.zeros([query.shape[0]], tl.float32)
+    result = tl.zeros([query.shape[0], BLOCK_D], tl.float32)
+    for start in range(0, end, BLOCK_T):
+        token = start + tl.arange(0, BLOCK_T)
+        at = ((first_key + token).to(tl.int64) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
+        there = (token < end)[:, None] & (column < HEAD_DIM)[None, :]
+        k, v = tl.load(keys + at, mask=there, other=0.0), tl.load(values + at, mask=there, other=0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(token[None, :] < visible[:, None], scores, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        weights, keep = tl.exp(scores - new_peak[:, None]), tl.exp(peak - new_peak)
+        total = total * keep + tl.sum(weights, axis=1)
+        result = result * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        peak = new_peak
+    return result / tl.maximum(total, 1e-30)[:, None]
