@@ -69,7 +69,7 @@ def _counts(module, cases):
             mistakes = (s for s, usual in USUAL_COUNTS.items() if found == [usual(*case) for case in cases])
             raise AssertionError(
                 f"{_said(count)} for {shape.num_hidden_layers} layers, {shape.num_attention_heads} query heads, "
-                f"{shape.num_key_value_heads} KV heads of {shape.head_dim}, {size} bytes a number; right is {wanted:,}"
+                f"{shape.num_key_value_heads} KV heads of {shape.head_dim}, bytes a number: {size}; right is {wanted:,}"
                 f"{_too_much(count, wanted)}. {next(mistakes, '')}"
             )
 
@@ -154,8 +154,6 @@ def _usual_steps(head_dim):
 
 def _mistake_in(found, arguments):
     """The usual mistake that gives this result, as a sentence; "" if none does."""
-    if not found.isfinite().all():
-        return "inf or NaN: was a slot read that holds no token, or the new token not written?"
     for sentence, options in _usual_steps(arguments[0].shape[1]).items():
         if torch.allclose(found, _attend(*arguments, **options), atol=1e-4):
             return sentence
@@ -173,11 +171,12 @@ def _agrees(module, arguments):
     assert found is not None, "it returns nothing: is there a `return`?"
     found = torch.as_tensor(found).float()
     assert found.shape == expected.shape, f"the result has shape {tuple(found.shape)}, not {tuple(expected.shape)}"
-    error = (found - expected).abs().nan_to_num(math.inf).max().item()
-    assert error < 1e-4, (
-        f"off by {error:.2g} with {heads} heads on {kv_heads} KV heads of {head_dim} and {length} tokens cached. "
-        f"{_mistake_in(found, arguments)}"
+    case = f"with {heads} heads on {kv_heads} KV heads of {head_dim} and {length} tokens cached"
+    assert found.isfinite().all(), (
+        f"inf or NaN {case}: was a slot read that holds no token, or the new token not written?"
     )
+    error = (found - expected).abs().max().item()
+    assert error < 1e-4, f"off by {error:.2g} {case}. {_mistake_in(found, arguments)}"
 
 
 def check_the_step_by_hand(module):
@@ -268,8 +267,8 @@ def _generate_with_cache(model, config, prompt, new_tokens, decode_step):
 
 def _runs_clean(trace, hint):
     """No program touches what is another's or nobody's."""
-    assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. {hint}"
     assert not trace.races, f"a race: {trace.races[0]}. {hint}"
+    assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. {hint}"
 
 
 def _holds(name, cache, wanted):
