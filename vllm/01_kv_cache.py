@@ -4,7 +4,7 @@ Builds generation without and with a cache, the two Triton kernels that a cache 
 You learn what is cached and why it may be, how many bytes a token takes in any model, why decode waits for memory,
 and why reserving the greatest length for every request leaves a full card nearly empty.
 
-    uv run python vllm/01_kv_cache.py                       # under a minute on a laptop, no GPU needed
+    uv run python vllm/01_kv_cache.py                       # under a minute on two cores, no GPU needed
     uv run python vllm/01_kv_cache.py --prompt "class Queue" --tokens 512
     uv run python vllm/01_kv_cache.py --gpu H100 --serve Qwen3-8B --max-model-len 32768
 """
@@ -158,16 +158,26 @@ def kv_bytes_per_token(config: ModelConfig, bytes_per_element: int = 2) -> int:
 # endregion
 
 
-def list_models() -> dict:
-    """Bytes per token of real models, and what one long request takes."""
-    sizes = {name.split("/")[1]: kv_bytes_per_token(known_model(name)) for name in CONFIGS}
-    report.show_sizes(sizes)
-    return sizes
-
-
 # %% 4. The kernels: append to the cache, and attend over it
 
 BLOCK_T = 64  # tokens that the attention kernel takes at a time
+
+
+# region: append
+@triton.jit
+def append_token(cache, new, slot, WIDTH: tl.constexpr):
+    """Write one token into its slot. Grid: (1,). cache [slots, WIDTH]; new [WIDTH]; WIDTH is a power of two."""
+    column = tl.arange(0, WIDTH)
+    tl.store(cache + slot * WIDTH + column, tl.load(new + column))
+
+
+@triton.jit
+def append_heads(cache, new, slot, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """The same with a program for each head: cache [slots, kv_heads, HEAD_DIM]; new [kv_heads, HEAD_DIM]."""
+    head, column = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = column < HEAD_DIM
+    target = (slot * tl.num_programs(0) + head) * HEAD_DIM + column
+    tl.store(cache + target, tl.load(new + head * HEAD_DIM + column, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -186,6 +196,9 @@ def append_kernel(keys, values, k, v, lengths, slots, WIDTH: tl.constexpr, BLOCK
     if slot < slots:  # a full request must not write into its neighbour's first slot
         tl.store(keys + target, tl.load(k + source, mask=inside), mask=inside)
         tl.store(values + target, tl.load(v + source, mask=inside), mask=inside)
+
+
+# endregion
 
 
 @triton.jit
@@ -364,7 +377,9 @@ def main(arguments: Namespace) -> None:
         text, generation = compare_generation(model, prompt, new_tokens, limit)
     console.print(tokenizer.decode(text[:60]), style="dim", markup=False)
     heading("3. What it costs: bytes per token")
-    found = {"generation": generation, "bytes_per_token": list_models()}
+    sizes = {name.split("/")[1]: kv_bytes_per_token(known_model(name)) for name in CONFIGS}
+    report.show_sizes(sizes)
+    found = {"generation": generation, "bytes_per_token": sizes}
     heading("4. The kernels, verified")
     found["kernels"] = prove(verify_kernels, device)
     heading("5. What limits decode")

@@ -1,5 +1,7 @@
 """Lesson 01: its numbers are exact, its kernels are right, its exercise catches what people get wrong."""
 
+import re
+
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, awkward_lengths, reference_attention
@@ -10,18 +12,25 @@ from lessons.harness import (
     figures_of_quick_run,
     script_path,
 )
+from lessons.mutants import load_mutant
 
 from minivllm import memory
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.exercise import load
+from minivllm.lab.exercise import checks_of, load, plug_of, run_checks, run_plugged
+from minivllm.lab.followed import followed
 from minivllm.models.loader import load_model, random_model
 from minivllm.platforms.triton_utils import triton
+from minivllm.simulate.hardware import HARDWARE
 from minivllm.simulate.known_models import CONFIGS, known_model
 
 lesson = load(script_path("01"))
+CHECKS = checks_of("01")
+TEXT, NOTES = (
+    " ".join((REPOSITORY / "lessons" / name).read_text().split()) for name in ("01_kv_cache.md", "notes/01_kv_cache.md")
+)
 
 SMALL = ModelConfig(
     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64,
@@ -86,6 +95,48 @@ def test_attention_of_new_tokens_equals_the_end_of_the_whole():
     expected = reference_attention(q, k, v, 20**-0.5)
     assert_close(lesson.attention(q, k, v), expected)
     assert_close(lesson.attention(q[6:], k, v, first=6), expected[6:])
+
+
+def keys_and_values(model, tokens):
+    """Those of every layer, when all tokens go through the model together."""
+    found = []
+
+    def attend(layer, q, k, v):
+        found.append((k.clone(), v.clone()))
+        return lesson.attention(q, k, v)
+
+    model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+    return found
+
+
+def test_an_appended_token_changes_no_key_or_value_before_it():
+    """The induction of the text: in no layer. An earlier token changes all, but for the first layer's."""
+    model, tokens = attentive_model(), [5, 9, 2, 7, 7, 1]
+    whole, shorter, other = (keys_and_values(model, text) for text in (tokens, tokens[:-1], [8, *tokens[1:]]))
+    for layer in range(SMALL.num_hidden_layers):
+        for cached, before, changed in zip(whole[layer], shorter[layer], other[layer], strict=True):
+            assert_close(cached[:-1], before)
+            differs = (cached - changed).abs().amax((1, 2)) > 1e-3
+            assert differs.tolist() == [True] + [layer > 0] * 5
+
+
+def test_the_step_by_hand():
+    """The numbers that the text derives on paper, the mistaken ones too."""
+    keys, values = torch.full((2, 4, 1, 4), torch.nan)
+    keys[:2, 0], values[:2, 0] = torch.eye(4)[:2] * 2, torch.eye(4)[:2]
+    q, k, v = torch.tensor([[0.0, 1, 0, 0], [1, 0, 2, 0]]), torch.eye(4)[2:3] * 2, torch.eye(4)[2:3]
+    step = lesson.decode_step(q, k, v, keys, values, 2)
+    without_itself = lesson.attention(q[None], keys[:2], values[:2], first=2)[0]
+    unscaled = lesson.attention(2 * q[None], keys[:3], values[:3], first=2)[0]
+    for found, numbers in (
+        (step[0], "(0.212, 0.576, 0.212, 0)"),
+        (step[1], "(0.245, 0.090, 0.665, 0)"),
+        (without_itself[0], "(0.269, 0.731, 0, 0)"),
+        (unscaled[1], "(0.117, 0.016, 0.867, 0)"),
+    ):
+        assert numbers in TEXT
+        by_hand = [float(number) for number in numbers.strip("()").split(",")]
+        assert found.tolist() == pytest.approx(by_hand, abs=5e-4)
 
 
 # ---- bytes per token -------------------------------------------------------------------------------------------------
@@ -261,6 +312,27 @@ MUTANTS = {
     ),
     "counts the query heads": ("kv_bytes_per_token", "config.num_key_value_heads", "config.num_attention_heads"),
     "forgets the element's size": ("kv_bytes_per_token", "... * bytes_per_element", "... * 2"),
+    "counts query heads in place of layers": (
+        "kv_bytes_per_token",
+        "config.num_hidden_layers * width",
+        "config.num_attention_heads * width",
+    ),
+    "takes every head to be 128 wide": ("kv_bytes_per_token", "config.head_dim", "128"),
+    "divides the hidden size": (
+        "kv_bytes_per_token",
+        "config.head_dim",
+        "config.hidden_size // config.num_attention_heads",
+    ),
+    "is a lookup table": (
+        "kv_bytes_per_token",
+        "return ...",
+        "return {8: 65536, 32: 262144}[config.num_key_value_heads] * bytes_per_element",
+    ),
+    "gives the latent vector a value too": (
+        "kv_bytes_per_token",
+        "config.kv_lora_rank + config.qk_rope_head_dim",
+        "2 * (config.kv_lora_rank + config.qk_rope_head_dim)",
+    ),
     "does not see itself": (
         "decode_step",
         "attention(..., keys[: length + 1], values[: length + 1], first=length)",
@@ -277,6 +349,13 @@ MUTANTS = {
         "keys[length - 1], values[length - 1] = ...",
     ),
     "forgets the scale": ("attention", "... / math.sqrt(q.shape[-1])", "..."),
+    "divides by the head's length": ("attention", "... / math.sqrt(q.shape[-1])", "... / q.shape[-1]"),
+    "takes the softmax over the heads": ("attention", "....softmax(dim=-1)", "....softmax(dim=0)"),
+    "takes the softmax without its maximum": (
+        "attention",
+        "scores.masked_fill(future, -math.inf).softmax(dim=-1)",
+        "(e := scores.masked_fill(future, -math.inf).exp()) / e.sum(-1, keepdim=True)",
+    ),
     "mixes up the groups": ("attention", "....repeat_interleave(group, dim=1)", "....repeat(1, group, 1)"),
     "forgets the value": ("decode_step", "keys[length], values[length] = k, v", "keys[length] = k"),
     "works on a copy": (
@@ -284,12 +363,88 @@ MUTANTS = {
         "keys[length], values[length] = ...",
         "keys, values = keys.clone(), values.clone(); keys[length], values[length] = ...",
     ),
+    "ends without a return": ("decode_step", "return ...", "attention(q[None], keys, values)"),
+    "takes a slot for an element": ("append_token", "cache + slot * WIDTH + column", "cache + slot + column"),
+    "writes a token into each slot": (
+        "append_token",
+        "tl.store(..., ...)",
+        "for at in range(5):\n    tl.store(cache + at * WIDTH + column, tl.load(new + column))",
+    ),
+    "writes into the next head": ("append_heads", "column < HEAD_DIM", "column < BLOCK"),
+    "masks only what it reads": (
+        "append_heads",
+        "tl.store(..., tl.load(new + head * HEAD_DIM + column, mask=inside), mask=inside)",
+        "tl.store(..., tl.load(new + head * HEAD_DIM + column, mask=inside))",
+    ),
+    "places heads BLOCK apart": (
+        "append_heads",
+        "(slot * tl.num_programs(0) + head) * HEAD_DIM",
+        "(slot * tl.num_programs(0) + head) * BLOCK",
+    ),
+    "reads the same head in each program": ("append_heads", "new + head * HEAD_DIM + column", "new + column"),
+    "writes a full request into its neighbour": ("append_kernel", "slot < slots", "slot >= 0"),
+    "takes the first request's length for all": ("append_kernel", "lengths + request", "lengths"),
+    "takes the caches to have no other requests": (
+        "append_kernel",
+        "(request * slots + slot) * WIDTH + column",
+        "slot * WIDTH + column",
+    ),
+    "writes only the keys": ("append_kernel", "tl.store(values + target, ..., mask=inside)", ""),
+    "stores keys as values": ("append_kernel", "tl.load(v + source, mask=inside)", "tl.load(k + source, mask=inside)"),
+    "reads what it overwrites": (
+        "append_kernel",
+        "slot = ...",
+        "slot = tl.load(lengths + request); tl.load(keys + tl.arange(0, BLOCK))",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("01", MUTANTS[mistake])
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("counts the query heads", r"524,288 for 32 layers, .* four times too much. Did you count query heads\?"),
+        ("forgets that K and V are two", "65,536 .* two times too little. K and V are two"),
+        ("counts query heads in place of layers", "query heads in place of the layers"),
+        ("divides the hidden size", "head_dim` need not be"),
+        ("gives the latent vector a value too", "no factor 2"),
+        ("does not see itself", "must see itself"),
+        ("sees garbage", "a slot read that holds no token"),
+        ("forgets the scale", r"off by .* Divide the scores by sqrt\(head_dim\)"),
+        ("divides by the head's length", "not by head_dim"),
+        ("takes the softmax over the heads", "over the slots, not over the heads"),
+        ("takes the softmax without its maximum", "Subtract the largest score"),
+        ("mixes up the groups", "Neighbouring query heads share"),
+        ("works on a copy", "a copy, perhaps"),
+        ("ends without a return", "is there a `return`"),
+        ("writes into the next head", "a race: .* mask the load and the store"),
+        ("writes a full request into its neighbour", "is full"),
+    ],
+)
+def test_a_usual_mistake_is_recognised(mistake, says):
+    problems = [result.problem for result in run_checks(load_mutant(script_path("01"), MUTANTS[mistake]), CHECKS)]
+    assert any(problem and re.search(says, problem) for problem in problems), problems
+
+
+def test_the_learners_part_serves_the_engine(capsys):
+    """The engine writes the same text with the lesson's attention; a wrong one is said to be wrong."""
+    assert run_plugged("01", lesson)
+    wrong = load_mutant(script_path("01"), MUTANTS["mixes up the groups"])
+    assert not run_plugged("01", wrong)
+    assert "differs from ours" in capsys.readouterr().out
+
+
+def test_the_pool_is_as_large_as_the_learner_counts():
+    """Who counts query heads promises a quarter of the requests: the embedded model has 8 on 2 KV heads."""
+    wrong = load_mutant(script_path("01"), MUTANTS["counts the query heads"])
+    plug = plug_of("01")
+    blocks = [plug(module).engine_args["num_gpu_blocks_override"] - 1 for module in (lesson, wrong)]
+    assert blocks == [4, 1]
+    assert plug(wrong).ours["num_gpu_blocks_override"] == 5
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------
@@ -305,7 +460,43 @@ def test_numbers_of_the_text():
     assert memory.memory_ledger(config, "L4", max_model_len=8192).longest_request // 8192 == 3
     with pytest.raises(MinivllmError) as refusal:
         memory.memory_ledger(config, "L4")
-    assert str(refusal.value) in " ".join((REPOSITORY / "lessons" / "01_kv_cache.md").read_text().split())
+    assert str(refusal.value) in TEXT
+
+
+def test_the_ridges_of_the_text():
+    """Sequences that a step decodes before arithmetic is the limit, by the data sheets."""
+    for name, words in (
+        ("A10G", "an A10G gets there with 117"),
+        ("H100", "an H100 with 295"),
+        ("L4", "an L4 with 403"),
+    ):
+        assert words in TEXT
+        assert words.endswith(f"{HARDWARE[name].ridge():.0f}")
+    assert f"an A100 (80 GB) with {HARDWARE['A100-80'].ridge():.0f}" in TEXT
+    assert f"an H200 ({HARDWARE['H200'].ridge():.0f})" in NOTES
+
+
+def test_the_intensity_of_latent_attention():
+    config = known_model("DeepSeek-V3")
+    latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    operations = config.num_attention_heads * 2 * (latent + rope + latent)
+    assert f"{operations:,} operations for {2 * (latent + rope):,} bytes" in NOTES
+    assert f"{operations / (2 * (latent + rope)):.0f} operations a byte" in TEXT
+
+
+def test_the_followed_request_of_the_text():
+    run = followed()
+    lengths = [step.rows[0].seq_len for step in run.steps]
+    assert (len(run.request.prompt), len(run.request.output)) == (9, 6)
+    assert f"Without a cache, {sum(lengths)} tokens pass through the model for it; with one, {lengths[-1]}." in TEXT
+    assert memory.kv_bytes_per_token(ModelConfig.from_pretrained(EMBEDDED_MODEL), "bfloat16") == 1024
+
+
+def test_shares_of_the_text():
+    """Between 55 and 96 % of 2,048 reserved slots never held a token."""
+    shares = [one["unused"]["2048"] for one in lesson.replay(2048, seed=0).values()]
+    assert f"Between {min(shares):.0%} and".replace("%", "") in TEXT
+    assert f"and {max(shares):.0%} of the reserved slots".replace("%", " %") in TEXT
 
 
 def test_quick_run(tmp_path):

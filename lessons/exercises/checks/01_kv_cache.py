@@ -1,96 +1,236 @@
 """What must be true of exercise 01, and of the script that solves it."""
 
 import math
+import random
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 
-from minivllm.config import EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
+from minivllm.lab.inside import runner_of
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.plugged import PROMPTS, Plugged
+from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
+from minivllm.platforms.triton_utils import triton
+
+# ---- bytes per token -------------------------------------------------------------------------------------------------
+
+TIMES = ("", "", "two", "three", "four", "five", "six", "seven", "eight")
 
 
-def _shape(layers, heads, kv_heads, head_dim, **more):
+def _shape(layers, heads, kv_heads, head_dim, hidden_size, latent=None):
+    """What a config says; `latent` is (kv_lora_rank, qk_rope_head_dim) of latent attention."""
+    rank, rope = latent or (None, None)
     return SimpleNamespace(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        kv_lora_rank=None,
-        **more,
+        hidden_size=hidden_size,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
     )
 
 
-def _case(heads, kv_heads, head_dim, length, slots, seed=0):
-    """A cache whose free slots hold garbage, a new token, and what attention over `length` + 1 tokens must give."""
-    draw = torch.Generator().manual_seed(seed)
-    q = torch.randn(heads, head_dim, generator=draw)
-    k, v = torch.randn(2, kv_heads, head_dim, generator=draw)
-    keys, values = torch.full((2, slots, kv_heads, head_dim), math.inf)
-    keys[:length] = torch.randn(length, kv_heads, head_dim, generator=draw)
-    values[:length] = torch.randn(length, kv_heads, head_dim, generator=draw)
-    seen_keys, seen_values = torch.cat([keys[:length], k[None]]), torch.cat([values[:length], v[None]])
-    expected = torch.empty(heads, head_dim)
-    for head in range(heads):
-        kv_head = head // (heads // kv_heads)
-        weights = (seen_keys[:, kv_head].double() @ q[head].double() / math.sqrt(head_dim)).softmax(0)
-        expected[head] = weights @ seen_values[:, kv_head].double()
-    return (q, k, v, keys, values, length), expected
+def _bytes(shape, size, *, parts=2, layers=None, heads=None, head_dim=None):
+    layers, heads = layers or shape.num_hidden_layers, heads or shape.num_key_value_heads
+    return parts * layers * heads * (head_dim or shape.head_dim) * size
 
 
-def _agrees(module, *case):
-    arguments, expected = _case(*case)
-    found = torch.as_tensor(module.decode_step(*arguments))
-    assert found.shape == expected.shape, f"the result has shape {tuple(found.shape)}, not {tuple(expected.shape)}"
-    error = (found.float() - expected).abs().max().item()
-    assert error < 1e-4, f"off by {error:.2g} with {case[0]} heads on {case[1]} KV heads and {case[3]} tokens cached"
+USUAL_COUNTS = {
+    "Did you count query heads? They leave nothing behind": lambda shape, size: _bytes(
+        shape, size, heads=shape.num_attention_heads
+    ),
+    "K and V are two": lambda shape, size: _bytes(shape, size, parts=1),
+    "Every layer keeps its own": lambda shape, size: _bytes(shape, size, layers=1),
+    "Did you take the query heads in place of the layers?": lambda shape, size: _bytes(
+        shape, size, layers=shape.num_attention_heads
+    ),
+    "These are numbers; each has `bytes_per_element` bytes": lambda shape, size: _bytes(shape, 1),
+    "Did you take 2 bytes, whatever `bytes_per_element` says?": lambda shape, size: _bytes(shape, 2),
+    "These are bits": lambda shape, size: _bytes(shape, 8 * size),
+    "`head_dim` need not be hidden_size / heads: the config has it": lambda shape, size: _bytes(
+        shape, size, head_dim=shape.hidden_size // shape.num_attention_heads
+    ),
+    "The values have `head_dim` numbers too": lambda shape, size: _bytes(shape, size, parts=1)
+    + shape.num_hidden_layers * shape.num_key_value_heads * size,
+}
+
+
+def _counts(module, cases):
+    """Compare with the formula; where it differs, say by how much, and which usual mistake gives all these figures."""
+    found = [module.kv_bytes_per_token(shape, size) for shape, size in cases]
+    for (shape, size), count in zip(cases, found):
+        wanted = _bytes(shape, size)
+        if count != wanted:
+            mistakes = (s for s, usual in USUAL_COUNTS.items() if found == [usual(*case) for case in cases])
+            raise AssertionError(
+                f"{_said(count)} for {shape.num_hidden_layers} layers, {shape.num_attention_heads} query heads, "
+                f"{shape.num_key_value_heads} KV heads of {shape.head_dim}, bytes a number: {size}; right is {wanted:,}"
+                f"{_too_much(count, wanted)}. {next(mistakes, '')}"
+            )
+
+
+def _said(count):
+    return f"{count:,}" if isinstance(count, (int, float)) else repr(count)
+
+
+def _too_much(count, wanted):
+    """By which whole factor a count is wrong, if there is one."""
+    if not isinstance(count, (int, float)) or count <= 0:
+        return ""
+    factor, what = (count / wanted, "much") if count > wanted else (wanted / count, "little")
+    if factor != int(factor):
+        return ""
+    return f": {TIMES[int(factor)] if factor < len(TIMES) else int(factor)} times too {what}"
 
 
 def check_bytes_per_token(module):
     """A token takes 131,072 bytes in Llama-3-8B, half of that in 8 bits, 524,288 in Llama-2-7B."""
-    llama_3, llama_2 = _shape(32, 32, 8, 128), _shape(32, 32, 32, 128)
-    for shape, size, wanted in ((llama_3, 2, 131072), (llama_3, 1, 65536), (llama_2, 2, 524288)):
-        found = module.kv_bytes_per_token(shape, size)
-        assert found == wanted, f"{found} bytes for {shape.num_key_value_heads} KV heads at {size} bytes, not {wanted}"
+    llama_3, llama_2 = _shape(32, 32, 8, 128, 4096), _shape(32, 32, 32, 128, 4096)
+    _counts(module, [(llama_3, 2), (llama_3, 1), (llama_2, 2)])
+
+
+def check_bytes_of_any_model(module):
+    """The formula holds for every shape: 114,688 bytes in Qwen3-0.6B (28 layers, 16 heads, 8 KV heads), and others."""
+    draw = random.Random(1)
+    cases = [(_shape(28, 16, 8, 128, 1024), 2)]
+    for _ in range(8):
+        kv_heads, group = draw.randint(2, 9), draw.randint(2, 5)
+        heads, head_dim = kv_heads * group, draw.randint(3, 40) * 4
+        layers = draw.choice([number for number in range(5, 90) if number not in (heads, kv_heads)])
+        cases.append((_shape(layers, heads, kv_heads, head_dim, heads * (head_dim + 4)), draw.choice([1, 2, 4])))
+    _counts(module, cases)
 
 
 def check_bytes_of_a_latent_cache(module):
     """Stretch: DeepSeek-V3 keeps one vector of 512 + 64 numbers in each of 61 layers."""
-    shape = _shape(61, 128, 128, 56, qk_rope_head_dim=64)
-    shape.kv_lora_rank = 512
-    found = module.kv_bytes_per_token(shape)
-    assert found == 70272, f"{found} bytes, not 70272"
+    for layers, latent, size in ((61, (512, 64), 2), (27, (384, 32), 1)):
+        found = module.kv_bytes_per_token(_shape(layers, 128, 128, 56, 7168, latent), size)
+        wanted = layers * sum(latent) * size
+        hint = ". This vector serves as key and value: no factor 2" if found == 2 * wanted else ""
+        assert found == wanted, f"{_said(found)} for {layers} layers of {' + '.join(map(str, latent))}, not {wanted:,}{hint}"
+
+
+# ---- one step on a cache ---------------------------------------------------------------------------------------------
+
+
+def _case(heads, kv_heads, head_dim, length, slots, seed=0, scale=1.0):
+    """A cache whose free slots hold garbage, and a new token: the arguments of `decode_step`."""
+    draw = torch.Generator().manual_seed(seed)
+    q = scale * torch.randn(heads, head_dim, generator=draw)
+    k, v = torch.randn(2, kv_heads, head_dim, generator=draw)
+    keys, values = torch.full((2, slots, kv_heads, head_dim), math.inf)
+    keys[:length] = torch.randn(length, kv_heads, head_dim, generator=draw)
+    values[:length] = torch.randn(length, kv_heads, head_dim, generator=draw)
+    return q, k, v, keys, values, length
+
+
+def _attend(q, k, v, keys, values, length, *, scale=None, neighbours=True, over=0, itself=True):
+    """What the step must give, in float64; the options make it wrong in usual ways."""
+    heads, kv_heads, head_dim = len(q), len(k), q.shape[1]
+    seen_keys, seen_values = (
+        torch.cat([old[:length], new[None]][: 1 + itself]).double() for old, new in ((keys, k), (values, v))
+    )
+    kv_head = [head // (heads // kv_heads) if neighbours else head % kv_heads for head in range(heads)]
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    scores = torch.einsum("hd,shd->sh", q.double(), seen_keys[:, kv_head]) * scale
+    return torch.einsum("sh,shd->hd", scores.softmax(over), seen_values[:, kv_head]).float()
+
+
+def _usual_steps(head_dim):
+    """Usual mistakes: what is said of each, and the options of `_attend` that make it."""
+    return {
+        "Divide the scores by sqrt(head_dim)": {"scale": 1.0},
+        "Divide the scores by the square root of head_dim, not by head_dim": {"scale": 1 / head_dim},
+        "The new token must see itself: read slots 0 to `length`, both included": {"itself": False},
+        "Neighbouring query heads share a KV head: head h reads h // (heads // kv_heads)": {"neighbours": False},
+        "The softmax runs over the slots, not over the heads": {"over": 1},
+    }
+
+
+def _mistake_in(found, arguments):
+    """The usual mistake that gives this result, as a sentence; "" if none does."""
+    for sentence, options in _usual_steps(arguments[0].shape[1]).items():
+        if torch.allclose(found, _attend(*arguments, **options), atol=1e-4):
+            return sentence
+    return ""
+
+
+def _copies(arguments):
+    return [one.clone() if isinstance(one, torch.Tensor) else one for one in arguments]
+
+
+def _agrees(module, arguments):
+    """`decode_step` on a copy of the arguments gives what it must, or a sentence says what is wrong."""
+    (heads, head_dim), kv_heads, length = arguments[0].shape, len(arguments[1]), arguments[-1]
+    found, expected = module.decode_step(*_copies(arguments)), _attend(*arguments)
+    assert found is not None, "it returns nothing: is there a `return`?"
+    found = torch.as_tensor(found).float()
+    assert found.shape == expected.shape, f"the result has shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    case = f"with {heads} heads on {kv_heads} KV heads of {head_dim} and {length} tokens cached"
+    assert found.isfinite().all(), (
+        f"inf or NaN {case}: was a slot read that holds no token, or the new token not written?"
+    )
+    error = (found - expected).abs().max().item()
+    assert error < 1e-4, f"off by {error:.2g} {case}. {_mistake_in(found, arguments)}"
+
+
+def check_the_step_by_hand(module):
+    """The lesson's example: (0.212, 0.576, 0.212, 0) for head 0, (0.245, 0.090, 0.665, 0) for head 1."""
+    keys, values = torch.full((2, 4, 1, 4), math.inf)
+    keys[:2, 0] = torch.tensor([[2.0, 0, 0, 0], [0, 2, 0, 0]])
+    values[:2, 0] = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0]])
+    q, k, v = torch.tensor([[0.0, 1, 0, 0], [1, 0, 2, 0]]), torch.tensor([[0.0, 0, 2, 0]]), torch.tensor([[0.0, 0, 1, 0]])
+    _agrees(module, (q, k, v, keys, values, 2))
 
 
 def check_first_token(module):
     """The first token sees only itself: the result is its own value."""
-    _agrees(module, 4, 4, 8, 0, 3)
+    _agrees(module, _case(4, 4, 8, 0, 3))
 
 
 def check_new_token_sees_itself_and_no_further(module):
     """With 5 of 9 slots filled, the new token reads exactly 6: its own, but no garbage."""
-    _agrees(module, 2, 2, 16, 5, 9)
+    _agrees(module, _case(2, 2, 16, 5, 9))
 
 
 def check_last_slot(module):
     """The last free slot can be filled."""
-    _agrees(module, 2, 1, 16, 7, 8)
+    _agrees(module, _case(2, 1, 16, 7, 8))
 
 
 def check_groups_of_heads(module):
     """Of 6 query heads on 2 KV heads, the first 3 read one and the last 3 the other."""
-    _agrees(module, 6, 2, 80, 33, 64)
+    _agrees(module, _case(6, 2, 80, 33, 64))
+
+
+def check_large_scores(module):
+    """Scores of several hundred give the same as ever: the softmax does not overflow."""
+    arguments = _case(4, 2, 16, 6, 8, scale=300.0)
+    found = torch.as_tensor(module.decode_step(*_copies(arguments)))
+    assert found.isfinite().all(), (
+        "inf or NaN with scores of several hundred: exp(100) is more than float32 holds. Subtract the largest score "
+        "before the exponential, or use torch.softmax"
+    )
+    _agrees(module, arguments)
 
 
 def check_cache_is_written_in_place(module):
     """Slot `length` of the caller's keys and values is filled, and no other is touched."""
-    (q, k, v, keys, values, length), _ = _case(4, 2, 8, 3, 6)
+    q, k, v, keys, values, length = _case(4, 2, 8, 3, 6)
     before = keys.clone(), values.clone()
     module.decode_step(q, k, v, keys, values, length)
     for name, cache, old, new in (("keys", keys, before[0], k), ("values", values, before[1], v)):
-        old[length] = new
-        wrong = [slot for slot in range(len(cache)) if not torch.equal(cache[slot], old[slot])]
-        assert not wrong, f"slot {wrong[0]} of {name} is not what it should be"
+        wanted = old.clone()
+        wanted[length] = new
+        wrong = [slot for slot in range(len(cache)) if not torch.equal(cache[slot], wanted[slot])]
+        untouched = torch.equal(cache, old)
+        hint = "nothing was written into the caller's tensor: a copy, perhaps" if untouched else "it must be in place"
+        assert not wrong, f"slot {wrong[0]} of {name} is not what it should be ({hint}); the new token goes to slot {length}"
 
 
 def check_same_text_as_without_a_cache(module):
@@ -120,3 +260,150 @@ def _generate_with_cache(model, config, prompt, new_tokens, decode_step):
         if position >= len(prompt) - 1:
             text.append(int(model.compute_logits(hidden).argmax()))
     return text
+
+
+# ---- the kernel, in three steps --------------------------------------------------------------------------------------
+
+
+def _runs_clean(trace, hint):
+    """No program touches what is another's or nobody's."""
+    assert not trace.races, f"a race: {trace.races[0]}. {hint}"
+    assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. {hint}"
+
+
+def _holds(name, cache, wanted):
+    """The cache is what it should be; else the elements that are not, and what they are."""
+    wrong = (cache != wanted).flatten().nonzero().flatten().tolist()
+    if not wrong:
+        return
+    first, found, right = wrong[0], cache.flatten()[wrong[0]].item(), wanted.flatten()[wrong[0]].item()
+    raise AssertionError(
+        f"{len(wrong)} elements of {name} are wrong, the first is element {first}: {found:g}, and should be {right:g} "
+        "(old elements are below 1000, new ones above)"
+    )
+
+
+def _moves(trace, read, written):
+    """Exactly these bytes were moved."""
+    for what, found, wanted in (("read", trace.bytes_read, read), ("written", trace.bytes_written, written)):
+        assert found == wanted, f"{found} bytes are {what}, and {wanted} must be: move each number once, and no other"
+
+
+def _numbered(*shape, start=0):
+    return torch.arange(start, start + math.prod(shape), dtype=torch.float32).view(shape)
+
+
+def check_append_token(module):
+    """Step 1: a token's 8 numbers are in slot 2 of 5, and nothing else has changed."""
+    for slots, width, slot in ((5, 8, 2), (3, 4, 0), (4, 16, 3)):
+        cache, new = _numbered(slots, width), _numbered(width, start=1000)
+        wanted = cache.clone()
+        wanted[slot] = new
+        trace = trace_kernel(module.append_token, (1,), cache, new, slot, WIDTH=width)
+        _runs_clean(trace, "Slot s begins at element s * WIDTH")
+        _holds("the cache", cache, wanted)
+        _moves(trace, new.nbytes, new.nbytes)
+
+
+def check_append_heads(module):
+    """Step 2: heads of 3, 5 or 80 numbers are written by a program each, and none writes into its neighbour."""
+    for slots, kv_heads, head_dim, slot in ((4, 2, 3, 2), (3, 4, 5, 0), (3, 2, 80, 2), (2, 3, 8, 1)):
+        cache, new = _numbered(slots, kv_heads, head_dim), _numbered(kv_heads, head_dim, start=1000)
+        wanted = cache.clone()
+        wanted[slot] = new
+        sizes = {"HEAD_DIM": head_dim, "BLOCK": triton.next_power_of_2(head_dim)}
+        trace = trace_kernel(module.append_heads, (kv_heads,), cache, new, slot, **sizes)
+        _runs_clean(trace, "Only HEAD_DIM of the BLOCK lanes are this head's: mask the load and the store")
+        _holds("the cache", cache, wanted)
+        _moves(trace, new.nbytes, new.nbytes)
+
+
+def _append_case(lengths, slots, width):
+    """The kernel's arguments, and what both caches must be afterwards; a request whose slots are full writes nothing."""
+    keys, values = _numbered(2, len(lengths), slots, width)
+    k, v = _numbered(2, len(lengths), width, start=1000)
+    wanted = keys.clone(), values.clone()
+    for request, length in enumerate(lengths):
+        if length < slots:
+            wanted[0][request, length], wanted[1][request, length] = k[request], v[request]
+    return (keys, values, k, v, torch.tensor(lengths, dtype=torch.int32), slots), wanted
+
+
+def _append_step(module, lengths, slots, width):
+    arguments, wanted = _append_case(lengths, slots, width)
+    sizes = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+    trace = trace_kernel(module.append_kernel, (len(lengths),), *arguments, **sizes)
+    _runs_clean(trace, "A cache with `length` = `slots` is full, and lanes beyond WIDTH are the next slot's")
+    for name, cache, right in zip(("keys", "values"), arguments, wanted):
+        _holds(name, cache, right)
+    moved = 4 * 2 * width * sum(length < slots for length in lengths)
+    _moves(trace, moved + 4 * len(lengths), moved)
+
+
+def check_append_kernel(module):
+    """Step 3: each of three requests gets its key and value at its own length."""
+    _append_step(module, [2, 0, 3], slots=4, width=8)
+
+
+def check_append_kernel_any_width(module):
+    """Step 3: it works for tokens of 6 or 160 numbers, and moves no number more than once."""
+    _append_step(module, [1, 4, 2], slots=5, width=6)
+    _append_step(module, [0, 1], slots=2, width=160)
+
+
+def check_append_kernel_full_cache(module):
+    """Step 3: a request whose cache is full writes nothing, least of all into its neighbour's first slot."""
+    _append_step(module, [4, 1, 4], slots=4, width=8)
+    _append_step(module, [3, 0], slots=3, width=6)
+
+
+# ---- in the engine ---------------------------------------------------------------------------------------------------
+
+SLOTS = 64
+"""Slots of a request, and of a block: so each request's cache is one contiguous block."""
+MEMORY = 4 * 64 * 2048
+"""Bytes of KV cache to divide up: four requests of the embedded model in float32."""
+
+
+class _Contiguous:
+    """The engine's attention, by `decode_step`: token after token, each request on the one block that it has."""
+
+    def __init__(self, decode_step, kv_caches, scale, sliding_window=None):
+        self.decode_step, self.kv_caches = decode_step, kv_caches
+
+    def of_step(self, metadata):
+        return partial(self.attend, metadata)
+
+    def attend(self, metadata, layer, q, k, v):
+        cache, out = self.kv_caches[layer], torch.empty_like(q)
+        starts = metadata.query_start_loc.tolist()
+        for request, seq_len in enumerate(metadata.seq_lens.tolist()[: len(starts) - 1]):
+            block = int(metadata.block_table[request, 0])
+            for row in range(starts[request], starts[request + 1]):
+                position = seq_len - (starts[request + 1] - row)
+                step = q[row], k[row], v[row], cache.keys[block], cache.values[block], position
+                out[row] = torch.as_tensor(self.decode_step(*step))
+        return out
+
+
+def plug(module) -> Plugged:
+    """`decode_step` is the engine's attention, and `kv_bytes_per_token` says how many requests half a MiB holds."""
+    config = ModelConfig.from_pretrained(EMBEDDED_MODEL)
+    yours, ours = module.kv_bytes_per_token(config, 4), kv_bytes_per_token(config, "float32")
+
+    def fits(bytes_per_token):
+        return {"num_gpu_blocks_override": 1 + MEMORY // (SLOTS * bytes_per_token)}  # block 0 holds nobody's tokens
+
+    def says(llm):
+        caches = runner_of(llm).attention.kv_caches
+        allocated = sum(cache.keys[1:].nbytes + cache.values[1:].nbytes for cache in caches)
+        slots = (len(caches[0].keys) - 1) * SLOTS
+        return {"slots": slots, "bytes, counted": f"{slots * yours:,}", "bytes, allocated": f"{allocated:,}"}
+
+    return Plugged(
+        parts=Parts(attention=partial(_Contiguous, module.decode_step)),
+        engine_args={"block_size": SLOTS, "max_model_len": SLOTS, **fits(yours)},
+        ours=fits(ours),
+        prompts=[*PROMPTS, "while True:\n", "class Queue:"],
+        says=says,
+    )

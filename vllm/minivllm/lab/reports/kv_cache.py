@@ -81,7 +81,8 @@ def draw(found: dict, path: str) -> None:
         left.plot(run["lengths"], run["ms_with"], "s-", color=palette.BLUE, label="with a cache")
         left.set(title="Time of one token", xlabel="tokens before it", ylabel="ms", ylim=0)
         left.legend()
-        for name, size in ((name, size / GIB) for name, size in card["memory"].items()):
+        memory = {name.replace(" and rotary table", ""): size / GIB for name, size in card["memory"].items()}
+        for name, size in memory.items():
             color = palette.BLUE if name == "KV cache" else palette.GREY
             middle.bar(0, size, bottom=bottom, color=color, edgecolor="white")
             middle.text(0.45, bottom + size / 2, f"{size:.1f} {name}" if size > 1 else "", va="center")
