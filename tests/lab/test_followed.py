@@ -1,5 +1,7 @@
 """The followed request: what is recorded is what the engine did, and what the lessons say about it."""
 
+import logging
+
 import pytest
 
 from minivllm import LLM, SamplingParams
@@ -94,6 +96,14 @@ def test_a_request_has_no_row_before_it_comes_and_after_it_ends():
 
 def test_blanks_can_be_seen():
     assert [Token(0, piece).shown for piece in (" a", "\n   ", "\n", "    ")] == ["␣a", "⏎→", "⏎", "→"]
+
+
+def test_it_logs_nothing_between_the_pictures_of_a_notebook(capfd):
+    followed.cache_clear()
+    level = logging.getLogger("minivllm").level
+    followed()
+    assert capfd.readouterr().err == ""
+    assert logging.getLogger("minivllm").level == level
 
 
 def test_an_unknown_scene_is_refused():

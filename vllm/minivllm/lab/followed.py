@@ -10,8 +10,10 @@ The embedded model, greedy, blocks of four slots. Recorded once per process and 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,6 +26,7 @@ from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
 from minivllm.lab.inside import runner_of
 from minivllm.lab.recording import bare_engine
+from minivllm.logger import init_logger
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.input_batch import StepInputs
@@ -151,7 +154,20 @@ def followed(scene: str = "alone") -> Followed:
     """
     if scene not in SCENES:
         raise MinivllmError(f"there is no scene {scene!r} (there are: {', '.join(SCENES)})")
-    return _Recorder(SCENES[scene]).run()
+    with _without_info():
+        return _Recorder(SCENES[scene]).run()
+
+
+@contextmanager
+def _without_info() -> Iterator[None]:
+    """Where the memory of this engine goes is of no interest to whoever looks at a picture."""
+    root = init_logger("minivllm")
+    level = root.level
+    root.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        root.setLevel(level)
 
 
 class _Recorder:
