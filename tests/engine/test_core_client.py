@@ -91,6 +91,26 @@ def test_interrupted_and_asked_again(apart):
         assert apart.generate(PROMPTS[:1], PARAMS[0])[0].outputs == expected.outputs
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_outputs_of_an_aborted_request_never_reach_the_next_of_that_id(apart, n):
+    """Some of the first's outputs still wait on the socket, its last one among them if it has finished meanwhile."""
+    engine = apart.llm_engine
+    first = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, n=n, seed=0)
+    second = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, n=n, seed=0)
+    [expected] = apart.generate(PROMPTS[1:2], second)
+    for seconds in (0.0, 0.02, 0.5):
+        engine.add_request("a", PROMPTS[0], first)
+        engine.step()
+        time.sleep(seconds)
+        engine.abort_request(["a"])
+        engine.add_request("a", PROMPTS[1], second)
+        seen = []
+        while engine.has_unfinished_requests():
+            seen += engine.step()
+        assert {(output.request_id, output.prompt) for output in seen} == {("a", PROMPTS[1])}
+        assert seen[-1].outputs == expected.outputs
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
