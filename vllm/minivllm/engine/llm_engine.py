@@ -77,7 +77,7 @@ class LLMEngine:
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
         """Ends requests without further output; unknown ids are ignored."""
-        with InterruptsHeld():
+        with InterruptsHeld(clean_up=True):
             children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
             self.output_processor.abort_requests(children)
             self.engine_core.abort_requests(children)
