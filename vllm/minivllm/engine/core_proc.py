@@ -18,7 +18,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES
 from minivllm.engine.wire import IDENTITY, Failure, Kind, decode, encode
-from minivllm.errors import WorkerDiedError
+from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -48,6 +48,8 @@ class EngineCoreProc:
         try:
             self.core = EngineCore(EngineArgs(**decode(settings, dict)))
         except Exception as error:
+            if not isinstance(error, MinivllmError):
+                logger.exception("The engine's core could not start")
             self._input.send_multipart((Kind.FAILED, encode(Failure.of(error))))
             self._input.close()
             return 1

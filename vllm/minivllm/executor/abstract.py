@@ -14,10 +14,16 @@ from minivllm.worker.worker import WorkerSettings
 
 
 class Executor(Protocol):
-    """The engine core's interface to the ranks. All methods but `shutdown` raise `WorkerDiedError` if a rank has died.
+    """The engine core's interface to the ranks.
 
-    An exception in the middle of a method, such as Ctrl-C, leaves the executor usable, but the ranks may or may not
-    have run the call. `collective_rpc("reset")` then makes them forget all requests.
+    All methods but `shutdown` raise `WorkerDiedError` if a rank has died, and the engine ends. If a call fails on a
+    rank, they raise the rank's own error or `WorkerFailedError`. Then a `collective_rpc("reset")` is due, which makes
+    the ranks forget all requests and meet anew; until it, ranks in processes raise the same for every call. It is due
+    as well after an exception in the middle of a method, such as Ctrl-C: the ranks may or may not have run the call.
+
+    What the ranks survive: on CPUs, any exception on any of them. On GPUs, one that all of them raise at the same
+    place, such as a bad argument; if only some raise it, the others wait for them in NCCL, do not answer the reset, and
+    the engine ends.
     """
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
