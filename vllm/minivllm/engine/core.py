@@ -124,7 +124,7 @@ class EngineCore:
             return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Ends the processes of the ranks, if any. No step can run after that."""
+        """Ends the processes of the ranks, if any; without them no step can run."""
         self.executor.shutdown()
 
     @contextmanager

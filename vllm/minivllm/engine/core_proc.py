@@ -58,7 +58,7 @@ class EngineCoreProc:
         threading.Thread(target=self._receive, daemon=True).start()
         sender.start()
         try:
-            self._run_busy_loop(self.core)
+            self.run_busy_loop(self.core)
         except Exception as error:
             self._outputs.put(Failure.of(error))
             sender.join(SECONDS_TO_SEND)
@@ -71,7 +71,7 @@ class EngineCoreProc:
         if self.core is not None:
             self.core.shutdown()
 
-    def _run_busy_loop(self, core: EngineCore) -> None:
+    def run_busy_loop(self, core: EngineCore) -> None:
         """Steps while requests are unfinished, else waits for messages. Raises what the engine cannot survive."""
         while True:
             while not self._requests.empty() or not core.has_unfinished_requests():

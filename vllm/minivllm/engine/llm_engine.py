@@ -112,7 +112,7 @@ class LLMEngine:
             return self.engine_core.call_utility("reset_prefix_cache")
 
     def shutdown(self) -> None:
-        """Ends everything that the engine has started; it cannot be used after that."""
+        """Ends the processes that the engine has started, if any; without them it cannot be used any more."""
         self.engine_core.shutdown()
 
     def _take_in(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:

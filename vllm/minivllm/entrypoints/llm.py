@@ -49,7 +49,7 @@ class LLM:
             MinivllmError: an argument is invalid, or one request of `max_model_len` does not fit into the KV cache.
             UnsupportedModelError: the decoder does not support this model.
         """
-        self.llm_engine = LLMEngine(EngineArgs.of(model, engine_args))
+        self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args))
         self._request_ids = itertools.count()
         self._caller = OneCaller()
 
@@ -106,7 +106,10 @@ class LLM:
             return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Ends this LLM's processes, if any, now. Without this call they end with this object or with Python."""
+        """Ends this LLM's processes now, and with them this LLM. Without this call they end with it or with Python.
+
+        An LLM that runs in this process only has none to end, and can still be used.
+        """
         with self._caller.alone():
             self.llm_engine.shutdown()
 

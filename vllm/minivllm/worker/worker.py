@@ -18,6 +18,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.platforms.allocator import keep_freed_memory
+from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.triton_utils import INTERPRETED
 from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
@@ -65,6 +66,7 @@ class Worker:
         self.device = device_of_rank(settings.device, self.group.rank)
         if self.device.type == "cpu":
             keep_freed_memory()
+            limit_spinning()
         self.runner = ModelRunner(
             load(settings, self.device, self.group),
             max_num_seqs=settings.max_num_seqs,
