@@ -15,7 +15,14 @@ def between(mark: str) -> str:
     return PAGE.split(f"<!-- {mark} -->")[1].split(f"<!-- /{mark} -->")[0]
 
 
-HOPS = re.findall(r"^\| \d+ \| `([^`]+)` \| `([^`]+)` \|", between("way"), re.MULTILINE)
+def hops(mark: str) -> list[tuple[str, str]]:
+    """(file, function) of each row of a table, which are numbered in order."""
+    rows = re.findall(r"^\| (\d+) \| `([^`]+)` \| `([^`]+)` \|", between(mark), re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == [*range(1, len(rows) + 1)]
+    return [(file, function) for _, file, function in rows]
+
+
+WAY, PROCESSES = hops("way"), hops("processes")
 SPINE = re.findall(r"`([\w/]+\.py)`", between("spine"))
 
 
@@ -30,15 +37,18 @@ def definitions(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("file", "function"), HOPS, ids=[function for _, function in HOPS])
+@pytest.mark.parametrize(("file", "function"), WAY + PROCESSES, ids=[function for _, function in WAY + PROCESSES])
 def test_every_hop_exists(file, function):
     assert function in definitions(ENGINE / file)
 
 
 def test_the_way_is_told_whole():
-    assert len(HOPS) == 20
-    assert HOPS[0][1] == "LLM.generate"
-    assert HOPS[-1][1] == "OutputProcessor.process_outputs"
+    """Each package of the engine that a request goes through has a hop, and the front end is first and last."""
+    assert WAY[0][1] == "LLM.generate"
+    assert WAY[-1][1] == "OutputProcessor.process_outputs"
+    packages = {file.split("/")[0] for file, _ in WAY}
+    assert packages == {"entrypoints", "engine", "core", "executor", "worker", "models", "kernels"}
+    assert {file.split("/")[0] for file, _ in PROCESSES} == {"engine", "executor"}
 
 
 def test_the_spine_can_be_read_in_a_weekend():

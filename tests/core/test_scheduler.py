@@ -429,9 +429,8 @@ def test_the_worker_hears_once_who_finished() -> None:
     d.add("a", 3, max_tokens=1)
     d.add("b", 3, max_tokens=3)
     d.step()
-    assert d.scheduler.has_finished_requests()
     assert d.schedule().finished_req_ids == {"a"}
-    assert not d.scheduler.has_finished_requests()
+    assert d.schedule().finished_req_ids == set()
 
 
 def test_abort_of_a_running_a_waiting_and_a_preempted_request() -> None:

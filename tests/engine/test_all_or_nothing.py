@@ -90,6 +90,11 @@ def check(llm, expected):
     assert not llm.llm_engine._children
 
 
+def generate_for_ever(llm, prompts, params):
+    while True:
+        llm.generate(prompts, params, use_tqdm=False)
+
+
 def lines_of_a_run(llm):
     with RaiseAtLine(-1) as never:
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
@@ -123,6 +128,84 @@ def test_interrupted_by_a_timer(llm, expected):
             interrupted += 1
         check(llm, expected)
     assert interrupted == 60
+
+
+class LeaningOnCtrlC:
+    """From a moment on, sends SIGINT again and again, until the block ends. It interrupts `LLM.generate` only."""
+
+    def __init__(self, delay: float) -> None:
+        self.delay, self.sent, self._ended = delay, 0, threading.Event()
+        self._thread = threading.Thread(target=self._send)
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGINT, self._interrupt)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+        self._thread.join()
+        signal.signal(signal.SIGINT, self._before)
+
+    def _send(self):
+        wait = self.delay
+        while not self._ended.wait(wait):
+            os.kill(os.getpid(), signal.SIGINT)
+            self.sent, wait = self.sent + 1, 0.0002
+
+    def _interrupt(self, *_):
+        frame = sys._getframe()
+        while frame := frame.f_back:
+            if frame.f_code is LLM.generate.__code__:
+                raise KeyboardInterrupt
+
+
+def test_leaning_on_ctrl_c_does_not_cut_the_clean_up(llm, expected):
+    check(llm, expected)
+    delays, most = random.Random(2), 0
+    for _ in range(40):
+        with LeaningOnCtrlC(delays.uniform(0.0, 0.05)) as leaning, pytest.raises(KeyboardInterrupt):
+            generate_for_ever(llm, PROMPTS, GREEDY)
+        most = max(most, leaning.sent)
+        check(llm, expected)
+    assert most > 3
+
+
+def test_interrupts_all_through_the_clean_up_wait_for_its_end(llm, expected, monkeypatch):
+    """Two cut a step; then there are two more before and after each part of what sets the engine right."""
+    core, engine = core_of(llm), llm.llm_engine
+    cleaned = []
+
+    def interrupts():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def between_interrupts(owner, name):
+        part = getattr(owner, name)
+
+        def wrapped(*arguments):
+            interrupts()
+            result = part(*arguments)
+            interrupts()
+            cleaned.append(name)
+            return result
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    check(llm, expected)
+    for owner, name in (
+        (core.scheduler, "start_over"),
+        (core.executor, "collective_rpc"),
+        (engine.output_processor, "abort_requests"),
+        (engine.engine_core, "abort_requests"),
+    ):
+        between_interrupts(owner, name)
+    monkeypatch.setattr(core.executor, "execute_model", lambda _: interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert cleaned == ["start_over", "collective_rpc", "abort_requests", "abort_requests"]
+    monkeypatch.undo()
+    check(llm, expected)
 
 
 def test_the_others_go_on_when_a_step_fails(llm, expected):

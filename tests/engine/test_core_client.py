@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from engine.test_all_or_nothing import LeaningOnCtrlC, generate_for_ever
 
 from minivllm import LLM, MinivllmError, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
@@ -91,6 +92,35 @@ def test_interrupted_and_asked_again(apart):
         assert apart.generate(PROMPTS[:1], PARAMS[0])[0].outputs == expected.outputs
 
 
+def test_leaning_on_ctrl_c_leaves_no_message_half_sent_or_half_read(apart):
+    [expected] = apart.generate(PROMPTS[:1], PARAMS[0])
+    for index in range(20):
+        with LeaningOnCtrlC(0.003 * index), pytest.raises(KeyboardInterrupt):
+            generate_for_ever(apart, PROMPTS, PARAMS[0])
+        assert apart.generate(PROMPTS[:1], PARAMS[0])[0].outputs == expected.outputs
+        assert not apart.llm_engine._children
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_outputs_of_an_aborted_request_never_reach_the_next_of_that_id(apart, n):
+    """Some of the first's outputs still wait on the socket, its last one among them if it has finished meanwhile."""
+    engine = apart.llm_engine
+    first = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, n=n, seed=0)
+    second = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, n=n, seed=0)
+    [expected] = apart.generate(PROMPTS[1:2], second)
+    for seconds in (0.0, 0.02, 0.5):
+        engine.add_request("a", PROMPTS[0], first)
+        engine.step()
+        time.sleep(seconds)
+        engine.abort_request(["a"])
+        engine.add_request("a", PROMPTS[1], second)
+        seen = []
+        while engine.has_unfinished_requests():
+            seen += engine.step()
+        assert {(output.request_id, output.prompt) for output in seen} == {("a", PROMPTS[1])}
+        assert seen[-1].outputs == expected.outputs
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
@@ -111,7 +141,7 @@ def test_a_killed_core_is_told_at_once():
     core = llm.llm_engine.engine_core
     threading.Timer(0.2, core.process.kill).start()
     with pytest.raises(EngineDeadError, match=r"killed by SIGKILL"):
-        generate_for_ever(llm)
+        generate_for_ever(llm, PROMPTS, PARAMS[0])
     with pytest.raises(EngineDeadError):
         llm.generate("again", PARAMS[0])
 
@@ -155,11 +185,6 @@ def generate_and_interrupt(llm: LLM, delay: float) -> None:
     timer.start()
     llm.generate(PROMPTS * 4, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
     timer.join()
-
-
-def generate_for_ever(llm: LLM) -> None:
-    while True:
-        llm.generate(PROMPTS, PARAMS[0])
 
 
 def children() -> set[int]:

@@ -10,7 +10,7 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token
-from minivllm.worker.memory_profiling import allocate_kv_caches
+from minivllm.worker.kv_cache import allocate_kv_caches
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True}
 SHARED = [(7 * position + 5) % 900 for position in range(40)]

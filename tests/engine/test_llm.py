@@ -227,14 +227,15 @@ def test_what_goes_with_the_prompts_is_checked_too(idle, arguments, said):
         idle.generate([[1], [2]], GREEDY, **arguments)
 
 
-def test_ids_may_not_meet_those_of_completions(idle):
+def test_ids_are_unique_among_unfinished_requests_and_may_look_like_any_other(idle):
     several = SamplingParams(n=2, seed=0, max_tokens=4, ignore_eos=True)
-    for first, second in (("a", "0_a"), ("0_a", "a")):
-        idle.llm_engine.add_request(first, [1], several)
-        with pytest.raises(MinivllmError, match="request '0_a' exists already"):
-            idle.llm_engine.add_request(second, [2], several)
-        finished = [output for _ in range(4) for output in idle.llm_engine.step() if output.finished]
-        assert [(output.request_id, len(output.outputs)) for output in finished] == [(first, 2)]
+    names = ["a", "0_a", "a-0", "0_a-0"]
+    for name in names:
+        idle.llm_engine.add_request(name, [1], several)
+        with pytest.raises(MinivllmError, match=f"request '{name}' exists already"):
+            idle.llm_engine.add_request(name, [2], several)
+    finished = [output for _ in range(4) for output in idle.llm_engine.step() if output.finished]
+    assert [(output.request_id, len(output.outputs)) for output in finished] == [(name, 2) for name in names]
     with pytest.raises(MinivllmError, match="must be a text"):
         idle.llm_engine.add_request(5, [1], GREEDY)
 

@@ -5,17 +5,19 @@ One engine of two ranks serves all of these: what the scheduler decides is chang
 
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
 import torch
+from executor.failing_worker import PLACES, failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.errors import MinivllmError, WorkerDiedError
+from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.multiproc_executor import check_devices
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token
@@ -131,6 +133,40 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     with pytest.raises(MinivllmError, match=r'there are 1 here; use at most so many, or device="cpu"'):
         check_devices(args.worker_settings(scheduler, "cuda", 2))
     check_devices(args.worker_settings(scheduler, "cpu", 2))
+
+
+@pytest.fixture(scope="module")
+def breakable():
+    """Two ranks that fail where they are told to, and the tokens of a run in which none does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minivllm.executor.multiproc_executor.worker_of_rank", failing_worker_of_rank)
+        llm = LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=2)
+    yield llm, tokens_of(llm)
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_on_any_rank_ends_the_step_and_not_the_engine(breakable, place, ranks):
+    """Also where the other rank waits for it, in a sum or for the tokens."""
+    llm, expected = breakable
+    core, start = core_of(llm), time.monotonic()
+    pids = pids_of(core.executor.ranks)
+    core.executor.collective_rpc("fail_in", place, ranks)
+    with pytest.raises(WorkerFailedError, match=rf"^rank {ranks[0] if len(ranks) == 1 else '.'} of 2: KeyError"):
+        llm.generate(PROMPTS, WISHES)
+    assert time.monotonic() - start < 5.0
+    assert tokens_of(llm) == expected
+    assert pids_of(core.executor.ranks) == pids
+    assert not have_ended(pids, 0.0)
+
+
+def test_a_step_without_memory_on_one_rank_says_what_to_lower(breakable):
+    llm, expected = breakable
+    core_of(llm).executor.collective_rpc("fail_in", "in the layers", [1], MemoryError)
+    with pytest.raises(MinivllmError, match=r"a step found no memory .*: lower max_num_batched_tokens"):
+        llm.generate(PROMPTS, WISHES)
+    assert tokens_of(llm) == expected
 
 
 def test_a_rank_that_is_killed_ends_the_run(engines):

@@ -14,22 +14,46 @@ class RankDouble:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.calls = 0
+        self.calls = self.resets = 0
+        self.left = False
+
+    def reset(self) -> None:
+        self.calls, self.resets, self.left = 0, self.resets + 1, False
+
+    def leave_group(self) -> None:
+        self.left = True
+
+    def state(self) -> tuple[int, int, bool]:
+        return self.calls, self.resets, self.left
 
     def who(self, *arguments: object) -> tuple:
         self.calls += 1
         return self.rank, self.calls, *arguments
 
     def fail(self, rank: int) -> None:
-        """The rank raises; the others are stuck."""
+        """The rank raises; the others notice it, and say so first."""
+        if self.rank == rank:
+            time.sleep(0.2)
+            raise KeyError("a bug")
+        raise LostPeerError("somebody is gone")
+
+    def fail_alone(self, rank: int) -> None:
+        """The rank raises; the others come through."""
+        if self.rank == rank:
+            raise KeyError("a bug")
+
+    def fail_and_be_missed(self, rank: int) -> None:
+        """The rank raises; the others wait for it without end."""
         if self.rank == rank:
             raise KeyError("a bug")
         time.sleep(1000)
 
+    def run_out_of_memory(self) -> None:
+        raise MemoryError
+
     def refuse(self, rank: int) -> None:
         if self.rank == rank:
             raise MinivllmError("this cannot be")
-        time.sleep(1000)
 
     def be_killed(self, rank: int) -> None:
         if self.rank == rank:

@@ -16,7 +16,7 @@ from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.core.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError, WorkerDiedError
-from minivllm.executor.abstract import get_class, make_executor
+from minivllm.executor.abstract import Executor, get_class, make_executor
 from minivllm.executor.multiproc_executor import MultiprocExecutor
 from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.sampling_params import SamplingParams
@@ -48,7 +48,7 @@ def settings_for(size: int) -> WorkerSettings:
     return args.worker_settings(scheduler, "cpu", 2)
 
 
-def started(size: int, backend: str | None = None) -> UniprocExecutor | MultiprocExecutor:
+def started(size: int, backend: str | None = None) -> Executor:
     executor = make_executor(settings_for(size), backend)
     executor.collective_rpc("initialize_kv_cache", NUM_BLOCKS)
     return executor
@@ -90,7 +90,7 @@ def steps() -> Iterator[SchedulerOutput]:
         yield SchedulerOutput([], cached, dict.fromkeys(counts, 1), len(counts), {}, set(), set())
 
 
-def tokens_of(executor: UniprocExecutor | MultiprocExecutor, in_flight: bool = False) -> list[dict[str, list[int]]]:
+def tokens_of(executor: Executor, in_flight: bool = False) -> list[dict[str, list[int]]]:
     executor.collective_rpc("reset")
     if not in_flight:
         return [executor.execute_model(step).sampled_token_ids for step in steps()]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from executor.rank_double import double, leaving_double, refusing_double
 
-from minivllm.errors import MinivllmError, WorkerDiedError
+from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.rank_processes import RankProcesses
 
 
@@ -59,21 +59,68 @@ def test_every_rank_does_what_is_said_in_order(ranks):
     assert not have_ended(pids_of(ranks), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("method", "why"), [("fail", "KeyError: 'a bug'"), ("be_killed", "killed by SIGKILL"), ("no_such", "no_such")]
-)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_one_rank_ends_the_run_ends_and_says_which_and_why(ranks, method, why, rank):
+def test_when_one_rank_ends_the_run_ends_and_says_which_and_why(ranks, rank):
     pids, start = pids_of(ranks), time.monotonic()
-    arguments = () if method == "no_such" else (rank,)
-    with pytest.raises(WorkerDiedError, match=f"(?s)rank . of 2 .process.*{why}") as caught:
-        ranks.call_for_one(method, *arguments)
+    with pytest.raises(WorkerDiedError, match=rf"rank {rank} of 2 \(process {pids[rank]}\).* killed by SIGKILL"):
+        ranks.call_for_one("be_killed", rank)
     assert time.monotonic() - start < 5.0
-    if arguments:
-        assert f"rank {rank} of 2 (process {pids[rank]})" in str(caught.value)
     assert have_ended(pids, 0.0)
-    with pytest.raises(WorkerDiedError, match=why):
+    with pytest.raises(WorkerDiedError, match="killed by SIGKILL"):
         ranks.call("who")
+
+
+@pytest.mark.parametrize("one_reply", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_an_exception_on_one_rank_they_do_nothing_until_they_are_reset(ranks, rank, one_reply):
+    """The one to blame is named, though another has reported before it."""
+    why = f"^rank {rank} of 2: KeyError: 'a bug'"
+    with pytest.raises(WorkerFailedError, match=why) as caught:
+        (ranks.call_for_one if one_reply else ranks.call)("fail", rank)
+    assert any("Traceback" in note for note in caught.value.__notes__)
+    for _ in range(2):
+        with pytest.raises(WorkerFailedError, match=why):
+            ranks.call("who")
+    assert ranks.call("reset") == [None, None]
+    assert ranks.call("state") == [(0, 1, False)] * 2
+    assert ranks.call("who") == [(0, 1), (1, 1)]
+    assert not ranks._futures
+
+
+def test_an_exception_behind_the_last_meeting_is_told_by_the_next_call(ranks):
+    """Rank 0 has already replied, and nobody has missed rank 1."""
+    with pytest.raises(WorkerFailedError, match="rank 1 of 2: KeyError"):
+        (ranks.call_for_one("fail_alone", 1), ranks.call("who"))
+    ranks.call("reset")
+    require_right_answers(ranks, 0)
+
+
+def test_all_calls_in_flight_fail_with_the_one_before_them(ranks):
+    futures = [ranks.send_for_one("who"), ranks.send_for_one("fail", 1), *(ranks.send_for_one("who") for _ in range(3))]
+    assert futures[0].result() == (0, 1)
+    for future in futures[1:]:
+        assert "rank 1 of 2: KeyError" in str(future.exception())
+    ranks.call("reset")
+    assert ranks.call("who") == [(0, 1), (1, 1)]
+
+
+def test_an_error_on_all_ranks_is_survived(ranks):
+    with pytest.raises(WorkerFailedError, match=r"rank . of 2: AttributeError: .*no_such"):
+        ranks.call("no_such")
+    ranks.call("reset")
+    with pytest.raises(MinivllmError, match=r"a step found no memory .*: lower max_num_batched_tokens"):
+        ranks.call("run_out_of_memory")
+    ranks.call("reset")
+    require_right_answers(ranks, 0)
+
+
+def test_a_rank_that_does_not_answer_a_reset_is_not_waited_for_without_end(ranks, monkeypatch):
+    monkeypatch.setattr("minivllm.executor.rank_processes.SECONDS_FOR_RESET", 0.3)
+    with pytest.raises(WorkerFailedError, match="rank 1 of 2: KeyError"):
+        ranks.call_for_one("fail_and_be_missed", 1)
+    with pytest.raises(WorkerDiedError, match="have not answered a reset"):
+        ranks.call("reset")
+    assert have_ended(pids_of(ranks), 0.0)
 
 
 def test_a_rank_that_dies_between_calls(ranks):
@@ -88,22 +135,26 @@ def test_who_lost_a_peer_is_not_blamed(ranks):
         ranks.call("be_killed_and_missed", 1, "somebody is gone")
 
 
-def test_a_rank_that_came_through_has_nothing_to_say(ranks):
+@pytest.mark.parametrize("one_reply", [True, False])
+def test_a_rank_that_came_through_has_nothing_to_say(ranks, one_reply):
     start = time.monotonic()
-    with pytest.raises(WorkerDiedError, match=r"(?s)rank 0 .* somebody is gone"):
-        ranks.call("lose_a_peer", 0, "somebody is gone")
+    with pytest.raises(WorkerFailedError, match=r"rank 0 .* somebody is gone"):
+        (ranks.call_for_one if one_reply else ranks.call)("lose_a_peer", 0, "somebody is gone")
     assert time.monotonic() - start < 5.0
+    ranks.call("reset")
+    require_right_answers(ranks, 0)
 
 
 def test_where_all_lost_a_peer_one_of_them_says_so(ranks):
-    with pytest.raises(WorkerDiedError, match="somebody is gone"):
+    with pytest.raises(WorkerFailedError, match="somebody is gone"):
         ranks.call("be_killed_and_missed", 2, "somebody is gone")
 
 
 def test_what_a_person_can_act_on_comes_as_it_is(ranks):
     with pytest.raises(MinivllmError, match=r"^this cannot be$"):
         ranks.call("refuse", 1)
-    assert have_ended(pids_of(ranks), 0.0)
+    ranks.call("reset")
+    require_right_answers(ranks, 0)
     with pytest.raises(MinivllmError, match=r"^no such model$"):
         RankProcesses(refusing_double, (), 2)
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,13 +211,14 @@ def test_where_there_is_nothing_to_watch_nobody_watches(started, monkeypatch, mi
     assert not started
 
 
+SCRIPT = Path(__file__).resolve().parents[2] / "vllm" / "01_kv_cache.py"
 ENTRIES = {
     "script": "from minivllm.lab.cli import lesson_parser; from minivllm.lab.lesson import begin; "
     "from pathlib import Path; begin('', lesson_parser('', Path('x')).parse_args(['--device', 'cpu']))",
     "llm": "import torch; from minivllm import LLM; from minivllm.config import EMBEDDED_MODEL; "
     "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64)",
-    "notebook": "from minivllm.models.loader import load_model; from minivllm.config import EMBEDDED_MODEL; "
-    "load_model(EMBEDDED_MODEL)",
+    "notebook": "import sys; from minivllm.lab.exercise import load; sys.dont_write_bytecode = True; "
+    f"load({str(SCRIPT)!r})",
 }
 
 

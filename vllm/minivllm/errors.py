@@ -23,6 +23,10 @@ class NonFiniteLogitsError(MinivllmError):
         )
 
 
+class WorkerFailedError(RuntimeError):
+    """A call has failed on a rank, which lives on. The message says which rank and why; a note holds its traceback."""
+
+
 class WorkerDiedError(RuntimeError):
     """A worker process has died, and the engine with it. The message says which rank died and why."""
 
@@ -32,4 +36,4 @@ class EngineDeadError(RuntimeError):
 
 
 class LostPeerError(RuntimeError):
-    """Another rank did not join an all-reduce. That rank's failure is the cause; this is how its peers notice."""
+    """Another rank has left an all-reduce or a broadcast. Its failure is the cause; this is how its peers notice."""

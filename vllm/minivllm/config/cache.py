@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 from minivllm.config.checks import is_count, require, require_flags
 
+KV_CACHE_DTYPES = {
+    "int8": "int8",
+    "int8_per_token_head": "int8",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+}
+"""What the engine can store keys and values as besides the model's own dtype ("auto"): torch's name of the dtype."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:

@@ -101,10 +101,6 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self.requests)
 
-    def has_finished_requests(self) -> bool:
-        """Whether there are finished requests that the worker has not been told about."""
-        return bool(self.finished_req_ids)
-
     def make_stats(self) -> SchedulerStats:
         """A snapshot of the state now and of all counts since the start."""
         if self._drafts_snapshot.num_drafts != self.spec_decoding_stats.num_drafts:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.config import NO_PARTS, CacheConfig, ModelConfig, Parts, SchedulerConfig, SpeculativeConfig
+from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import is_count, is_number, require, require_flags
 from minivllm.config.units import GIB
 from minivllm.config.vllm_arguments import ANY_VALUE, takes_vllms_arguments
@@ -16,7 +17,6 @@ from minivllm.kernels.packed_weights import QUANTIZATIONS
 from minivllm.worker.worker import WorkerSettings
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_CACHE_DTYPES = ("auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3")
 ATTENTION_BACKENDS = (None, "naive")
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -121,11 +121,6 @@ class EngineArgs:
     enforce_eager: bool = False
     parts: Parts = NO_PARTS
 
-    @classmethod
-    def of(cls, model: str | Path, settings: dict[str, Any]) -> "EngineArgs":
-        """Create from keyword arguments. Raises `MinivllmError` for an unknown one, suggesting the closest name."""
-        return cls(model=model, **settings)
-
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) is None and field.default not in (None, MISSING):
@@ -143,8 +138,8 @@ class EngineArgs:
         )
         require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         require(
-            self.kv_cache_dtype in KV_CACHE_DTYPES,
-            f"unknown kv_cache_dtype {self.kv_cache_dtype!r}; known are {', '.join(KV_CACHE_DTYPES)}",
+            self.kv_cache_dtype in ("auto", *KV_CACHE_DTYPES),
+            f"unknown kv_cache_dtype {self.kv_cache_dtype!r}; known are auto, {', '.join(KV_CACHE_DTYPES)}",
         )
         require(
             self.quantization in (None, *QUANTIZATIONS),

@@ -27,6 +27,7 @@ from minivllm.logger import init_logger
 from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
 from minivllm.platforms.device import pick_device
+from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.platforms.out_of_memory import explain_out_of_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.worker.memory_profiling import check_override, profile_memory
@@ -123,7 +124,7 @@ class EngineCore:
             return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Ends the processes of the ranks, if any. No step can run after that."""
+        """Ends the processes of the ranks, if any; without them no step can run."""
         self.executor.shutdown()
 
     @contextmanager
@@ -138,8 +139,11 @@ class EngineCore:
         """Ends these requests with an error and has all others recomputed. Returns the error to raise."""
         if isinstance(failure, WorkerDiedError):
             return failure
-        error = explain_out_of_memory(failure) or failure
-        lost = list(failure.request_ids if isinstance(failure, NonFiniteLogitsError) else request_ids)
+        with InterruptsHeld(clean_up=True):
+            return self._drop_step(explain_out_of_memory(failure) or failure, request_ids)
+
+    def _drop_step(self, error: BaseException, request_ids: Collection[str]) -> BaseException:
+        lost = list(error.request_ids if isinstance(error, NonFiniteLogitsError) else request_ids)
         logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
         known = {output.request_id for output in self._undelivered}
         self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]

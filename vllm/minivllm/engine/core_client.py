@@ -45,7 +45,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends everything that was started; a second call does nothing."""
+        """Ends the processes that were started, if any; a second call does nothing."""
 
 
 class InprocClient(EngineCoreClient):

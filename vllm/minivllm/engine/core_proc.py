@@ -18,7 +18,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES
 from minivllm.engine.wire import IDENTITY, Failure, Kind, decode, encode
-from minivllm.errors import WorkerDiedError
+from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -48,6 +48,8 @@ class EngineCoreProc:
         try:
             self.core = EngineCore(EngineArgs(**decode(settings, dict)))
         except Exception as error:
+            if not isinstance(error, MinivllmError):
+                logger.exception("The engine's core could not start")
             self._input.send_multipart((Kind.FAILED, encode(Failure.of(error))))
             self._input.close()
             return 1
@@ -56,7 +58,7 @@ class EngineCoreProc:
         threading.Thread(target=self._receive, daemon=True).start()
         sender.start()
         try:
-            self._run_busy_loop(self.core)
+            self.run_busy_loop(self.core)
         except Exception as error:
             self._outputs.put(Failure.of(error))
             sender.join(SECONDS_TO_SEND)
@@ -69,7 +71,7 @@ class EngineCoreProc:
         if self.core is not None:
             self.core.shutdown()
 
-    def _run_busy_loop(self, core: EngineCore) -> None:
+    def run_busy_loop(self, core: EngineCore) -> None:
         """Steps while requests are unfinished, else waits for messages. Raises what the engine cannot survive."""
         while True:
             while not self._requests.empty() or not core.has_unfinished_requests():

@@ -1,8 +1,10 @@
 """Turns a user's prompt and parameters into a request for the core, or raises a clear error.
 
-In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor.process_inputs`).
+In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor.process_inputs`,
+`assign_request_id`).
 """
 
+import itertools
 import random
 import time
 from dataclasses import replace
@@ -22,6 +24,10 @@ class InputProcessor:
 
     `eos_token_ids` are the model's end-of-sequence tokens. The core treats only the first as EOS, and the others as
     stop tokens like those of a request, so that `stop_reason` tells them apart.
+
+    The core knows each request by an id that is never used twice: the user's with a running number behind it. A user
+    may abort "a" and add another "a" at once; outputs of the first that are still on their way from the core's process
+    must not be taken for the second's. vLLM appends random characters, which also keeps several front ends apart.
     """
 
     def __init__(
@@ -37,6 +43,7 @@ class InputProcessor:
         self.limits = limits
         self.eos_token_ids = eos_token_ids
         self._seeds = random.Random(seed)
+        self._numbers = itertools.count()
 
     def process_inputs(
         self,
@@ -46,7 +53,7 @@ class InputProcessor:
         *,
         priority: int = 0,
     ) -> tuple[str | None, EngineCoreRequest]:
-        """Return the prompt's text, if it has one, and the request for the core.
+        """Return the prompt's text, if it has one, and the request for the core, under an id of its own.
 
         Raises:
             MinivllmError: the prompt or the parameters are invalid; the message says what would be valid.
@@ -60,7 +67,7 @@ class InputProcessor:
         resolved = self._resolve(params, len(token_ids))
         self.limits.check("the request", len(token_ids), resolved.max_tokens or 1)
         request = EngineCoreRequest(
-            request_id,
+            f"{request_id}-{next(self._numbers)}",
             token_ids,
             resolved,
             self.eos_token_ids[:1],

@@ -42,6 +42,7 @@ class LLMEngine:
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self._children: dict[str, list[str]] = {}
+        """The core's ids of each unfinished request, by the user's id."""
         self._throughput_log = ThroughputLog()
 
     @classmethod
@@ -57,19 +58,16 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise MinivllmError(f"the request id is {request_id!r}; it must be a text")
+        if request_id in self._children:
+            raise MinivllmError(f"request {request_id!r} exists already; ids must be unique among unfinished requests")
         text, request = self.input_processor.process_inputs(request_id, prompt, params, priority=priority)
         parent = ParentRequest(request_id, params.n)
         children = child_requests(request)
-        ids = [child.request_id for child in children]
-        in_use = self._children.keys() | self.output_processor.states.keys()
-        taken = next((name for name in (request_id, *ids) if name in in_use), None)
-        if taken is not None:
-            raise MinivllmError(f"request {taken!r} exists already; ids must be unique among unfinished requests")
         with InterruptsHeld():
             try:
                 if not self.has_unfinished_requests():
                     self._throughput_log.begin()
-                self._children[request_id] = ids
+                self._children[request_id] = [child.request_id for child in children]
                 for index, child in enumerate(children):
                     self.output_processor.add_request(child, text, index, parent)
                     self.engine_core.add_request(child)
@@ -79,7 +77,7 @@ class LLMEngine:
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
         """Ends requests without further output; unknown ids are ignored."""
-        with InterruptsHeld():
+        with InterruptsHeld(clean_up=True):
             children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
             self.output_processor.abort_requests(children)
             self.engine_core.abort_requests(children)
@@ -114,7 +112,7 @@ class LLMEngine:
             return self.engine_core.call_utility("reset_prefix_cache")
 
     def shutdown(self) -> None:
-        """Ends everything that the engine has started; it cannot be used after that."""
+        """Ends the processes that the engine has started, if any; without them it cannot be used any more."""
         self.engine_core.shutdown()
 
     def _take_in(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:

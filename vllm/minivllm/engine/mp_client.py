@@ -32,6 +32,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES, EngineCoreClient
 from minivllm.engine.wire import IDENTITY, Failure, Kind, decode, encode
 from minivllm.errors import EngineDeadError
+from minivllm.platforms.interrupts import InterruptsHeld
 
 SECONDS_TO_LEAVE = 10.0
 """A core told to leave is killed after this time. It is generous because the core ends its ranks first."""
@@ -91,12 +92,14 @@ class SyncMPClient(EngineCoreClient):
 
     def _meet(self, args: EngineArgs) -> EngineCoreReady:
         """Waits for the core's hello, sends it the engine's arguments, and waits until it is ready."""
-        kind, _ = self._wait(self._input)[1:]
+        self._wait(self._input)
+        _, kind, _ = self._input.recv_multipart()
         assert kind == Kind.HELLO
         settings = {field.name: getattr(args, field.name) for field in fields(args)}
         del settings["parts"]  # Python objects; EngineArgs has refused any
         self._send(Kind.START, settings)
-        kind, payload = self._wait(self._input)[1:]
+        self._wait(self._input)
+        _, kind, payload = self._input.recv_multipart()
         if kind == Kind.FAILED:
             raise decode(payload, Failure).error()
         return decode(payload, EngineCoreReady)
@@ -105,28 +108,30 @@ class SyncMPClient(EngineCoreClient):
         if self._dead is not None:
             raise self._dead
         try:
-            self._input.send_multipart((IDENTITY, kind, encode(message)))
+            with InterruptsHeld(clean_up=True):  # a message is sent as a whole
+                self._input.send_multipart((IDENTITY, kind, encode(message)))
         except zmq.ZMQError:  # nobody is there any more
             raise self._died() from None
 
     def _receive(self) -> EngineCoreOutputs:
-        kind, payload = self._wait(self._output)
-        if kind == Kind.FAILED:
-            self._dead = decode(payload, Failure).error()
-            raise self._dead
-        return decode(payload, EngineCoreOutputs)
+        self._wait(self._output)
+        with InterruptsHeld(clean_up=True):  # and is taken in as a whole
+            kind, payload = self._output.recv_multipart()
+            if kind == Kind.FAILED:
+                self._dead = decode(payload, Failure).error()
+                raise self._dead
+            return decode(payload, EngineCoreOutputs)
 
-    def _wait(self, socket: zmq.Socket) -> list[bytes]:
-        """Returns the next message, or raises `EngineDeadError` as soon as the core's process has ended without one."""
+    def _wait(self, socket: zmq.Socket) -> None:
+        """Waits for the next message, or raises `EngineDeadError` if the core's process has ended without one."""
         if self._dead is not None:
             raise self._dead
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._lifeline, zmq.POLLIN)
         ready = dict(poller.poll())
-        if socket in ready or socket.poll(0):
-            return socket.recv_multipart()
-        raise self._died()
+        if socket not in ready and not socket.poll(0):
+            raise self._died()
 
     def _died(self) -> Exception:
         """How the core's process has ended, as an error; everything is given back."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from minivllm.errors import MinivllmError
+from minivllm.platforms.interrupts import InterruptsHeld
 
 
 class OneCaller:
@@ -16,8 +17,8 @@ class OneCaller:
         self._lock = threading.Lock()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the lock for the duration of one call.
+    def alone(self) -> Iterator[InterruptsHeld]:
+        """Hold the lock for the duration of one call, and Ctrl-C with it: neither is left half done.
 
         Raises:
             MinivllmError: another call is in progress, or this is another process.
@@ -27,12 +28,13 @@ class OneCaller:
                 f"this LLM belongs to process {self._process}, of which this one is a fork: threads and devices do not "
                 'survive a fork. Make an LLM in each process, or start processes with the method "spawn"'
             )
-        if not self._lock.acquire(blocking=False):
-            raise MinivllmError(
-                "this LLM is in the middle of another call: it serves one at a time. Give it all prompts in one call, "
-                "let threads take turns with a lock, or make one LLM for each"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
+        with InterruptsHeld() as interrupts:
+            if not self._lock.acquire(blocking=False):
+                raise MinivllmError(
+                    "this LLM is in the middle of another call: it serves one at a time. Give it all prompts in one "
+                    "call, let threads take turns with a lock, or make one LLM for each"
+                )
+            try:
+                yield interrupts
+            finally:
+                self._lock.release()

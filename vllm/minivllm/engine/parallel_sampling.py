@@ -10,7 +10,7 @@ from minivllm.outputs import CompletionOutput
 
 
 class ParentRequest:
-    """Collects the completions of its children by index."""
+    """Collects the completions of its children by index. `request_id` is the user's id, not the core's."""
 
     def __init__(self, request_id: str, n: int) -> None:
         self.request_id = request_id

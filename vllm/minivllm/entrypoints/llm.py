@@ -49,7 +49,7 @@ class LLM:
             MinivllmError: an argument is invalid, or one request of `max_model_len` does not fit into the KV cache.
             UnsupportedModelError: the decoder does not support this model.
         """
-        self.llm_engine = LLMEngine(EngineArgs.of(model, engine_args))
+        self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args))
         self._request_ids = itertools.count()
         self._caller = OneCaller()
 
@@ -73,7 +73,7 @@ class LLM:
             MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or a request failed while
                 it ran. Either way, nothing stays queued.
         """
-        with self._caller.alone():
+        with self._caller.alone() as interrupts:
             items = as_prompts(prompts)
             wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
             params = _one_each("sampling_params", wanted, items)
@@ -81,8 +81,9 @@ class LLM:
             request_ids = [str(next(self._request_ids)) for _ in items]
             try:
                 for index, request_id in enumerate(request_ids):
+                    interrupts.deliver()
                     self._add_request(index, request_id, items[index], params[index], priorities[index])
-                return self._run(request_ids, use_tqdm)
+                return self._run(request_ids, use_tqdm, interrupts)
             except BaseException:
                 self.llm_engine.abort_request(request_ids)
                 raise
@@ -105,7 +106,10 @@ class LLM:
             return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Ends this LLM's processes, if any, now. Without this call they end with this object or with Python."""
+        """Ends this LLM's processes now, and with them this LLM. Without this call they end with it or with Python.
+
+        An LLM that runs in this process only has none to end, and can still be used.
+        """
         with self._caller.alone():
             self.llm_engine.shutdown()
 
@@ -117,11 +121,11 @@ class LLM:
         except MinivllmError as error:
             raise type(error)(f"prompt {index}: {error}") from None
 
-    def _run(self, request_ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, request_ids: Sequence[str], use_tqdm: bool, interrupts: InterruptsHeld) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         console = get_console()
         bar = _progress(disable=not (use_tqdm and (console.is_terminal or console.is_jupyter)))
-        with bar, InterruptsHeld() as interrupts:
+        with bar:
             task = bar.add_task("prompts", total=len(request_ids), tokens=0)
             while self.llm_engine.has_unfinished_requests():
                 interrupts.deliver()

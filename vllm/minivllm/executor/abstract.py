@@ -3,26 +3,42 @@
 Every rank gets the same calls in the same order. In vLLM v0.33.0: `vllm/v1/executor/abstract.py` (`Executor`).
 """
 
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
-from minivllm.executor.multiproc_executor import MultiprocExecutor
-from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.worker.worker import WorkerSettings
 
 
-class Executor(Protocol):
-    """The engine core's interface to the ranks. All methods but `shutdown` raise `WorkerDiedError` if a rank has died.
+class Executor(ABC):
+    """The engine core's interface to the ranks.
 
-    An exception in the middle of a method, such as Ctrl-C, leaves the executor usable, but the ranks may or may not
-    have run the call. `collective_rpc("reset")` then makes them forget all requests.
+    All methods but `shutdown` raise `WorkerDiedError` if a rank has died, and the engine ends. If a call fails on a
+    rank, they raise the rank's own error or `WorkerFailedError`. Then a `collective_rpc("reset")` is due, which makes
+    the ranks forget all requests and meet anew; until it, ranks in processes raise the same for every call. It is due
+    as well after an exception in the middle of a method, such as Ctrl-C: the ranks may or may not have run the call.
+
+    What the ranks survive: on CPUs, any exception on any of them. On GPUs, one that all of them raise at the same
+    place, such as a bad argument; if only some raise it, the others wait for them in NCCL, do not answer the reset, and
+    the engine ends.
     """
 
+    max_tensor_parallel_size: int | None = None
+    """The most ranks that it can run; None: any number."""
+
+    @abstractmethod
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Starts the ranks, which load their models."""
+
+    @abstractmethod
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of every rank's `Worker`; returns the results in rank order."""
-        ...
+
+    @abstractmethod
+    def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Starts one step on all ranks; returns a future of rank 0's output."""
 
     @overload
     def execute_model(
@@ -40,36 +56,34 @@ class Executor(Protocol):
         Several steps may be in flight. They run in order, each with the tokens sampled by those before it, which the
         caller need not know yet. A step's exceptions are raised by its future.
         """
-        ...
+        future = self.start_model(scheduler_output)
+        return future if non_block else future.result()
 
+    @abstractmethod
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Returns rank 0's draft tokens after the last step, by request id, and clears them."""
-        ...
 
+    @abstractmethod
     def shutdown(self) -> None:
-        """Ends everything that was started; a second call does nothing."""
-        ...
+        """Ends the processes that were started, if any; a second call does nothing."""
 
 
-EXECUTORS: dict[str, type[UniprocExecutor] | type[MultiprocExecutor]] = {
-    "mp": MultiprocExecutor,
-    "uni": UniprocExecutor,
-}
-"""Executor classes by `distributed_executor_backend`."""
-
-
-def get_class(backend: str | None, tensor_parallel_size: int) -> type[UniprocExecutor] | type[MultiprocExecutor]:
+def get_class(backend: str | None, tensor_parallel_size: int) -> type[Executor]:
     """Returns the executor class of that name; for None, "uni" for one rank and "mp" for more.
 
     Raises:
         MinivllmError: unknown backend, or it cannot run that many ranks.
     """
+    from minivllm.executor.multiproc_executor import MultiprocExecutor  # both are made of the class above
+    from minivllm.executor.uniproc_executor import UniprocExecutor
+
+    executors: dict[str, type[Executor]] = {"mp": MultiprocExecutor, "uni": UniprocExecutor}
     if backend is None:
         backend = "uni" if tensor_parallel_size == 1 else "mp"
-    if backend not in tuple(EXECUTORS):
-        names = ", ".join(f'"{name}"' for name in EXECUTORS)
+    if backend not in tuple(executors):
+        names = ", ".join(f'"{name}"' for name in executors)
         raise MinivllmError(f"there is no distributed_executor_backend {backend!r}: use one of {names}, or None")
-    executor_class = EXECUTORS[backend]
+    executor_class = executors[backend]
     most = executor_class.max_tensor_parallel_size
     if most is not None and tensor_parallel_size > most:
         raise MinivllmError(
@@ -79,7 +93,7 @@ def get_class(backend: str | None, tensor_parallel_size: int) -> type[UniprocExe
     return executor_class
 
 
-def make_executor(settings: WorkerSettings, backend: str | None = None) -> UniprocExecutor | MultiprocExecutor:
+def make_executor(settings: WorkerSettings, backend: str | None = None) -> Executor:
     """Creates the executor of that name (`get_class`), whose ranks load their models.
 
     Raises:

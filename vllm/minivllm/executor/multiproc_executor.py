@@ -6,25 +6,24 @@ dies, and can kill the others wherever they are stuck.
 
 import socket
 from concurrent.futures import Future
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
+from minivllm.executor.abstract import Executor
 from minivllm.executor.rank_processes import RankProcesses
 from minivllm.worker.worker import LOOPBACK_ADDRESS, WorkerSettings, worker_of_rank
 
 
-class MultiprocExecutor:
+class MultiprocExecutor(Executor):
     """One process per rank.
 
     Several steps may be in flight: the ranks share the sampled tokens among themselves, so the next step can be sent
     before this one's output has been read. The ranks handle all calls in the order in which they were made.
     """
-
-    max_tensor_parallel_size: int | None = None
 
     def __init__(self, settings: WorkerSettings) -> None:
         check_devices(settings)
@@ -36,20 +35,9 @@ class MultiprocExecutor:
         """See `Executor`."""
         return self.ranks.call(method, *arguments)
 
-    @overload
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, non_block: Literal[False] = False
-    ) -> ModelRunnerOutput: ...
-    @overload
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, non_block: Literal[True]
-    ) -> Future[ModelRunnerOutput]: ...
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, non_block: bool = False
-    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+    def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """See `Executor`."""
-        future = self.ranks.send_for_one("execute_model", scheduler_output)
-        return future if non_block else future.result()
+        return self.ranks.send_for_one("execute_model", scheduler_output)
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """See `Executor`."""

@@ -36,7 +36,7 @@ def main() -> None:
     threading.Thread(target=end_with_parent, args=(sock, int(parent)), daemon=True).start()
     sys.path[:] = json.loads(path)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]; nothing is flushed at exit
-    from minivllm.executor.rank_processes import live
+    from minivllm.executor.rank_loop import live
 
     live(sock)
 

@@ -1,10 +1,12 @@
 """Rank processes, which all run the same calls in the same order: starting, calling, failing and ending them.
 
-A call is pickled once and sent to every rank over its own socket; replies are matched by number. Four guarantees:
+A call is pickled once and sent to every rank over its own socket; replies are matched by number. Five guarantees:
 
-- If one rank dies, by a signal or an exception, the others are killed, and the caller gets an error that says which
-  rank died and why. Ranks wait for each other, so the first to report is often not the first that failed: it reports a
-  lost peer (`LostPeerError`), and the others get time to report before any is blamed.
+- If a call fails on one rank, the caller gets an error that says which rank and why, and the ranks live on; they answer
+  all calls with that failure until the call `reset` (`rank_loop`). If a rank dies, the others are killed, and the error
+  says which died and why. Ranks wait for each other, so the first to report is often not the first that failed: it
+  reports a lost peer (`LostPeerError`), and the others get time to report before any is blamed.
+- A rank that answers nothing is not waited for without end: where it does not answer a reset in time, all are killed.
 - An exception at any line of a call, above all Ctrl-C, leaves the ranks usable: a call goes to all of them or to none,
   and the reply to an abandoned call is recognized by its number. For this, no byte may go unaccounted. Python raises
   KeyboardInterrupt between two bytecodes, so in `count = socket.send(data)` the bytes can be sent and the count lost.
@@ -26,19 +28,18 @@ import pickle
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
-from minivllm.errors import LostPeerError, MinivllmError, WorkerDiedError
+from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
+from minivllm.executor.rank_messages import LENGTH, RESET, Call, Failure, Reply
 
 SECONDS_A_TURN = 0.5
 """The longest single wait. A signal delivered to another thread of this process is noticed only after it."""
@@ -46,36 +47,9 @@ SECONDS_FOR_REPORTS = 1.0
 """When a rank has lost a peer, the others get this long to report."""
 SECONDS_TO_LEAVE = 2.0
 """Ranks told to leave are killed after this time."""
+SECONDS_FOR_RESET = 60.0
+"""Ranks that have not answered a reset after this time are killed. The step before it may take a part of it."""
 MAX_RECEIVE_BYTES = 1 << 20
-LENGTH = struct.Struct(">Q")
-"""Header of each reply: the length of its pickle in bytes."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of `method(*arguments)` on every rank; with `one_reply`, only rank 0 replies."""
-
-    number: int
-    method: str
-    arguments: tuple[Any, ...]
-    one_reply: bool
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The result of a call."""
-
-    number: int
-    value: Any
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A rank's last message. `refusal` is an error that the user can act on; `lost_peer`: another rank failed first."""
-
-    text: str
-    refusal: MinivllmError | None = None
-    lost_peer: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +73,8 @@ class RankFuture(Future[Any]):
     def __init__(self, ranks: "RankProcesses", one_reply: bool) -> None:
         super().__init__()
         self._ranks, self._one_reply = ranks, one_reply
-        self._values: dict[int, Any] = {}
+        self._replies: dict[int, Reply] = {}
+        self._blame_after = math.inf
         self.set_running_or_notify_cancel()  # already sent, so it cannot be cancelled
 
     def done(self) -> bool:
@@ -112,6 +87,7 @@ class RankFuture(Future[Any]):
         """Waits at most `timeout` seconds for the result, and returns it.
 
         Raises:
+            WorkerFailedError: the call has failed on a rank.
             WorkerDiedError: a rank has died.
             MinivllmError: a rank rejected the call.
             TimeoutError: there is no result yet.
@@ -121,7 +97,7 @@ class RankFuture(Future[Any]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits as `result` does, but returns the error, or None."""
-        with contextlib.suppress(WorkerDiedError, MinivllmError):
+        with contextlib.suppress(WorkerFailedError, WorkerDiedError, MinivllmError):
             self._ranks.wait_for(self, timeout)
         return super().exception(0)
 
@@ -129,29 +105,48 @@ class RankFuture(Future[Any]):
         """As `done`, but without receiving anything."""
         return super().done()
 
-    def take_reply(self, rank: int, value: Any) -> None:
+    def take_reply(self, rank: int, reply: Reply) -> None:
         """Records one rank's reply; after an interrupt, the same reply may be passed twice."""
-        self._values[rank] = value
-        if self._one_reply:
-            self._settle(value)
-        elif len(self._values) == self._ranks.size:
-            self._settle([self._values[rank] for rank in range(self._ranks.size)])
+        self._replies[rank] = reply
+        failures = {rank: reply.failure for rank, reply in self._replies.items() if reply.failure is not None}
+        if not failures:
+            self._take_values()
+            return
+        rank, failure = first_to_fail(failures)
+        self._blame_after = min(self._blame_after, time.monotonic() + SECONDS_FOR_REPORTS)
+        if not failure.lost_peer or len(self._replies) == self._ranks.size:
+            self._blame_after = -math.inf
+        self.blame_if_due()
+
+    def blame_if_due(self) -> None:
+        """Sets a failure as error, once no other rank is expected to report a better reason."""
+        if time.monotonic() < self._blame_after:
+            return
+        failures = {rank: reply.failure for rank, reply in self._replies.items() if reply.failure is not None}
+        rank, failure = first_to_fail(failures)
+        self.fail(failure.error(WorkerFailedError(f"rank {rank} of {self._ranks.size}: {failure.text}")))
 
     def fail(self, error: Exception) -> None:
         """Sets an error, unless there is already a result or an error."""
         if not self.is_settled():
             self.set_exception(error)
 
-    def _settle(self, value: Any) -> None:
-        if not self.is_settled():
-            self.set_result(value)
+    def _take_values(self) -> None:
+        everybody = range(self._ranks.size)
+        if self.is_settled():
+            return
+        if self._one_reply:
+            self.set_result(self._replies[0].value)
+        elif len(self._replies) == len(everybody):
+            self.set_result([self._replies[rank].value for rank in everybody])
 
 
 class RankProcesses:
     """`size` processes; rank r holds the object that `make(*arguments, r)` returned.
 
-    `make` must be a function in an importable module; the ranks do not import the running script. All calls must be
-    made from one thread. Several may be in flight: each rank handles them in the order in which they were made.
+    `make` must be a function in an importable module; the ranks do not import the running script. It returns a
+    `RankWorker`. All calls must be made from one thread. Several may be in flight: each rank handles them in the order
+    in which they were made.
     """
 
     def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...], size: int) -> None:
@@ -182,8 +177,16 @@ class RankProcesses:
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Returns the method's results on every rank. Raises `WorkerDiedError` as soon as a rank has died."""
-        return self._send(method, arguments, one_reply=False).result()
+        """Returns the method's results on every rank; raises as `RankFuture.result`, as soon as a rank has failed."""
+        future = self._send(method, arguments, one_reply=False)
+        if method != RESET:
+            return future.result()
+        try:
+            results = future.result(SECONDS_FOR_RESET)
+        except TimeoutError:
+            self._end_all(f"the ranks have not answered a reset for {SECONDS_FOR_RESET:g} s, and the engine has ended")
+        self._futures.clear()  # what is still there has failed before the reset
+        return results
 
     def call_for_one(self, method: str, *arguments: Any) -> Any:
         """As `call`, but waits only for rank 0, and returns its result."""
@@ -202,6 +205,7 @@ class RankProcesses:
                 raise self._dead
             left = deadline - time.monotonic()
             self._take_turn(max(0.0, min(left, SECONDS_A_TURN)))
+            future.blame_if_due()
             if left <= 0.0 and not future.is_settled():
                 raise TimeoutError("the ranks have not replied yet")
 
@@ -288,7 +292,7 @@ class RankProcesses:
         if isinstance(message, Failure):
             self._failures[rank] = message
         elif future := self._futures.get(message.number):
-            future.take_reply(rank, message.value)
+            future.take_reply(rank, message)
             if future.is_settled():
                 self._futures.pop(message.number, None)
 
@@ -308,19 +312,29 @@ class RankProcesses:
             if (left := deadline - time.monotonic()) <= 0.0:
                 break
             self._exchange(left)
-        rank, failure = min(self._failures.items(), key=lambda item: item[1].lost_peer)
-        self._dead = WorkerDiedError(
-            f"rank {rank} of {self.size} (process {self.processes[rank].pid}) has ended, and the engine with it: "
-            f"{failure.text}"
+        rank, failure = first_to_fail(self._failures)
+        process = self.processes[rank]
+        self._end_all(
+            f"rank {rank} of {self.size} (process {process.pid}) has ended, and the engine with it: {failure.text}",
+            failure,
         )
+
+    def _end_all(self, text: str, failure: Failure | None = None) -> NoReturn:
+        """Kills all ranks; raises the failure, if the user can act on it, else `WorkerDiedError` with this text."""
+        self._dead = WorkerDiedError(text)
+        error = failure.error(self._dead) if failure else self._dead
         for process in self.processes:
             process.kill()
-        error = failure.refusal or self._dead
         for future in self._futures.values():
             future.fail(error)
         self._futures.clear()
         self.shutdown()
         raise error
+
+
+def first_to_fail(failures: Mapping[int, Failure]) -> tuple[int, Failure]:
+    """Returns the rank to blame, and its failure: one that has lost a peer is only the last choice."""
+    return min(failures.items(), key=lambda item: item[1].lost_peer)
 
 
 def _end(owner: int, processes: Sequence[subprocess.Popen[bytes]], sockets: Sequence[socket.socket]) -> None:
@@ -337,37 +351,3 @@ def _end(owner: int, processes: Sequence[subprocess.Popen[bytes]], sockets: Sequ
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS_TO_LEAVE)
-
-
-# ---- in the rank's process -------------------------------------------------------------------------------------------
-
-
-def live(sock: socket.socket) -> NoReturn:
-    """Runs a rank: creates its object, then handles calls until there are no more."""
-    try:
-        calls = sock.makefile("rb")
-        make, arguments = pickle.load(calls)
-        rank, worker = arguments[-1], make(*arguments)
-        _say(sock, Reply(0, None))
-        while (call := _next_call(calls)) is not None:
-            value = getattr(worker, call.method)(*call.arguments)
-            if rank == 0 or not call.one_reply:
-                _say(sock, Reply(call.number, value))
-    except Exception as error:
-        refusal = error if isinstance(error, MinivllmError) else None
-        _say(sock, Failure(traceback.format_exc(), refusal, isinstance(error, LostPeerError)))
-    finally:
-        os._exit(0)  # an orderly exit could wait forever for peers
-
-
-def _next_call(calls: BinaryIO) -> Call | None:
-    """Returns the next call, or None once the socket is closed."""
-    try:
-        return pickle.load(calls)
-    except EOFError:
-        return None
-
-
-def _say(sock: socket.socket, message: Reply | Failure) -> None:
-    pickled = pickle.dumps(message)
-    sock.sendall(LENGTH.pack(len(pickled)) + pickled)

@@ -1,16 +1,17 @@
 """One rank, in the engine's process. In vLLM v0.33.0: `vllm/v1/executor/uniproc_executor.py` (`UniProcExecutor`)."""
 
 from concurrent.futures import Future
-from typing import Any, Literal, overload
+from typing import Any
 
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.executor.abstract import Executor
 from minivllm.worker.worker import Worker, WorkerSettings
 
 
-class UniprocExecutor:
+class UniprocExecutor(Executor):
     """One rank, in this process."""
 
-    max_tensor_parallel_size: int | None = 1
+    max_tensor_parallel_size = 1
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.worker = Worker(settings)
@@ -19,20 +20,8 @@ class UniprocExecutor:
         """See `Executor`."""
         return [getattr(self.worker, method)(*arguments)]
 
-    @overload
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, non_block: Literal[False] = False
-    ) -> ModelRunnerOutput: ...
-    @overload
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, non_block: Literal[True]
-    ) -> Future[ModelRunnerOutput]: ...
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, non_block: bool = False
-    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+    def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """See `Executor`; the future is already done when returned."""
-        if not non_block:
-            return self.worker.execute_model(scheduler_output)
         future: Future[ModelRunnerOutput] = Future()
         try:
             future.set_result(self.worker.execute_model(scheduler_output))

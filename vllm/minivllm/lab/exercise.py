@@ -62,11 +62,14 @@ def exercise_path(number: str | int) -> Path:
 
 
 def load(path: str | Path) -> ModuleType:
-    """Import a Python file under a fresh module name.
+    """Import a Python file under a fresh module name. It may run a model without an engine, as notebooks do.
 
     Raises:
         MinivllmError: the file does not exist, or importing it fails; the message names the line.
     """
+    from minivllm.platforms.spinning import limit_spinning  # imports torch
+
+    limit_spinning()
     path = Path(path)
     try:
         source = path.read_text()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minivllm.config import ModelConfig
+from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import is_number, positive_count, require
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError, UnsupportedModelError
@@ -26,7 +27,8 @@ DTYPE_BYTES = {
     "int8": 1,
 }
 SCALE_BYTES = 4  # one float32 scale per token and head, for each of K and V
-KV_DTYPES = ("auto", *DTYPE_BYTES, "int8_per_token_head", "fp8_per_token_head", "nvfp4")
+KV_DTYPES = tuple(dict.fromkeys(("auto", *DTYPE_BYTES, *KV_CACHE_DTYPES, "fp8_per_token_head", "nvfp4")))
+"""Formats whose bytes are known: those that the engine stores, and further ones of vLLM."""
 
 
 def kv_bytes_per_token(model: Model, kv_dtype: str = "auto", tp: int = 1) -> int:

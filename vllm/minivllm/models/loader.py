@@ -24,7 +24,6 @@ from minivllm.models.parallel import GroupCoordinator, kv_part
 from minivllm.models.quantized import Quantization, QuantizedLinearMethod, Rounding
 from minivllm.models.quantized_checkpoint import packed_format
 from minivllm.platforms.device_memory import refuse_beyond_memory
-from minivllm.platforms.spinning import limit_spinning
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -304,8 +303,6 @@ def _empty_model(
     group: GroupCoordinator | None,
     scheme: Quantization | None,
 ) -> Decoder:
-    if torch.device(device).type == "cpu":
-        limit_spinning()  # here, since every path that runs a model goes through this function
     kind = torch_dtype(config.dtype if dtype == "auto" else dtype)
     _refuse_beyond_memory(config, torch.device(device), 4 if scheme else 8 * kind.itemsize, group)
     method = scheme.method if scheme else UNQUANTIZED

@@ -18,7 +18,7 @@ Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. In vLLM v0.33.0: `vllm/dis
 (`GroupCoordinator`), `vllm/model_executor/layers/linear.py` (`QKVParallelLinear`, `RowParallelLinear`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -36,9 +36,13 @@ class GroupCoordinator:
     `bytes_reduced` counts the bytes that this rank has contributed to all-reduces so far.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        """A group of more than one uses torch.distributed's default process group, which must be initialized."""
+    def __init__(self, rank: int = 0, size: int = 1, connect: Callable[[int], None] | None = None) -> None:
+        """A group of more than one uses torch.distributed's default process group, which must be initialized.
+
+        `connect(n)` initializes it for the n-th time after that, once all ranks call it. None: it cannot be done again.
+        """
         self.rank, self.size = rank, size
+        self._connect, self._num_connections = connect, 0
         self.bytes_reduced = 0
 
     def all_reduce(self, terms: torch.Tensor) -> torch.Tensor:
@@ -63,6 +67,23 @@ class GroupCoordinator:
         if self.size > 1:
             with self._peers():
                 dist.broadcast(tensor, src=0)
+
+    def leave(self) -> None:
+        """Ends the connections to the other ranks: whoever waits for this one, now or later, gets `LostPeerError`."""
+        if self._connect is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def rejoin(self) -> None:
+        """Connects the ranks anew, whatever a failed step has left in their connections. All must call it.
+
+        Raises:
+            LostPeerError: another rank is gone.
+        """
+        if self._connect is not None:
+            self.leave()
+            self._num_connections += 1
+            with self._peers():
+                self._connect(self._num_connections)
 
     @contextmanager
     def _peers(self) -> Iterator[None]:

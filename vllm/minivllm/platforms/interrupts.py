@@ -10,39 +10,63 @@ from typing import Any, ClassVar
 class InterruptsHeld:
     """A `with` block that SIGINT does not cut in two: it is delivered at the end. A second one is let through at once.
 
+    Once one has been let through, all further ones are held until the end: they would cut the clean-up that the first
+    has caused. A block for `clean_up` holds every one, also a second, because no other reason for the clean-up may be
+    cut short either.
+
     Blocks may be nested: the outermost one holds. Only the main thread is ever interrupted, so in other threads nothing
     is done, and neither is where a program ignores SIGINT.
     """
 
     _outermost: "ClassVar[InterruptsHeld | None]" = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, clean_up: bool = False) -> None:
+        self._clean_up = clean_up
+        self._num_clean_ups = 0
+        self._holder: InterruptsHeld | None = None
         self._handler: Callable[[int, FrameType | None], Any] | None = None
         self._held: list[tuple[int, FrameType | None]] = []
+        self._let_through = self._ending = False
 
     def __enter__(self) -> "InterruptsHeld":
-        if InterruptsHeld._outermost is not None or threading.get_ident() != threading.main_thread().ident:
+        if threading.get_ident() != threading.main_thread().ident:
             return self
         handler = signal.getsignal(signal.SIGINT)
-        if callable(handler):
-            self._handler, InterruptsHeld._outermost = handler, self
+        if InterruptsHeld._outermost is None and callable(handler):
+            self._handler = handler
             signal.signal(signal.SIGINT, self._hold)
+            InterruptsHeld._outermost = self
+        self._holder = InterruptsHeld._outermost
+        if self._holder is not None:
+            self._holder._num_clean_ups += self._clean_up
         return self
 
     def deliver(self) -> None:
         """Lets a held SIGINT through now: a loop that holds them as a whole calls it between its turns."""
-        if self._held and self._handler is not None:
-            self._handler(*self._held.pop(0))
+        if self._held:
+            self._let_one_through(*self._held[0])
 
     def __exit__(self, *_: object) -> None:
+        if self._holder is not None:
+            self._holder._num_clean_ups -= self._clean_up
         if self._handler is None:
             return
+        self._ending = True
         InterruptsHeld._outermost = None
         signal.signal(signal.SIGINT, self._handler)
-        if len(self._held) == 1:
+        if self._held and not self._let_through:
             self._handler(*self._held[0])
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         self._held.append((number, frame))
-        if len(self._held) > 1 and self._handler is not None:
-            self._handler(number, frame)
+        ending = self._ending or (frame is not None and frame.f_code is InterruptsHeld.__exit__.__code__)
+        if len(self._held) > 1 and not (self._let_through or self._num_clean_ups or ending):
+            self._let_one_through(number, frame)
+
+    def _let_one_through(self, number: int, frame: FrameType | None) -> None:
+        """Calls the handler. Where it does not raise, what was held is dealt with, and the block goes on."""
+        assert self._handler is not None
+        self._let_through = True
+        self._handler(number, frame)
+        self._let_through = False
+        self._held.clear()

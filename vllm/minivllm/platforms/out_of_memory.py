@@ -13,13 +13,9 @@ def explain_out_of_memory(error: BaseException) -> MinivllmError | None:
 
     Returns None for any other error, which the caller should raise unchanged.
     """
-    import torch
-
     text = str(error).lower()
-    ran_out = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS)
-    )
-    if not ran_out:
+    says_so = isinstance(error, RuntimeError) and any(sign in text for sign in SIGNS)  # as torch.OutOfMemoryError does
+    if not says_so and not isinstance(error, MemoryError):
         return None
     said = str(error).strip().splitlines()
     return MinivllmError(f"a step found no memory ({said[0] if said else type(error).__name__}): {ADVICE}")

@@ -1,32 +1,21 @@
 """One-time memory profiling: what the weights and the largest step need, and how many cache blocks fit in the rest.
 
-In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_memory`, `initialize_from_config`).
+In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_memory`).
 """
 
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
 from minivllm.memory import Device, LedgerRow, MemoryLedger, memory_ledger
-from minivllm.platforms.device import device_name
-from minivllm.platforms.device_memory import available_memory, refuse_beyond_memory
-from minivllm.worker.paged_attention import LayerCache
+from minivllm.platforms.device_memory import available_memory
 
 UNKNOWN_MEMORY = 4 * GIB
 """Available memory that a CPU engine assumes if the system does not report it."""
-
-STORED_AS = {
-    "int8": torch.int8,
-    "int8_per_token_head": torch.int8,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-}
-"""The torch dtype of cached keys and values for each `kv_cache_dtype`; "auto", not listed, is the model's own dtype."""
 
 
 @dataclass(frozen=True)
@@ -113,58 +102,6 @@ def check_override(num_gpu_blocks: int, block_size: int, max_model_len: int) -> 
             f"{num_gpu_blocks} blocks of {block_size}, of which block 0 is the null block: {advice}, "
             "or give more blocks"
         )
-
-
-def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device) -> None:
-    """Rejects an fp8 cache on a device that does not support fp8.
-
-    Raises:
-        MinivllmError: the device does not support it; the message suggests an alternative.
-    """
-    if STORED_AS.get(kv_cache_dtype) != torch.float8_e4m3fn:
-        return
-    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9):
-        return
-    raise MinivllmError(
-        f"kv_cache_dtype {kv_cache_dtype!r} needs an NVIDIA GPU of compute capability 8.9 or above (Ada, Hopper, "
-        f'Blackwell), and this engine runs on {device_name(device)}: "int8" takes as little room anywhere'
-    )
-
-
-def allocate_kv_caches(
-    config: ModelConfig,
-    num_blocks: int,
-    block_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_cache_dtype: str = "auto",
-) -> list[LayerCache]:
-    """Zeroed keys and values for every layer, each [num_blocks, block_size, kv_heads, head_dim].
-
-    An int8 cache also has scales for both, each [num_blocks, kv_heads, block_size], float32.
-
-    Raises:
-        MinivllmError: the device does not have that much memory.
-    """
-    heads, stored_as = config.num_key_value_heads, STORED_AS.get(kv_cache_dtype, dtype)
-    shapes = [((num_blocks, block_size, heads, config.head_dim), stored_as)] * 2
-    if stored_as == torch.int8:
-        shapes += [((num_blocks, heads, block_size), torch.float32)] * 2
-    layers = range(config.num_hidden_layers)
-    refuse_beyond_memory(
-        sum(math.prod(shape) * kind.itemsize for shape, kind in shapes) * len(layers),
-        device,
-        f"a KV cache of {num_blocks} blocks of {block_size} tokens",
-        "give it fewer, or leave num_gpu_blocks_override out",
-    )
-    return [LayerCache(*(_zeros(shape, device, kind) for shape, kind in shapes)) for _ in layers]
-
-
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, device=device, dtype=dtype)
-    # np.zeros gets pages that the system maps only when they are first written; torch.zeros writes them right away.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _with_at_most(ledger: MemoryLedger, most_bytes: int) -> MemoryLedger:

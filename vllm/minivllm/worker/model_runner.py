@@ -23,7 +23,7 @@ from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.cuda_graphs import CudaGraphs, Record, capture_sizes
 from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
-from minivllm.worker.memory_profiling import allocate_kv_caches, check_kv_cache_dtype
+from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
 from minivllm.worker.sample.prompt_logprobs import PromptLogprobs
 from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplerOutput, SamplingMetadata, sample

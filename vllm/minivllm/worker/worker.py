@@ -18,6 +18,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.platforms.allocator import keep_freed_memory
+from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.triton_utils import INTERPRETED
 from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
@@ -65,6 +66,7 @@ class Worker:
         self.device = device_of_rank(settings.device, self.group.rank)
         if self.device.type == "cpu":
             keep_freed_memory()
+            limit_spinning()
         self.runner = ModelRunner(
             load(settings, self.device, self.group),
             max_num_seqs=settings.max_num_seqs,
@@ -122,8 +124,13 @@ class Worker:
                 self.runner.take_sampled(told)
 
     def reset(self) -> None:
-        """Drops all requests, in whatever state a failed step left them."""
+        """Drops all requests, in whatever state a failed step left them, and joins the group anew."""
         self.runner.reset()
+        self.group.rejoin()
+
+    def leave_group(self) -> None:
+        """Makes the other ranks fail, too, where they would wait for this one."""
+        self.group.leave()
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Returns the drafts to follow the last step's tokens, by request id, and clears them."""
@@ -140,7 +147,11 @@ def worker_of_rank(settings: WorkerSettings, address: tuple[str, int], rank: int
 
 
 def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) -> GroupCoordinator:
-    """Initializes torch.distributed's default group: NCCL between GPUs, gloo between processes on a CPU."""
+    """Initializes torch.distributed's default group: NCCL between GPUs, gloo between processes on a CPU.
+
+    A group over gloo can be left and joined again, so the ranks survive an exception on any of them. NCCL's cannot: its
+    communicators are captured in CUDA graphs, and a rank that waits in a kernel notices nothing.
+    """
     (host, port), size, device = address, settings.tensor_parallel_size, device_of_rank(settings.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -148,14 +159,19 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
         torch.set_num_threads(max(1, settings.num_threads // size))
         if host == LOOPBACK_ADDRESS:  # gloo would resolve the host's own name, which may fail
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.TCPStore(host, port, size, is_master=False),
-        rank=rank,
-        world_size=size,
-        device_id=device if device.type == "cuda" else None,
-    )
-    return GroupCoordinator(rank, size)
+    store = dist.TCPStore(host, port, size, is_master=False)
+
+    def connect(number: int) -> None:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(str(number), store),  # nobody meets the addresses of an earlier group
+            rank=rank,
+            world_size=size,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    connect(0)
+    return GroupCoordinator(rank, size, None if device.type == "cuda" else connect)
 
 
 def device_of_rank(name: str, rank: int) -> torch.device:

@@ -1,0 +1,51 @@
+"""A rank of the engine that raises where a test says. It runs in a process of its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.worker.worker import Worker, WorkerSettings, join_group
+
+PLACES = ("before", "in the layers", "sampling", "after")
+
+
+class FailingWorker(Worker):
+    """Fails once in each step that `fail_in` has announced."""
+
+    place = ""
+
+    def fail_in(self, place: str, ranks: list[int], error: Callable[..., Exception] = KeyError) -> None:
+        self.place, self.error = place if self.group.rank in ranks else "", error
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        self._fail_if("before")
+        if self.place == "in the layers":
+            self._break("all_reduce", 2)
+        if self.place == "sampling":
+            self._break("broadcast", 1)
+        output = super().execute_model(scheduler_output)
+        self._fail_if("after")
+        return output
+
+    def _fail_if(self, place: str) -> None:
+        if self.place == place:
+            self.place = ""
+            raise self.error("told to fail")
+
+    def _break(self, name: str, number: int) -> None:
+        """The call of this number raises in place of joining the others."""
+        place, left, method = self.place, number, getattr(self.group, name)
+
+        def breaks(*arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                delattr(self.group, name)
+                self._fail_if(place)
+            return method(*arguments)
+
+        setattr(self.group, name, breaks)
+
+
+def failing_worker_of_rank(settings: WorkerSettings, address: tuple[str, int], rank: int) -> Worker:
+    return FailingWorker(settings, join_group(settings, address, rank))

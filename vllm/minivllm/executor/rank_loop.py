@@ -1,0 +1,79 @@
+"""What a rank's process does: it creates its object, and handles calls, one after another, until there are no more.
+
+A rank survives an exception in a call. It leaves its group, so that no other rank waits for it in vain, and replies
+with the exception. It answers all further calls with the same failure, without running them, until the call `reset`: a
+step that was already on its way would find the ranks in different states.
+
+In vLLM v0.33.0: `vllm/v1/executor/multiproc_executor.py` (`WorkerProc.worker_busy_loop`).
+"""
+
+import os
+import pickle
+import socket
+from typing import Any, BinaryIO, NoReturn, Protocol
+
+from minivllm.executor.rank_messages import LENGTH, RESET, Call, Failure, Reply
+
+
+class RankWorker(Protocol):
+    """The object of a rank, with whatever methods are called on it besides these."""
+
+    def reset(self) -> None:
+        """Forgets what earlier calls have left, and joins the other ranks again, which are told the same."""
+
+    def leave_group(self) -> None:
+        """Ends the connections to the other ranks: those that wait in one of them raise `LostPeerError`."""
+
+
+class RankLoop:
+    """One rank's object, and the failure that it has not been reset after."""
+
+    def __init__(self, worker: RankWorker) -> None:
+        self.worker = worker
+        self.failure: Failure | None = None
+
+    def answer(self, call: Call) -> Reply:
+        """Handles a call. An exception in a reset, or on leaving the group, propagates: it ends the rank."""
+        if call.method == RESET:
+            self.failure = None
+            return Reply(call.number, self._run(call))
+        if self.failure is None:
+            try:
+                return Reply(call.number, self._run(call))
+            except Exception as error:
+                self.failure = Failure.of(error)
+            self.worker.leave_group()
+        return Reply(call.number, failure=self.failure)
+
+    def _run(self, call: Call) -> Any:
+        return getattr(self.worker, call.method)(*call.arguments)
+
+
+def live(sock: socket.socket) -> NoReturn:
+    """Runs a rank until its socket is closed. What it does not survive is its last message."""
+    try:
+        calls = sock.makefile("rb")
+        make, arguments = pickle.load(calls)
+        rank, loop = arguments[-1], RankLoop(make(*arguments))
+        _say(sock, Reply(0))
+        while (call := _next_call(calls)) is not None:
+            reply = loop.answer(call)
+            if rank == 0 or not call.one_reply or reply.failure is not None:
+                _say(sock, reply)
+    except Exception as error:
+        _say(sock, Failure.of(error))
+    finally:
+        os._exit(0)  # an orderly exit could wait forever for peers
+
+
+def _next_call(calls: BinaryIO) -> Call | None:
+    """Returns the next call, or None once the socket is closed."""
+    try:
+        return pickle.load(calls)
+    except EOFError:
+        return None
+
+
+def _say(sock: socket.socket, message: Reply | Failure) -> None:
+    pickled = pickle.dumps(message)
+    sock.sendall(LENGTH.pack(len(pickled)) + pickled)

@@ -1,0 +1,57 @@
+"""What crosses the socket between the engine's process and a rank: pickles, for both run the same code."""
+
+import struct
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.errors import LostPeerError, MinivllmError
+from minivllm.platforms.out_of_memory import explain_out_of_memory
+
+LENGTH = struct.Struct(">Q")
+"""Header of each message of a rank: the length of its pickle in bytes."""
+RESET = "reset"
+"""The call that a rank accepts after a failure: it must leave nothing of the calls before it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `method(*arguments)` on every rank; with `one_reply`, only rank 0 replies, and whoever fails."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+    one_reply: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a rank. `refusal`: the same as an error that the user can act on; `lost_peer`: another rank's."""
+
+    text: str
+    traceback: str = ""
+    refusal: MinivllmError | None = None
+    lost_peer: bool = False
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        """Describes the exception that is being handled."""
+        refusal = error if isinstance(error, MinivllmError) else explain_out_of_memory(error)
+        text = f"{type(error).__name__}: {error}"
+        return cls(text, traceback.format_exc(), refusal, isinstance(error, LostPeerError))
+
+    def error(self, otherwise: Exception) -> Exception:
+        """Returns the refusal, if there is one, else the given error with the traceback as a note."""
+        if self.refusal is not None:
+            return self.refusal
+        otherwise.add_note(self.traceback)
+        return otherwise
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The result of a call, or why there is none."""
+
+    number: int
+    value: Any = None
+    failure: Failure | None = None

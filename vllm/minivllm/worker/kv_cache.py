@@ -1,0 +1,72 @@
+"""The tensors that hold keys and values.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.initialize_from_config`), `vllm/v1/worker/gpu_model_runner.py`
+(`GPUModelRunner.initialize_kv_cache`).
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from minivllm.config import ModelConfig
+from minivllm.config.cache import KV_CACHE_DTYPES
+from minivllm.errors import MinivllmError
+from minivllm.platforms.device import device_name
+from minivllm.platforms.device_memory import refuse_beyond_memory
+from minivllm.worker.paged_attention import LayerCache
+
+STORED_AS = {name: getattr(torch, stored_as) for name, stored_as in KV_CACHE_DTYPES.items()}
+"""The torch dtype of cached keys and values for each `kv_cache_dtype`; "auto", not listed, is the model's own dtype."""
+
+
+def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device) -> None:
+    """Rejects an fp8 cache on a device that does not support fp8.
+
+    Raises:
+        MinivllmError: the device does not support it; the message suggests an alternative.
+    """
+    if STORED_AS.get(kv_cache_dtype) != torch.float8_e4m3fn:
+        return
+    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9):
+        return
+    raise MinivllmError(
+        f"kv_cache_dtype {kv_cache_dtype!r} needs an NVIDIA GPU of compute capability 8.9 or above (Ada, Hopper, "
+        f'Blackwell), and this engine runs on {device_name(device)}: "int8" takes as little room anywhere'
+    )
+
+
+def allocate_kv_caches(
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_cache_dtype: str = "auto",
+) -> list[LayerCache]:
+    """Zeroed keys and values for every layer, each [num_blocks, block_size, kv_heads, head_dim].
+
+    An int8 cache also has scales for both, each [num_blocks, kv_heads, block_size], float32.
+
+    Raises:
+        MinivllmError: the device does not have that much memory.
+    """
+    heads, stored_as = config.num_key_value_heads, STORED_AS.get(kv_cache_dtype, dtype)
+    shapes = [((num_blocks, block_size, heads, config.head_dim), stored_as)] * 2
+    if stored_as == torch.int8:
+        shapes += [((num_blocks, heads, block_size), torch.float32)] * 2
+    layers = range(config.num_hidden_layers)
+    refuse_beyond_memory(
+        sum(math.prod(shape) * kind.itemsize for shape, kind in shapes) * len(layers),
+        device,
+        f"a KV cache of {num_blocks} blocks of {block_size} tokens",
+        "give it fewer, or leave num_gpu_blocks_override out",
+    )
+    return [LayerCache(*(_zeros(shape, device, kind) for shape, kind in shapes)) for _ in layers]
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    # np.zeros gets pages that the system maps only when they are first written; torch.zeros writes them right away.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
