@@ -412,13 +412,13 @@ def test_other_integers_that_pass_give_the_same_tokens(as_it_is):
 
 
 def test_names_without_a_parent_give_wrong_answers():
-    """What the checks are for: asked a second time, `sub` finds its own first block, and then one of `add`."""
-    prompts = ["def add(a, b):\n    return", "def sub(a, b):\n    return", "def sub(a, b):\n    return"]
+    """As the lesson tells it: after `sub`, the second `add` finds its own first block, and then one of `sub`."""
+    prompts = ["def sub(a, b):\n    return", "def add(a, b):\n    return", "def add(a, b):\n    return"]
     requests = Plugged(parts=NO_PARTS, engine_args={"block_size": 4}, prompts=prompts, max_tokens=6)
     names = Parts(hash_block_tokens=lambda parent, tokens, keys: lesson.hash_block_tokens(bytes(32), tokens, keys))
     right, wrong = serve(requests, NO_PARTS), serve(requests, names)
-    assert right.texts == [" a + b\n\ndef", " a, b\n\ndef", " a, b\n\ndef"]
-    assert wrong.texts == [" a + b\n\ndef", " a, b\n\ndef", " a + b\n\ndef"]
+    assert right.texts == [" a, b\n\ndef", " a + b\n\ndef", " a + b\n\ndef"]
+    assert wrong.texts == [" a, b\n\ndef", " a + b\n\ndef", " a, b\n\ndef"]
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------
