@@ -1,11 +1,16 @@
 """Lesson 05: each lever is what it says, its kernels are right and the engine's, its exercise catches mistakes."""
 
+import math
+import re
+
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, random_block_table, reference_attention
-from lessons.harness import assert_refuses, checks_that_catch, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, assert_refuses, checks_that_catch, figures_of_quick_run, script_path
 from lessons.mutants import load_mutant
+from pictures import differences
 
+from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.kernels import packed_weights
 from minivllm.kernels import reshape_and_cache as engine_cache
@@ -13,6 +18,8 @@ from minivllm.kernels.cpu import cache_calls
 from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.exercise import checks_of, load, plug_of, run_checks
+from minivllm.lab.followed import PROMPT, followed
+from minivllm.lab.opening import optimization_catalog as opening
 from minivllm.lab.plugged import Plugged, serve
 from minivllm.lab.reports import optimization_catalog as report
 from minivllm.models.loader import load_model
@@ -21,6 +28,50 @@ from minivllm.simulate.known_models import known_model
 lesson = load(script_path("05"))
 EXACT, TILE = torch.float32, 64
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
+
+
+# ---- the text and its figures ----------------------------------------------------------------------------------------
+
+
+def test_the_names_by_hand_are_those_of_the_figure():
+    """The table in the text is the followed request's tokens under the hash for paper."""
+    tokens = [token.id for token in followed("alone").request.tokens]
+    names = [0]
+    for start in (0, 4, 8):
+        names.append(opening.paper_name(names[-1], tokens[start : start + 4]))
+    assert names[1:] == [788, 134, 533]
+    text = (REPOSITORY / "lessons" / "05_optimization_catalog.md").read_text()
+    for start, name in ((0, 788), (4, 134)):
+        ids = ", ".join(map(str, tokens[start : start + 4]))
+        assert re.search(rf"\| {ids} \| .* \| {name} \|", text), f"no row with {ids} and {name}"
+    assert ", ".join(map(str, tokens[8:12])) in text
+    assert opening.paper_name(0, [516, 846, 8, 65]) == 492
+    assert opening.paper_name(492, tokens[4:8]) == 62
+    assert opening.paper_name(0, tokens[4:8]) == 618
+    different = [1 - math.prod(1 - place / 1000 for place in range(count)) for count in (37, 38)]
+    assert different[0] < 0.5 < different[1], "how many names are enough for an even chance"
+
+
+def test_what_five_prompts_find_is_what_the_text_says():
+    """The engine, asked the text's five prompts one after another."""
+    llm = LLM(EMBEDDED_MODEL, device="cpu", num_gpu_blocks_override=16, block_size=4, max_model_len=32)
+    prompts = [
+        PROMPT,
+        PROMPT,
+        PROMPT.replace("return", "print"),
+        PROMPT[: -len(" return")],
+        PROMPT.replace("add", "sub"),
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    asked = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    assert [len(one.prompt_token_ids) for one in asked] == [9, 9, 9, 8, 9]
+    assert [one.num_cached_tokens for one in asked] == [0, 8, 8, 4, 0]
+    assert [asked[place].outputs[0].text for place in (0, 4)] == [" a + b\n\ndef", " a, b\n\ndef"]
+
+
+def test_the_figure_of_a_replay_is_as_it_is_drawn():
+    committed = (REPOSITORY / "lessons" / "figures" / "05_graph_replay.svg").read_text()
+    assert differences(report.graph_replay(), committed) == []
 
 
 # ---- the KV cache in int8 --------------------------------------------------------------------------------------------
