@@ -297,7 +297,7 @@ def ranking(found: dict[str, Any]) -> str:
     rows = [
         [
             str(one.rank),
-            one.technique,
+            f"[{one.technique}](GLOSSARY.md#{one.term})" if one.term else one.technique,
             one.reason or "—",
             "; ".join(_pair(work["leave_one_out"].get(name, {}).get("factor") for work in figures.values())
                       for name in one.levers) or one.elsewhere,
