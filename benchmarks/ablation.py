@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from levers import BY_NAME, INTERACTING, LEVERS, Work, budget, engine_of, modelled_factors, works
+from levers import BY_NAME, INTERACTING, LEVERS, RANKING, Work, budget, engine_of, modelled_factors, works
 from shapley import shapley_values, subsets
 
 from minivllm.core.messages import EngineCoreRequest
@@ -41,9 +41,10 @@ from minivllm.lab.results import read_record, record, write_record
 from minivllm.lab.tables import console, markdown_table, table
 from minivllm.platforms.device import pick_device
 from minivllm.sampling_params import SamplingParams
-from minivllm.simulate.lever_checks import median_error
+from minivllm.simulate.lever_checks import median_error, published_checks
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README, LESSON = ROOT / "README.md", ROOT / "lessons" / "05_optimization_catalog.md"
 ALONE = ("tensor parallel", "CUDA graphs")
 """Levers that help only on some machines: switched on at the end of the ladder, and left out of the rest."""
 NOT_IN_BASE = frozenset({"weights int8", "speculation"})
@@ -265,15 +266,73 @@ def _our_order(figures: dict[str, Any]) -> list[str]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The comparison as the README shows it."""
-    where = found["machine"]
+    """The README's section: one sentence, the comparison, and how it was measured."""
+    where, figures, modelled = found["machine"], found["figures"], found["modelled"]
+    order = _our_order(figures)
+    columns = ["lever", "list", "here", "left out", "ladder", "average", "H100, *modelled*", "same tokens"]
+    rows = [
+        [
+            name,
+            str(BY_NAME[name].rank or "—"),
+            str(order.index(name) + 1) if name in order else "—",
+            _pair(one["leave_one_out"].get(name, {}).get("factor") for one in figures.values()),
+            _pair(_bought(one["ladder"], name) for one in figures.values()),
+            _pair(one["shapley"].get(name, {}).get("factor") for one in figures.values()),
+            _pair(factors.get(name) for factors in modelled.values()),
+            "yes" if BY_NAME[name].exact else "nearly",
+        ]
+        for name in found["levers"]
+    ]
     return (
-        f"{markdown_table(*_comparison(found))}\n\n"
-        f"Measured by `make ablation` on {where['cpu']}, {where['cores']} cores, torch {where['versions']['torch']}: "
-        f"factors of output tokens a second, with {found['bytes'] / 2**20:.0f} MiB for weights and cache. *Modelled*: "
-        "Llama-3.1-8B on an H100, leave one out, chat / mixed; the simulator is off by "
-        f"{median_error():.0%} (median) on published figures."
+        f"{_finding(figures)}\n\n{markdown_table(columns, rows)}\n\n"
+        f"Measured by `make ablation` on {where['cpu']}, {where['cores']} cores, torch {where['versions']['torch']}, "
+        f"with {found['bytes'] / 2**20:.0f} MiB for weights and cache; chat / mixed. {_model_note()}"
     )
+
+
+def ranking(found: dict[str, Any]) -> str:
+    """The list of thirteen as it is passed on, beside what was measured: lesson 05's table."""
+    figures, modelled, order = found["figures"], found["modelled"], _our_order(found["figures"])
+    columns = ["list", "technique", "its reason", "left out: chat / mixed", "here", "H100, *modelled*"]
+    rows = [
+        [
+            str(one.rank),
+            f"[{one.technique}](GLOSSARY.md#{one.term})" if one.term else one.technique,
+            one.reason or "—",
+            "; ".join(_pair(work["leave_one_out"].get(name, {}).get("factor") for work in figures.values())
+                      for name in one.levers) or one.elsewhere,
+            ", ".join(str(order.index(name) + 1) for name in one.levers if name in order) or "—",
+            "; ".join(_pair(factors.get(name) for factors in modelled.values()) for name in one.levers) or "—",
+        ]
+        for one in RANKING
+    ]  # fmt: skip
+    return f"{markdown_table(columns, rows, words=True)}\n\n*{_model_note().replace('*', '')}*"
+
+
+def _finding(figures: dict[str, Any]) -> str:
+    """What the table says, in one sentence."""
+    chat, mixed = (work["leave_one_out"] for work in figures.values())
+    cost = {name: f"{chat[name]['factor']:.2f} and {mixed[name]['factor']:.2f}" for name in chat}
+    return (
+        "**No ranking holds for every load:** leaving prefix caching out divides the throughput of chats and of mixed "
+        f"texts by {cost['prefix caching']}, leaving paging out by {cost['paging']}, and the KV cache, which rankings "
+        f"take for granted, by {cost['KV cache']}."
+    )
+
+
+def _model_note() -> str:
+    """What the modelled column is, and how far it can be trusted."""
+    return (
+        "*Modelled*: left out, Llama-3.1-8B on an H100, by the simulator, whose constants are calibrated on "
+        f"published figures; on {len(published_checks())} others, not used for that, it is off by "
+        f"{median_error():.0%} (median)."
+    )
+
+
+def _pair(values: Iterable[float | None]) -> str:
+    """Factors of the two kinds of work, "chat / mixed"; a dash where there are none."""
+    known = [_factor(value) for value in values if value is not None]
+    return " / ".join(known) or "—"
 
 
 def draw(figures: dict[str, Any], path: str) -> None:
@@ -324,6 +383,7 @@ def main(arguments: argparse.Namespace) -> None:
         draw(found["figures"], arguments.plot)
     if arguments.readme:
         README.write_text(put_between_marks(README.read_text(), "ablation", markdown(found)))
+        LESSON.write_text(put_between_marks(LESSON.read_text(), "ranking", ranking(found)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -339,7 +399,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--from", dest="source", metavar="FILE", help="show what was measured before instead of measuring"
     )
-    flags.add_argument("--readme", action="store_true", help="put the table into README.md")
+    flags.add_argument("--readme", action="store_true", help="put the tables into README.md and lesson 05")
     flags.add_argument("--seed", type=int, default=0, help="seed of lengths and passages (default: 0)")
     return flags
 

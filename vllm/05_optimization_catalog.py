@@ -1,11 +1,11 @@
-"""Lesson 05. The optimization catalog: six levers, each alone, what each multiplies and how each breaks.
+"""Lesson 05. The optimization catalog: prefix caching and three more levers, what each acts on and how each breaks.
 
-Builds the names of prefix caching's blocks, an int8 KV cache and int8 weights with their Triton kernels, int4 weights
-in groups, the arithmetic of CUDA graphs, tensor parallelism on two ranks, and drafts looked up in the text itself.
-You learn which lever acts on what (prefill, bytes, launches, devices, tokens a step), and so when it buys nothing.
+Builds the names of prefix caching's blocks and their look-up, an int8 KV cache and int8 weights with their Triton
+kernels, int4 weights in groups, the padding of CUDA graphs, and tensor parallelism on two ranks. You learn which lever
+acts on what (prefill, bytes, launches, devices), and so when it buys nothing.
 
     uv run python vllm/05_optimization_catalog.py                      # under a minute on a laptop, no GPU needed
-    uv run python vllm/05_optimization_catalog.py --users 16 --drafts 8 --group 64
+    uv run python vllm/05_optimization_catalog.py --users 16 --group 32
 """
 
 import hashlib
@@ -21,51 +21,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import CacheConfig
 from minivllm.lab.cli import run
 from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, prove, show_errors
 from minivllm.lab.quality import held_out_tokens
-from minivllm.lab.recording import bare_engine, step_parts
 from minivllm.lab.reports import optimization_catalog as report
 from minivllm.lab.tables import heading
-from minivllm.models.attention import CausalAttention
-from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model
 from minivllm.platforms.triton_utils import tl, triton
 
-# %% 1. The pain: where the time of a step goes
-
-
-def measure_step(model: str, device: torch.device, batches: Sequence[int], outputs: int) -> dict:
-    """Milliseconds of a step by part, for batches of requests that all decode."""
-    found = {}
-    for batch in track(batches, "timing steps"):
-        cache = CacheConfig(num_gpu_blocks=1 + 10 * batch, enable_prefix_caching=False)
-        core = bare_engine(model, device, cache, max_model_len=160, max_num_seqs=batch)
-        found[str(batch)] = {part: 1e3 * x for part, x in step_parts(core, [(8, outputs)] * batch).items()}
-    report.show_steps(found)
-    return found
-
-
-# %% 2. Prefix caching: a block's name stands for everything before it
+# %% 1. Prefix caching: a block's name stands for everything before it
 
 
 # region: block_hashes
-def block_hashes(token_ids: Sequence[int], block_size: int, extra: bytes = b"") -> list[bytes]:
-    """The names of the full blocks: H(name of the block before, tokens, extra keys); `extra` in the first block."""
+def hash_block_tokens(parent: bytes, token_ids: Sequence[int], extra_keys: bytes = b"") -> bytes:
+    """The name of a block that holds `token_ids` and follows the block named `parent`: 32 bytes."""
+    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int, extra_keys: bytes = b"") -> list[bytes]:
+    """The names of the full blocks, in order; `extra_keys` go into the first, and the chain carries them on."""
     names, parent = [], bytes(32)
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        tokens = struct.pack(f"<{block_size}q", *token_ids[start : start + block_size])
-        parent = hashlib.sha256(parent + tokens + (b"" if start else extra)).digest()
+        parent = hash_block_tokens(parent, token_ids[start : start + block_size], b"" if start else extra_keys)
         names.append(parent)
     return names
 
 
-def cached_tokens(names: Sequence[bytes], num_tokens: int, block_size: int, cached: set[bytes]) -> int:
-    """Tokens that need no prefill: known blocks from the start on. The last token is computed anyway: it is asked."""
+def find_longest_cache_hit(names: Sequence[bytes], num_tokens: int, block_size: int, cached: set[bytes]) -> int:
+    """Tokens that need no prefill: known blocks from the start on, but never the last token, which is computed."""
     hit = 0
     while hit < (num_tokens - 1) // block_size and names[hit] in cached:
         hit += 1
@@ -74,7 +60,7 @@ def cached_tokens(names: Sequence[bytes], num_tokens: int, block_size: int, cach
 
 # endregion
 
-# %% 3. The KV cache in int8: a scale for each token and head, written once, applied inside the attention's tile
+# %% 2. The KV cache in int8: a scale for each token and head, written once, applied inside the attention's tile
 
 
 # region: quantize
@@ -88,8 +74,31 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
 # endregion
 
 
+# region: quantize_kernels
 @triton.jit
-def quantize_kernel(rows, slots, cache, scales, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def largest_kernel(rows, largest, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The largest magnitude of each row. Grid: (rows,).
+
+    rows [rows, head_dim], any float dtype; largest float32 [rows]. Reads each element once, writes 4 bytes a row.
+    """
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    numbers = tl.load(rows + row * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+    tl.store(largest + row, tl.max(tl.abs(numbers), axis=0))
+
+
+@triton.jit
+def quantize_kernel(rows, integers, scales, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`quantize`. Grid: (rows,). integers int8 [rows, head_dim]; scales float32 [rows]; head_dim + 4 bytes written."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    numbers = tl.load(rows + row * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(numbers), axis=0) / 127
+    nearest = tl.floor(numbers / tl.maximum(scale, 1e-30) + 0.5).to(tl.int8)
+    tl.store(integers + row * HEAD_DIM + column, nearest, mask=column < HEAD_DIM)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def quantize_and_cache_kernel(rows, slots, cache, scales, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """`quantize` on the way into the cache. Grid: (tokens, KV heads).
 
     rows [tokens, heads, head_dim], any float dtype; slots int [tokens], −1 is not written; cache int8 [slots, heads,
@@ -98,14 +107,17 @@ def quantize_kernel(rows, slots, cache, scales, HEAD_DIM: tl.constexpr, BLOCK_D:
     token, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     slot, column = tl.load(slots + token).to(tl.int64), tl.arange(0, BLOCK_D)
     if slot >= 0:
-        row = tl.load(rows + (token * heads + head) * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0)
-        scale = tl.max(tl.abs(row.to(tl.float32)), axis=0) / 127
-        nearest = tl.floor(row.to(tl.float32) / tl.maximum(scale, 1e-30) + 0.5).to(tl.int8)
+        source = rows + (token * heads + head) * HEAD_DIM + column
+        numbers = tl.load(source, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+        scale = tl.max(tl.abs(numbers), axis=0) / 127
+        nearest = tl.floor(numbers / tl.maximum(scale, 1e-30) + 0.5).to(tl.int8)
         tl.store(cache + (slot * heads + head) * HEAD_DIM + column, nearest, mask=column < HEAD_DIM)
         tl.store(scales + slot * heads + head, scale)
 
 
-# region: int8_decode_kernel
+# endregion
+
+
 @triton.jit
 def int8_decode_kernel(
     out, q, keys, values, key_scales, value_scales, block_table, lengths, table_width, scale,
@@ -141,14 +153,11 @@ def int8_decode_kernel(
     tl.store(out + row, result / tl.maximum(total, 1e-30), mask=column < HEAD_DIM)
 
 
-# endregion
-
-
 def quantize_launch(rows: Tensor, slots: Tensor, cache: Tensor, scales: Tensor) -> None:
     """Write rows [tokens, heads, head_dim] into their slots of cache and scales, by the kernel."""
     tokens, heads, head_dim = rows.shape
     block = triton.next_power_of_2(head_dim)
-    quantize_kernel[(tokens, heads)](rows, slots, cache, scales, HEAD_DIM=head_dim, BLOCK_D=block)
+    quantize_and_cache_kernel[(tokens, heads)](rows, slots, cache, scales, HEAD_DIM=head_dim, BLOCK_D=block)
 
 
 def int8_decode(
@@ -164,7 +173,7 @@ def int8_decode(
     return out
 
 
-# %% 4. Weights in eight bits and in four: fewer bytes to read in every step, and room for more cache
+# %% 3. Weights in eight bits and in four: fewer bytes to read in every step, and room for more cache
 
 
 @triton.jit
@@ -195,7 +204,6 @@ def w8a16(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
-# region: int4
 def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Weights [n, k] as two codes a byte, uint8 [n, groups * group / 2], and a scale for each group of columns.
 
@@ -212,9 +220,6 @@ def dequantize_int4(packed: Tensor, scales: Tensor, columns: int) -> Tensor:
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
     rows = (codes.float() - 8).unflatten(1, (scales.shape[1], -1)) * scales[..., None]
     return rows.flatten(1)[:, :columns]
-
-
-# endregion
 
 
 def verify_kernels(device: torch.device) -> dict:
@@ -236,22 +241,13 @@ def verify_kernels(device: torch.device) -> dict:
     return errors
 
 
-# %% 5. CUDA graphs: one launch instead of hundreds
+# %% 4. CUDA graphs: one launch instead of hundreds, for the batch sizes that were captured
 
 
-# region: graphs
 def padded_size(batch: int, sizes: Sequence[int]) -> int | None:
     """The smallest captured size that holds the batch; None, run it eagerly, where none does. `sizes` are in order."""
     place = bisect_left(sizes, batch)
     return sizes[place] if place < len(sizes) else None
-
-
-def graph_gain(launches: int, launch: float, host: float, gpu: float) -> float:
-    """Step without a graph over step with one, from seconds: of a launch, of the host around the step, of the GPU.
-
-    The host launches while the GPU computes, so the slower decides; at most (launches * launch + host) / gpu.
-    """
-    return (max(launches * launch, gpu) + host) / (max(launch, gpu) + host)
 
 
 class Buffers:
@@ -274,12 +270,9 @@ class Buffers:
         return self.out[:count]
 
 
-# endregion
-
-# %% 6. Tensor parallelism in miniature: columns, then rows, then one sum
+# %% 5. Tensor parallelism in miniature: columns, then rows, then one sum
 
 
-# region: tensor_parallel
 def column_then_row(x: Tensor, columns: Sequence[Tensor], row: Tensor, between: Callable, ranks: int) -> Tensor:
     """Each rank has a share of the outputs of `columns` [out, in], and the inputs of `row` [out, in] that match it.
 
@@ -298,47 +291,7 @@ def all_reduce_bytes(tokens: int, hidden: int, layers: int, ranks: int, element:
     return 2 * layers * 2 * (ranks - 1) / ranks * tokens * hidden * element
 
 
-# endregion
-
-# %% 7. A first look at speculation: the text itself proposes, one forward pass verifies
-
-
-# region: speculate
-def propose(tokens: Sequence[int], longest: int, count: int) -> list[int]:
-    """Up to `count` drafts: what followed the last n tokens where they first occurred, n from `longest` down to 1."""
-    for n in range(min(longest, len(tokens) - 1), 0, -1):
-        for start in range(len(tokens) - n):
-            if tokens[start : start + n] == tokens[-n:]:
-                return list(tokens[start + n : start + n + count])
-    return []
-
-
-def verify(drafts: Sequence[int], favourites: Sequence[int]) -> list[int]:
-    """New tokens of a forward pass; `favourites` are the model's after the last known token and after each draft.
-
-    Drafts count as long as they are what the model says itself; then comes its own word, so there always is a new one.
-    """
-    kept = 0
-    while kept < len(drafts) and drafts[kept] == favourites[kept]:
-        kept += 1
-    return list(favourites[: kept + 1])
-
-
-def generate(model: Decoder, prompt: list[int], count: int, drafts: int) -> tuple[list[int], int]:
-    """`count` greedy tokens, with up to `drafts` drafts a forward pass (0: plain), and the passes. No KV cache here."""
-    text, passes, attention = list(prompt), 0, CausalAttention(model.config)
-    while len(text) < len(prompt) + count:
-        proposed = propose(text, 3, drafts) if drafts else []
-        ids = torch.tensor(text + proposed, device=model.lm_head.weight.device)
-        hidden = model(ids, torch.arange(len(ids), device=ids.device), attention)[len(text) - 1 :]
-        text += verify(proposed, model.compute_logits(hidden).argmax(-1).tolist())
-        passes += 1
-    return text[len(prompt) : len(prompt) + count], passes
-
-
-# endregion
-
-# %% 8. Break it: more prefixes than the pool holds; and a salt, which breaks the sharing on purpose
+# %% 6. Break it: more prefixes than the pool holds; and a salt, which breaks the sharing on purpose
 
 
 def thrash(llm: LLM, text: Sequence[int], rounds: int) -> dict:
@@ -367,27 +320,21 @@ def main(arguments: Namespace) -> None:
     llm, without = LLM(path, **settings), LLM(path, enable_prefix_caching=False, **settings)
     model, texts = load_model(path, device, "float32")[0], held_out_tokens(llm, 16, 512)
     text, some = [token for one in texts for token in one], [one[:256] for one in texts[: 4 if quick else 16]]
+    found: dict = {}
     with control.watch():
-        heading("1. Where the time of a step goes")
-        found: dict = {"step": measure_step(path, device, (1, 8) if quick else (1, 8, 64), 16 if quick else 48)}
-        heading("2. Prefix caching")
+        heading("1. Prefix caching")
         found["prefix"] = report.measure_prefixes(llm, without, text * 4, min(arguments.users, 4 if quick else 32))
-        heading("3. The KV cache in int8")
+        heading("2. The KV cache in int8")
         found["kernels"] = prove(verify_kernels, device)
         found["kv"] = report.measure_cache(llm, path, some, 128 if quick else 768, device)
         found["outlier"] = report.measure_outlier(model, some, quantize)
-        heading("4. Weights in int8 and int4")
+        heading("3. Weights in int8 and int4")
         found["weights"] = report.measure_weights(model, some, group, quantize, quantize_int4, dequantize_int4)
-        heading("5. CUDA graphs")
-        found["graphs"] = report.measure_graphs(found["step"]["1"], graph_gain)
-    found["replay"] = report.replay_wrongly(Buffers)
-    heading("6. Tensor parallelism")
+    heading("4. CUDA graphs")
+    found["replay"] = report.replay_wrongly(Buffers, padded_size)
+    heading("5. Tensor parallelism")
     found["parallel"] = report.measure_parallel(model, column_then_row, all_reduce_bytes)
-    heading("7. Speculation")
-    work = (texts[:4], arguments.drafts, 24) if quick else (texts, arguments.drafts, 48)
-    with control.watch():
-        found["speculation"] = report.measure_speculation(model, path, *work, generate)
-    heading("8. Break it")
+    heading("6. Break it")
     narrow = LLM(path, **settings | {"num_gpu_blocks_override": 64, "max_model_len": 512})
     found |= {"thrash": thrash(narrow, text, 2 if quick else 4), "salt": report.measure_salted(narrow, text[:100])}
     report.close(found, control.disturbance())

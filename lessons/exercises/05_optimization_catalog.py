@@ -1,43 +1,74 @@
-"""Exercise 05. Four levers' cores: names of blocks, int8 with scales, drafts from the text, exact verification.
+"""Exercise 05. Prefix caching's names and look-up; int8 with scales; the kernel that quantizes into the cache.
 
 Fill in the functions, then ask what is still missing:
 
     make check N=05
 
-Needed: lesson 05 up to "The mechanism". The solution is in vllm/05_optimization_catalog.py; try first. No GPU.
+Needed: lesson 05 up to "Fewer bits". No GPU: the kernels run in Triton's interpreter. When all checks pass, the engine
+runs with your `hash_block_tokens` and your `quantize`, beside itself.
 """
 
-import hashlib  # hashlib.sha256(data).digest() is a good H
-import struct  # struct.pack("<3q", 7, 8, 9) makes bytes of three token ids
+import hashlib  # hashlib.sha256(data).digest(): 32 bytes
+import struct  # struct.pack("<3q", 7, 8, 9): three integers as 8 bytes each
 
 import torch
 
+from minivllm.platforms.triton_utils import tl, triton
 
-def block_hashes(token_ids, block_size: int, extra: bytes = b"") -> list[bytes]:
-    """The names of a prompt's full blocks, in order: name = H(name of the block before, tokens of this block).
 
-    Equal names must mean: equal tokens in this block, and equal everything before it. The first block has no block
-    before it: use the same 32 bytes in every call. `extra` (a user's salt, an adapter's name) is part of H's input in
-    the first block; later blocks have it through the chain.
+def hash_block_tokens(parent: bytes, token_ids, extra_keys: bytes = b"") -> bytes:
+    """The name of a full block: 32 bytes that stand for the block's tokens and for everything before it.
 
-    Traps: a block that is not full has no name, since its tokens will still change. Tokens alone are no name: keys and
-    values depend on everything that came before them.
+    `parent` is the name of the block before (32 bytes; for the first block, a constant). `extra_keys` is what tokens do
+    not show, such as a user's salt. Equal names must mean: equal parent, equal tokens in the same order, equal keys.
+
+    Traps: token ids go up to 2**31 - 1, which is four bytes. A name is of one length, however long the prefix. Python's
+    `hash()` gives other values in another process, and its 8 bytes are few.
+
+    >>> one, other = hash_block_tokens(bytes(32), [5, 6]), hash_block_tokens(bytes(32), [5, 262])
+    >>> len(one), one == other
+    (32, False)
+    """
+    raise NotImplementedError("32 bytes made of the parent's name, the tokens and the extra keys")
+
+
+def block_hashes(token_ids, block_size: int, extra_keys: bytes = b"") -> list[bytes]:
+    """The names of a prompt's full blocks, in order. The first block's parent is `bytes(32)`.
+
+    `extra_keys` go into the first block's name only: all later names have them through the chain.
+
+    Trap: a block that is not full has no name, since its next token would change it.
 
     >>> a, b = block_hashes([1, 2, 3, 4, 5], 2), block_hashes([9, 2, 3, 4, 5], 2)
     >>> len(a), a[0] == b[0], a[1] == b[1]
     (2, False, False)
     """
-    raise NotImplementedError("one name for each full block, each made of the name before it and its own tokens")
+    raise NotImplementedError("a name for each full block, each made from the name before it")
+
+
+def find_longest_cache_hit(names: list[bytes], num_tokens: int, block_size: int, cached: set[bytes]) -> int:
+    """How many of a prompt's `num_tokens` tokens need not be computed: those of its known blocks, from the first on.
+
+    `names` are those of the prompt's full blocks, `cached` all names that lead to a block.
+
+    Traps: behind the first unknown block nothing counts, even if it is known. The last token is always computed, since
+    its output is what comes next: at most `num_tokens - 1` tokens are found, in whole blocks.
+
+    >>> names = block_hashes(range(12), 4)
+    >>> [find_longest_cache_hit(names[: n // 4], n, 4, set(names)) for n in (3, 4, 5, 8, 9, 12)]
+    [0, 0, 4, 4, 8, 8]
+    """
+    raise NotImplementedError("count known blocks from the start; leave the last token")
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight bits a number: rows [..., n], any float dtype, to (integers int8 [..., n], scales float32 [...]).
 
-    A row's scale is its largest magnitude / 127; its integers are the nearest to number / scale, from −127 to 127. So
-    integers * scale is off by half a scale at most, and a row with a huge number in it spoils no other row.
+    A row's scale is its largest magnitude / 127; its integers are the nearest to number / scale, from −127 to 127.
 
-    Traps: a row of zeros has scale 0, and nothing may be divided by it: its integers are zeros. `.to(torch.int8)`
-    cuts off towards zero, it does not round.
+    Traps: a row of zeros has scale 0, and nothing may be divided by it: its integers are zeros. `.to(torch.int8)` cuts
+    off towards zero. Rows in 16 bits need their scale in 32 from the start: a division in 16 bits loses digits that no
+    `.float()` brings back.
 
     >>> integers, scales = quantize(torch.tensor([[127.0, -3.4], [0.0, 0.0]]))
     >>> integers.tolist(), scales.tolist()
@@ -46,35 +77,37 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     raise NotImplementedError("a scale for each row, and the nearest integers")
 
 
-def propose(tokens: list[int], longest: int, count: int) -> list[int]:
-    """Up to `count` drafts for what comes after `tokens`, without any model: text repeats itself.
+@triton.jit
+def largest_kernel(rows, largest, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Step 1: each row's largest magnitude. Grid: (rows,), so a program has one row.
 
-    Take the last n tokens, n = longest. Find the first place where the same n tokens stand and at least one token
-    follows them; the drafts are the `count` tokens that follow there, fewer where the text ends before. Where there is
-    no such place, try n - 1, and so on down to 1. Nothing found, or an empty text: [].
+    rows [rows, head_dim], contiguous, any float dtype; largest float32 [rows]. BLOCK_D is a power of two, HEAD_DIM or
+    more: columns from HEAD_DIM on belong to the next row and must be masked.
 
-    Traps: the last n tokens are where you took them from, so that place does not count; but an earlier place may
-    overlap it. The first place wins, not the latest.
-
-    >>> propose([1, 2, 3, 9, 1, 2], longest=3, count=2)
-    [3, 9]
-    >>> propose([7, 7, 7], longest=2, count=4)
-    [7]
+    A row is read once. Useful: tl.program_id(0), tl.arange(0, BLOCK_D), tl.load(…, mask=…, other=0.0), tl.abs,
+    tl.max(…, axis=0), tl.store.
     """
-    raise NotImplementedError("the longest ending that stood there before; what followed it")
+    raise NotImplementedError("one program, one row: load it with a mask, store the largest magnitude")
 
 
-def verify(drafts: list[int], favourites: list[int]) -> list[int]:
-    """The new tokens of one forward pass over the last known token and the drafts, when decoding is greedy.
+@triton.jit
+def quantize_kernel(rows, integers, scales, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Step 2: `quantize`, a row a program. Grid: (rows,). integers int8 [rows, head_dim]; scales float32 [rows].
 
-    `favourites` has one more entry than `drafts`: [0] is what the model says after the last known token, and [i] what
-    it says after drafts[i - 1], if all drafts up to there were right. Keep drafts as long as each is what the model says
-    in its place, then add the model's own word.
+    The row is still read only once: the scale and the integers come from the same load.
 
-    Traps: there always is a new token, even if every draft is wrong or there are none. After the first wrong draft all
-    other favourites answer a text that nobody wrote.
-
-    >>> verify([5, 6, 7], [5, 6, 8, 1]), verify([5, 6], [5, 6, 8]), verify([4], [5, 6])
-    ([5, 6, 8], [5, 6, 8], [5])
+    Traps: a row of zeros. And tl has no `round` here: tl.floor(x + 0.5).
     """
-    raise NotImplementedError("the drafts that the model says itself, and one token of its own")
+    raise NotImplementedError("the row's scale, its integers, and both stored")
+
+
+@triton.jit
+def quantize_and_cache_kernel(rows, slots, cache, scales, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Step 3: quantize on the way into the cache. Grid: (tokens, KV heads); tl.num_programs(1) is the number of heads.
+
+    rows [tokens, heads, head_dim]; slots int64 [tokens]; cache int8 [slots, heads, head_dim]; scales float32
+    [slots, heads]. Token t's head h goes to cache[slots[t], h] and scales[slots[t], h].
+
+    Trap: slot −1 is padding. Nothing of that token is written, and its row need not be read.
+    """
+    raise NotImplementedError("where the token's slot is, put its integers and its scale there; skip −1")

@@ -1,24 +1,77 @@
 """Lesson 05: each lever is what it says, its kernels are right and the engine's, its exercise catches mistakes."""
 
+import math
+import re
+
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, random_block_table, reference_attention
-from lessons.harness import assert_refuses, checks_that_catch, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, assert_refuses, checks_that_catch, figures_of_quick_run, script_path
+from lessons.mutants import load_mutant
+from pictures import differences
 
-from minivllm.config import EMBEDDED_MODEL
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.kernels import packed_weights
 from minivllm.kernels import reshape_and_cache as engine_cache
 from minivllm.kernels.cpu import cache_calls
 from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.kernels.unified_attention import unified_attention
-from minivllm.lab.exercise import load
+from minivllm.lab.exercise import checks_of, load, plug_of, run_checks
+from minivllm.lab.followed import PROMPT, followed
+from minivllm.lab.opening import optimization_catalog as opening
+from minivllm.lab.plugged import Plugged, serve
 from minivllm.lab.reports import optimization_catalog as report
-from minivllm.models.loader import load_model, random_model
+from minivllm.models.loader import load_model
 from minivllm.simulate.known_models import known_model
 
 lesson = load(script_path("05"))
 EXACT, TILE = torch.float32, 64
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")
+
+
+# ---- the text and its figures ----------------------------------------------------------------------------------------
+
+
+def test_the_names_by_hand_are_those_of_the_figure():
+    """The table in the text is the followed request's tokens under the hash for paper."""
+    tokens = [token.id for token in followed("alone").request.tokens]
+    names = [0]
+    for start in (0, 4, 8):
+        names.append(opening.paper_name(names[-1], tokens[start : start + 4]))
+    assert names[1:] == [788, 134, 533]
+    text = (REPOSITORY / "lessons" / "05_optimization_catalog.md").read_text()
+    for start, name in ((0, 788), (4, 134)):
+        ids = ", ".join(map(str, tokens[start : start + 4]))
+        assert re.search(rf"\| {ids} \| .* \| {name} \|", text), f"no row with {ids} and {name}"
+    assert ", ".join(map(str, tokens[8:12])) in text
+    assert opening.paper_name(0, [516, 846, 8, 65]) == 492
+    assert opening.paper_name(492, tokens[4:8]) == 62
+    assert opening.paper_name(0, tokens[4:8]) == 618
+    different = [1 - math.prod(1 - place / 1000 for place in range(count)) for count in (37, 38)]
+    assert different[0] < 0.5 < different[1], "how many names are enough for an even chance"
+
+
+def test_what_five_prompts_find_is_what_the_text_says():
+    """The engine, asked the text's five prompts one after another."""
+    llm = LLM(EMBEDDED_MODEL, device="cpu", num_gpu_blocks_override=16, block_size=4, max_model_len=32)
+    prompts = [
+        PROMPT,
+        PROMPT,
+        PROMPT.replace("return", "print"),
+        PROMPT[: -len(" return")],
+        PROMPT.replace("add", "sub"),
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    asked = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    assert [len(one.prompt_token_ids) for one in asked] == [9, 9, 9, 8, 9]
+    assert [one.num_cached_tokens for one in asked] == [0, 8, 8, 4, 0]
+    assert [asked[place].outputs[0].text for place in (0, 4)] == [" a + b\n\ndef", " a, b\n\ndef"]
+
+
+def test_the_figure_of_a_replay_is_as_it_is_drawn():
+    committed = (REPOSITORY / "lessons" / "figures" / "05_graph_replay.svg").read_text()
+    assert differences(report.graph_replay(), committed) == []
 
 
 # ---- the KV cache in int8 --------------------------------------------------------------------------------------------
@@ -118,7 +171,10 @@ def test_the_cpu_forms_agree():
 def test_kernels_of_the_cache_compile_everywhere():
     sizes = {"HEAD_DIM": 128, "BLOCK_D": 128}
     arguments = {"rows": "*bf16", "slots": "*i64", "cache": "*i8", "scales": "*fp32", **sizes}
-    assert_compiles(lesson.quantize_kernel, arguments, {"num_warps": 1})
+    assert_compiles(lesson.quantize_and_cache_kernel, arguments, {"num_warps": 1})
+    rows = {"rows": "*bf16", "scales": "*fp32", "integers": "*i8", **sizes}
+    assert_compiles(lesson.quantize_kernel, rows, {"num_warps": 1})
+    assert_compiles(lesson.largest_kernel, {"rows": "*bf16", "largest": "*fp32", **sizes}, {"num_warps": 1})
     pointers = {"out": "*bf16", "q": "*bf16", "keys": "*i8", "values": "*i8", "key_scales": "*fp32"}
     pointers |= {"value_scales": "*fp32", "block_table": "*i32", "lengths": "*i32"}
     shape = {"GROUP": 4, "KV_HEADS": 8, "BLOCK_SIZE": 16, "BLOCK_T": 64, **sizes}
@@ -200,16 +256,9 @@ def test_the_next_captured_size():
     assert [lesson.padded_size(batch, sizes) for batch in (1, 2, 3, 5, 8, 9, 16, 17)] == [1, 2, 4, 8, 8, 16, 16, None]
 
 
-def test_the_gain_of_graphs():
-    assert lesson.graph_gain(300, 10e-6, 0.0, 1e-3) == pytest.approx(3)
-    assert lesson.graph_gain(300, 10e-6, 0.0, 6e-3) == 1, "the GPU is slower than its host: nothing to gain"
-    gains = [lesson.graph_gain(300, 10e-6, 1e-4, gpu) for gpu in (1e-4, 1e-3, 2e-3, 1e-2)]
-    assert gains == sorted(gains, reverse=True)
-    assert all(gain <= (300 * 10e-6 + 1e-4) / gpu for gain, gpu in zip(gains[:3], (1e-4, 1e-3, 2e-3), strict=True))
-
-
 def test_wrong_replays():
-    found = report.replay_wrongly(lesson.Buffers)
+    found = report.replay_wrongly(lesson.Buffers, lesson.padded_size)
+    assert found["graphs"] == {"1": 1, "3": 4, "5": 8, "9": 16, "17": None}
     assert found["padded"] == 99
     assert found["not padded"] == 4, "the row of a request that has left is written again"
     assert found["too small"][:4] == found["right"][:4]
@@ -241,41 +290,76 @@ def test_bytes_of_the_all_reduce():
     assert lesson.all_reduce_bytes(64, *shape, 1) == 0
 
 
-# ---- speculation -----------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("drafts", [1, 4])
-def test_speculation_changes_no_token_and_saves_passes(drafts):
-    model = load_model(EMBEDDED_MODEL, "cpu", "float32")[0]
-    prompt = [1000, 7, 300, 7, 1000, 7, 300, 7]
-    plain, passes = lesson.generate(model, prompt, 24, 0)
-    spoken, fewer = lesson.generate(model, prompt, 24, drafts)
-    assert plain == spoken
-    assert (len(plain), passes) == (24, 24)
-    assert fewer < passes
-
-
-@torch.inference_mode()
-def test_wrong_drafts_change_nothing_either(monkeypatch):
-    model = random_model(load_model(EMBEDDED_MODEL, "cpu", "float32")[1], seed=3, dtype="float32")
-    monkeypatch.setattr(lesson, "propose", lambda text, longest, count: [text[0]] * count)
-    prompt = [5, 6, 7]
-    assert lesson.generate(model, prompt, 10, 3)[0] == lesson.generate(model, prompt, 10, 0)[0]
-
-
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
 MUTANTS = {
-    "names a block by its tokens alone": ("block_hashes", "parent + tokens", "tokens"),
+    # hash_block_tokens
+    "tokens mod 256: another user's keys": ("hash_block_tokens", "*token_ids", "*(token % 256 for token in token_ids)"),
+    "ids in two bytes": (
+        "hash_block_tokens",
+        'struct.pack(f"<{len(token_ids)}q", *token_ids)',
+        'struct.pack(f"<{len(token_ids)}H", *(token % 65536 for token in token_ids))',
+    ),
+    "names of 2 bytes": ("hash_block_tokens", "....digest()", "....digest()[:2]"),
+    "names of 2 bytes, filled up": ("hash_block_tokens", "....digest()", "....digest()[:2] + bytes(30)"),
+    "names of 2 bytes, repeated": ("hash_block_tokens", "....digest()", "....digest()[:2] * 16"),
+    "the raw prefix in place of a hash": ("hash_block_tokens", "hashlib.sha256(...).digest()", "..."),
+    "the end of the raw prefix": ("hash_block_tokens", "hashlib.sha256(...).digest()", "(...)[-32:]"),
+    "a name by the tokens alone": (
+        "hash_block_tokens",
+        "parent + struct.pack(..., *token_ids)",
+        "struct.pack(..., *token_ids)",
+    ),
+    "tokens in any order": ("hash_block_tokens", "*token_ids", "*sorted(token_ids)"),
+    "the sum of the tokens": (
+        "hash_block_tokens",
+        'struct.pack(f"<{len(token_ids)}q", *token_ids)',
+        'struct.pack("<q", sum(token_ids))',
+    ),
+    "ids run together": (
+        "hash_block_tokens",
+        'struct.pack(f"<{len(token_ids)}q", *token_ids)',
+        '"".join(map(str, token_ids)).encode()',
+    ),
+    "no extra keys": ("hash_block_tokens", "... + extra_keys", "..."),
+    "the length of the salt": ("hash_block_tokens", "... + extra_keys", "... + bytes([len(extra_keys)])"),
+    "Python's hash": (
+        "hash_block_tokens",
+        "return ...",
+        'return struct.pack("<q", hash((parent, *token_ids, extra_keys)))',
+    ),
+    # block_hashes
     "names the block that is not full": ("block_hashes", "len(token_ids) - block_size + 1", "len(token_ids)"),
-    "forgets the salt": ("block_hashes", "b'' if start else extra", "b''"),
+    "leaves out the last full block": ("block_hashes", "... - block_size + 1", "... - block_size"),
+    "forgets the salt": ("block_hashes", "b'' if start else extra_keys", "b''"),
     "a chain that does not go on": (
         "block_hashes",
-        "parent = hashlib.sha256(...).digest()",
-        "name = hashlib.sha256(...).digest()",
+        "parent = ...\nnames.append(parent)",
+        "names.append(...)",
     ),
+    "knows only the block before": (
+        "block_hashes",
+        "parent = hash_block_tokens(parent, token_ids[start : start + block_size], ...)",
+        "parent = hash_block_tokens(bytes(32), token_ids[max(0, start - block_size) : start + block_size], ...)",
+    ),
+    # find_longest_cache_hit
+    "finds the last token too": ("find_longest_cache_hit", "num_tokens - 1", "num_tokens"),
+    "leaves a whole block to compute": (
+        "find_longest_cache_hit",
+        "(num_tokens - 1) // block_size",
+        "(num_tokens // block_size - 1)",
+    ),
+    "goes on behind a gap": (
+        "find_longest_cache_hit",
+        "while ...: ...",
+        "hit = sum(name in cached for name in names[: (num_tokens - 1) // block_size])",
+    ),
+    "counts blocks": ("find_longest_cache_hit", "hit * block_size", "hit"),
+    "parts of a block": ("find_longest_cache_hit", "hit * block_size", "min(hit * block_size + 1, num_tokens - 1)"),
+    # quantize
     "one scale for all rows": ("quantize", "....amax(-1)", "....amax().expand(rows.shape[:-1])"),
+    "scales in 16 bits": ("quantize", "scales = ...", "scales = (...).half().float()"),
+    "scales of the rows' own type": ("quantize", "scales = ...", "scales = (rows.abs().amax(-1) / 127).float()"),
     "cuts off": ("quantize", "torch.floor(... + 0.5)", "torch.trunc(...)"),
     "divides by zero": (
         "quantize",
@@ -283,24 +367,109 @@ MUTANTS = {
         "torch.floor(rows / scales[..., None] + 0.5).nan_to_num(1)",
     ),
     "goes to −128": ("quantize", "... / 127", "... / 128"),
-    "finds the ending itself": ("propose", "range(len(tokens) - n)", "range(len(tokens) - n + 1)"),
-    "takes the latest place": ("propose", "range(len(tokens) - n)", "reversed(range(len(tokens) - n))"),
-    "tries the shortest first": ("propose", "range(..., 0, -1)", "range(1, ... + 1)"),
-    "drafts without end": ("propose", "tokens[start + n : start + n + count]", "tokens[start + n :]"),
-    "gives up after the longest": ("propose", "for start in ...: ...", "for start in ...: ...\nbreak"),
-    "no word of its own": ("verify", "favourites[: kept + 1]", "favourites[:kept]"),
-    "trusts its drafts": ("verify", "kept = 0", "kept = len(drafts)"),
-    "keeps what is right after a mistake": (
-        "verify",
-        "while ...: kept += 1",
-        "kept = sum(a == b for a, b in zip(drafts, favourites, strict=False))",
+    # the kernel, in steps
+    "largest, not of magnitudes": ("largest_kernel", "tl.abs(numbers)", "numbers"),
+    "the neighbour's columns too": (
+        "largest_kernel",
+        "tl.load(rows + row * HEAD_DIM + column, mask=column < HEAD_DIM, other=0.0)",
+        "tl.load(rows + row * HEAD_DIM + column)",
     ),
+    "every program writes the first row": ("largest_kernel", "largest + row", "largest"),
+    "a row of zeros divided": ("quantize_kernel", "tl.maximum(scale, 1e-30)", "scale"),
+    "cut off in the kernel": ("quantize_kernel", "tl.floor(... + 0.5)", "..."),
+    "the row loaded twice": (
+        "quantize_kernel",
+        "tl.max(tl.abs(numbers), axis=0) / 127",
+        "tl.max(tl.abs(tl.load(rows + row * HEAD_DIM + column, column < HEAD_DIM, 0.0).to(tl.float32)), axis=0) / 127",
+    ),
+    "integers beyond the row": (
+        "quantize_kernel",
+        "tl.store(integers + row * HEAD_DIM + column, nearest, mask=column < HEAD_DIM)",
+        "tl.store(integers + row * HEAD_DIM + column, nearest)",
+    ),
+    "padding is written": ("quantize_and_cache_kernel", "slot >= 0", "slot >= -1"),
+    "padding goes to slot 0": (
+        "quantize_and_cache_kernel",
+        "slot, column = ...",
+        "slot, column = tl.maximum(tl.load(slots + token), 0).to(tl.int64), tl.arange(0, BLOCK_D)",
+    ),
+    "the token's place, not its slot": (
+        "quantize_and_cache_kernel",
+        "cache + (slot * heads + head) * HEAD_DIM + column",
+        "cache + (token * heads + head) * HEAD_DIM + column",
+    ),
+    "one scale a token": ("quantize_and_cache_kernel", "scales + slot * heads + head", "scales + slot * heads"),
+    "heads and tokens changed over": (
+        "quantize_and_cache_kernel",
+        "rows + (token * heads + head) * HEAD_DIM",
+        "rows + (head * heads + token) * HEAD_DIM",
+    ),
+}
+
+MESSAGES = {
+    "tokens mod 256: another user's keys": "5, 6, 7 and 5, 262, 7 share a name: one user gets the keys of another",
+    "names of 2 bytes": "a name of 2 bytes for 2 tokens: SHA-256 gives 32",
+    "names of 2 bytes, filled up": "shorter than it looks",
+    "the raw prefix in place of a hash": "is it the prefix itself? That grows without end",
+    "a name by the tokens alone": "Is the name before them in it?",
+    "finds the last token too": "the last token must be computed",
+    "counts blocks": "Blocks in place of tokens?",
+    "goes on behind a gap": "behind the first unknown block nothing counts",
+    "scales of the rows' own type": "were they divided in 16 bits?",
+    "cuts off": "Does .to(torch.int8) cut off?",
+    "the neighbour's columns too": "Is something not masked",
+    "the row loaded twice": "Is the row loaded twice?",
+    "every program writes the first row": "both write largest[0]",
+    "a row of zeros divided": "Is a row of zeros divided by its scale?",
+    "padding is written": "Is something not masked, or not skipped?",
 }
 
 
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("05", MUTANTS[mistake])
+
+
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_the_message_recognises_the_mistake(mistake):
+    module = load_mutant(script_path("05"), MUTANTS[mistake])
+    problems = [result.problem for result in run_checks(module, checks_of("05")) if not result.passed]
+    assert any(MESSAGES[mistake] in problem for problem in problems), problems
+
+
+@pytest.fixture(scope="module")
+def plugged():
+    return plug_of("05")(lesson)
+
+
+@pytest.fixture(scope="module")
+def as_it_is(plugged):
+    return serve(plugged, NO_PARTS)
+
+
+def test_the_engine_runs_with_the_learners_parts(plugged, as_it_is):
+    """The names of the lesson find what the engine's find, and its integers give the same tokens."""
+    yours = serve(plugged, plugged.parts)
+    assert yours.rows["prompt tokens found"] == as_it_is.rows["prompt tokens found"] == "120 of 190"
+    assert yours.token_ids == as_it_is.token_ids
+
+
+def test_other_integers_that_pass_give_the_same_tokens(as_it_is):
+    """Halves may be rounded either way: the integers of `torch.round` pass the checks and change no token."""
+    mutant = load_mutant(script_path("05"), ("quantize", "torch.floor(... + 0.5)", "torch.round(...)"))
+    assert all(result.passed for result in run_checks(mutant, checks_of("05")))
+    other = plug_of("05")(mutant)
+    assert serve(other, other.parts).token_ids == as_it_is.token_ids
+
+
+def test_names_without_a_parent_give_wrong_answers():
+    """As the lesson tells it: after `sub`, the second `add` finds its own first block, and then one of `sub`."""
+    prompts = ["def sub(a, b):\n    return", "def add(a, b):\n    return", "def add(a, b):\n    return"]
+    requests = Plugged(parts=NO_PARTS, engine_args={"block_size": 4}, prompts=prompts, max_tokens=6)
+    names = Parts(hash_block_tokens=lambda parent, tokens, keys: lesson.hash_block_tokens(bytes(32), tokens, keys))
+    right, wrong = serve(requests, NO_PARTS), serve(requests, names)
+    assert right.texts == [" a, b\n\ndef", " a + b\n\ndef", " a + b\n\ndef"]
+    assert wrong.texts == [" a, b\n\ndef", " a + b\n\ndef", " a, b\n\ndef"]
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------
@@ -322,13 +491,6 @@ def test_quick_run(tmp_path):
     ways = figures["weights"]["ways"]
     assert ways["int4, a scale a row"]["added_50"] > 10 * ways["int4, groups of 16"]["added_50"]
     assert ways["int8, a scale a row"]["error_1"] < ways["int4, groups of 16"]["error_1"]
-    gains = figures["graphs"]["gain"]
-    assert all(list(one.values()) == sorted(one.values(), reverse=True) for one in gains.values())
-    for one in figures["speculation"].values():
-        assert one["same"]
-        assert one["lesson_same"]
-        assert one["lesson_passes"] <= 24
-        assert one["a_pass"] > 1
     thrashing = list(figures["thrash"].values())
     assert thrashing[0] > 0.4
     assert thrashing[-1] == 0, "least recently used, in turn: the one that comes next has just gone"
@@ -341,7 +503,6 @@ def test_quick_run(tmp_path):
         (("--users", "1"), "--users: must be from 2 to 32"),
         (("--users", "100"), "--users: must be from 2 to 32"),
         (("--group", "7"), "--group: must be an even number"),
-        (("--drafts", "99"), "--drafts: must be from 1 to 32"),
         (("--model", "nowhere"), "nowhere"),
     ],
 )

@@ -1,13 +1,55 @@
-"""What must be true of exercise 05, and of the script that solves it."""
+"""What must be true of exercise 05, and of the script that solves it; and the engine with the learner's parts."""
 
 import random
+import warnings
 
-import numpy as np
 import torch
 
+from minivllm.config import Parts
 from minivllm.core.block_hash import hash_new_full_blocks
-from minivllm.config import SpeculativeConfig
-from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm.kernels.unified_attention import unified_attention
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.plugged import Plugged
+from minivllm.worker.paged_attention import PagedAttention
+
+ZEROS = bytes(32)
+
+
+def named(module, parent, tokens, extra_keys=b""):
+    """The name as bytes, or a message on what it is instead."""
+    name = module.hash_block_tokens(parent, tokens, extra_keys)
+    assert isinstance(name, bytes), f"the name is {type(name).__name__}, not bytes"
+    return name
+
+
+def check_a_name_is_a_hash(module):
+    """A name is 32 bytes, the same in every call, whatever it stands for."""
+    for parent, tokens in ((ZEROS, [1, 2]), (b"\7" * 32, list(range(16)))):
+        name = named(module, parent, tokens)
+        raw = len(name) in (32 + 8 * len(tokens), 32 + 4 * len(tokens), 8 * len(tokens), 4 * len(tokens))
+        why = (
+            "is it the prefix itself? That grows without end" if raw else "SHA-256 gives 32: few bytes are soon shared"
+        )
+        assert len(name) == 32, f"a name of {len(name)} bytes for {len(tokens)} tokens: {why}"
+        assert named(module, parent, tokens) == name, "the same block has another name in the second call"
+    columns = set(zip(*(named(module, ZEROS, [n]) for n in range(64)), strict=True))
+    varied = sum(len(set(column)) > 8 for column in columns)
+    assert varied == 32, (
+        f"only {varied} of a name's 32 bytes say anything of their own: the hash is shorter than it looks"
+    )
+
+
+def check_whole_token_ids_count(module):
+    """Two blocks whose tokens differ, by however much, have different names."""
+    one = named(module, ZEROS, [5, 6, 7])
+    for step in (256, 2**15, 2**16, 2**24):
+        other = named(module, ZEROS, [5, 6 + step, 7])
+        hint = "one user gets the keys of another. Are the ids cut to a byte or two?"
+        assert one != other, f"tokens 5, 6, 7 and 5, {6 + step:,}, 7 share a name: {hint}"
+    assert one != named(module, ZEROS, [7, 6, 5]), "tokens 5, 6, 7 and 7, 6, 5 share a name: the order counts"
+    assert one != named(module, ZEROS, [5, 5, 8]), "tokens 5, 6, 7 and 5, 5, 8 share a name: is it their sum?"
+    one, other = named(module, ZEROS, [1, 23]), named(module, ZEROS, [12, 3])
+    assert one != other, "tokens 1, 23 and 12, 3 share a name: are their digits run together?"
 
 
 def check_full_blocks_have_names(module):
@@ -19,11 +61,14 @@ def check_full_blocks_have_names(module):
 
 
 def check_a_name_stands_for_the_whole_prefix(module):
-    """A block whose tokens are equal has another name where anything before it differs."""
+    """A block whose tokens are equal has another name where anything before it differs, however far back."""
     one, other = module.block_hashes([1, 2, 3, 4, 5, 6], 2), module.block_hashes([1, 9, 3, 4, 5, 6], 2)
-    assert not set(one) & set(other), "tokens 3, 4 follow 1, 2 here and 1, 9 there, and have the same name"
+    shared = "tokens 3, 4 follow 1, 2 here and 1, 9 there, and have the same name. Is the name before them in it?"
+    assert not set(one) & set(other), shared
     again = module.block_hashes([3, 3, 3, 3, 3, 3], 2)
     assert len(set(again)) == 3, "three equal blocks in one text have different prefixes, so different names"
+    near, far = (module.block_hashes([first, *range(199)], 4) for first in (1, 2))
+    assert near[-1] != far[-1], "two texts of 200 tokens that differ in the first have the same last name"
 
 
 def check_extra_keys_separate_users(module):
@@ -32,6 +77,7 @@ def check_extra_keys_separate_users(module):
     plain, ann, bob = (module.block_hashes(tokens, 4, extra) for extra in (b"", b"ann", b"bob"))
     assert not set(plain) & set(ann) and not set(ann) & set(bob), "users with different salts share a block"
     assert list(module.block_hashes(tokens, 4, b"ann")) == list(ann), "the same salt must give the same names"
+    assert named(module, ZEROS, [1], b"ann") != named(module, ZEROS, [1], b"anna"), "salts ann and anna share a name"
 
 
 def check_names_are_equal_where_the_engines_are(module):
@@ -39,15 +85,36 @@ def check_names_are_equal_where_the_engines_are(module):
     draw = random.Random(0)
     ours, engines = [], []
     for _ in range(60):
-        tokens, salt = [draw.randint(0, 1) for _ in range(draw.randint(0, 14))], draw.choice([b"", b"a", b"b"])
+        tokens, salt = [draw.choice((0, 1, 257)) for _ in range(draw.randint(0, 14))], draw.choice([b"", b"a", b"b"])
         ours += module.block_hashes(tokens, 3, salt)
         names: list = []
-        hash_new_full_blocks(names, tokens, 3, salt)
+        hash_new_full_blocks(names, tokens, 3, first_block_keys=salt)
         engines += names
     assert len(ours) == len(engines), f"{len(ours)} names, and the engine has {len(engines)}"
     for i, (mine, theirs) in enumerate(zip(ours, engines, strict=True)):
         same = [a == mine for a in ours], [b == theirs for b in engines]
         assert same[0] == same[1], f"name {i} is shared by {sum(same[0])} blocks, the engine's by {sum(same[1])}"
+
+
+def check_the_longest_hit(module):
+    """Known blocks count from the first one on, whole, and the last token never."""
+    names = [bytes([n]) * 32 for n in range(1, 5)]
+    cases = (
+        (17, names, 16, ""),
+        (16, names, 12, "the last token must be computed: its output is the next token"),
+        (13, names, 12, ""),
+        (12, names, 8, "the last token must be computed: its output is the next token"),
+        (4, names, 0, "the last token must be computed: its output is the next token"),
+        (3, names, 0, ""),
+        (17, [names[0], *names[2:]], 4, "behind the first unknown block nothing counts"),
+        (17, names[1:], 0, "behind the first unknown block nothing counts"),
+        (17, [], 0, ""),
+    )
+    for tokens, known, expected, why in cases:
+        found = module.find_longest_cache_hit(names[: tokens // 4], tokens, 4, set(known))
+        blocks = " Blocks in place of tokens?" if expected and found == expected // 4 else ""
+        said = f"{tokens} tokens in blocks of 4, blocks {[name[0] - 1 for name in known]} known: {found} found"
+        assert found == expected, f"{said}, not {expected}. {why}{blocks}"
 
 
 def check_scales_and_types(module):
@@ -57,17 +124,29 @@ def check_scales_and_types(module):
     assert integers.dtype == torch.int8, f"the integers are {integers.dtype}"
     assert scales.dtype == torch.float32, f"the scales are {scales.dtype}"
     assert integers.shape == (2, 3) and scales.shape == (2,), f"shapes {tuple(integers.shape)}, {tuple(scales.shape)}"
-    assert torch.allclose(scales, torch.tensor([0.02, 1.0])), f"scales {scales.tolist()}"
+    assert torch.allclose(scales, torch.tensor([0.02, 1.0])), f"scales {scales.tolist()}, not 0.02 and 1"
     integers, scales = module.quantize(torch.randn(2, 3, 4, 8).half())
     assert integers.shape == (2, 3, 4, 8) and scales.shape == (2, 3, 4), "rows may have any dimensions before the last"
+
+
+def check_scales_keep_their_digits(module):
+    """Rows in 16 bits have scales in 32: exact to a millionth."""
+    for dtype in (torch.float16, torch.bfloat16):
+        rows = torch.randn(100, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+        scales = module.quantize(rows)[1]
+        off = (scales.double() / (rows.double().abs().amax(-1) / 127) - 1).abs().max().item()
+        assert off < 1e-6, f"scales of {dtype} rows are off by {off:.0e}: were they divided in 16 bits? .float() first"
+    tiny = module.quantize(torch.full((1, 4), 2e-6))[1].item()
+    assert abs(tiny / (2e-6 / 127) - 1) < 1e-5, f"the scale of a row of 2e-6 is {tiny}: 16 bits cannot hold it"
 
 
 def check_integers_are_the_nearest(module):
     """What comes back is off by half a scale at most, and −128 is never used."""
     rows = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     integers, scales = module.quantize(rows)
-    off = (integers.float() * scales[:, None] - rows).abs() / scales[:, None]
-    assert off.max() < 0.5001, f"off by {off.max():.2f} scales: round to the nearest integer"
+    off = ((integers.float() * scales[:, None] - rows).abs() / scales[:, None]).max()
+    hint = "Does .to(torch.int8) cut off?" if 0.9 < off <= 1.0001 else ""
+    assert off < 0.5001, f"off by {off:.2f} scales: round to the nearest integer. {hint}"
     assert integers.abs().max() <= 127 and integers.min() > -128, "the largest magnitude is 127"
 
 
@@ -76,67 +155,128 @@ def check_zeros_and_outliers(module):
     rows = torch.tensor([[0.0, 0.0], [1.0, -0.5], [1e6, 1.0]])
     integers, scales = module.quantize(rows)
     assert torch.isfinite(scales).all(), f"scales {scales.tolist()}"
+    assert scales[0] == 0, f"the scale of a row of zeros is {scales[0].item()}, not 0"
     assert integers[0].tolist() == [0, 0], f"zeros became {integers[0].tolist()}"
     back = integers[1].float() * scales[1]
     assert torch.allclose(back, rows[1], atol=0.01), f"1.0, -0.5 beside a row with 1e6 became {back.tolist()}"
 
 
-def check_drafts(module):
-    """The longest ending decides, its first place wins, and it does not find itself."""
-    for tokens, longest, count, expected in (
-        ([1, 2, 3, 9, 1, 2], 3, 2, [3, 9]),
-        ([5, 1, 8, 5, 2, 7, 5], 2, 2, [1, 8]),
-        ([1, 2, 3, 2, 9, 1, 2], 2, 1, [3]),
-        ([7, 7, 7], 2, 4, [7]),
-        ([1, 2, 3], 3, 4, []),
-        ([4, 4], 5, 3, [4]),
-        ([4], 2, 2, []),
-        ([], 2, 2, []),
-        ([1, 2, 1, 2, 1, 2], 2, 10, [1, 2, 1, 2]),
-    ):
-        found = list(module.propose(tokens, longest, count))
-        assert found == expected, f"after {tokens}, up to {longest} looked up, {count} drafts: {found}, not {expected}"
+# ---- the kernel, in steps --------------------------------------------------------------------------------------------
 
 
-def check_drafts_are_the_engines(module):
-    """On 300 random texts, the drafts are those of the engine."""
-    draw = random.Random(1)
-    for _ in range(300):
-        tokens = [draw.randint(0, 3) for _ in range(draw.randint(0, 24))]
-        longest, count = draw.randint(1, 5), draw.randint(1, 6)
-        config = SpeculativeConfig(num_speculative_tokens=count, prompt_lookup_max=longest, prompt_lookup_min=1)
-        expected = NgramProposer(config, 10_000).drafts_after(np.array(tokens, dtype=np.int32))
-        found = list(module.propose(tokens, longest, count))
-        assert found == expected, f"after {tokens} (longest {longest}, count {count}): {found}, the engine {expected}"
+def rows_of(count, head_dim, seed=0):
+    """Rows in 16 bits, one of them zeros, one whose largest is negative, one whose neighbour is huge."""
+    rows = torch.randn(count, head_dim, generator=torch.Generator().manual_seed(seed)).half()
+    rows[1], rows[2, 3], rows[3, 0] = 0, -9, 500
+    return rows
 
 
-def check_verification(module):
-    """Drafts count until the first that the model would not have said, and then comes its own token."""
-    for drafts, favourites, expected in (
-        ([5, 6, 7], [5, 6, 8, 1], [5, 6, 8]),
-        ([5, 6], [5, 6, 8], [5, 6, 8]),
-        ([4], [5, 6], [5]),
-        ([], [3], [3]),
-        ([4, 6, 7], [5, 6, 7, 8], [5]),
-        ([5, 9, 7], [5, 6, 7, 8], [5, 6]),
-    ):
-        found = list(module.verify(drafts, favourites))
-        assert found == expected, f"drafts {drafts}, the model says {favourites}: {found}, not {expected}"
+def traced(kernel, grid, *arguments, head_dim):
+    """The kernel's trace; it must stay inside its arguments and race with nobody."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trace = trace_kernel(kernel, grid, *arguments, HEAD_DIM=head_dim, BLOCK_D=1 << (head_dim - 1).bit_length())
+    nan = any("cast" in str(warning.message) for warning in warned)
+    assert not nan, "something that is no number becomes an integer. Is a row of zeros divided by its scale?"
+    assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. Is something not masked, or not skipped?"
+    assert not trace.races, trace.races[0]
+    return trace
 
 
-def check_speculation_changes_nothing(module):
-    """Generated with drafts and without, by a model that depends on all of its text, the tokens are the same."""
+def assert_bytes(what, found, expected):
+    """As many bytes as there must be; a usual mistake is recognised by the ratio."""
+    ratio = found / expected if expected else 0.0
+    hint = " Is the row loaded twice?" if ratio == 2 else ""
+    assert found == expected, f"{what}: {found:,} bytes, {expected:,} are enough.{hint}"
 
-    def says(text):
-        return (sum((i + 1) * token for i, token in enumerate(text[-7:])) + len(text) // 9) % 4
 
-    plain = [1, 2, 3]
-    while len(plain) < 120:
-        plain.append(says(plain))
-    text, passes = [1, 2, 3], 0
-    while len(text) < 120:
-        drafts = list(module.propose(text, 3, 4))
-        text += module.verify(drafts, [says(text + drafts[:i]) for i in range(len(drafts) + 1)])
-        passes += 1
-        assert passes < 200, "no new token in 200 passes"
-    assert text[:120] == plain, "the text with drafts is another than the text without"
+def check_kernel_step_1_largest(module):
+    """Step 1: the largest magnitude of each row; each element is read once."""
+    rows, largest = rows_of(5, 20), torch.full((5,), torch.nan)
+    trace = traced(module.largest_kernel, (5,), rows, largest, head_dim=20)
+    expected = rows.float().abs().amax(-1)
+    assert torch.equal(largest, expected), f"row by row {largest.tolist()}, not {expected.tolist()}"
+    assert_bytes("rows read", trace.arguments["rows"].bytes_read, 5 * 20 * 2)
+    assert_bytes("results written", trace.bytes_written, 5 * 4)
+
+
+def check_kernel_step_2_quantize(module):
+    """Step 2: integers and scales of each row; a row of zeros is zeros; a row is read once."""
+    rows, integers, scales = rows_of(5, 20), torch.full((5, 20), 111, dtype=torch.int8), torch.full((5,), torch.nan)
+    trace = traced(module.quantize_kernel, (5,), rows, integers, scales, head_dim=20)
+    assert_quantized(rows, integers, scales)
+    assert_bytes("rows read", trace.arguments["rows"].bytes_read, 5 * 20 * 2)
+    assert_bytes("integers and scales written", trace.bytes_written, 5 * (20 + 4))
+
+
+def assert_quantized(rows, integers, scales):
+    """The scales are right, and the integers the nearest."""
+    expected = rows.float().abs().amax(-1) / 127
+    assert torch.isfinite(scales).all(), f"scales {scales.tolist()}: was every row's written?"
+    assert torch.allclose(scales, expected, rtol=1e-5, atol=0), f"scales {scales.tolist()}, not {expected.tolist()}"
+    zeros = integers[expected == 0]
+    assert not zeros.any(), f"a row of zeros became {zeros[0].tolist()}: nothing may be divided by its scale"
+    nearest = rows.float() / expected.clamp(min=1e-30)[..., None]
+    off = (integers.float() - nearest).abs().max()
+    hint = "Does .to(tl.int8) cut off? tl.floor(x + 0.5)" if 0.9 < off < 1.01 else ""
+    assert off < 0.501, f"an integer is off by {off:.2f}. {hint}"
+
+
+def check_kernel_step_3_cache(module):
+    """Step 3: each token's heads go to its slot, in integers; padding is not written, nor are other slots."""
+    tokens, heads, head_dim, slots = 6, 2, 20, 10
+    rows = rows_of(tokens * heads, head_dim).view(tokens, heads, head_dim)
+    where = torch.tensor([7, -1, 3, 9, -1, 0])
+    cache, scales = torch.full((slots, heads, head_dim), 111, dtype=torch.int8), torch.full((slots, heads), -1.0)
+    trace = traced(module.quantize_and_cache_kernel, (tokens, heads), rows, where, cache, scales, head_dim=head_dim)
+    used = where[where >= 0]
+    others = torch.ones(slots, dtype=torch.bool).index_fill(0, used, False)
+    written = others.nonzero().flatten()[(cache[others] != 111).flatten(1).any(1) | (scales[others] != -1).any(1)]
+    assert not len(written), f"slot {written[0]} was written, and no token has it. Slot −1 is to be skipped"
+    assert_quantized(rows[where >= 0], cache[used], scales[used])
+    assert_bytes("rows read", trace.arguments["rows"].bytes_read, len(used) * heads * head_dim * 2)
+    assert_bytes("integers and scales written", trace.bytes_written, len(used) * heads * (head_dim + 4))
+
+
+# ---- the engine with the learner's parts -----------------------------------------------------------------------------
+
+INSTRUCTION = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
+
+
+def plug(module) -> Plugged:
+    """The learner's names find the prefixes, and the learner's integers are what attention reads."""
+    prompts = [f"{INSTRUCTION}def {name}(a, b):\n    return" for name in ("mul", "div", "mod", "power")]
+    return Plugged(
+        parts=Parts(hash_block_tokens=module.hash_block_tokens, attention=attention_over(module.quantize)),
+        engine_args={"kv_cache_dtype": "int8", "block_size": 4, "num_gpu_blocks_override": 200},
+        prompts=[*prompts, prompts[0]],
+        says=prefill_saved,
+    )
+
+
+def attention_over(quantize):
+    """The engine's attention, whose caches are written by the learner's `quantize`."""
+
+    class Attention(PagedAttention):
+        """Quantizes keys and values into their slots, then reads them with the engine's kernel."""
+
+        def attend(self, metadata, layer_index, q, k, v):
+            """As `PagedAttention.attend`."""
+            keys, values, key_scales, value_scales = self.kv_caches[layer_index]
+            slots = metadata.slot_mapping[metadata.slot_mapping >= 0]
+            block, offset = slots // keys.shape[1], slots % keys.shape[1]
+            for rows, cache, scales in ((k, keys, key_scales), (v, values, value_scales)):
+                cache[block, offset], scales[block, :, offset] = quantize(rows[: len(slots)])
+            return unified_attention(
+                q, keys, values, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, self.scale,
+                k_scales=key_scales, v_scales=value_scales, sliding_window=self.sliding_window,
+                max_seq_len=metadata.max_seq_len, backend=self.backend,
+            )  # fmt: skip
+
+    return Attention
+
+
+def prefill_saved(llm):
+    """Prompt tokens that were found in the prefix cache, of those looked up."""
+    stats = llm.llm_engine.stats.prefix_cache_stats
+    return {"prompt tokens found": f"{stats.hits} of {stats.queries}"}

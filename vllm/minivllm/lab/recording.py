@@ -12,29 +12,16 @@ from typing import Any
 
 import torch
 
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.messages import EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
 from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.lab.inside import runner_of
-from minivllm.lab.timing import Stopwatch
-from minivllm.models.loader import random_model
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.cost_model import Cost, MeasuredStep, StepShape
 from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
-
-STEP_PARTS: dict[str, Callable[[EngineCore], Any]] = {
-    "schedule": lambda core: core.scheduler,
-    "prepare_inputs": runner_of,
-    "forward": runner_of,
-    "sample_tokens": runner_of,
-    "update_from_output": lambda core: core.scheduler,
-}
-"""The methods that make up a step, and the objects that own them."""
-OPERATORS_PER_LAYER = 8
-"""Norm, qkv, rotation, o, norm, gate and up, silu, down: what the decoder launches besides attention."""
 
 
 @dataclass(frozen=True)
@@ -127,31 +114,3 @@ def foretell(
     if [step.scheduled for step in result.steps] != recording.scheduled:
         raise MinivllmError("the simulation takes other steps than the engine took: are the settings the same?")
     return result.seconds / recording.seconds - 1
-
-
-def step_parts(core: EngineCore, lengths: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Mean seconds per step of each part, serving requests of these (prompt, output) lengths after a warm-up."""
-    record_run(core, lengths[:2], warm_up=False)
-    watch = Stopwatch(own_clock(core))
-    for part, owner in STEP_PARTS.items():
-        place = owner(core)
-        setattr(place, part, watch.watch(part, getattr(place, part)))
-    steps = len(record_run(core, lengths, warm_up=False).steps)
-    for part, owner in STEP_PARTS.items():
-        delattr(owner(core), part)  # the method of the class again
-    return {part: watch.seconds[part] / steps for part in STEP_PARTS}
-
-
-def launch_seconds(layers: int = 16) -> float:
-    """Host seconds per operator that the decoder launches on a CPU, measured on a tiny model."""
-    thin = ModelConfig(
-        num_hidden_layers=layers, hidden_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=16,
-        intermediate_size=16, vocab_size=32, max_position_embeddings=64, model_type="llama",
-    )  # fmt: skip
-    model, ids, seconds = random_model(thin, dtype="float32"), torch.zeros(1, dtype=torch.int64), []
-    with torch.inference_mode():
-        for _ in range(20):
-            start = time.thread_time()  # one row needs no second thread, and other work should not count
-            model(ids, ids, lambda layer, q, k, v: q)
-            seconds.append(time.thread_time() - start)
-    return statistics.median(seconds) / (layers * OPERATORS_PER_LAYER + 2)  # + 2: the embedding and the last norm

@@ -20,11 +20,11 @@ from minivllm.entrypoints.llm import LLM
 from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, whole_number
+from minivllm.lab.drawing import QUIET, line, rect, svg, text, tint
 from minivllm.lab.figures import curves, panels
-from minivllm.lab.inside import core_of
 from minivllm.lab.progress import track
 from minivllm.lab.quality import RoundedCache, decoder_loss, read, rounded_weights
-from minivllm.lab.recording import STEP_PARTS, bare_engine, launch_seconds, own_clock, record_run
+from minivllm.lab.recording import bare_engine, record_run
 from minivllm.lab.shared_prefixes import WORK, serve
 from minivllm.lab.tables import Timed, closing, console, table
 from minivllm.lab.timing import median_seconds
@@ -32,25 +32,24 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
 from minivllm.sampling_params import SamplingParams
-from minivllm.simulate.cost_model import RooflineCost, StepShape
-from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 
-LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
+LLAMA = known_model("Llama-3.1-8B")
+CAPTURED = (1, 2, 4, 8, 16)
+"""Rows of the graphs in the example of padding."""
 OUTLIERS = (1, 50)
 """Factors applied to one channel: unchanged, and an outlier."""
-LAUNCHES = ("norm", "qkv", "rotate", "write cache", "attention", "o", "norm", "gate and up", "silu", "down")
-"""Kernels of a layer."""
+GRAPH_GAINS = {
+    "GPT-2, vLLM on an H200": {"1": 766.6 / 207.7},
+    "Qwen3-0.6B, xLLM": {"1": 4.20 / 2.72, "30": 9.85 / 9.11},
+    "Llama-2-7B, vLLM": {"1": 1.20 / 1.05},
+}
+"""Published gains of CUDA graphs, by requests at once: deepspeedai/DeepSpeed#8352 (tokens/s), xLLM-AI/xllm#713 (ms a
+token), vllm-project/vllm#1440 (s for 100 tokens)."""
 Texts = list[list[int]]
 """Token ids of several texts."""
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Rows [..., n] to integers and the scale [...] of each row."""
-
-
-def show_steps(found: Mapping[str, Mapping[str, float]]) -> None:
-    """Milliseconds of a step's parts, a column for each number of requests."""
-    rows = [(p, *(f"{x[p]:.2f} ({x[p] / sum(x.values()):.0%})" for x in found.values())) for p in STEP_PARTS]
-    table("Milliseconds of a step, all decode", ("part", *(f"{batch} at once" for batch in found)), rows)
 
 
 # ---- prefix caching --------------------------------------------------------------------------------------------------
@@ -107,7 +106,7 @@ def measure_cache(llm: LLM, model: str, texts: Texts, context: int, device: torc
     rows = [(k, *(f"{size:,}" for size in sizes[k].values()), f"{fits[k]:.2f} ×") for k in kinds]
     table("Bytes of a token", ("KV cache", "this model", "Llama-3.1-8B", "fits, of bfloat16"), rows, caption)
     return {"bytes": sizes, "capacity": fits, "loss": full.loss, "added": added, "agreement": agreement,
-            "faster": faster, "context": context, "modelled": _modelled_fp8()}  # fmt: skip
+            "faster": faster, "context": context}  # fmt: skip
 
 
 def _step_seconds(model: str, device: torch.device, context: int, kv_cache_dtype: str) -> float:
@@ -115,16 +114,6 @@ def _step_seconds(model: str, device: torch.device, context: int, kv_cache_dtype
     pool = CacheConfig(num_gpu_blocks=1 + 8 * (context // 16 + 2), enable_prefix_caching=False)
     core = bare_engine(model, device, pool, kv_cache_dtype=kv_cache_dtype, max_model_len=context + 32)
     return record_run(core, [(context, 24)] * 8).decode_seconds
-
-
-def _modelled_fp8() -> dict[str, float]:
-    """The modelled gain of an fp8 cache for Llama-3.1-8B on an H100, by context length of each of 8 requests."""
-    shapes = {str(tokens): StepShape.of([(1, tokens)] * 8) for tokens in (512, 4096, 20480)}
-    wide, slim = (RooflineCost.of(LLAMA, H100, kv_dtype=kind) for kind in ("bfloat16", "fp8"))
-    modelled = {tokens: wide.seconds(shape) / slim.seconds(shape) for tokens, shape in shapes.items()}
-    gains = ", ".join(f"{gain:.2f} × with {int(tokens):,}" for tokens, gain in modelled.items())
-    console.print(f"fp8 for Llama-3.1-8B on an H100, 8 requests, a decode step (modelled): {gains} tokens each")
-    return modelled
 
 
 def int8_caches(quantize: Quantize) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -204,30 +193,17 @@ def _products(quantize: Quantize) -> tuple[float, float]:
 # ---- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 
-def measure_graphs(step: Mapping[str, float], graph_gain: Callable[[int, float, float, float], float]) -> dict:
-    """The gain that graphs would bring on an H100, with the host's times of this machine.
-
-    `step` has the milliseconds of a step's parts on this machine.
-    """
-    launch, host = launch_seconds(), 1e-3 * sum(step[part] for part in step if part not in ("forward", "sample_tokens"))
-    found: dict = {"launch_us": 1e6 * launch, "host_ms": 1e3 * host, "gain": {}}
-    for name in ("Qwen3-0.6B", "Llama-3.2-3B", "Llama-3.1-8B"):
-        config = known_model(name)
-        cost, launches = RooflineCost.of(config, H100), len(LAUNCHES) * config.num_hidden_layers + 4
-        gpu = {batch: cost.floor_seconds(StepShape.of([(1, 1024)] * batch)) / 0.9 for batch in (1, 8, 64, 256)}
-        found["gain"][name] = {str(batch): graph_gain(launches, launch, host, one) for batch, one in gpu.items()}
-    rows = [(name, *(f"{gain:.2f} ×" for gain in gains.values())) for name, gains in found["gain"].items()]
-    caption = f"modelled, with {1e6 * launch:.0f} µs a launch and {1e3 * host:.2f} ms around a step measured here"
-    table("Gain of graphs on an H100, by requests decoding at 1,024 tokens", ("", "1", "8", "64", "256"), rows, caption)
-    return found
-
-
-def replay_wrongly(buffers_of: Callable[[int, int], Any]) -> dict:
-    """A replay without padding, and one of a graph that is too small: the resulting cache, and the output.
+def replay_wrongly(
+    buffers_of: Callable[[int, int], Any], padded_size: Callable[[int, Sequence[int]], int | None]
+) -> dict:
+    """The graph of each batch; a replay without padding, and one of a graph that is too small: cache and output.
 
     `buffers_of(largest, cache_slots)` makes the lesson's buffers.
     """
-    found = {}
+    graphs = {str(batch): padded_size(batch, CAPTURED) for batch in (1, 3, 5, 9, 17)}
+    columns = ("requests", *graphs)
+    table("The graph that a step is padded to", columns, [("rows", *(size or "none" for size in graphs.values()))])
+    found: dict = {"graphs": graphs}
     for name, pad in (("padded", True), ("not padded", False)):
         buffers = buffers_of(8, 16)
         buffers.replay(4, [1, 2, 3, 4], [10, 11, 12, 13])
@@ -241,6 +217,31 @@ def replay_wrongly(buffers_of: Callable[[int, int], Any]) -> dict:
     console.print(f"A graph of 4 rows replayed for 3 requests: {after}.")
     console.print(f"Replayed for 5: out come {found['too small']}, and right is {found['right']}.")
     return found
+
+
+def graph_replay() -> str:
+    """The SVG of `lessons/figures/05_graph_replay.svg`: a step launched one by one, and replayed. Not to scale."""
+    launch, kernel, left, count = 74, 34, 120, 8
+    ways = {
+        "one by one": ([(launch * place, launch) for place in range(count)],
+                       [(launch * (place + 1), kernel) for place in range(count)]),
+        "as a graph": ([(0, launch)], [(launch + kernel * place, kernel) for place in range(count)]),
+    }  # fmt: skip
+    shapes = [text(20, 28, "The same eight kernels (not to scale)", bold=True)]
+    for index, (name, (launches, kernels)) in enumerate(ways.items()):
+        y = 52 + 112 * index
+        shapes += [text(20, y + 12, name), text(104, y + 33, "host", anchor="end", colour=QUIET)]
+        shapes.append(text(104, y + 67, "GPU", anchor="end", colour=QUIET))
+        words = "launch" if len(launches) > 1 else "replay"
+        shapes += [
+            rect(left + x, y + 18, w - 4, 22, tint(palette.ORANGE, 0.4), label=words, size=12) for x, w in launches
+        ]
+        shapes += [rect(left + x, y + 52, w - 4, 22, tint(palette.BLUE, 0.45)) for x, w in kernels]
+        end = left + kernels[-1][0] + kernels[-1][1]
+        shapes.append(line((end, y + 14), (end, y + 82), palette.INK, dash="3 3"))
+        shapes.append(text(end - 6, y + 92, "the step ends", size=12, anchor="end"))
+    label = "Launched one by one, the GPU waits between kernels; replayed as a graph, they follow one another"
+    return svg(left + launch * count + kernel + 20, 272, *shapes, label=label) + "\n"
 
 
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
@@ -271,83 +272,31 @@ def measure_parallel(model: Decoder, column_then_row: Callable, all_reduce_bytes
     return {"off": max(off.values()), "sent": sent}
 
 
-# ---- speculation -----------------------------------------------------------------------------------------------------
-
-
-def measure_speculation(
-    model: Decoder, path: str, texts: Texts, drafts: int, count: int, generate: Callable[..., tuple[list[int], int]]
-) -> dict:
-    """The lesson's loop on a prompt; then the engine on all, one by one and at once, beside itself without drafts."""
-    settings = {"device": model.lm_head.weight.device.type, "enable_prefix_caching": False,
-                "num_gpu_blocks_override": 600, "max_model_len": 512, "skip_tokenizer_init": True}  # fmt: skip
-    speculative = {"num_speculative_tokens": drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    plain, guess = LLM(path, **settings), LLM(path, **settings, speculative_config=speculative)
-    found = {}
-    kinds = {"repeats itself": [one[:48] * 3 for one in texts], "fresh": [one[:144] for one in texts]}
-    for kind, prompts in track(kinds.items(), "speculating"):
-        with torch.inference_mode():
-            alone, spoken = (generate(model, prompts[0], 24, number) for number in (0, drafts))
-        lesson = {"lesson_same": alone[0] == spoken[0], "lesson_passes": spoken[1]}
-        found[kind] = lesson | _against_itself(plain, guess, prompts, count)
-    rows = []
-    for kind, one in found.items():
-        gains = (f"{gain:.2f} ×" for gain in one["faster"].values())
-        rows.append((kind, one["same"], f"{one['accepted']:.0%}", f"{one['a_pass']:.2f}", *gains))
-    columns = ("text", "same tokens", "drafts right", "tokens a pass", "as fast alone", f"{len(texts)} at once")
-    table(f"The engine with up to {drafts} drafts", columns, rows)
-    return found
-
-
-def _against_itself(plain: LLM, guess: LLM, prompts: Texts, count: int) -> dict:
-    """An engine with drafts beside the same one without, two turns each; of the seconds, the shorter count."""
-    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-    clock = own_clock(core_of(plain))
-
-    def timed(llm: LLM, batch: int) -> tuple[float, list]:
-        """Seconds for all prompts, `batch` of them at once, and the tokens that came out."""
-        start, said = clock(), []
-        for first in range(0, len(prompts), batch):
-            said += llm.generate(prompts[first : first + batch], params, use_tqdm=False)
-        return clock() - start, [one.outputs[0].token_ids for one in said]
-
-    found: dict = {"faster": {}, "same": True}
-    for batch in (1, len(prompts)):
-        before = guess.llm_engine.stats.spec_decoding_stats
-        turns = [[timed(llm, batch) for llm in (plain, guess)] for _ in range(2)]
-        (slow, expected), (fast, _) = (min(runs) for runs in zip(*turns, strict=True))
-        found["faster"][str(batch)] = slow / fast
-        found["same"] &= all(tokens == expected for turn in turns for _, tokens in turn)
-        stats = guess.llm_engine.stats.spec_decoding_stats
-        made, right = 2 * len(prompts) * count, stats.num_accepted_tokens - before.num_accepted_tokens
-        drafted = stats.num_draft_tokens - before.num_draft_tokens
-        found |= {"accepted": right / drafted, "a_pass": made / (made - right)}
-    return found
-
-
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
 def close(found: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
-    prefix, kv, fresh = found["prefix"], found["kv"], found["speculation"]["fresh"]
-    faster = ", ".join(f"{gain:.2f} × as fast with {batch} at once" for batch, gain in fresh["faster"].items())
+    prefix, kv = found["prefix"], found["kv"]
     closing(
         f"The prefix cache spared {prefix['an agent']['hit']:.0%} of an agent's prefill, "
         f"{prefix['one system prompt']['hit']:.0%} of users behind one instruction, and of strangers' "
-        f"{prefix['strangers']['hit']:.0%}.",
+        f"{prefix['strangers']['hit']:.0%}. With 10 prefixes in turn in a pool for 7 it spared "
+        f"{found['thrash']['10']:.0%}.",
         f"An int8 cache holds {kv['capacity']['int8']:.2f} times Llama-3.1-8B's tokens and added {kv['added']:+.4f} to "
         f"the loss; int4 weights without groups, with one outlier channel, added "
         f"{found['weights']['ways']['int4, a scale a row']['added_50']:+.2f}.",
         Timed(
-            f"Drafts from the text itself, {fresh['accepted']:.0%} of them right, changed no token of fresh text: "
-            f"{faster}."
+            f"The first token came {prefix['an agent']['sooner']:.1f} × as soon for the agent, "
+            f"{prefix['one system prompt']['sooner']:.1f} × behind one instruction, "
+            f"{prefix['strangers']['sooner']:.1f} × for strangers."
         ),
         disturbance=disturbance,
     )
 
 
 def draw(found: dict, path: str) -> None:
-    """Hit rates when prefixes outgrow the pool; loss by bits of the weights; gain of graphs by batch."""
+    """Hit rates when prefixes outgrow the pool; loss by bits of the weights; published gains of graphs."""
     with panels(path, 3) as (left, middle, right):
         curves(left, {"hits": found["thrash"]}, factor=100)
         left.set(title="Prefixes outgrow the pool", xlabel="prefixes of 8 blocks, pool of 63", ylabel="% hits", ylim=-2)
@@ -355,9 +304,16 @@ def draw(found: dict, path: str) -> None:
             middle.plot(one["bits"], one["added_1"], "o", color=colour, label=name)
             middle.plot(one["bits"], one["added_50"], "x", color=colour)
         middle.set(title="Weights (×: outlier channel)", xlabel="bits a weight", ylabel="loss added, nats a token")
-        middle.legend(fontsize=8)
-        curves(right, found["graphs"]["gain"], octaves=True)
-        right.set(title="Graphs on an H100 (modelled)", xlabel="requests", ylabel="× as fast", ylim=0)
+        middle.set(yscale="log", ylim=(5e-5, 300))
+        middle.legend(fontsize=8, loc="upper right")
+        names = [f"{name}, {batch} at once" for name, gains in GRAPH_GAINS.items() for batch in gains]
+        gains = [gain for one in GRAPH_GAINS.values() for gain in one.values()]
+        right.barh(range(len(names)), gains, color=palette.SKY)
+        for place, (name, gain) in enumerate(zip(names, gains, strict=True)):
+            right.annotate(f" {name}: {gain:.2f} ×", (0, place), va="center", fontsize=9)
+        right.set(title="CUDA graphs (published)", xlabel="× as fast", xlim=(0, 4))
+        right.set_yticks([])
+        right.invert_yaxis()
 
 
 def even(text: str) -> int:
@@ -371,8 +327,7 @@ def even(text: str) -> int:
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
-    users, drafts = whole_number(2, 32), whole_number(1, 32)
+    users = whole_number(2, 32)
     flags.add_argument("--users", type=users, default=8, help="who share prefixes, 2 to 32 (default: 8; quick: 4)")
-    flags.add_argument("--drafts", type=drafts, default=4, help="most drafts in a step, up to 32 (default: 4)")
     flags.add_argument("--group", type=even, default=64, help="weights that share an int4 scale (default: 64)")
     return flags
