@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from core.invariants import check_scheduler, free_blocks
+from core.invariants import check_scheduler
 from core.worker_double import WorkerDouble
 
 from minivllm.config import CacheConfig, SchedulerConfig
@@ -68,7 +68,7 @@ class Drive:
     def free(self) -> list[int]:
         """Ids of the free blocks, next to be reused first."""
         queue = self.scheduler.kv_cache_manager.block_pool.free_block_queue
-        return [block.block_id for block in free_blocks(queue)]
+        return [block.block_id for block in queue.get_all_free_blocks()]
 
     def _next_token(self, token_ids: list[int]) -> int:
         self.num_sampled += 1

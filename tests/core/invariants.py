@@ -2,23 +2,14 @@
 
 from collections import Counter
 
-from minivllm.core.block_pool import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock
+from minivllm.core.block_pool import BlockPool
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 
 
-def free_blocks(queue: FreeKVCacheBlockQueue) -> list[KVCacheBlock]:
-    """The blocks of the queue, from head to tail."""
-    blocks, block = [], queue._head.next_free_block
-    while block is not None and block is not queue._tail:
-        blocks.append(block)
-        block = block.next_free_block
-    return blocks
-
-
 def check_pool(pool: BlockPool, holders: Counter[int]) -> None:
     """`holders` counts, by block id, the requests that hold each block."""
-    free = [block.block_id for block in free_blocks(pool.free_block_queue)]
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     assert len(free) == len(set(free)) == pool.get_num_free_blocks(), "a block is in the free queue twice"
     assert not set(free) & set(holders), "a held block is in the free queue"
     assert len(free) + len(holders) == pool.num_usable_blocks, "a block is lost"

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from core.invariants import check_pool, free_blocks
+from core.invariants import check_pool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -73,7 +73,7 @@ class QueueAgainstList(RuleBasedStateMachine):
 
     @invariant()
     def same(self) -> None:
-        assert free_blocks(self.queue) == self.model
+        assert self.queue.get_all_free_blocks() == self.model
         assert self.queue.num_free_blocks == len(self.model)
 
 
@@ -92,7 +92,7 @@ class PoolAgainstAccount(RuleBasedStateMachine):
     @rule(hashes=st.lists(st.none() | st.integers(0, 2).map(lambda number: bytes([number])), max_size=9))
     def get_new_blocks(self, hashes: list[bytes | None]) -> None:
         count = len(hashes)
-        free = free_blocks(self.pool.free_block_queue)
+        free = self.pool.free_block_queue.get_all_free_blocks()
         if count > len(free):
             with pytest.raises(BlockPoolError):
                 self.pool.get_new_blocks(count)
@@ -132,12 +132,12 @@ class PoolAgainstAccount(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        before = free_blocks(self.pool.free_block_queue)
+        before = self.pool.free_block_queue.get_all_free_blocks()
         self.pool.free_blocks(reversed(table))
         last_held = [block for block in reversed(table) if block.ref_cnt == 0]
         front = [block for block in last_held if block.block_hash is None]
         back = [block for block in last_held if block.block_hash is not None]
-        assert free_blocks(self.pool.free_block_queue) == front + before + back
+        assert self.pool.free_block_queue.get_all_free_blocks() == front + before + back
 
     @rule(data=st.data())
     def double_free(self, data: st.DataObject) -> None:
@@ -184,7 +184,7 @@ def test_unhashed_blocks_go_to_the_front_as_one_group_and_hashed_ones_to_the_bac
     table = pool.get_new_blocks(4)
     pool.cache_full_blocks(table, [b"a", b"b"], 0, 2)
     pool.free_blocks(reversed(table))
-    order = [block.block_id for block in free_blocks(pool.free_block_queue)]
+    order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     assert order == [4, 3, 5, 6, 2, 1]
 
 

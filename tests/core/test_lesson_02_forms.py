@@ -1,7 +1,6 @@
 """Lesson 02's pool is the engine's: the same operations give the same blocks, counts and free order."""
 
 import pytest
-from core.invariants import free_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lessons.harness import script_path
@@ -22,7 +21,7 @@ acts = st.lists(
 
 def state_of(pool):
     """Counts by block, and the free blocks in the order in which they will be taken."""
-    free = pool.free if isinstance(pool, lesson.BlockPool) else free_blocks(pool.free_block_queue)
+    free = pool.free if isinstance(pool, lesson.BlockPool) else pool.free_block_queue.get_all_free_blocks()
     return [block.ref_cnt for block in pool.blocks], [block.block_id for block in free]
 
 

@@ -92,6 +92,15 @@ class FreeKVCacheBlockQueue:
         """Puts blocks at the head as one group, in the given order; the first one becomes the head."""
         self._insert_between(self._head, blocks, self._head.next_free_block)
 
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """Returns the free blocks from head to tail. O(n): for tests and figures."""
+        blocks: list[KVCacheBlock] = []
+        block = self._head.next_free_block
+        while block is not None and block is not self._tail:
+            blocks.append(block)
+            block = block.next_free_block
+        return blocks
+
     def _insert_between(
         self, before: KVCacheBlock | None, blocks: Sequence[KVCacheBlock], after: KVCacheBlock | None
     ) -> None:
