@@ -79,6 +79,13 @@ def grid_kernel(out, x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def broadcast_kernel(out, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Every row asks for the same columns of x."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + row * COLUMNS + column, tl.load(x + 0 * row + column))
+
+
+@triton.jit
 def raising_kernel(x):
     raise NotImplementedError("write me")
 
@@ -124,6 +131,13 @@ def test_what_is_read_again_counts_again_but_once():
     trace = trace_kernel(reread_kernel, (2,), torch.zeros(2), torch.ones(1), TIMES=5)
     assert (trace.bytes_read, trace.bytes_read_once) == (2 * 5 * 4, 4)
     assert (trace.bytes_written, trace.bytes_written_once) == (8, 8)
+
+
+def test_an_element_counts_once_for_a_load_however_many_lanes_ask_for_it():
+    out = torch.zeros(4, 8)
+    trace = trace_kernel(broadcast_kernel, (1,), out, numbers(8), ROWS=4, COLUMNS=8)
+    assert torch.equal(out, numbers(8).expand(4, 8))
+    assert (trace.bytes_read, trace.bytes_written) == (8 * 4, 4 * 8 * 4)
 
 
 def test_each_access_knows_its_program_and_elements():
