@@ -75,7 +75,7 @@ def lessons(tmp_path):
     entries = "### block\n\nSlots. ([lesson 01](01_a.md))\n\n### tile\n\nA piece. ([lesson 02](02_b.md))\n"
     (tmp_path / "GLOSSARY.md").write_text(entries)
     (tmp_path / "01_a.md").write_text("# A\n\n## Mechanism\n\nA **block**.\n")
-    (tmp_path / "02_b.md").write_text("# B\n\n## Mechanism\n\nA block.\n")
+    (tmp_path / "02_b.md").write_text("# B\n\n## Mechanism\n\nA block, a **tile**.\n")
     (tmp_path / "notes" / "01_a.md").write_text("# A: notes\n\nSee [block](../GLOSSARY.md#block).\n")
     return tmp_path
 
@@ -83,9 +83,17 @@ def lessons(tmp_path):
 def test_only_lessons_with_notes_are_held_to_it(lessons):
     assert glossary.all_problems(lessons) == []
     (lessons / "notes" / "02_b.md").write_text("# B: notes\n")
-    first, second = glossary.all_problems(lessons)
-    assert first.startswith("02_b.md: 'block' first stands in")
-    assert second == "GLOSSARY.md: 'tile' is not used in lesson 02, which should explain it"
+    (problem,) = glossary.all_problems(lessons)
+    assert problem.startswith("02_b.md: 'block' first stands in")
+
+
+@pytest.mark.parametrize("page", ["02_b.md", "notes/01_a.md"])
+def test_a_term_that_no_lesson_uses_is_found(lessons, page):
+    entry = "### warp\n\nThreads. ([lesson 02](02_b.md))\n"
+    (lessons / "GLOSSARY.md").write_text(f"{(lessons / 'GLOSSARY.md').read_text()}\n{entry}")
+    assert glossary.all_problems(lessons) == ["GLOSSARY.md: no lesson uses 'warp'"]
+    (lessons / page).write_text(f"{(lessons / page).read_text()}\n**Warps** are many.\n")
+    assert glossary.all_problems(lessons) == []
 
 
 @pytest.mark.parametrize("page", ["01_a.md", "notes/01_a.md"])
