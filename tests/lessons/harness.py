@@ -13,10 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-from lessons.mutants import Mutant, load_mutant
-
 from minivllm.lab.cli import run
 from minivllm.lab.exercise import CheckResult, checks_of, exercise_path, load, run_checks
+from minivllm.lab.mutants import Mutant, load_mutant
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
