@@ -1,53 +1,38 @@
-"""How many wrong solutions each lesson's checks catch: all of them, and the score stands at the end of the run.
+"""Each lesson's checks catch every wrong solution; the score of all stands at the end of the run (tests/conftest.py).
 
-The wrong solutions are the lesson's own mutants (`MUTANTS` of its test file) and, from the bug museum, those defects
-that also exist in the lesson's script (`solution` of an exhibit).
+The lessons' own mutants are tried in `test_NN_*.py`. Here come those of the bug museum that also exist in a lesson's
+script (`solution` of an exhibit).
 """
 
 import ast
-import importlib.util
 from pathlib import Path
 
 import pytest
-from lessons.harness import checks_that_catch, script_path
+from lessons.harness import checks_that_catch
 
-from minivllm.errors import MinivllmError
 from minivllm.lab.museum.exhibits import exhibits
-from minivllm.lab.mutants import Mutant, mutant_source
 
-NUMBERS = sorted(path.name[5:7] for path in Path(__file__).parent.glob("test_[0-9][0-9]_*.py"))
-
-
-def mutants_of(number: str) -> dict[str, Mutant]:
-    """All wrong solutions of a lesson by name; one that occurs twice counts once."""
-    found = {**_in_test_file(number), **_in_museum(number)}
-    once = {mutant: name for name, mutant in reversed(list(found.items()))}
-    return {name: mutant for mutant, name in once.items()}
+LEAST_MUTANTS = 10
+FROM_THE_MUSEUM = {f"{one.number:02d} {one.title}": one for one in exhibits().values() if one.solution}
+TEST_FILES = sorted(Path(__file__).parent.glob("test_[0-9][0-9]_*.py"))
 
 
-def _in_test_file(number: str) -> dict[str, Mutant]:
-    """`MUTANTS` of the lesson's test file, read without running its tests' module twice."""
-    (path,) = Path(__file__).parent.glob(f"test_{number}_*.py")
-    spec = importlib.util.spec_from_file_location(f"mutants_of_{number}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return {name: tuple(mutant) for name, mutant in module.MUTANTS.items()}
+@pytest.mark.parametrize("title", FROM_THE_MUSEUM)
+def test_the_checks_catch_the_museums_defects(title):
+    one = FROM_THE_MUSEUM[title]
+    assert checks_that_catch(f"{one.lesson:02d}", one.solution)
 
 
-def _in_museum(number: str) -> dict[str, Mutant]:
-    return {
-        f"exhibit {one.number}, {one.title}": one.solution
-        for one in exhibits().values()
-        if one.lesson == int(number) and one.solution
-    }
+@pytest.mark.parametrize("path", TEST_FILES, ids=lambda path: path.stem[5:7])
+def test_every_lesson_has_mutants_and_tries_all_of_them(path):
+    statements = ast.parse(path.read_text()).body
+    (mutants,) = [node for node in statements if ast.unparse(node).startswith("MUTANTS")]
+    assert sum(len(node.keys) for node in ast.walk(mutants) if isinstance(node, ast.Dict)) >= LEAST_MUTANTS
+    assert any(isinstance(node, ast.FunctionDef) and _is_tried_on_all(node) for node in statements)
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_every_wrong_solution_is_caught(number, record_property):
-    mutants = mutants_of(number)
-    missed = [name for name, mutant in mutants.items() if not checks_that_catch(number, mutant)]
-    record_property("mutation score", [number, len(mutants), len(mutants) - len(missed)])
-    assert missed == []
-    assert len(mutants) >= 10
+def _is_tried_on_all(function: ast.FunctionDef) -> bool:
+    """Whether a test is run on every mutant, and asserts that it is caught."""
+    marks = [ast.unparse(mark) for mark in function.decorator_list]
+    asserted = [ast.unparse(line) for line in function.body if isinstance(line, ast.Assert)]
+    return any("MUTANTS" in mark for mark in marks) and any("checks_that_catch(" in line for line in asserted)
