@@ -28,7 +28,7 @@ from minivllm.memory import kv_bytes_per_token, kv_cache_tokens
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.worker.memory_profiling import allocate_kv_caches
+from minivllm.worker.kv_cache import allocate_kv_caches
 
 Seen = dict[str, Any]
 """What was looked at: a name, and a text or a number."""
@@ -76,7 +76,7 @@ class Answer:
 def engine(**settings: Any) -> LLMEngine:
     """A small engine on the embedded model: 64 blocks of 16 slots, at most 4 requests at once."""
     defaults = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 65}
-    return LLMEngine(EngineArgs.of(settings.pop("model", MODEL), {**defaults, **settings}))
+    return LLMEngine(EngineArgs(**{"model": MODEL, **defaults, **settings}))
 
 
 def core_of(llm: LLMEngine) -> EngineCore:
@@ -163,6 +163,12 @@ def left_over(llm: LLMEngine) -> Seen:
     }
 
 
+def block_tables_of(llm: LLMEngine) -> dict[str, list[int]]:
+    """The block ids of every request that holds any, by the request's name. (The core adds "-" and a number to it.)"""
+    manager = core_of(llm).scheduler.kv_cache_manager
+    return {inner.rpartition("-")[0]: manager.get_block_ids(inner) for inner in manager.req_to_blocks}
+
+
 def recorded_steps(llm: LLMEngine) -> list[SchedulerOutput]:
     """A list to which every step is added when it is executed."""
     steps: list[SchedulerOutput] = []
@@ -223,15 +229,15 @@ def shared_prompt() -> Seen:
     prompt = prompt_of(1, 40)
     asks = {"A": Ask(prompt, 4), "B": Ask(prompt, 24, at=6)}
     strangers = {f"stranger {number}": Ask(prompt_of(number, 60), 4, at=4 + 3 * number) for number in (2, 3, 4)}
-    tables, shared = core_of(llm).scheduler.kv_cache_manager.req_to_blocks, set()
+    shared: set[int] = set()
 
     def look() -> None:
-        mine = {block.block_id for block in tables.get("B", ())}
-        shared.update(block.block_id for name, table in tables.items() if name != "B" for block in table)
-        shared.intersection_update(mine)
+        tables = block_tables_of(llm)
+        mine = set(tables.pop("B", ()))
+        shared.update(block for name, table in tables.items() if name != "A" for block in table if block in mine)
 
     answers = serve(llm, {**asks, **strangers}, look)
-    return {"blocks of B that a stranger holds too, in the end": sorted(shared), **texts(answers), **left_over(llm)}
+    return {"blocks of B that a stranger held at the same time": sorted(shared), **texts(answers), **left_over(llm)}
 
 
 def preemption() -> Seen:
@@ -258,14 +264,9 @@ def many_short_requests() -> Seen:
 def block_tables() -> Seen:
     """The pool is looked at before the first request, and the block tables while two run."""
     llm = engine(num_gpu_blocks_override=9, max_model_len=96)
-    manager = core_of(llm).scheduler.kv_cache_manager
-    seen: Seen = {"usage before the first request": f"{manager.usage:.1%}"}
+    seen: Seen = {"usage before the first request": f"{core_of(llm).scheduler.kv_cache_manager.usage:.1%}"}
     tables: dict[str, list[int]] = {}
-
-    def look() -> None:
-        tables.update({name: manager.get_block_ids(name) for name in manager.req_to_blocks})
-
-    answers = serve(llm, {"A": Ask(READ), "B": Ask(CLASS)}, look)
+    answers = serve(llm, {"A": Ask(READ), "B": Ask(CLASS)}, lambda: tables.update(block_tables_of(llm)))
     return {**seen, **{f"blocks of {name}": table for name, table in tables.items()}, **texts(answers)}
 
 
@@ -276,7 +277,7 @@ def full_house() -> Seen:
 
     def look() -> None:
         most.append(len(scheduler.running))
-        held.append(len(scheduler.kv_cache_manager.get_block_ids("request 0")))
+        held.append(len(block_tables_of(llm).get("request 0", ())))
 
     serve(llm, {f"request {number}": Ask(prompt_of(number, 17), 16) for number in range(6)}, look)
     counts = {"requests at once": max(most), "blocks of a request of 32 slots": max(held)}
