@@ -93,3 +93,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"left out: {count} tests that {reason}")
     if browser_is_wanting(config):
         terminalreporter.write_line("MINIVLLM_REQUIRE_BROWSER is set, and no browser test ran", red=True)
+    for line in mutation_scores(terminalreporter):
+        terminalreporter.write_line(line)
+
+
+def mutation_scores(reporter: pytest.TerminalReporter) -> list[str]:
+    """How many of the wrong solutions that this run tried were caught, by lesson; no line if it tried none."""
+    reports = [report for kind in ("passed", "failed") for report in reporter.stats.get(kind, [])]
+    noted = [value for report in reports for name, value in report.user_properties if name == "mutant"]
+    caught_in: dict[str, dict[str, bool]] = {}
+    for number, mutant, caught in noted:
+        caught_in.setdefault(number, {})[mutant] = caught
+    rows = [(number, len(found), sum(found.values())) for number, found in sorted(caught_in.items())]
+    lines = [f"{number:>6} {tried:>8} {caught:>7} {caught / tried:>6.0%}" for number, tried, caught in rows]
+    return ["lesson  mutants  caught  score", *lines] if lines else []

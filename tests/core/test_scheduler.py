@@ -530,6 +530,19 @@ def test_blocks_that_accepted_drafts_filled_are_published_with_the_output() -> N
     assert [pool.get_cached_block(block_hash) is not None for block_hash in request.block_hashes] == [True, True]
 
 
+def test_the_last_token_of_a_step_is_not_computed_and_does_not_fill_a_block_yet() -> None:
+    """A request that ends here would leave a block that others find, with nothing in its last slot."""
+    d = drive(num_speculative_tokens=3)
+    request = d.add("a", [1], max_tokens=20)
+    d.step({"a": [10**6 + 2]})
+    d.step()
+    pool = d.scheduler.kv_cache_manager.block_pool
+    assert request.num_tokens == 4, "a prompt of one token, one more, an accepted draft and the token after it"
+    assert len(pool.cached_block_hash_to_block) == 0
+    d.step()
+    assert len(pool.cached_block_hash_to_block) == 1
+
+
 def test_drafts_without_room_are_dropped() -> None:
     d = drive(num_speculative_tokens=3, max_num_batched_tokens=3)
     d.add("a", 1, max_tokens=9)

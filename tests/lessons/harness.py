@@ -13,12 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-from lessons.mutants import Mutant, load_mutant
-
 from minivllm.lab.cli import run
 from minivllm.lab.exercise import CheckResult, checks_of, exercise_path, load, run_checks
+from minivllm.lab.mutants import Mutant, load_mutant
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+noted: list[tuple[str, object]] = []
+"""User properties of the test that is running: they travel with its report, also from a worker of xdist."""
 
 
 def script_path(number: str) -> Path:
@@ -81,4 +82,6 @@ def checks_that_catch(number: str, mutant: Mutant) -> list[str]:
     """The check that fails first on the script with the mutant's change, or none. One is enough."""
     module = load_mutant(script_path(number), mutant)
     results = (result for check in checks_of(number) for result in run_checks(module, [check]))
-    return list(itertools.islice((result.name for result in results if not result.passed), 1))
+    caught = list(itertools.islice((result.name for result in results if not result.passed), 1))
+    noted.append(("mutant", [number, repr(mutant), bool(caught)]))
+    return caught

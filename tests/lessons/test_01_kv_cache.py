@@ -12,7 +12,6 @@ from lessons.harness import (
     figures_of_quick_run,
     script_path,
 )
-from lessons.mutants import load_mutant
 
 from minivllm import memory
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -21,6 +20,7 @@ from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.exercise import checks_of, load, plug_of, run_checks, run_plugged
 from minivllm.lab.followed import followed
+from minivllm.lab.mutants import load_mutant
 from minivllm.models.loader import load_model, random_model
 from minivllm.platforms.triton_utils import triton
 from minivllm.simulate.hardware import HARDWARE

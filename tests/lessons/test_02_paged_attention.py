@@ -19,7 +19,6 @@ from lessons.harness import (
     figures_of_quick_run,
     script_path,
 )
-from lessons.mutants import load_mutant
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
@@ -27,6 +26,7 @@ from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.allocators import Buddy, FirstFit
 from minivllm.lab.beam_search import beam_search, beams_both_ways, full_copy, saved_by_samples, share
 from minivllm.lab.exercise import checks_of, exercise_path, load, plug_of, run_checks
+from minivllm.lab.mutants import load_mutant
 from minivllm.lab.opening import paged_attention as opening
 from minivllm.lab.paged_cache import PagedCache, blocks_held, gather_decode, in_blocks
 from minivllm.lab.plugged import compare

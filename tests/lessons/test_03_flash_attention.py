@@ -17,7 +17,6 @@ from lessons.harness import (
     figures_of_quick_run,
     script_path,
 )
-from lessons.mutants import load_mutant
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.units import GIB
@@ -27,6 +26,7 @@ from minivllm.lab.aot import SHARED_MEMORY, compile_for
 from minivllm.lab.attention_in_model import attend_in_model
 from minivllm.lab.exercise import checks_of, exercise_path, load, run_checks, run_plugged
 from minivllm.lab.followed import PROMPT
+from minivllm.lab.mutants import load_mutant
 from minivllm.lab.opening import flash_attention as opening
 from minivllm.lab.reports import flash_attention as report
 from minivllm.lab.slow_memory import count_trips

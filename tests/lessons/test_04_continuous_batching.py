@@ -7,12 +7,12 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
 from lessons.harness import assert_refuses, checks_that_catch, figures_of_quick_run, script_path
-from lessons.mutants import load_mutant
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.exercise import checks_of, load, plug_of, run_checks
+from minivllm.lab.mutants import load_mutant
 from minivllm.lab.plugged import rows_of, serve
 from minivllm.lab.recording import bare_engine, foretell, record_run
 from minivllm.lab.reports import continuous_batching as report

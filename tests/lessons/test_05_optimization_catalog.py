@@ -7,7 +7,6 @@ import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, random_block_table, reference_attention
 from lessons.harness import REPOSITORY, assert_refuses, checks_that_catch, figures_of_quick_run, script_path
-from lessons.mutants import load_mutant
 from pictures import differences
 
 from minivllm import LLM, SamplingParams
@@ -19,6 +18,7 @@ from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.exercise import checks_of, load, plug_of, run_checks
 from minivllm.lab.followed import PROMPT, followed
+from minivllm.lab.mutants import load_mutant
 from minivllm.lab.opening import optimization_catalog as opening
 from minivllm.lab.plugged import Plugged, serve
 from minivllm.lab.reports import optimization_catalog as report

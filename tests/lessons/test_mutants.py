@@ -4,9 +4,9 @@ import ast
 import inspect
 
 import pytest
-from lessons.mutants import load_mutant, mutant_source
 
 from minivllm.errors import MinivllmError
+from minivllm.lab.mutants import load_mutant, mutant_source
 
 SOURCE = """
 def other(x):

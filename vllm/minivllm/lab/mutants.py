@@ -1,6 +1,9 @@
-"""Wrong variants of a lesson's script, each named by a function and the piece of it that is replaced.
+"""Wrong variants of a source file, each named by a function and the piece of it that is replaced.
 
     MUTANTS = {"forgets the value": ("write", "keys[at], values[at] = k, v", "keys[at] = k")}
+
+They test the checks of the exercises (`mutant_source`) and put the defects into the exhibits of the bug museum
+(`spliced_source`, which leaves the rest of the file as it is, down to the comments).
 
 A piece is an expression or some statements in a row. It is compared as syntax, so line breaks, quotes, comments and
 brackets do not matter, and only within the function named, so the same words elsewhere do not either. `...` in a piece
@@ -12,6 +15,8 @@ from __future__ import annotations
 
 import ast
 import copy
+import difflib
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +53,91 @@ def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
     if changed == ast.unparse(ast.parse(source)):
         raise MinivllmError(f"a mutant must change something; {old!r} and {new!r} are the same")
     return changed
+
+
+def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
+    """The source with the mutant's change and no other: every other line stays as it is.
+
+    The replacement stands there as the mutant spells it, so it should keep to the file's style. Where it takes
+    statements away, the comment above them goes too: it would give the missing line away.
+
+    Raises:
+        MinivllmError: as `mutant_source`, or the replacement means something else where it stands (it needs brackets).
+    """
+    where, old, new = mutant
+    tree = ast.parse(source)
+    pattern, _ = _parsed(old, new)
+    function = _only(list(_functions(tree, where)), f"function {where!r}", name)
+    (node, field, at), holes = _only(list(_places(function, pattern)), f"{old!r}", f"{where} of {name}")
+    found = getattr(node, field)
+    found = found if at is None else found[at]
+    pieces = found if isinstance(found, list) else [found]
+    only_statements = isinstance(found, list) and len(pieces) == len(getattr(node, field))
+    text = _with_holes_filled(new.strip(), [_text_of(source, hole) for hole in holes])
+    changed = _spliced(source, pieces, text or ("pass" if only_statements else ""))
+    if ast.dump(ast.parse(changed)) != ast.dump(ast.parse(mutant_source(source, mutant, name))):
+        raise MinivllmError(f"{new!r} in {where} of {name} means something else there: put it in brackets")
+    return changed
+
+
+def changed_lines(before: str, after: str) -> list[int]:
+    """The numbers of the lines of `after` that `before` has not, from 1.
+
+    Where lines were only taken away, those on both sides of the gap.
+    """
+    lines: list[int] = []
+    matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
+    for kind, _, _, start, end in matcher.get_opcodes():
+        if kind != "equal":
+            lines += range(start + 1, end + 1) if end > start else (start, start + 1)
+    return lines
+
+
+def function_lines(source: str, name: str) -> range:
+    """The line numbers of a function (`f`, `Class.method`), with its decorators.
+
+    Raises:
+        MinivllmError: it is not there exactly once.
+    """
+    function = _only(list(_functions(ast.parse(source), name)), f"function {name!r}", "the file")
+    first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+    return range(first, function.end_lineno + 1)
+
+
+def _spliced(source: str, pieces: list, text: str) -> str:
+    """The source with `text` in place of the nodes `pieces`, which stand in a row."""
+    lines = source.splitlines(keepends=True)
+    first, last = pieces[0], pieces[-1]
+    line = lines[first.lineno - 1].encode()
+    before, after = (
+        line[: first.col_offset].decode(),
+        lines[last.end_lineno - 1].encode()[last.end_col_offset :].decode(),
+    )
+    start = first.lineno - 1
+    if not text:
+        while start and lines[start - 1].startswith(f"{before}#"):
+            start -= 1
+        return "".join([*lines[:start], *lines[last.end_lineno :]])
+    if isinstance(first, ast.stmt):
+        text = textwrap.indent(textwrap.dedent(text), before).lstrip()
+    return "".join([*lines[:start], before + text + after, *lines[last.end_lineno :]])
+
+
+def _text_of(source: str, hole: ast.AST | list[ast.stmt]) -> str:
+    nodes = hole if isinstance(hole, list) else [hole]
+    return "\n".join(ast.get_source_segment(source, node) or "" for node in nodes)
+
+
+def _with_holes_filled(new: str, texts: list[str]) -> str:
+    """`new` with the text of each of its `...`, in order."""
+    holes = [node for node in ast.walk(ast.parse(new)) if isinstance(node, ast.Constant) and _is_hole(node)]
+    lines = new.splitlines()
+    in_order = sorted(holes, key=lambda node: (node.lineno, node.col_offset))
+    for node, text in reversed(list(zip(in_order, texts, strict=False))):
+        line = lines[node.lineno - 1].encode()
+        start, end = line[: node.col_offset].decode(), line[node.end_col_offset :].decode()
+        lines[node.lineno - 1] = start + text + end
+    return "\n".join(lines)
 
 
 def _only(found: list, what: str, where: str):

@@ -1,0 +1,255 @@
+"""The bug museum: each defect shows, hides well, and can be found; the commands say one line where they are misused."""
+
+import contextlib
+import difflib
+import functools
+import importlib
+import io
+import shutil
+import subprocess
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from unittest import mock
+
+import pytest
+
+from minivllm.lab.cli import run
+from minivllm.lab.exercise import module_from
+from minivllm.lab.museum import copies, desk, workloads
+from minivllm.lab.museum.exhibits import COLLECTION, ENGINE, NUM_HINTS, Exhibit, exhibits, what_happens_in
+from minivllm.lab.museum.runner import observe
+from minivllm.lab.tables import console
+
+ALL = list(exhibits().values())
+each_exhibit = pytest.mark.parametrize("exhibit", ALL, ids=[f"{one.number:02d}" for one in ALL])
+
+
+@functools.cache
+def on_the_sound_engine(workload: str) -> dict:
+    return observe(workloads, workload)
+
+
+@contextlib.contextmanager
+def built_in(exhibit: Exhibit) -> Iterator[None]:
+    """The engine of this process with the defect: quicker than a process for each."""
+    module = importlib.import_module("minivllm." + exhibit.file.removesuffix(".py").replace("/", "."))
+    function = functools.reduce(lambda place, name: vars(place)[name], exhibit.function.split("."), module)
+    function = getattr(function, "__func__", function)
+    if isinstance(function, types.FunctionType):  # others may have imported it: it changes in place
+        sound = function.__code__
+        function.__code__ = compiled_function(exhibit)
+        try:
+            yield
+        finally:
+            function.__code__ = sound
+    else:  # a Triton kernel
+        broken = module_from(exhibit.broken_source(), ENGINE / "broken.py")
+        with mock.patch.object(module, exhibit.function, getattr(broken, exhibit.function)):
+            yield
+
+
+def compiled_function(exhibit: Exhibit) -> types.CodeType:
+    code = compile(exhibit.broken_source(), exhibit.file, "exec", dont_inherit=True)
+    for name in exhibit.function.split("."):
+        (code,) = [part for part in code.co_consts if isinstance(part, types.CodeType) and part.co_name == name]
+    return code
+
+
+# ---- the exhibits ----------------------------------------------------------------------------------------------------
+
+
+@each_exhibit
+def test_the_symptom_shows_on_the_broken_engine_only(exhibit):
+    sound = on_the_sound_engine(exhibit.workload)
+    assert "raised" not in sound
+    with built_in(exhibit):
+        assert observe(workloads, exhibit.workload) != sound
+    assert observe(workloads, exhibit.workload) == sound
+
+
+@each_exhibit
+def test_the_defect_hides_well(exhibit):
+    before, after = exhibit.sound_source().splitlines(), exhibit.broken_source().splitlines()
+    changes = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    kinds = Counter(line[0] for line in changes)
+    assert 1 <= max(kinds.values()) <= 3
+    assert len(after) <= len(before)
+    comments = [line.partition("#")[2] for line in changes if line[0] == "+" and "#" in line]
+    assert all(any(line.endswith(comment) for line in before) for comment in comments)
+
+
+def test_broken_files_are_formatted_as_the_engine_is(tmp_path):
+    for one in ALL:
+        (tmp_path / f"{one.number:02d}.py").write_text(one.broken_source())
+    settings = ["--config", str(COLLECTION.parents[2] / "pyproject.toml")]
+    command = [sys.executable, "-m", "ruff", "format", "--check", *settings, str(tmp_path)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+@each_exhibit
+def test_hints_come_nearer_step_by_step(exhibit):
+    *vague, last = exhibit.hints
+    assert len(exhibit.hints) == NUM_HINTS
+    assert exhibit.function in last
+    for hint in (exhibit.title, exhibit.symptom, *vague):
+        assert exhibit.function not in hint
+    for hint in exhibit.hints:
+        assert exhibit.old not in hint
+        assert exhibit.new not in hint or not exhibit.new
+    assert exhibit.file not in exhibit.hints[0]
+    assert exhibit.why
+
+
+def test_the_collection():
+    assert [one.number for one in ALL] == list(range(1, len(ALL) + 1))
+    assert len(ALL) >= 22
+    assert [one.lesson for one in ALL] == sorted(one.lesson for one in ALL)
+    assert {one.lesson for one in ALL} == {1, 2, 3, 4, 5}
+    assert len({one.title for one in ALL}) == len({(one.file, one.function, one.old) for one in ALL}) == len(ALL)
+    for one in ALL:
+        assert what_happens_in(one.workload).endswith(".")
+
+
+def test_the_page_lists_the_symptoms():
+    page = (COLLECTION.parent / "README.md").read_text()
+    for one in ALL:
+        assert f"| {one.number} | {one.lesson:02d} | {one.title} | {one.symptom} |" in page
+    assert page.count("\n| ") == len(ALL) + 2
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rooms(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "ROOMS", tmp_path / "bugs")
+    return tmp_path / "bugs"
+
+
+def said(*arguments: str) -> str:
+    with console.capture() as capture:
+        desk.main(desk.parser().parse_args(arguments))
+    return capture.get()
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_an_exhibit_from_its_symptom_to_its_end(rooms, monkeypatch):
+    """Exhibit 10, in processes of their own: shown, mended, tried."""
+    few = {number: exhibits()[number] for number in (5, 10, 17)}
+    monkeypatch.setattr(desk, "exhibits", lambda: few)
+    shown = said("--bug", "10")
+    assert "-12.5%" in shown
+    assert "minivllm" in shown
+    copy = rooms / "10" / "minivllm" / "core" / "block_pool.py"
+    assert copy.read_text() == exhibits()[10].broken_source()
+    assert not (rooms / "10" / "minivllm" / "lab").exists()
+    assert "0 of" in said()
+
+    copy.write_text(exhibits()[10].sound_source())
+    assert "Mended" in said("--bug", "10", "--try")
+    assert "1 of 3 solved" in said()
+
+
+def test_a_repair_without_effect_is_none(rooms, monkeypatch):
+    copies.set_up(exhibits()[10])
+    names = {one.workload for one in ALL}
+    monkeypatch.setattr(desk, "observe", lambda *_: [{name: {"text": text} for name in names} for text in ("a", "b")])
+    with pytest.raises(SystemExit) as ended, console.capture() as capture:
+        desk.main(desk.parser().parse_args(["--bug", "10", "--try"]))
+    assert ended.value.code == 1
+    assert "The symptom is still there" in capture.get()
+    assert copies.solved() == {}
+
+
+def test_a_repair_that_breaks_something_else_is_none(rooms, monkeypatch):
+    copies.set_up(exhibits()[10])
+    seen = {one.workload: {"text": "right"} for one in ALL}
+    other = {**seen, "burst": {"text": "wrong"}}
+    monkeypatch.setattr(desk, "observe", lambda names, *rooms: [seen, other])
+    with console.capture() as capture:
+        assert not desk.try_copy(exhibits()[10])
+    assert "something else is wrong: burst" in in_one_line(capture.get())
+    assert copies.solved() == {}
+
+
+def test_an_engine_that_does_not_start_is_a_symptom(rooms):
+    one = exhibits()[10]
+    copies.set_up(one)
+    (copies.room_of(one) / "minivllm" / "core" / "block_pool.py").write_text("def broken(:\n")
+    (seen,) = copies.observe([one.workload], copies.room_of(one))
+    assert "SyntaxError" in seen[one.workload]["the engine as a whole"]
+
+
+def test_a_copy_that_the_learner_has_changed_is_left_alone(rooms):
+    one = exhibits()[10]
+    assert copies.set_up(one)
+    assert copies.set_up(one)
+    copy = copies.room_of(one) / "minivllm" / one.file
+    copy.write_text(copy.read_text() + "\n# mine\n")
+    assert not copies.set_up(one)
+    assert "# mine" in copy.read_text()
+    shutil.rmtree(copies.room_of(one))
+    assert copies.set_up(one)
+
+
+@each_exhibit
+def test_a_guess_is_judged_by_its_distance(exhibit):
+    (line, *_), file = exhibit.lines(), exhibit.file
+    assert exhibit.judge(file, line) == exhibit.judge(file, line + 1) == "found"
+    assert exhibit.judge(file, 1) == "file"
+    assert exhibit.judge("core/limits.py", line) == "cold"
+
+
+def test_a_guess_in_the_right_function_is_warm(rooms):
+    one = exhibits()[17]
+    warm = next(line for line in range(one.lines()[0] - 20, one.lines()[0]) if one.judge(one.file, line) == "function")
+    assert "Warm" in said("--bug", "17", "--line", f"{one.file}:{warm}")
+    assert "Cold" in said("--bug", "17", "--line", "out/bugs/17/minivllm/core/stop.py:1")
+    assert "Lukewarm" in said("--bug", "17", "--line", "core/scheduler.py:1")
+    assert copies.solved() == {}
+    assert one.why.split()[0] in said("--bug", "17", "--line", f"vllm/minivllm/{one.file}:{one.lines()[0]}")
+    assert copies.solved() == {"17": "line"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (("--bug", "99"), "there is no exhibit '99'"),
+        (("--bug", "0"), "there is no exhibit '0'"),
+        (("--bug", "x"), "there is no exhibit 'x'"),
+        (("--bug", "²"), "there is no exhibit"),
+        (("--hint", "1"), "which exhibit?"),
+        (("--bug", "1", "--hint", "4"), "there is no hint '4'"),
+        (("--bug", "1", "--line", "core"), "is no line"),
+        (("--bug", "1", "--line", "core/nowhere.py:3"), "no file of the engine"),
+        (("--bug", "1", "--line", "../../tools/links.py:3"), "no file of the engine"),
+        (("--bug", "1", "--line", "core/stop.py:0"), "has the lines 1 to"),
+        (("--bug", "1", "--line", f"core/stop.py:{10**30}"), "has the lines 1 to"),
+        (("--bug", "1", "--try"), "is not there yet"),
+        (("--bug", "1", "--hint", "1", "--try"), "one at a time"),
+        (("--bugs",), "unrecognized"),
+    ],
+)
+def test_bad_input_gets_one_line(rooms, monkeypatch, arguments, about):
+    errors = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["bugs", *arguments]),
+        redirect_stderr(errors),
+        pytest.raises(SystemExit) as end,
+    ):
+        run(desk.main, desk.parser())
+    assert end.value.code == 2
+    assert len(errors.getvalue().strip().splitlines()) == 1
+    assert about in errors.getvalue()
+
+
+def test_every_hint_can_be_read():
+    for which in ("1", "2", "3"):
+        assert in_one_line(exhibits()[6].hints[int(which) - 1]) in in_one_line(said("--bug", "6", "--hint", which))

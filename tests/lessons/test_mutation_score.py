@@ -1,0 +1,38 @@
+"""Each lesson's checks catch every wrong solution; the score of all stands at the end of the run (tests/conftest.py).
+
+The lessons' own mutants are tried in `test_NN_*.py`. Here come those of the bug museum that also exist in a lesson's
+script (`solution` of an exhibit).
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+from lessons.harness import checks_that_catch
+
+from minivllm.lab.museum.exhibits import exhibits
+
+LEAST_MUTANTS = 10
+FROM_THE_MUSEUM = {f"{one.number:02d} {one.title}": one for one in exhibits().values() if one.solution}
+TEST_FILES = sorted(Path(__file__).parent.glob("test_[0-9][0-9]_*.py"))
+
+
+@pytest.mark.parametrize("title", FROM_THE_MUSEUM)
+def test_the_checks_catch_the_museums_defects(title):
+    one = FROM_THE_MUSEUM[title]
+    assert checks_that_catch(f"{one.lesson:02d}", one.solution)
+
+
+@pytest.mark.parametrize("path", TEST_FILES, ids=lambda path: path.stem[5:7])
+def test_every_lesson_has_mutants_and_tries_all_of_them(path):
+    statements = ast.parse(path.read_text()).body
+    (mutants,) = [node for node in statements if ast.unparse(node).startswith("MUTANTS")]
+    assert sum(len(node.keys) for node in ast.walk(mutants) if isinstance(node, ast.Dict)) >= LEAST_MUTANTS
+    assert any(isinstance(node, ast.FunctionDef) and _is_tried_on_all(node) for node in statements)
+
+
+def _is_tried_on_all(function: ast.FunctionDef) -> bool:
+    """Whether a test is run on every mutant, and asserts that it is caught."""
+    marks = [ast.unparse(mark) for mark in function.decorator_list]
+    asserted = [ast.unparse(line) for line in function.body if isinstance(line, ast.Assert)]
+    return any("MUTANTS" in mark for mark in marks) and any("checks_that_catch(" in line for line in asserted)

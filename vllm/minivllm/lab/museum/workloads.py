@@ -1,0 +1,498 @@
+"""What the museum's engines are given to do. Each function drives an engine and returns what was looked at.
+
+A workload imports the engine (`minivllm`) and nothing that stands beside it, since it also runs on copies that consist
+of the engine alone. It is deterministic: run on the sound engine twice, it returns the same. The first line of its
+docstring says what happens in it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core import EngineCore
+from minivllm.engine.detokenizer import IncrementalDetokenizer
+from minivllm.engine.llm_engine import LLMEngine
+from minivllm.memory import kv_bytes_per_token, kv_cache_tokens
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
+from minivllm.worker.kv_cache import allocate_kv_caches
+
+Seen = dict[str, Any]
+"""What was looked at: a name, and a text or a number."""
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny-python"
+MOST_STEPS = 300
+ADD = "def add(a, b):\n    return"
+READ = "def read_lines(path):\n    with open(path) as file:\n"
+CLASS = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+LOOP = "for index in range(10):\n    print(index)\nfor index in range(10):\n"
+LONG = (
+    "import os\nimport sys\n\n\ndef main(arguments):\n    for name in arguments:\n        path = os.path.join(name)\n"
+)
+LONGER = LONG + "        if os.path.exists(path):\n            print(path)\n\n\n" + CLASS
+
+
+# ---- driving an engine -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ask:
+    """A request: a text or token ids, when it comes, and its parameters (greedy and 16 tokens unless said)."""
+
+    prompt: str | list[int]
+    max_tokens: int = 16
+    at: int = 0
+    salt: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Answer:
+    """What came: the text and the tokens so far, the pieces of a stream, the prefix hit in tokens."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    samples: list[str] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    logprob: float | None = None
+    prompt_logprob: float | None = None
+
+
+def engine(**settings: Any) -> LLMEngine:
+    """A small engine on the embedded model: 64 blocks of 16 slots, at most 4 requests at once."""
+    defaults = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 65}
+    return LLMEngine(EngineArgs(**{"model": MODEL, **defaults, **settings}))
+
+
+def core_of(llm: LLMEngine) -> EngineCore:
+    """The core of an engine in this process."""
+    return llm.engine_core.engine_core  # type: ignore[attr-defined]
+
+
+class Answers(dict[str, Answer]):
+    """Answers by name; `raised` is the error that ended them all, if any."""
+
+    raised: str | None = None
+
+
+def serve(llm: LLMEngine, asks: Mapping[str, Ask], after_step: Callable[[], None] | None = None) -> Answers:
+    """Runs all requests to their end, or `MOST_STEPS` steps, or the first error; returns what came."""
+    answers = Answers({name: Answer() for name in asks})
+    try:
+        _run(llm, asks, answers, after_step)
+    except Exception as error:
+        answers.raised = f"{type(error).__name__}: {error}"
+    return answers
+
+
+def _run(
+    llm: LLMEngine, asks: Mapping[str, Ask], answers: Answers, after_step: Callable[[], None] | None = None
+) -> None:
+    for step in range(MOST_STEPS):
+        for name, ask in asks.items():
+            if ask.at == step:
+                _add(llm, name, ask)
+        if llm.has_unfinished_requests():
+            for output in llm.step():
+                _take_in(answers[output.request_id], output)
+            if after_step:
+                after_step()
+        elif step >= max(ask.at for ask in asks.values()):
+            break
+
+
+def _add(llm: LLMEngine, name: str, ask: Ask) -> None:
+    prompt: dict[str, Any] = {"prompt" if isinstance(ask.prompt, str) else "prompt_token_ids": ask.prompt}
+    if ask.salt is not None:
+        prompt["cache_salt"] = ask.salt
+    settings = {"temperature": 0.0, "ignore_eos": True, "output_kind": RequestOutputKind.CUMULATIVE, **ask.params}
+    llm.add_request(name, prompt, SamplingParams(max_tokens=ask.max_tokens, **settings))  # type: ignore[arg-type]
+
+
+def _take_in(answer: Answer, output: RequestOutput) -> None:
+    first = output.outputs[0]
+    answer.text, answer.token_ids, answer.finish_reason = first.text, list(first.token_ids), first.finish_reason
+    answer.pieces.append(first.text)
+    answer.samples = [completion.text for completion in output.outputs]
+    answer.num_cached_tokens = output.num_cached_tokens
+    answer.logprob = first.cumulative_logprob and round(first.cumulative_logprob, 2)
+    if output.prompt_logprobs:
+        of_tokens = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs if entry]
+        answer.prompt_logprob = round(sum(of_tokens), 1)
+
+
+def looked_at(answers: Answers, what: str, value: Callable[[Answer], Any]) -> Seen:
+    """One value of every answer, as "`what` NAME", and the error if there was one."""
+    seen = {f"{what} {name}": value(answer) for name, answer in answers.items()}
+    return seen if answers.raised is None else {"raised": answers.raised, **seen}
+
+
+def texts(answers: Answers) -> Seen:
+    """The text of every request."""
+    return looked_at(answers, "text of", lambda answer: answer.text)
+
+
+def hits(answers: Answers) -> Seen:
+    """Tokens of every prompt that came from the prefix cache."""
+    return looked_at(answers, "cached tokens of", lambda answer: answer.num_cached_tokens)
+
+
+def left_over(llm: LLMEngine) -> Seen:
+    """What the engine still holds after the last request."""
+    scheduler = core_of(llm).scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "requests still running": len(scheduler.running),
+        "requests still waiting": len(scheduler.waiting),
+        "blocks still held": pool.num_usable_blocks - pool.get_num_free_blocks(),
+    }
+
+
+def block_tables_of(llm: LLMEngine) -> dict[str, list[int]]:
+    """The block ids of every request that holds any, by the request's name. (The core adds "-" and a number to it.)"""
+    manager = core_of(llm).scheduler.kv_cache_manager
+    return {inner.rpartition("-")[0]: manager.get_block_ids(inner) for inner in manager.req_to_blocks}
+
+
+def recorded_steps(llm: LLMEngine) -> list[SchedulerOutput]:
+    """A list to which every step is added when it is executed."""
+    steps: list[SchedulerOutput] = []
+    executor = core_of(llm).executor
+    execute = executor.execute_model
+
+    def execute_and_note(output: SchedulerOutput, *rest: Any) -> Any:
+        steps.append(output)
+        return execute(output, *rest)
+
+    executor.execute_model = execute_and_note  # type: ignore[method-assign]
+    return steps
+
+
+def prompt_of(number: int, length: int) -> list[int]:
+    """A prompt of `length` token ids that shares no block with that of another number."""
+    return [(37 * number + 11 * position + position * position) % 4000 + 5 for position in range(length)]
+
+
+# ---- lesson 01: one request, token by token --------------------------------------------------------------------------
+
+
+def one_request() -> Seen:
+    """One greedy request, alone on the engine."""
+    answers = serve(engine(), {"A": Ask(ADD, 12)})
+    return {"first token": answers["A"].token_ids[:1], **texts(answers)}
+
+
+def three_lengths() -> Seen:
+    """Three greedy requests of different lengths start together."""
+    asks = {"A": Ask(ADD), "B": Ask(READ), "C": Ask(CLASS)}
+    return texts(serve(engine(), asks))
+
+
+def cache_ledger() -> Seen:
+    """The ledger's bytes of a token are compared with the tensors that the engine allocates."""
+    config, seen = ModelConfig.from_pretrained(MODEL), Seen()
+    for dtype in ("auto", "int8"):
+        caches = allocate_kv_caches(config, 8, 16, torch.device("cpu"), torch.bfloat16, dtype)
+        parts = [part for cache in caches for part in cache if part is not None]
+        seen[f"bytes of a token, {dtype}: in the tensors"] = sum(part.nbytes for part in parts) // (8 * 16)
+        seen[f"bytes of a token, {dtype}: in the ledger"] = kv_bytes_per_token(config, dtype)
+    return {**seen, "blocks that 64 MiB are said to hold": kv_cache_tokens(64 * 2**20, config) // 16}
+
+
+def wanted_lengths() -> Seen:
+    """Requests for 1, 2 and 7 tokens."""
+    answers = serve(engine(), {f"the request for {count}": Ask(ADD, count) for count in (1, 2, 7)})
+    return looked_at(answers, "tokens of", lambda answer: len(answer.token_ids))
+
+
+# ---- lesson 02: blocks -----------------------------------------------------------------------------------------------
+
+
+def shared_prompt() -> Seen:
+    """A prompt is asked twice, one after the other; while the second answer grows, strangers fill the small pool."""
+    llm = engine(num_gpu_blocks_override=13, max_model_len=128)
+    prompt = prompt_of(1, 40)
+    asks = {"A": Ask(prompt, 4), "B": Ask(prompt, 24, at=6)}
+    strangers = {f"stranger {number}": Ask(prompt_of(number, 60), 4, at=4 + 3 * number) for number in (2, 3, 4)}
+    shared: set[int] = set()
+
+    def look() -> None:
+        tables = block_tables_of(llm)
+        mine = set(tables.pop("B", ()))
+        shared.update(block for name, table in tables.items() if name != "A" for block in table if block in mine)
+
+    answers = serve(llm, {**asks, **strangers}, look)
+    return {"blocks of B that a stranger held at the same time": sorted(shared), **texts(answers), **left_over(llm)}
+
+
+def preemption() -> Seen:
+    """Three requests outgrow a pool of eight blocks: the last one loses its blocks and runs again later."""
+    llm = engine(num_gpu_blocks_override=9, max_model_len=96)
+    answers = serve(llm, {"A": Ask(READ, 32), "B": Ask(LOOP, 32), "C": Ask(ADD, 40)})
+    return {**texts(answers), "preemptions": core_of(llm).scheduler.num_preemptions, **left_over(llm)}
+
+
+def rows_reused() -> Seen:
+    """Five requests of different lengths on an engine that runs two at once."""
+    prompts = {"A": LONG, "B": ADD, "C": CLASS, "D": READ, "E": LOOP}
+    llm = engine(max_num_seqs=2, enable_prefix_caching=False)
+    return {**texts(serve(llm, {name: Ask(prompt) for name, prompt in prompts.items()})), **left_over(llm)}
+
+
+def many_short_requests() -> Seen:
+    """Ten short requests, one after the other, on an engine that runs four at once."""
+    llm = engine()
+    answers = serve(llm, {f"request {number}": Ask(ADD, 2, at=3 * number) for number in range(10)})
+    return looked_at(answers, "the end of", lambda answer: answer.finish_reason)
+
+
+def block_tables() -> Seen:
+    """The pool is looked at before the first request, and the block tables while two run."""
+    llm = engine(num_gpu_blocks_override=9, max_model_len=96)
+    seen: Seen = {"usage before the first request": f"{core_of(llm).scheduler.kv_cache_manager.usage:.1%}"}
+    tables: dict[str, list[int]] = {}
+    answers = serve(llm, {"A": Ask(READ), "B": Ask(CLASS)}, lambda: tables.update(block_tables_of(llm)))
+    return {**seen, **{f"blocks of {name}": table for name, table in tables.items()}, **texts(answers)}
+
+
+def full_house() -> Seen:
+    """Requests of two blocks each come to a pool that has room for four of them."""
+    llm = engine(num_gpu_blocks_override=9, max_model_len=96, block_size=16)
+    scheduler, most, held = core_of(llm).scheduler, [0], [0]
+
+    def look() -> None:
+        most.append(len(scheduler.running))
+        held.append(len(block_tables_of(llm).get("request 0", ())))
+
+    serve(llm, {f"request {number}": Ask(prompt_of(number, 17), 16) for number in range(6)}, look)
+    counts = {"requests at once": max(most), "blocks of a request of 32 slots": max(held)}
+    return {**counts, "preemptions": scheduler.num_preemptions}
+
+
+# ---- lesson 03: attention --------------------------------------------------------------------------------------------
+
+
+def triton_kernel() -> Seen:
+    """A short prompt and a long one on the Triton kernel, in its interpreter: texts, and how likely the prompts are."""
+    llm = engine()
+    core_of(llm).executor.worker.runner.attention.backend = "triton"  # type: ignore[attr-defined]
+    params = {"prompt_logprobs": 0}
+    answers = serve(
+        llm, {"the short prompt": Ask(ADD, 3, params=params), "the long prompt": Ask(LONGER, 4, params=params)}
+    )
+    return {**texts(answers), **looked_at(answers, "log probability of", lambda answer: answer.prompt_logprob)}
+
+
+def sliding_window() -> Seen:
+    """A model whose layers see the last 8 tokens, with random weights, answers a short and a long prompt."""
+    config = json.loads((MODEL / "config.json").read_text())
+    window = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**config, **window, "num_hidden_layers": 2}))
+        llm = engine(model=folder, load_format="dummy", skip_tokenizer_init=True, attention_backend="naive")
+    answers = serve(llm, {"the short prompt": Ask(prompt_of(1, 3), 4), "the long prompt": Ask(prompt_of(2, 30), 8)})
+    return looked_at(answers, "tokens of", lambda answer: answer.token_ids)
+
+
+def naive_attention() -> Seen:
+    """The engine with `attention_backend="naive"`: one long prompt whole, then in chunks of 16 tokens."""
+    whole = serve(engine(attention_backend="naive"), {"the whole prompt": Ask(LONG, 12)})
+    chunked = engine(attention_backend="naive", max_num_batched_tokens=16)
+    return {**texts(whole), **texts(serve(chunked, {"the prompt in chunks": Ask(LONG, 12)}))}
+
+
+# ---- lesson 04: many requests ----------------------------------------------------------------------------------------
+
+
+def burst() -> Seen:
+    """Six prompts come at once to an engine with a budget of 32 tokens a step."""
+    llm = engine(max_num_batched_tokens=32, max_num_seqs=8, enable_prefix_caching=False)
+    steps = recorded_steps(llm)
+    serve(llm, {f"request {number}": Ask(prompt_of(number, 20), 4) for number in range(6)})
+    return {
+        "tokens of the largest step": max(sum(step.num_scheduled_tokens.values()) for step in steps),
+        "steps": len(steps),
+    }
+
+
+def four_samples() -> Seen:
+    """Four samples of one prompt, with temperature 1 and a seed."""
+    params = {"n": 4, "temperature": 1.0, "seed": 7, "output_kind": RequestOutputKind.FINAL_ONLY}
+    answer = serve(engine(), {"A": Ask(CLASS, 12, params=params)})["A"]
+    return {"different samples": len(set(answer.samples)), "samples": answer.samples}
+
+
+def mixed_wishes() -> Seen:
+    """A long prompt, computed in chunks of 16, beside a greedy request and one with temperature 2."""
+    llm = engine(long_prefill_token_threshold=16, enable_prefix_caching=False)
+    wild = {"temperature": 2.0, "seed": 3}
+    asks = {"the wild one": Ask(ADD, 6, params=wild), "the long prompt": Ask(LONGER), "the greedy one": Ask(READ, 8)}
+    return texts(serve(llm, {"the long prompt": asks["the long prompt"], **asks}))
+
+
+def chunks() -> Seen:
+    """A prompt of several chunks beside short ones; the budget is 24 tokens a step."""
+    llm = engine(max_num_batched_tokens=24, enable_prefix_caching=False)
+    return texts(serve(llm, {"A": Ask(ADD), "the long prompt": Ask(LONGER, 8), "B": Ask(READ)}))
+
+
+def stop_string() -> Seen:
+    """A request ends with a stop string, long before its 64 tokens."""
+    llm = engine()
+    answers = serve(llm, {"A": Ask(ADD, 64, params={"stop": ["\n"]})})
+    return {**texts(answers), "ended by": answers["A"].finish_reason, **left_over(llm)}
+
+
+def stop_across_tokens() -> Seen:
+    """Two requests with stop strings: one that is a single token of the answer, one that takes several."""
+    asks = {"one token": Ask(ADD, params={"stop": ["def"]}), "several": Ask(ADD, params={"stop": ["b\n\ndef _"]})}
+    answers = serve(engine(), asks)
+    return {**texts(answers), **looked_at(answers, "the end of", lambda answer: answer.finish_reason)}
+
+
+def stream_with_stops() -> Seen:
+    """A stream with two stop strings: what was sent, piece by piece."""
+    params = {"stop": ["\n\ndef _parse", "}"], "output_kind": RequestOutputKind.DELTA}
+    answer = serve(engine(), {"A": Ask(ADD, params=params)})["A"]
+    return {"sent": "".join(answer.pieces), "ended by": answer.finish_reason, "pieces": answer.pieces}
+
+
+def stream_of_characters() -> Seen:
+    """A text with accents and Japanese is decoded token by token, as a stream does it."""
+    tokenizer = load_tokenizer(MODEL)
+    detokenizer = IncrementalDetokenizer(tokenizer, [], SamplingParams(detokenize=True))
+    pieces, num_sent = [], 0
+    for token_id in tokenizer.encode("# café, Größe, 日本語 ✓").ids:
+        detokenizer.update([token_id])
+        pieces.append(detokenizer.text[num_sent:])
+        num_sent = len(detokenizer.text)
+    detokenizer.finish()
+    return {"sent": "".join(pieces) + detokenizer.text[num_sent:]}
+
+
+# ---- lesson 05: the prefix cache and other levers --------------------------------------------------------------------
+
+
+def two_tenants() -> Seen:
+    """The same prompt from one tenant, from another one with a different `cache_salt`, and from the first again."""
+    prompt = prompt_of(1, 40)
+    asks = {
+        "tenant 1": Ask(prompt, 4, salt="one"),
+        "tenant 2": Ask(prompt, 4, at=6, salt="two"),
+        "tenant 1 again": Ask(prompt, 4, at=12, salt="one"),
+    }
+    return hits(serve(engine(), asks))
+
+
+def same_middle() -> Seen:
+    """Three prompts of two blocks: the third has the first block of one and the second block of another."""
+    first, second = prompt_of(1, 33), prompt_of(2, 33)
+    third = [*first[:16], *second[16:]]
+    answers = serve(engine(), {"A": Ask(first), "B": Ask(second, at=1), "C": Ask(third, at=20)})
+    return {**texts(answers), **hits(answers)}
+
+
+def prompt_again() -> Seen:
+    """A prompt of exactly two blocks is asked again, and beside it another one."""
+    prompt, other = prompt_of(1, 32), prompt_of(2, 21)
+    answers = serve(engine(), {"A": Ask(prompt, 8), "B": Ask(other, 12, at=9), "A again": Ask(prompt, 8, at=12)})
+    return {**texts(answers), **hits(answers)}
+
+
+def evictions() -> Seen:
+    """A long prompt is asked, two strangers take some of its blocks, and it is asked again."""
+    prompt = prompt_of(1, 97)
+    asks = {"A": Ask(prompt, 2), **{f"stranger {n}": Ask(prompt_of(n, 33), 2, at=4 * n) for n in (2, 3)}}
+    return hits(
+        serve(engine(num_gpu_blocks_override=11, max_model_len=128), {**asks, "A again": Ask(prompt, 2, at=18)})
+    )
+
+
+def reset_between() -> Seen:
+    """The prefix cache is reset between two rounds of the same requests."""
+    llm = engine(num_gpu_blocks_override=9, max_model_len=96)
+    asks = {name: Ask(prompt_of(number, 40), 4) for number, name in enumerate("AB")}
+    serve(llm, asks)
+    done = llm.reset_prefix_cache()
+    answers = serve(llm, asks)
+    return {"reset": done, **hits(answers), **texts(answers)}
+
+
+def speculation() -> Seen:
+    """Greedy requests with up to four n-gram drafts a step, on text that repeats itself."""
+    llm = engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2})
+    answers = serve(llm, {"A": Ask(LOOP, 40), "B": Ask(CLASS, 40)})
+    return {**texts(answers), **left_over(llm)}
+
+
+def conversation() -> Seen:
+    """With drafts, a request ends where a block ends; the next turn's prompt is all of that text and a little more."""
+    llm = engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2})
+    assert llm.tokenizer is not None
+    seen, loop = Seen(), llm.tokenizer.encode(LOOP).ids
+    for length in (34, 45):
+        prompt = [*prompt_of(length, 16), *loop, *loop][:length]
+        first = serve(llm, {"turn 1": Ask(prompt, 80 - length)})["turn 1"]
+        turns = serve(llm, {"turn 2": Ask([*prompt, *first.token_ids, 8], 6, params={"logprobs": 1})})
+        found = {**texts(turns), **hits(turns), **looked_at(turns, "log probability of", lambda answer: answer.logprob)}
+        seen |= {f"{name}, prompt of {length}": value for name, value in found.items()}
+    return seen
+
+
+def int8_cache() -> Seen:
+    """Greedy requests on a cache of int8 with a scale for each token and head."""
+    return texts(serve(engine(kv_cache_dtype="int8"), {"A": Ask(ADD), "B": Ask(READ), "C": Ask(CLASS)}))
+
+
+def graphs() -> Seen:
+    """Decode steps as captured graphs, here played back by plain calls: one of four requests ends early."""
+    llm = engine()
+    core_of(llm).executor.worker.runner.capture_model(lambda function: function)  # type: ignore[attr-defined]
+    asks = {"A": Ask(CLASS, 40), "B": Ask(READ, 40), "C": Ask(LOOP, 40), "D": Ask(ADD, 6)}
+    return texts(serve(llm, asks))
+
+
+def tight_pool() -> Seen:
+    """A prompt with a long prefix hit comes back to a pool that another request has nearly filled."""
+    llm = engine(num_gpu_blocks_override=11, max_model_len=128)
+    prompt = prompt_of(1, 65)
+    longer = [*prompt, *prompt_of(3, 30)]
+    asks = {"A": Ask(prompt, 2), "B": Ask(prompt_of(2, 60), 30, at=4), "A again": Ask(longer, 2, at=12)}
+    answers = serve(llm, asks)
+    return {**texts(answers), **hits(answers), **left_over(llm)}
+
+
+def lookahead() -> Seen:
+    """A scheduler alone, for a drafter that writes three tokens ahead into the request's own blocks."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_model_len=64, num_lookahead_tokens=3), CacheConfig(num_gpu_blocks=17, block_size=4)
+    )
+    requests = [Request(name, prompt_of(index, 6 + index), max_tokens=9) for index, name in enumerate("ABC")]
+    for request in requests:
+        scheduler.add_request(request)
+    outside = 0
+    for _ in range(MOST_STEPS):
+        if not scheduler.has_unfinished_requests():
+            break
+        output = scheduler.schedule()
+        for name in output.num_scheduled_tokens:
+            slots = 4 * len(scheduler.kv_cache_manager.get_block_ids(name))
+            outside += max(0, scheduler.requests[name].num_computed_tokens + 3 - slots)
+        scheduler.update_from_output(output, ModelRunnerOutput({name: [7] for name in output.num_scheduled_tokens}))
+    ended = sum(request.num_output_tokens == 9 for request in requests)
+    return {"requests ended": ended, "slots ahead that lie outside their request's blocks": outside}
