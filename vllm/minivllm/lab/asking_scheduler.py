@@ -53,7 +53,7 @@ def scheduler_that_asks(schedule: Schedule) -> type[Scheduler]:
             for request in [one for one in reversed(self.running) if one.request_id not in kept]:
                 self.running.remove(request)
                 self._preempt_request(request, step)
-            if not decided and not step.preempted_req_ids:  # the next step would be the same
+            if self.requests and not decided and not step.preempted_req_ids:  # the next step would be the same
                 raise MinivllmError(
                     f"your schedule gives nobody a token, and {len(self.requests)} requests are unfinished"
                 )
