@@ -321,7 +321,7 @@ def check_tiles_find_their_request(module):
         assert read <= most, f"{tiles} tiles, {len(queries)} requests: {read} entries read, {most} are enough if you halve"
 
 
-QUERIES, LENGTHS, GROUP, KV_HEADS, HEAD_DIM = [1, 5, 6, 0, 9], [40, 5, 22, 3, 9], 2, 2, 16
+QUERIES, LENGTHS, GROUP, KV_HEADS, HEAD_DIM = [1, 5, 6, 0, 9], [40, 5, 22, 3, 9], 3, 2, 20
 
 
 def _attention_by_row(q, keys, values):
@@ -345,7 +345,7 @@ def _traced(module):
     trace = trace_kernel(
         module.ragged_kernel, (len(q) // BLOCK_Q + len(QUERIES), GROUP * KV_HEADS), out, q, keys, values,
         _starts(QUERIES), _starts(LENGTHS), len(QUERIES), HEAD_DIM**-0.5, GROUP=GROUP, KV_HEADS=KV_HEADS,
-        HEAD_DIM=HEAD_DIM, BLOCK_D=16, BLOCK_Q=BLOCK_Q, BLOCK_T=BLOCK_T,
+        HEAD_DIM=HEAD_DIM, BLOCK_D=32, BLOCK_Q=BLOCK_Q, BLOCK_T=BLOCK_T,
     )  # fmt: skip
     return trace, out, _attention_by_row(q.double(), keys.double(), values.double())
 

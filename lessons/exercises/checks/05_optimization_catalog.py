@@ -142,12 +142,14 @@ def check_scales_keep_their_digits(module):
 
 def check_integers_are_the_nearest(module):
     """What comes back is off by half a scale at most, and −128 is never used."""
-    rows = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
-    integers, scales = module.quantize(rows)
-    off = ((integers.float() * scales[:, None] - rows).abs() / scales[:, None]).max()
-    hint = "Does .to(torch.int8) cut off?" if 0.9 < off <= 1.0001 else ""
-    assert off < 0.5001, f"off by {off:.2f} scales: round to the nearest integer. {hint}"
-    assert integers.abs().max() <= 127 and integers.min() > -128, "the largest magnitude is 127"
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        rows = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        integers, scales = module.quantize(rows)
+        off = ((integers.float() * scales[:, None] - rows.float()).abs() / scales[:, None]).max()
+        hint = "Does .to(torch.int8) cut off?" if 0.9 < off <= 1.0001 else ""
+        hint = "Were rows divided in 16 bits? .float() first" if dtype != torch.float32 else hint
+        assert off < 0.5001, f"{dtype} rows are off by {off:.2f} scales: round to the nearest integer. {hint}"
+        assert integers.min() > -128, "the largest magnitude is 127"
 
 
 def check_zeros_and_outliers(module):
