@@ -391,6 +391,27 @@ MUTANTS = {
     ),
     "writes only the keys": ("append_kernel", "tl.store(values + target, ..., mask=inside)", ""),
     "stores keys as values": ("append_kernel", "tl.load(v + source, mask=inside)", "tl.load(k + source, mask=inside)"),
+    "has the first program write all heads": (
+        "append_heads",
+        "head, column = ...\ninside = ...\ntarget = ...\ntl.store(..., ..., mask=inside)",
+        "column = tl.arange(0, BLOCK)\ninside = column < HEAD_DIM\nheads = tl.num_programs(0)\n"
+        "for head in range(0, heads):\n"
+        "    if tl.program_id(0) == 0:\n"
+        "        one = tl.load(new + head * HEAD_DIM + column, mask=inside)\n"
+        "        tl.store(cache + (slot * heads + head) * HEAD_DIM + column, one, mask=inside)",
+    ),
+    "has the first program serve all requests": (
+        "append_kernel",
+        "request = ...\nslot = ...\ncolumn = ...\ninside = ...\nsource = ...\ntarget = ...\nif slot < slots: ...",
+        "column = tl.arange(0, BLOCK)\ninside = column < WIDTH\n"
+        "for request in range(0, tl.num_programs(0)):\n"
+        "    if tl.program_id(0) == 0:\n"
+        "        slot = tl.load(lengths + request)\n"
+        "        source, target = request * WIDTH + column, (request * slots + slot) * WIDTH + column\n"
+        "        if slot < slots:\n"
+        "            tl.store(keys + target, tl.load(k + source, mask=inside), mask=inside)\n"
+        "            tl.store(values + target, tl.load(v + source, mask=inside), mask=inside)",
+    ),
     "reads what it overwrites": (
         "append_kernel",
         "slot = ...",
@@ -423,6 +444,8 @@ def test_the_checks_catch(mistake):
         ("ends without a return", "is there a `return`"),
         ("writes into the next head", "a race: .* mask the load and the store"),
         ("writes a full request into its neighbour", "is full"),
+        ("has the first program write all heads", "program 0 writes 6 elements .* each program writes one head"),
+        ("has the first program serve all requests", "each program writes one request's token"),
     ],
 )
 def test_a_usual_mistake_is_recognised(mistake, says):

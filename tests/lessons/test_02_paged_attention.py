@@ -438,6 +438,34 @@ MUTANTS = {
         "tl.load(..., mask=token < length)",
         "tl.load(..., mask=token < width * BLOCK_SIZE)",
     ),
+    "has the first program gather the sequence": (
+        "gather_block_kernel",
+        "place = ...\nblock = ...\nrow, column = ...\ntoken = ...\nrows = ...\ntl.store(..., ..., mask=token < length)",
+        "row, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, WIDTH)[None, :]\n"
+        "for place in range(0, tl.num_programs(0)):\n"
+        "    if tl.program_id(0) == 0:\n"
+        "        block, token = tl.load(block_table + place), place * BLOCK_SIZE + row\n"
+        "        rows = tl.load(cache + (block * BLOCK_SIZE + row) * WIDTH + column, mask=token < length)\n"
+        "        tl.store(out + token * WIDTH + column, rows, mask=token < length)",
+    ),
+    "has the first program gather all sequences": (
+        "gather_cache_kernel",
+        "sequence, place = ...\nlength = ...\nif ...: ...",
+        "row, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, WIDTH)[None, :]\n"
+        "for sequence in range(0, tl.num_programs(0)):\n"
+        "    for place in range(0, width):\n"
+        "        length = tl.load(lengths + sequence)\n"
+        "        if (tl.program_id(0) + tl.program_id(1) == 0) & (place * BLOCK_SIZE < length):\n"
+        "            block, token = tl.load(block_table + sequence * width + place), place * BLOCK_SIZE + row\n"
+        "            rows = tl.load(cache + (block * BLOCK_SIZE + row) * WIDTH + column, mask=token < length)\n"
+        "            at = out + (tl.load(starts + sequence) + token) * WIDTH + column\n"
+        "            tl.store(at, rows, mask=token < length)",
+    ),
+    "looks a block up for each of its tokens": (
+        "gather_cache_kernel",
+        "block = ...",
+        "for _ in range(0, BLOCK_SIZE):\n    block = ...",
+    ),
 }
 
 
@@ -461,6 +489,9 @@ def test_the_checks_catch(mistake):
         ("stores behind the last token", "Is the last block masked, in the load and in the store?"),
         ("writes all sequences over one another", "Does each sequence begin at its own start?"),
         ("reads the null block", "must not read the null block"),
+        ("has the first program gather the sequence", "program 0 writes rows [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] of out"),
+        ("has the first program gather all sequences", "each program does its part, and not the others' too"),
+        ("looks a block up for each of its tokens", "96 bytes of block_table were read, 48 are enough"),
     ],
 )
 def test_a_usual_mistake_is_recognised(mistake, said):

@@ -327,6 +327,33 @@ MUTANTS = {
         "state = softmax_step(state, masked(scores, rows, first), ...)",
         "v[first : first + block_k]; state = softmax_step(state, masked(scores, rows, first), ...)",
     ),
+    "tiles without a maximum": (
+        "tiled_attention",
+        "state = nothing_seen(*tile.shape)\n"
+        "for first in range(0, rows[-1] + 1, block_k): ...\n"
+        "out[start : start + block_q], lse[start : start + block_q] = finish(state)",
+        "l, o = 0, 0\n"
+        "for first in range(0, rows[-1] + 1, block_k):\n"
+        "    scores = tile.astype(np.float64) @ k[first : first + block_k].T\n"
+        "    weights = np.exp(masked(scores, rows, first))\n"
+        "    l, o = l + weights.sum(axis=1), o + weights @ v[first : first + block_k]\n"
+        "out[start : start + block_q], lse[start : start + block_q] = o / l[:, None], np.log(l)",
+    ),
+    "kernel 1: sums without a maximum": (
+        "row_sums_kernel",
+        "for start in range(0, KEYS, BLOCK): ...",
+        "for start in range(0, KEYS, BLOCK):\n"
+        "    tile = tl.load(scores + row * KEYS + start + tl.arange(0, BLOCK))\n"
+        "    m, l = tl.maximum(m, tl.max(tile, axis=0)), l + tl.sum(tl.exp(tile), axis=0)\n"
+        "l = l * tl.exp(-m)",
+    ),
+    "kernel 2: sums without a maximum": ("row_output_kernel", "new_m = ...", "new_m = 0.0"),
+    "kernel 2: keeps the first maximum": (
+        "row_output_kernel",
+        "tl.maximum(m, tl.max(tile, axis=0))",
+        "tl.where(start == 0, tl.max(tile, axis=0), m)",
+    ),
+    "kernel 3: sums without a maximum": ("causal_rows_kernel", "new_m = ...", "new_m = 0.0"),
     "kernel: forgets to rescale l": ("row_sums_kernel", "tl.exp(m - new_m) * l + ...", "l + ..."),
     "kernel: takes the maximum of the tile only": ("row_sums_kernel", "tl.maximum(m, ...)", "..."),
     "kernel: sums the last tile only": ("row_sums_kernel", "m = new_m", ""),
@@ -377,6 +404,11 @@ MESSAGES = {
     "takes the softmax of the whole row": "it takes 16,384 keys at once, with tiles of 64",
     "gathers tiles of scores into a whole row": "a row of 16,384 scores must never be there as a whole",
     "uses the keys without slicing them": "an array that is used whole",
+    "tiles without a maximum": "the output is infinite or NaN with large scores: subtract the running maximum",
+    "kernel 1: sums without a maximum": "l is infinite or NaN with large scores",
+    "kernel 2: sums without a maximum": "the output is infinite or NaN with large scores",
+    "kernel 2: keeps the first maximum": "subtract the running maximum before the exponential",
+    "kernel 3: sums without a maximum": "the output is infinite or NaN with large scores",
     "kernel: forgets to rescale l": "not multiplied by exp(old m - new m)",
     "kernel: reads the row twice": "are enough",
     "kernel: writes into the next row too": "m_out",

@@ -9,7 +9,7 @@ import torch
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
 from minivllm.lab.inside import runner_of
-from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.kernel_trace import LOAD, trace_kernel
 from minivllm.lab.plugged import PROMPTS, Plugged
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.attention import CausalAttention
@@ -289,6 +289,21 @@ def _moves(trace, read, written):
         assert found == wanted, f"{found} bytes are {what}, and {wanted} must be: move each number once, and no other"
 
 
+def _each_writes_its_own(trace, name, own, what):
+    """Program p wrote the elements `own[p]` (a range) of an argument, and no others: no program does another's work."""
+    for program, wanted in enumerate(own):
+        writes = [a for a in trace.accesses if a.kind != LOAD and (a.argument, a.program) == (name, (program,))]
+        found = sorted({int(element) for access in writes for element in access.elements})
+        assert found == list(wanted), (
+            f"program {program} writes {_elements(found)} of {name}, and its own are {_elements(list(wanted))}: "
+            f"each program writes {what}, and not the others' too"
+        )
+
+
+def _elements(numbers):
+    return f"{len(numbers)} elements from {numbers[0]} on" if numbers else "no element"
+
+
 def _numbered(*shape, start=0):
     return torch.arange(start, start + math.prod(shape), dtype=torch.float32).view(shape)
 
@@ -315,6 +330,8 @@ def check_append_heads(module):
         trace = trace_kernel(module.append_heads, (kv_heads,), cache, new, slot, **sizes)
         _runs_clean(trace, "Only HEAD_DIM of the BLOCK lanes are this head's: mask the load and the store")
         _holds("the cache", cache, wanted)
+        starts = [(slot * kv_heads + head) * head_dim for head in range(kv_heads)]
+        _each_writes_its_own(trace, "cache", [range(first, first + head_dim) for first in starts], "one head")
         _moves(trace, new.nbytes, new.nbytes)
 
 
@@ -334,8 +351,11 @@ def _append_step(module, lengths, slots, width):
     sizes = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
     trace = trace_kernel(module.append_kernel, (len(lengths),), *arguments, **sizes)
     _runs_clean(trace, "A cache with `length` = `slots` is full, and lanes beyond WIDTH are the next slot's")
+    starts = [(request * slots + length) * width for request, length in enumerate(lengths)]
+    own = [range(first, first + width * (length < slots)) for first, length in zip(starts, lengths)]
     for name, cache, right in zip(("keys", "values"), arguments, wanted):
         _holds(name, cache, right)
+        _each_writes_its_own(trace, name, own, "one request's token")
     moved = 4 * 2 * width * sum(length < slots for length in lengths)
     _moves(trace, moved + 4 * len(lengths), moved)
 

@@ -5,7 +5,7 @@ import random
 import torch
 
 from minivllm.config import Parts
-from minivllm.lab.kernel_trace import KernelTrace, trace_kernel
+from minivllm.lab.kernel_trace import LOAD, KernelTrace, trace_kernel
 from minivllm.lab.plugged import PROMPTS, Plugged
 
 BLOCK_SIZE, WIDTH = 4, 8  # of the kernels' checks; a row is 32 bytes
@@ -240,6 +240,7 @@ def check_gather_token(module):
     out, trace = _gather(module.gather_token_kernel, (10,), 10, cache, table)
     _rows_are(out, cache, wanted, table)
     _stays_inside(trace)
+    _each_writes_its_own(trace, {(token,): [token] for token in range(10)})
     _reads(trace, "cache", 10 * ROW, "10 rows")
     _reads(trace, "block_table", 10 * 4, "one entry for each token")
 
@@ -251,6 +252,7 @@ def check_gather_block(module):
         out, trace = _gather(module.gather_block_kernel, (len(blocks),), length, cache, table, length)
         _stays_inside(trace)
         _rows_are(out, cache, wanted, table)
+        _each_writes_its_own(trace, {(place,): _rows_of_block(place, length) for place in range(len(blocks))})
         _reads(trace, "cache", length * ROW, f"the rows of {length} tokens", "Are those behind the last token masked?")
         _reads(trace, "block_table", len(blocks) * 4, "one entry for each block")
 
@@ -272,8 +274,15 @@ def check_gather_all_sequences(module):
     assert not trace.races, f"{trace.races[0]}. Does each sequence begin at its own start?"
     _stays_inside(trace)
     _rows_are(out, cache, wanted, table)
+    own = {
+        (sequence, place): [int(starts[sequence]) + row for row in _rows_of_block(place, length)]
+        for sequence, length in enumerate(lengths)
+        for place in range(3)
+    }
+    _each_writes_its_own(trace, own)
     more = "Programs behind a sequence's last block must not read the null block."
     _reads(trace, "cache", 21 * ROW, "the rows of 21 tokens", more)
+    _reads(trace, "block_table", len(own) * 4, "one entry for each program", "Look the block up once, not for each token.")
 
 
 def _rows(slots: int) -> torch.Tensor:
@@ -318,6 +327,23 @@ def _rows_are(out: torch.Tensor, cache: torch.Tensor, wanted: list[int], table: 
 def _stays_inside(trace: KernelTrace) -> None:
     assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. Is the last block masked, in the load and in the store?"
     assert not trace.races, trace.races[0]
+
+
+def _rows_of_block(place: int, length: int) -> list[int]:
+    """The tokens in a sequence's block number `place`."""
+    return list(range(length))[place * BLOCK_SIZE : (place + 1) * BLOCK_SIZE]
+
+
+def _each_writes_its_own(trace: KernelTrace, own: dict[tuple[int, ...], list[int]]) -> None:
+    """Each program wrote its own rows of out and no others: no program does another's work."""
+    for program, rows in own.items():
+        writes = [a for a in trace.accesses if a.kind != LOAD and (a.argument, a.program) == ("out", program)]
+        found = sorted({int(element) // WIDTH for access in writes for element in access.elements})
+        name = program if len(program) > 1 else program[0]
+        assert found == rows, (
+            f"program {name} writes rows {found} of out, and its own are {rows}: "
+            "each program does its part, and not the others' too"
+        )
 
 
 def _reads(trace: KernelTrace, name: str, most: int, what: str, hint: str = "") -> None:

@@ -46,6 +46,13 @@ def _agrees(found, expected, what, mistakes=()):
         raise AssertionError(f"{what} is off by {error:.2g}{': ' if known else ''}{known[0] if known else ''}")
 
 
+def _finite(found, what):
+    """Plain exp of the scores would have overflown here."""
+    assert np.isfinite(np.asarray(found)).all(), (
+        f"{what} is infinite or NaN with large scores: subtract the running maximum before the exponential"
+    )
+
+
 def _attention(q, k, v, offset=None, scale=None):
     """Output and lse in float64; `offset` and `scale` are the ones that mistakes take."""
     offset = len(k) - len(q) if offset is None else offset
@@ -173,6 +180,14 @@ def check_tiles_give_attention(module):
         words = "the scores are not divided by sqrt(head_dim)", "every query sees every key, those ahead of it too"
         _agrees(output, expected, f"{what} output", list(zip((unscaled[0], unmasked[0]), words)))
         _agrees(lse, logarithm, f"{what} lse", list(zip((unscaled[1], unmasked[1]), words)))
+    q, k, v = _vectors(33, 16)
+    q, k = np.round(2 * q) / 2, np.round(2 * k) / 2  # so that float32 holds the scores exactly
+    q[:, 0], k[:, 0] = 64, 50  # adds 64 * 50 / sqrt(16) = 800 to each score: beyond exp in float64
+    output, lse = module.tiled_attention(q, k, v, 16, 8)
+    expected, logarithm = _attention(q, k, v)
+    for found, wanted, what in ((output, expected, "the output"), (lse, logarithm, "the lse")):
+        _finite(found, what)
+        _agrees(found, wanted, f"with scores of about 800, {what}")
 
 
 def check_queries_are_the_last_positions(module):
@@ -264,24 +279,29 @@ def _clean(trace, read, written, at_once):
     assert trace.bytes_written <= written, f"it writes {trace.bytes_written:,} bytes, and {written:,} are enough"
 
 
-def _tensors(rows, keys, head_dim=16):
-    """Scores [rows, keys] whose maximum rises from tile to tile, values, and both as tensors."""
+def _tensors(rows, keys, head_dim=16, large=False):
+    """Scores [rows, keys] whose maximum rises from tile to tile, values, and both as tensors.
+
+    large: float32 holds the exp of no score, nor of what the last ones exceed the first tile's by.
+    """
     scores, values = _rows(rows, keys, head_dim, spread=2.0)
-    scores = (scores + np.arange(keys) / 4).astype(np.float32)
+    scores = (scores + (200 + 8 * np.arange(keys) if large else np.arange(keys) / 4)).astype(np.float32)
     values = values.astype(np.float32)
     return scores, values, torch.from_numpy(scores.copy()), torch.from_numpy(values.copy())
 
 
 def check_kernel_1_sums_a_row(module):
     """row_sums_kernel: m and l of each row over tiles, every score read once."""
-    for rows, keys, block in ((3, 32, 8), (2, 16, 16), (1, 64, 4)):
-        scores, _, given, _ = _tensors(rows, keys)
+    for rows, keys, block, large in ((3, 32, 8, False), (2, 16, 16, False), (1, 64, 4, False), (2, 32, 8, True)):
+        scores, _, given, _ = _tensors(rows, keys, large=large)
         m, l = torch.full((2, rows), math.nan)
         trace = trace_kernel(module.row_sums_kernel, (rows,), m, l, given, KEYS=keys, BLOCK=block)
         tiles = scores.reshape(rows, -1, block)
         tops = np.maximum.accumulate(tiles.max(axis=2), axis=1)
         never = np.exp(tiles - tops[:, :, None]).sum(axis=(1, 2))
         what = f"with {keys} keys in tiles of {block},"
+        if large:
+            _finite(l, f"{what} l")
         _agrees(m, scores.max(axis=1), f"{what} m", [(tiles[:, -1].max(axis=1), "it is the last tile's only")])
         words = "the sum so far was not multiplied by exp(old m - new m)"
         _agrees(l, np.exp(scores - scores.max(axis=1, keepdims=True)).sum(axis=1), f"{what} l", [(never, words)])
@@ -290,8 +310,9 @@ def check_kernel_1_sums_a_row(module):
 
 def check_kernel_2_adds_the_values(module):
     """row_output_kernel: the softmax times the values, every score and value read once by a row."""
-    for rows, keys, block, head_dim in ((3, 32, 8, 16), (2, 16, 16, 32), (1, 64, 4, 8)):
-        scores, values, *given = _tensors(rows, keys, head_dim)
+    cases = (3, 32, 8, 16, False), (2, 16, 16, 32, False), (1, 64, 4, 8, False), (2, 32, 8, 16, True)
+    for rows, keys, block, head_dim, large in cases:
+        scores, values, *given = _tensors(rows, keys, head_dim, large)
         out = torch.full((rows, head_dim), math.nan)
         trace = trace_kernel(
             module.row_output_kernel, (rows,), out, *given, KEYS=keys, HEAD_DIM=head_dim, BLOCK=block
@@ -299,14 +320,17 @@ def check_kernel_2_adds_the_values(module):
         undivided = np.exp(scores - scores.max(axis=1, keepdims=True)) @ values
         words = "it is o; the output is o / l"
         what = f"with {keys} keys in tiles of {block}, the output"
+        if large:
+            _finite(out, what)
         _agrees(out, _softmax(scores) @ values, what, [(undivided, words)])
         _clean(trace, 4 * rows * keys * (1 + head_dim), 4 * rows * head_dim, block * head_dim)
 
 
 def check_kernel_3_masks(module):
     """causal_rows_kernel: rows at the last positions, a ragged last tile, and nothing loaded that a row does not see."""
-    for rows, keys, block in ((10, 10, 4), (3, 10, 4), (1, 7, 8), (4, 33, 16), (2, 16, 8)):
-        scores, values, given, weights = _tensors(rows, keys)
+    small = [(*sizes, False) for sizes in ((10, 10, 4), (3, 10, 4), (1, 7, 8), (4, 33, 16), (2, 16, 8))]
+    for rows, keys, block, large in (*small, (2, 33, 8, True)):
+        scores, values, given, weights = _tensors(rows, keys, large=large)
         first = keys - rows
         seen = np.arange(keys) <= first + np.arange(rows)[:, None]
         given[torch.from_numpy(~seen)] = math.nan
@@ -316,6 +340,8 @@ def check_kernel_3_masks(module):
         without = _softmax(np.where(np.arange(keys) <= np.arange(rows)[:, None], scores, -np.inf)) @ values
         words = f"row 0 stands at position {first} and sees {first + 1} keys; yours sees 1. Where is keys - rows?"
         what = f"with {rows} rows over {keys} keys in tiles of {block}, the output"
+        if large:
+            _finite(out, what)
         assert not out.isnan().any(), f"{what} holds NaN: scores that a row may not see were used"
         _agrees(out, _softmax(np.where(seen, scores, -np.inf)) @ values, what, [(without, words)])
         _clean(trace, int(seen.sum()) * 4 * (1 + values.shape[1]), out.nbytes, block * values.shape[1])
