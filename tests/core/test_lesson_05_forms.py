@@ -24,7 +24,7 @@ def test_the_same_tokens_are_found(prompts, block_size):
         request.enable_block_hashes(block_size)
         blocks, found = manager.get_computed_blocks(request)
         names = lesson.block_hashes(tokens, block_size, (salt or "").encode())
-        assert lesson.cached_tokens(names, len(tokens), block_size, cached) == found
+        assert lesson.find_longest_cache_hit(names, len(tokens), block_size, cached) == found
         manager.allocate_slots(request, len(tokens) - found, new_computed_blocks=blocks)
         manager.free(request)
         cached.update(names)
