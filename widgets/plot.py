@@ -1,0 +1,259 @@
+"""Plots: axes with curves, and the grammar that all widgets share.
+
+One axis is swept. Where the system is broken, the plot is shaded and hatched, and the edge says what breaks there and
+which service level is missed. A handle says "you are here": the pointer drags it, which turns the knob of that axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minivllm.lab.drawing import QUIET, Point, number, text_width, wrapped
+from minivllm.lab.palette import INK, VERMILLION
+from widgets.svg import SMALL, Box, Drawing
+from widgets.theme import BROKEN, MISSED, PINNED
+
+HIT = 9
+"""Radius in pixels within which the pointer meets a value of a curve."""
+
+
+def short(value: float) -> str:
+    """A count as people say it: 950, 1.5k, 32k, 2M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size * 0.9995:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def tokens(value: float) -> str:
+    """A number of tokens: powers of two as in 512, 8K, 128K, 1M (K = 1024); others as in 1,366 or 12.4K."""
+    if value >= 2**20:
+        return f"{value / 2**20:.3g}M"
+    if value >= 2**13 or (value >= 1024 and value % 1024 == 0):
+        return f"{value / 1024:.3g}K" if value < 1000 * 1024 else f"{value / 1024:.0f}K"
+    return f"{value:,.0f}"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A range of values along an axis, linear or logarithmic."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def share(self, value: float) -> float:
+        """Where `value` lies: 0 at `low`, 1 at `high`; outside of both it is below 0 or above 1."""
+        if self.log:
+            value = max(value, 1e-300)
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Round values in the range, at most about `most` of them: 1, 2 or 5 times a power of ten."""
+        if self.log:
+            return self._decades(most)
+        span = self.high - self.low
+        rough = span / max(most - 1, 1)
+        power = 10 ** math.floor(math.log10(rough))
+        # No step is wider than the range: one that is may have no multiple inside.
+        steps = [power * factor for factor in (1, 2, 5, 10) if power * factor <= span]
+        step = next((step for step in steps if step >= rough * 0.999), steps[-1])
+        first = math.ceil(self.low / step - 1e-9)
+        return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+    def doublings(self, most: int = 8) -> list[float]:
+        """Powers of two in the range, every second, third ... one where there would be more than `most`."""
+        powers = range(math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9) + 1)
+        return [float(2**power) for power in powers[:: max(1, math.ceil(len(powers) / most))]]
+
+    def _decades(self, most: int) -> list[float]:
+        exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for factors in ((1, 2, 5), (1, 3), (1,)):
+            values = [10.0**exponent * factor for exponent in exponents for factor in factors]
+            inside = [value for value in values if self.low * 0.999 <= value <= self.high * 1.001]
+            if len(inside) <= most:
+                return inside
+        return inside[:: math.ceil(len(inside) / most)]
+
+
+class Axes:
+    """A plot inside `box`: two scales, and curves that are clipped to them."""
+
+    def __init__(self, drawing: Drawing, box: Box, x: Scale, y: Scale) -> None:
+        self.drawing, self.box, self.x, self.y = drawing, box, x, y
+
+    def at(self, x: float, y: float) -> Point:
+        """The pixel where the values (`x`, `y`) lie."""
+        return self.box.x + self.x.share(x) * self.box.width, self.box.bottom - self.y.share(y) * self.box.height
+
+    def frame(
+        self,
+        x_label: str,
+        y_label: str,
+        *,
+        x_format: Callable[[float], str] = short,
+        y_format: Callable[[float], str] = short,
+        x_ticks: Sequence[float] | None = None,
+        y_ticks: Sequence[float] | None = None,
+    ) -> None:
+        """Grid lines, tick labels and the names of both axes; the y name, if any, stands above its axis."""
+        box = self.box
+        for value in self.y.ticks(5) if y_ticks is None else y_ticks:
+            height = self.at(self.x.low, value)[1]
+            self.drawing.line((box.x, height), (box.right, height))
+            place = (box.x - 7, height + 4)
+            self.drawing.text(place, y_format(value), size=SMALL, colour=QUIET, anchor="end")
+        for value in self.x.ticks() if x_ticks is None else x_ticks:
+            across = self.at(value, self.y.low)[0]
+            self.drawing.line((across, box.bottom), (across, box.bottom + 4), colour=QUIET)
+            self.drawing.text((across, box.bottom + 17), x_format(value), size=SMALL, colour=QUIET, anchor="middle")
+        self.drawing.line((box.x, box.bottom), (box.right, box.bottom), colour=QUIET)
+        self.drawing.text((box.x + box.width / 2, box.bottom + 35), x_label, size=SMALL, colour=QUIET, anchor="middle")
+        if y_label:
+            self.drawing.text((box.x, box.y - 10), y_label, size=SMALL, colour=QUIET)
+
+    def line(
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        colour: str,
+        *,
+        width: float = 2.5,
+        dash: str = "",
+        tips: Sequence[str] = (),
+        group: str = "",
+    ) -> None:
+        """A curve through the values; with `tips`, each value can be asked for with the pointer or the arrow keys."""
+        points = [self.at(x, y) for x, y in zip(xs, ys, strict=True)]
+        self._clipped(lambda: self.drawing.polyline(points, colour, width=width, dash=dash, group=group))
+        for point, tip in zip(points, tips, strict=bool(tips)):
+            if self.box.y - 1 <= point[1] <= self.box.bottom + 1:
+                self.drawing.circle(point, HIT, "transparent", stroke="none", tip=tip, group=group)
+
+    def step(
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        colour: str,
+        *,
+        width: float = 2.5,
+        dash: str = "",
+        group: str = "",
+    ) -> None:
+        """A curve that keeps each value until the next x."""
+        stepped_x = [x for x in xs for _ in range(2)][1:]
+        stepped_y = [y for y in ys for _ in range(2)][:-1]
+        self.line(stepped_x, stepped_y, colour, width=width, dash=dash, group=group)
+
+    def area(
+        self,
+        xs: Sequence[float],
+        lows: Sequence[float],
+        highs: Sequence[float],
+        colour: str,
+        *,
+        opacity: float = 0.18,
+        tip: str = "",
+    ) -> None:
+        """The surface between two curves; several of them on top of each other make a stacked plot."""
+        upper = [self.at(x, y) for x, y in zip(xs, highs, strict=True)]
+        lower = [self.at(x, y) for x, y in zip(xs, lows, strict=True)]
+        self._clipped(lambda: self.drawing.polygon([*upper, *reversed(lower)], colour, opacity=opacity, tip=tip))
+
+    def bars(
+        self, xs: Sequence[float], heights: Sequence[float], colour: str, *, width: float = 12, tips: Sequence[str] = ()
+    ) -> None:
+        """Upright bars of `width` pixels, standing on the lower edge, each around its x."""
+        for index, (x, height) in enumerate(zip(xs, heights, strict=True)):
+            across, top = self.at(x, min(height, self.y.high))
+            bar = Box(across - width / 2, top, width, self.box.bottom - top)
+            self.drawing.rect(bar, colour, tip=tips[index] if tips else "", radius=1)
+
+    def points(
+        self, xs: Sequence[float], ys: Sequence[float], colour: str, *, radius: float = 4.5, tips: Sequence[str] = ()
+    ) -> None:
+        """Dots at the values."""
+        for index, (x, y) in enumerate(zip(xs, ys, strict=True)):
+            self.drawing.circle(self.at(x, y), radius, colour, tip=tips[index] if tips else "")
+
+    def mark_x(self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", before: bool = False) -> None:
+        """A dashed upright line at `value`; its text stands on top, right of it, or left if `before` or out of room.
+
+        Each line break in the text starts a new line.
+        """
+        across = self.at(value, self.y.low)[0]
+        self.drawing.line((across, self.box.y), (across, self.box.bottom), colour=colour, dash=dash, width=1.5)
+        rows = text.split("\n")
+        wide = max(text_width(row, SMALL) for row in rows) + 8
+        left = (before and across - wide > self.box.x) or across + wide > self.box.right
+        for index, row in enumerate(rows):
+            place = (across - 5 if left else across + 5, self.box.y + 11 + 15 * index)
+            self.drawing.text(place, row, size=SMALL, colour=colour, anchor="end" if left else "start", halo=True)
+
+    def mark_y(self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", along: float = 1) -> None:
+        """A dashed level line at `value` with its text above it, ending at `along`: 1 is the right end."""
+        height = self.at(self.x.low, value)[1]
+        self.drawing.line((self.box.x, height), (self.box.right, height), colour=colour, dash=dash, width=1.5)
+        place = (self.box.x + along * self.box.width - 2, height - 5)
+        self.drawing.text(place, text, size=SMALL, colour=colour, anchor="end", halo=True)
+
+    def broken(self, low: float | None, high: float | None, words: str) -> None:
+        """Shade the values from `low` to `high` of the swept axis (None: to the end of it), where the system breaks.
+
+        `words` stand at the edge: the cause, and the service level that is missed. Nothing is drawn where no value of
+        the axis is broken. Call it before the curves.
+        """
+        left = self.at(self.x.low if low is None else max(low, self.x.low), self.y.low)[0]
+        right = self.at(self.x.high if high is None else min(high, self.x.high), self.y.low)[0]
+        area = Box(left, self.box.y, right - left, self.box.height)
+        if area.width <= 0:
+            return
+        with self.drawing.layer(broken=words):
+            self.drawing.rect(area, BROKEN)
+            self.drawing.hatch(area, MISSED, gap=9)
+            edge = left if high is None else right
+            self.drawing.line((edge, area.y), (edge, area.bottom), colour=VERMILLION, width=2)
+        self._edge_words(edge, words)
+
+    def _edge_words(self, edge: float, words: str) -> None:
+        """On the side of the edge where there is more room."""
+        after = self.box.right - edge >= edge - self.box.x
+        room = (self.box.right - edge if after else edge - self.box.x) - 14
+        x, anchor = (edge + 7, "start") if after else (edge - 7, "end")
+        for row, line in enumerate(wrapped(words, max(room, 60), SMALL)):
+            y = self.box.y + 14 + 15 * row
+            self.drawing.text((x, y), line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
+
+    def here(self, value: float, knob: str, words: str = "") -> None:
+        """A handle at `value`: you are here. Dragging in the plot turns `knob`, an argument of the widget's sweep.
+
+        Call it after the curves; an axis has one handle.
+        """
+        scale = {"low": f"{self.x.low!r}", "high": f"{self.x.high!r}", "log": "1" if self.x.log else "0"}
+        place = {"left": f"{self.box.x:g}", "right": f"{self.box.right:g}"}
+        with self.drawing.layer(drag=knob, **scale, **place):
+            self.drawing.rect(self.box, "transparent")
+        x = min(max(self.at(value, self.y.low)[0], self.box.x), self.box.right)
+        self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=2)
+        self.drawing.circle((x, self.box.bottom), 7, INK)
+        if words:
+            left = x + text_width(words, SMALL) + 12 > self.box.right
+            place_ = (x - 8 if left else x + 8, self.box.bottom - 8)
+            self.drawing.text(place_, words, size=SMALL, anchor="end" if left else "start", bold=True, halo=True)
+
+    def pinned(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        """The curve of the state that was pinned: thin and dashed, behind the present one."""
+        self.line(xs, ys, PINNED, width=1.5, dash="5 4", group="pinned")
+
+    def _clipped(self, draw: Callable[[], None]) -> None:
+        """Draw inside a nested `<svg>`, which cuts off what lies outside, and needs no id as a clip path does."""
+        rim = 4
+        left, top = number(self.box.x - rim), number(self.box.y - rim)
+        wide, high = number(self.box.width + 2 * rim), number(self.box.height + 2 * rim)
+        place = f'x="{left}" y="{top}" width="{wide}" height="{high}" viewBox="{left} {top} {wide} {high}"'
+        self.drawing.add(f"<svg {place}>")
+        draw()
+        self.drawing.add("</svg>")

@@ -1,0 +1,179 @@
+"""One reader at one widget: where the knobs stand, what is drawn for them, what is pinned, which challenges are met.
+
+Nothing here knows how it is shown: `shell` puts it into a notebook, `plain` is the form without a front end of its
+own, and the site is built from the views of many knob settings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from inspect import isgenerator
+from typing import Any
+
+from minivllm.config.checks import require
+from minivllm.errors import MinivllmError
+from widgets.knobs import Value
+from widgets.spec import Progress, Spec, Verdict, refused
+
+SIGNS = {"fine": "✓", "tight": "!", "broken": "✕"}
+"""Beside the colour of a tone, for those who cannot go by colour."""
+WIDTH = 640
+"""Pixels of a picture where nobody has said how wide it may be."""
+MOST_WIDTH, LEAST_WIDTH = 760, 360
+NOTHING = Progress(False, "There is nothing to check.")
+
+
+class Session:
+    """The state of one widget.
+
+    Args:
+        spec: the widget.
+        settings: knobs that do not stand as at the start, and the reader's own code for what `spec.own` names.
+
+    Raises:
+        MinivllmError: there is no such knob, or it takes no such value.
+    """
+
+    def __init__(self, spec: Spec, **settings: Any) -> None:
+        self.spec = spec
+        self.own = {name: part for name, part in settings.items() if name in spec.own}
+        for name, part in self.own.items():
+            require(callable(part), f"{name} is a function or a class of yours ({spec.own[name]}), not {part!r}")
+        knobs = {name: value for name, value in settings.items() if name not in spec.own}
+        self.values: dict[str, Value] = spec.start() | spec.accept(knobs)
+        self.width = WIDTH
+        self.state: Any = None
+        self.picture = ""
+        self.pinned: Any = None
+        self._pinned_view: dict[str, Any] | None = None
+        self._view: dict[str, Any] = {}
+
+    def turn(
+        self, values: Mapping[str, Any], width: float | None = None, between: float = 0.1
+    ) -> Iterator[dict[str, Any] | None]:
+        """Turn knobs, and give the view after each step of the sweep; never raises for what the knobs say.
+
+        A view is what a page needs: the picture, the verdict, the challenges; the last one has `busy` False. None
+        stands for a step of the sweep that is not drawn, since the last drawing is less than `between` seconds old.
+        """
+        if width:
+            self.width = round(min(max(width, LEAST_WIDTH), MOST_WIDTH))
+        try:
+            self.values |= self.spec.accept(values)
+            yield from self._views(between)
+        except MinivllmError as error:
+            yield self._failed(refused(error))
+        except Exception as error:
+            named = f"{type(error).__name__}: {error}"
+            whose = f"Your {' and '.join(self.own)}" if self.own else "The widget"
+            trace = "".join(traceback.format_exception(error))
+            yield self._failed(Verdict(f"{whose} broke. {named}", "broken"), trace)
+
+    def settle(self, **values: Any) -> dict[str, Any]:
+        """Turn knobs, run the sweep to its end, and give the last view."""
+        *_, last = self.turn(values, between=math.inf)
+        assert last is not None
+        return last
+
+    def pin(self) -> dict[str, Any]:
+        """Keep this state to compare with; gives the view."""
+        if self.state is not None:
+            self.pinned = self.state
+            self._pinned_view = {key: self._view[key] for key in ("words", "tone", "sign", "svg", "values")}
+        return self.settle()
+
+    def unpin(self) -> dict[str, Any]:
+        """Compare with nothing; gives the view."""
+        self.pinned = self._pinned_view = None
+        return self.settle()
+
+    def saved(self) -> str:
+        """The knobs as JSON, which `loaded` takes."""
+        return json.dumps({"widget": self.spec.name, "knobs": self.values})
+
+    def loaded(self, text: str) -> dict[str, Value]:
+        """The knobs of a state that was saved.
+
+        Raises:
+            MinivllmError: it is no state of this widget.
+        """
+        try:
+            state = json.loads(text)
+            name, knobs = state["widget"], dict(state["knobs"])
+        except (ValueError, TypeError, KeyError) as error:
+            wanted = f'{{"widget": "{self.spec.name}", "knobs": {{…}}}}'
+            raise MinivllmError(f"this is no saved state; one reads {wanted}") from error
+        require(name == self.spec.name, f"this state is of the widget {name!r}, and this is {self.spec.name!r}")
+        return self.spec.accept(knobs)
+
+    def described(self) -> dict[str, Any]:
+        """What never changes: texts, knobs, presets, goals."""
+        spec = self.spec
+        return {
+            "name": spec.name,
+            "title": spec.title,
+            "lead": spec.lead,
+            "groups": [
+                {"heading": heading, "knobs": [{"name": name, **knob.described()} for name, knob in group.items()]}
+                for heading, group in spec.knobs.items()
+            ],
+            "presets": [{"label": label, "values": dict(values)} for label, values in spec.presets.items()],
+            "challenges": [{"goal": one.goal, "lesson": one.lesson} for one in spec.challenges],
+            "guess": {
+                "question": spec.guess.question,
+                "options": list(spec.guess.options),
+                "right": spec.guess.right,
+                "because": spec.guess.because,
+            },
+            "own": [f"{name}: your own" for name in self.own],
+        }
+
+    def _views(self, between: float) -> Iterator[dict[str, Any] | None]:
+        swept = self.spec.sweep(**self.values, **self.own)
+        if not isgenerator(swept):
+            yield self._drawn(swept, busy=False)
+            return
+        state, due = None, 0.0
+        for state in swept:
+            if time.monotonic() < due:
+                yield None
+                continue
+            yield self._drawn(state, busy=True)
+            due = time.monotonic() + between
+        yield self._drawn(state, busy=False)
+
+    def _drawn(self, state: Any, busy: bool) -> dict[str, Any]:
+        svg = self.spec.figure(state, width=self.width, pinned=self.pinned)
+        verdict = self.spec.verdict(state)
+        progress = [challenge.check(state) for challenge in self.spec.challenges]
+        self.state, self.picture = state, svg
+        self._view = self._said(verdict, progress) | {
+            "svg": svg,
+            "command": self.spec.command(state),
+            "busy": busy,
+            "stale": False,
+        }
+        return self._view
+
+    def _failed(self, verdict: Verdict, trace: str = "") -> dict[str, Any]:
+        """The picture stays, faded: it no longer fits the knobs."""
+        self.state = None
+        said = self._said(verdict, [NOTHING] * len(self.spec.challenges))
+        self._view = said | {"svg": self.picture, "command": "", "busy": False, "stale": True, "trace": trace}
+        return self._view
+
+    def _said(self, verdict: Verdict, progress: list[Progress]) -> dict[str, Any]:
+        return {
+            "words": verdict.words,
+            "tone": verdict.tone,
+            "sign": SIGNS[verdict.tone],
+            "trace": "",
+            "values": dict(self.values),
+            "challenges": [{"met": one.met, "words": one.words, "advice": one.advice} for one in progress],
+            "saved": self.saved(),
+            "pinned": self._pinned_view,
+        }

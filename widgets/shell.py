@@ -1,0 +1,125 @@
+"""The one shell that carries every widget: an anywidget whose front end is `shell.js` and `shell.css`.
+
+The kernel runs the sweep and draws; the page has the controls, tooltips, the player, and the keys. Nothing is fetched,
+and nothing is built. Where no kernel runs, the picture is shown as it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+from IPython.display import display
+
+from minivllm.errors import MinivllmError
+from widgets.session import Session
+from widgets.spec import Spec
+from widgets.theme import dark_style
+
+HERE = Path(__file__).parent
+
+
+def script() -> str:
+    """The front end, an ES module."""
+    return (HERE / "shell.js").read_text()
+
+
+def style() -> str:
+    """The style of the front end, with the colours of pictures on a dark page."""
+    return (HERE / "shell.css").read_text() + dark_style(".lw-dark")
+
+
+class LessonWidget(anywidget.AnyWidget):
+    """A widget of a lesson, live: `LessonWidget(SPEC, block_size=64)`.
+
+    Args:
+        spec: the widget.
+        settings: knobs that do not stand as at the start, and the reader's own code for what `spec.own` names.
+
+    Raises:
+        MinivllmError: there is no such knob, or it takes no such value.
+    """
+
+    _esm = script()
+    _css = style()
+    described = traitlets.Dict().tag(sync=True)
+    view = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, spec: Spec, **settings: Any) -> None:
+        self.session = Session(spec, **settings)
+        self._ahead: Iterator[dict[str, Any] | None] = iter(())
+        self._serial = 0
+        super().__init__(described=self.session.described(), view=self.session.settle())
+        self.on_msg(self._heard)
+
+    @property
+    def state(self) -> Any:
+        """What the sweep gave for the knobs as they stand; None where they ask for something that cannot be."""
+        return self.session.state
+
+    def set(self, **values: Any) -> None:
+        """Turn knobs, and draw once the whole sweep has run."""
+        self._ahead = iter(())
+        self._send(self.session.settle(**values))
+
+    def _heard(self, _widget: object, message: Mapping[str, Any], _buffers: object) -> None:
+        """What the page asks for: turn knobs, pin, unpin, load."""
+        self._serial, asked = message.get("serial", self._serial), message.get("do")
+        if asked == "pin":
+            self._send(self.session.pin())
+        elif asked == "unpin":
+            self._send(self.session.unpin())
+        elif asked == "load":
+            self._load(message["text"])
+        elif asked == "turn":
+            self._turn(message["values"], message.get("width"))
+
+    def _load(self, text: str) -> None:
+        try:
+            values = self.session.loaded(text)
+        except MinivllmError as error:
+            self._send({**self.view, "words": f"Not loaded: {error}.", "tone": "broken", "sign": "✕"})
+            return
+        self._turn(values, None)
+
+    def _turn(self, values: Mapping[str, Any], width: float | None) -> None:
+        """The first picture at once; the rest of the sweep between the page's next messages."""
+        self._ahead = self.session.turn(values, width)
+        self._go_on(self._ahead)
+
+    def _go_on(self, ahead: Iterator[dict[str, Any] | None]) -> None:
+        if ahead is not self._ahead:  # knobs were turned meanwhile
+            return
+        try:
+            view = next(ahead)
+        except StopIteration:
+            return
+        if view:
+            self._send(view)
+        asyncio.get_running_loop().call_later(0, self._go_on, ahead)
+
+    def _send(self, view: Mapping[str, Any]) -> None:
+        self.view = {**view, "serial": self._serial}
+
+    def still(self) -> str:
+        """The picture and the verdict as HTML, for where no kernel runs."""
+        view = self.view
+        return f"<figure>{view['svg']}<figcaption>{view['sign']} {view['words']}</figcaption></figure>"
+
+    def _ipython_display_(self) -> None:
+        """The picture as it stands, then the live widget, which takes the still one away where it comes to life.
+
+        A page made from an executed notebook shows one of an output's forms only, and picks the live one, which is
+        empty there: so the still picture is an output of its own.
+        """
+        name = f"lw-still-{uuid.uuid4().hex[:8]}"
+        self.described = {**self.described, "still": name}
+        display({"text/html": f'<div class="{name}">{self.still()}</div>', "text/plain": self.view["words"]}, raw=True)
+        bundle = super()._repr_mimebundle_()
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, None)
+        display(data, metadata=metadata, raw=True)
