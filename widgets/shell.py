@@ -65,15 +65,15 @@ class LessonWidget(anywidget.AnyWidget):
     def set(self, **values: Any) -> None:
         """Turn knobs, and draw once the whole sweep has run."""
         self._ahead = iter(())
-        self._send(self.session.settle(**values))
+        self._post(self.session.settle(**values))
 
     def _heard(self, _widget: object, message: Mapping[str, Any], _buffers: object) -> None:
         """What the page asks for: turn knobs, pin, unpin, load."""
         self._serial, asked = message.get("serial", self._serial), message.get("do")
         if asked == "pin":
-            self._send(self.session.pin())
+            self._post(self.session.pin())
         elif asked == "unpin":
-            self._send(self.session.unpin())
+            self._post(self.session.unpin())
         elif asked == "load":
             self._load(message["text"])
         elif asked == "turn":
@@ -83,7 +83,7 @@ class LessonWidget(anywidget.AnyWidget):
         try:
             values = self.session.loaded(text)
         except MinivllmError as error:
-            self._send({**self.view, "words": f"Not loaded: {error}.", "tone": "broken", "sign": "✕"})
+            self._post({**self.view, "words": f"Not loaded: {error}.", "tone": "broken", "sign": "✕"})
             return
         self._turn(values, None)
 
@@ -100,10 +100,10 @@ class LessonWidget(anywidget.AnyWidget):
         except StopIteration:
             return
         if view:
-            self._send(view)
+            self._post(view)
         asyncio.get_running_loop().call_later(0, self._go_on, ahead)
 
-    def _send(self, view: Mapping[str, Any]) -> None:
+    def _post(self, view: Mapping[str, Any]) -> None:
         self.view = {**view, "serial": self._serial}
 
     def still(self) -> str:
