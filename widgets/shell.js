@@ -1,0 +1,514 @@
+// The front end of every widget: controls, tooltips, player, challenges. No dependency, no build step.
+//
+// A host stands between this page and whoever draws: a kernel, or a table of pictures that were drawn before.
+//   described          texts and knobs, which never change
+//   view()             the present picture, verdict and challenges
+//   turn(values, width, serial), pin(), unpin(), load(text)
+//   onView(callback)   called whenever view() is a new one
+//   fixed(knob)        true where the host cannot turn this knob
+// All that the picture asks for stands in its data attributes (see svg.py).
+
+export default { render: ({ model, el }) => mount(el, kernelHost(model)) };
+
+function kernelHost(model) {
+  return {
+    described: model.get("described"),
+    view: () => model.get("view"),
+    turn: (values, width, serial) => model.send({ do: "turn", values, width, serial }),
+    pin: () => model.send({ do: "pin" }),
+    unpin: () => model.send({ do: "unpin" }),
+    load: (text) => model.send({ do: "load", text }),
+    onView: (callback) => {
+      model.on("change:view", callback);
+      return () => model.off("change:view", callback);
+    },
+    fixed: () => false,
+  };
+}
+
+// A host without a kernel: `table.views` holds a view for each setting of `table.axes`, under their values as JSON.
+export function tableHost(table) {
+  const key = (values) => JSON.stringify(table.axes.map((name) => values[name]));
+  let values = { ...table.values };
+  let heard = () => {};
+  let serial = 0;
+  return {
+    described: table.described,
+    view: () => ({ ...table.views[key(values)], values, serial }),
+    turn: (turned, _width, asked) => {
+      const wanted = { ...values, ...turned };
+      if (table.views[key(wanted)]) values = wanted;
+      serial = asked;
+      heard();
+    },
+    pin: () => {},
+    unpin: () => {},
+    load: () => {},
+    onView: (callback) => {
+      heard = callback;
+      return () => {};
+    },
+    fixed: (knob) => !table.axes.includes(knob),
+  };
+}
+
+const KEYS = { "data-lm-suppress-shortcuts": "true" }; // JupyterLab's shortcuts would take x, d d and the arrows
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+const button = (label, onclick, more = {}) => make("button", { type: "button", onclick, ...KEYS, ...more }, label);
+
+let mounted = 0;
+
+export function mount(root, host) {
+  const widget = new Shell(root, host, `lw${(mounted += 1)}`);
+  return () => widget.leave();
+}
+
+class Shell {
+  constructor(root, host, id) {
+    this.host = host;
+    this.id = id;
+    this.described = host.described;
+    this.knobs = new Map();
+    this.serial = 0;
+    this.waiting = null; // serial of the turn that has no answer yet
+    this.wanted = null; // values that came meanwhile
+    this.width = null;
+    this.frame = null;
+    this.asked = false;
+    this.met = new Set();
+    this.challenge = 0;
+    this.build(root);
+    this.forget = [host.onView(() => this.viewed()), watchTheme(this.el), this.watchWidth()];
+    if (this.described.still) document.querySelectorAll(`.${this.described.still}`).forEach((still) => still.remove());
+    this.viewed();
+  }
+
+  leave() {
+    clearInterval(this.playing);
+    this.forget.forEach((stop) => stop());
+  }
+
+  // ---- what stands on the page
+
+  build(root) {
+    const { title, lead, own } = this.described;
+    this.tip = make("div", { class: "lw-tip", id: `${this.id}-tip`, hidden: true });
+    this.spoken = make("div", { class: "lw-spoken", "aria-live": "polite" });
+    const head = make("header", {}, make("h4", {}, title), make("p", {}, [lead, ...own].join(" · ")));
+    const columns = make("div", { class: "lw-columns" }, this.buildControls(), this.buildStage());
+    this.el = make("section", { class: "lw", "aria-label": title }, head, columns, this.tip, this.spoken);
+    root.append(this.el);
+  }
+
+  buildControls() {
+    const { groups, presets, challenges } = this.described;
+    const fields = groups.map(({ heading, knobs }) =>
+      make("fieldset", {}, make("legend", {}, heading), ...knobs.map((knob) => this.buildKnob(knob)))
+    );
+    const jumps = presets.map(({ label, values }) => button(label, () => this.turn(values)));
+    this.goals = challenges.map((_, index) => button(`${index + 1}`, () => this.pick(index)));
+    this.goal = make("p", { class: "lw-goal" });
+    this.progress = make("p", { class: "lw-progress" });
+    const goals = make("div", { class: "lw-goals", role: "group", "aria-label": "Challenges" }, make("span", {}, "Challenges"), ...this.goals);
+    return make(
+      "div",
+      { class: "lw-controls" },
+      ...fields,
+      make("div", { class: "lw-buttons" }, ...jumps),
+      make("div", { class: "lw-challenge" }, goals, this.goal, this.progress)
+    );
+  }
+
+  buildKnob(knob) {
+    const id = `${this.id}-${knob.name}`;
+    const shared = { id, title: knob.tip, disabled: this.host.fixed(knob.name), ...KEYS };
+    const said = make("output", { for: id, "aria-hidden": "true" });
+    const names = knob.options.map((option) => option.name);
+    const range = (low, high, step) => make("input", { type: "range", min: low, max: high, step, ...shared });
+    const controls = {
+      choice: () => make("select", shared, ...names.map((name, index) => make("option", { value: index }, name))),
+      steps: () => range(0, names.length - 1, 1),
+      slider: () => range(knob.low, knob.high, knob.step),
+      switch: () => make("input", { type: "checkbox", ...shared }),
+      entry: () => make("input", { type: "text", placeholder: knob.placeholder, spellcheck: "false", ...shared }),
+    };
+    const control = controls[knob.kind]();
+    control.addEventListener(knob.kind === "entry" ? "change" : "input", () => this.turn({ [knob.name]: valueOf(knob, control) }));
+    this.knobs.set(knob.name, { knob, control, said });
+    const label = make("label", { for: id }, knob.label);
+    const slides = knob.kind === "steps" || knob.kind === "slider";
+    return make("div", { class: `lw-knob lw-${knob.kind}`, title: knob.tip }, label, control, slides ? said : null);
+  }
+
+  buildStage() {
+    const words = "Picture. The arrow keys walk through its marks.";
+    this.picture = make("div", { class: "lw-picture", tabindex: 0, role: "group", "aria-label": words, "aria-describedby": this.tip.id, ...KEYS });
+    this.sign = make("b", {});
+    this.words = make("span", {});
+    this.trace = make("pre", {});
+    this.traced = make("details", { hidden: true }, make("summary", KEYS, "Where"), this.trace);
+    this.says = make("div", { class: "lw-says" }, this.sign, this.words, this.traced);
+    this.listen();
+    return make("div", { class: "lw-stage" }, this.buildGuess(), this.picture, this.buildPlayer(), this.says, this.buildTake());
+  }
+
+  buildGuess() {
+    const { question, options } = this.described.guess;
+    const answers = options.map((option, index) => button(option, () => this.guessed(index)));
+    const skip = button("Show me", () => this.guessed(null), { class: "lw-quiet" });
+    this.question = make("div", { class: "lw-guess", role: "group", "aria-label": "Guess first" }, make("span", {}, question), ...answers, skip);
+    return this.question;
+  }
+
+  buildPlayer() {
+    this.scrub = make("input", { type: "range", min: 0, step: 1, "aria-label": "Step", oninput: () => this.goTo(Number(this.scrub.value)), ...KEYS });
+    this.play = button("▶", () => this.toggle(), { "aria-label": "Play" });
+    this.caption = make("span", { class: "lw-caption" });
+    const back = button("◀", () => this.goTo(this.frame - 1), { "aria-label": "Step back" });
+    const on = button("▶|", () => this.goTo(this.frame + 1), { "aria-label": "Step forward" });
+    this.player = make("div", { class: "lw-player", hidden: true }, back, this.play, on, this.scrub, this.caption);
+    return this.player;
+  }
+
+  buildTake() {
+    this.command = make("pre", { class: "lw-command", tabindex: 0, ...KEYS });
+    this.saved = make("textarea", { rows: 2, spellcheck: "false", "aria-label": "This state as JSON: copy it, or paste one here and load it", ...KEYS });
+    this.compared = make("p", { class: "lw-compared", hidden: true });
+    this.unpin = button("Unpin", () => this.host.unpin(), { hidden: true });
+    this.compare = button("Show pinned", () => this.flip(), { hidden: true, "aria-pressed": "false" });
+    const live = !this.host.fixed(this.knobs.keys().next().value) || this.described.still;
+    const pins = live ? [button("Pin to compare", () => this.host.pin()), this.unpin, this.compare] : [];
+    const load = live ? [button("Load", () => this.host.load(this.saved.value))] : [];
+    const take = make(
+      "details",
+      {},
+      make("summary", KEYS, "As a command, as JSON"),
+      this.command,
+      button("Copy command", () => copy(this.command.textContent)),
+      this.saved,
+      button("Copy JSON", () => copy(this.saved.value)),
+      ...load
+    );
+    return make("div", { class: "lw-take" }, make("div", { class: "lw-buttons" }, ...pins), this.compared, take);
+  }
+
+  // ---- turning knobs: one turn is under way, and the newest that came meanwhile waits
+
+  turn(values, width = this.width) {
+    this.asked = true;
+    this.ask(values, width);
+  }
+
+  ask(values, width) {
+    this.wanted = { ...this.wanted, ...values };
+    this.showKnobs({ ...this.host.view().values, ...this.wanted });
+    if (this.waiting !== null) return;
+    const turned = this.wanted;
+    this.wanted = null;
+    this.serial += 1;
+    this.waiting = this.serial;
+    this.host.turn(turned, width, this.serial);
+  }
+
+  viewed() {
+    const view = this.host.view();
+    if (this.waiting !== null && view.serial >= this.waiting) this.waiting = null;
+    this.show(view);
+    if (this.wanted && this.waiting === null) this.ask({}, this.width);
+  }
+
+  watchWidth() {
+    const observer = new ResizeObserver(() => {
+      const width = Math.floor(this.picture.clientWidth / 10) * 10;
+      if (width < 100 || width === this.width) return;
+      this.width = width;
+      this.ask({}, width);
+    });
+    observer.observe(this.picture);
+    return () => observer.disconnect();
+  }
+
+  // ---- showing a view
+
+  show(view) {
+    if (view.svg !== this.drawn) {
+      this.drawn = view.svg;
+      this.draw(view.svg);
+    }
+    this.picture.classList.toggle("lw-stale", view.stale);
+    this.el.classList.toggle("lw-busy", view.busy);
+    this.el.classList.toggle("lw-asking", !this.asked);
+    this.question.classList.toggle("lw-done", this.asked && !this.answered);
+    this.says.dataset.tone = view.tone;
+    this.sign.textContent = view.sign;
+    this.words.textContent = view.words;
+    this.traced.hidden = !view.trace;
+    this.trace.textContent = view.trace || "";
+    if (!view.busy) this.speak(view.words);
+    this.command.textContent = view.command;
+    if (document.activeElement !== this.saved) this.saved.value = view.saved;
+    if (!this.wanted) this.showKnobs(view.values);
+    this.showChallenge(view);
+    this.showPinned(view);
+  }
+
+  showKnobs(values) {
+    for (const [name, { knob, control, said }] of this.knobs) {
+      const value = values[name];
+      const index = knob.options.findIndex((option) => option.value === value);
+      const words = index >= 0 ? knob.options[index].name : `${value}${knob.unit || ""}`;
+      if (knob.kind === "switch") control.checked = value;
+      else if (knob.kind === "entry") {
+        if (document.activeElement !== control) control.value = value;
+      } else control.value = knob.kind === "slider" ? value : index;
+      if (control.type === "range") control.setAttribute("aria-valuetext", words);
+      said.textContent = words;
+    }
+  }
+
+  pick(index) {
+    this.challenge = index;
+    this.showChallenge(this.host.view());
+  }
+
+  showChallenge(view) {
+    view.challenges.forEach((one, index) => {
+      if (one.met && !view.busy && this.asked) this.met.add(index);
+      const solved = this.met.has(index);
+      this.goals[index].textContent = `${index + 1}${solved ? " ✓" : ""}`;
+      this.goals[index].setAttribute("aria-pressed", String(index === this.challenge));
+      this.goals[index].setAttribute("aria-label", `Challenge ${index + 1}${solved ? ", met" : ""}`);
+    });
+    const { goal, lesson } = this.described.challenges[this.challenge];
+    const { met, words, advice } = view.challenges[this.challenge];
+    this.goal.textContent = goal;
+    this.progress.textContent = met ? `✓ Met. ${words} ${lesson}` : `Not yet. ${words} ${advice}`;
+    this.progress.classList.toggle("lw-met", met);
+  }
+
+  showPinned(view) {
+    const pinned = view.pinned;
+    this.compared.hidden = this.unpin.hidden = this.compare.hidden = !pinned;
+    if (!pinned) return;
+    const turned = [...this.knobs.values()].filter(({ knob }) => pinned.values[knob.name] !== view.values[knob.name]);
+    const changes = turned.map(({ knob }) => `${knob.label} ${named(knob, pinned.values[knob.name])}`).join(", ");
+    this.compared.textContent = `Pinned${changes ? ` (${changes})` : ""}: ${pinned.sign} ${pinned.words}`;
+  }
+
+  flip() {
+    const shown = this.compare.getAttribute("aria-pressed") !== "true";
+    this.compare.setAttribute("aria-pressed", String(shown));
+    this.draw(shown ? this.host.view().pinned.svg : this.drawn);
+  }
+
+  guessed(index) {
+    const { right, options, because } = this.described.guess;
+    this.asked = this.answered = true;
+    const verdict = index === null ? "" : index === right ? "Right. " : `It is ${options[right]}. `;
+    this.question.replaceChildren(make("span", {}, `${verdict}${because}`));
+    this.speak(`${verdict}${because}`);
+    this.show(this.host.view());
+    this.picture.focus({ preventScroll: true });
+  }
+
+  speak(words) {
+    clearTimeout(this.speaking);
+    this.speaking = setTimeout(() => {
+      if (this.spoken.textContent !== words) this.spoken.textContent = words;
+    }, 500); // a reader who drags a slider wants the last verdict only
+  }
+
+  // ---- the picture: frames, tooltips, groups, dragging
+
+  draw(svg) {
+    this.picture.innerHTML = svg;
+    this.svg = this.picture.querySelector("svg");
+    this.mark = null;
+    this.hideTip();
+    const captions = this.svg?.dataset.frames ? JSON.parse(this.svg.dataset.frames) : null;
+    this.player.hidden = !captions;
+    if (!captions) {
+      this.stop();
+      this.frame = null;
+      return;
+    }
+    const last = captions.length - 1;
+    const stay = this.frame === null || this.frame === this.captions.length - 1 ? last : Math.min(this.frame, last);
+    this.captions = captions;
+    this.timed = [...this.svg.querySelectorAll("[data-at]")].map((mark) => [mark, ...mark.dataset.at.split(" ").map(Number)]);
+    this.scrub.max = last;
+    this.goTo(stay, true);
+  }
+
+  goTo(index, playing = false) {
+    if (!playing) this.stop();
+    this.frame = Math.max(0, Math.min(index, this.captions.length - 1));
+    for (const [mark, first, last] of this.timed) mark.style.display = first <= this.frame && this.frame <= last ? "" : "none";
+    this.scrub.value = this.frame;
+    this.scrub.setAttribute("aria-valuetext", `${this.frame + 1} of ${this.captions.length}: ${this.captions[this.frame]}`);
+    this.caption.textContent = this.captions[this.frame];
+  }
+
+  toggle() {
+    if (this.playing) return this.stop();
+    if (this.frame === this.captions.length - 1) this.goTo(0, true);
+    this.play.textContent = "❚❚";
+    this.play.setAttribute("aria-label", "Pause");
+    this.playing = setInterval(() => {
+      if (this.frame === this.captions.length - 1) this.stop();
+      else this.goTo(this.frame + 1, true);
+    }, Math.max(60, Math.min(700, 15000 / this.captions.length)));
+  }
+
+  stop() {
+    clearInterval(this.playing);
+    this.playing = null;
+    this.play.textContent = "▶";
+    this.play.setAttribute("aria-label", "Play");
+  }
+
+  listen() {
+    const on = (event, react) => this.picture.addEventListener(event, react);
+    on("pointermove", (event) => (this.dragged ? this.drag(event) : this.point(event.target, event.clientX, event.clientY)));
+    on("pointerdown", (event) => this.grab(event));
+    on("pointerup", () => (this.dragged = null));
+    on("pointercancel", () => (this.dragged = null));
+    on("pointerleave", () => this.hideTip());
+    on("blur", () => this.hideTip());
+    on("keydown", (event) => this.walk(event));
+  }
+
+  point(target, x, y) {
+    this.light(target.closest?.("[data-group]")?.dataset.group);
+    const mark = target.closest?.("[data-tip]");
+    if (!mark) return this.hideTip(false);
+    this.showTip(mark.dataset.tip, x, y);
+  }
+
+  light(group) {
+    if (group === this.lit || !this.svg) return;
+    this.svg.querySelectorAll(".lw-lit").forEach((mark) => mark.classList.remove("lw-lit"));
+    this.lit = group;
+    this.svg.classList.toggle("lw-grouped", Boolean(group));
+    if (group) this.svg.querySelectorAll(`[data-group="${CSS.escape(group)}"]`).forEach((mark) => mark.classList.add("lw-lit"));
+  }
+
+  showTip(words, x, y) {
+    const frame = this.el.getBoundingClientRect();
+    this.tip.textContent = words;
+    this.tip.hidden = false;
+    const left = Math.min(x - frame.left + 14, frame.width - this.tip.offsetWidth - 4);
+    const above = y - frame.top - this.tip.offsetHeight - 12;
+    this.tip.style.left = `${Math.max(4, left)}px`;
+    this.tip.style.top = `${above > 0 ? above : y - frame.top + 18}px`;
+  }
+
+  hideTip(unlight = true) {
+    this.tip.hidden = true;
+    this.outline?.remove();
+    if (unlight) this.light(undefined);
+  }
+
+  walk(event) {
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity }[event.key];
+    if (event.key === "Escape") return this.hideTip();
+    if (step === undefined || !this.svg) return;
+    event.preventDefault();
+    const marks = [...this.svg.querySelectorAll("[data-tip]")].filter((mark) => mark.getClientRects().length);
+    if (!marks.length) return;
+    const now = this.mark ? marks.indexOf(this.mark) : step > 0 ? -1 : marks.length;
+    this.mark = marks[Math.max(0, Math.min(marks.length - 1, now + step))];
+    const box = this.mark.getBoundingClientRect();
+    this.light(this.mark.closest("[data-group]")?.dataset.group);
+    this.ring(this.mark);
+    this.showTip(this.mark.dataset.tip, box.left + box.width / 2, box.top);
+    this.speak(this.mark.dataset.tip);
+  }
+
+  ring(mark) {
+    this.outline?.remove();
+    const box = mark.getBBox();
+    this.outline = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    const place = { x: box.x - 2, y: box.y - 2, width: box.width + 4, height: box.height + 4, rx: 2, class: "lw-ring" };
+    for (const [name, value] of Object.entries(place)) this.outline.setAttribute(name, value);
+    mark.parentNode.append(this.outline);
+  }
+
+  grab(event) {
+    for (const area of this.svg?.querySelectorAll("[data-drag]") ?? []) {
+      const box = area.getBoundingClientRect();
+      const inside = event.clientX >= box.left - 8 && event.clientX <= box.right + 8 && event.clientY >= box.top && event.clientY <= box.bottom + 14;
+      if (!inside || this.host.fixed(area.dataset.drag)) continue;
+      this.dragged = { ...area.dataset, x: box.left, width: box.width };
+      this.picture.setPointerCapture(event.pointerId);
+      this.picture.focus({ preventScroll: true });
+      event.preventDefault();
+      return this.drag(event);
+    }
+    this.point(event.target, event.clientX, event.clientY);
+  }
+
+  drag(event) {
+    const { drag, low, high, log, x, width } = this.dragged;
+    const share = Math.max(0, Math.min(1, (event.clientX - x) / width));
+    const [first, last] = [Number(low), Number(high)];
+    const value = log === "1" ? first * (last / first) ** share : first + (last - first) * share;
+    const { knob } = this.knobs.get(drag);
+    const nearest = nearestTo(knob, value, log === "1");
+    if (nearest !== { ...this.host.view().values, ...this.wanted }[drag]) this.turn({ [drag]: nearest });
+  }
+}
+
+const named = (knob, value) => knob.options.find((option) => option.value === value)?.name ?? `${value}${knob.unit || ""}`;
+
+function valueOf(knob, control) {
+  if (knob.kind === "switch") return control.checked;
+  if (knob.kind === "entry") return control.value;
+  return knob.kind === "slider" ? Number(control.value) : knob.options[Number(control.value)].value;
+}
+
+function nearestTo(knob, value, log) {
+  if (knob.kind === "slider") {
+    const steps = Math.round((Math.min(Math.max(value, knob.low), knob.high) - knob.low) / knob.step);
+    return Number((knob.low + steps * knob.step).toFixed(10));
+  }
+  const far = (option) => (log ? Math.abs(Math.log(option.value / value)) : Math.abs(option.value - value));
+  return knob.options.reduce((best, option) => (far(option) < far(best) ? option : best)).value;
+}
+
+function copy(text) {
+  navigator.clipboard?.writeText(text);
+}
+
+// Light or dark is read off the page: JupyterLab, VS Code, Colab and a plain page all say it in their own way.
+function watchTheme(element) {
+  const look = () => element.classList.toggle("lw-dark", luminanceBehind(element) < 0.4);
+  look();
+  const observer = new MutationObserver(look);
+  for (const node of [document.documentElement, document.body])
+    observer.observe(node, { attributes: true, attributeFilter: ["class", "style", "theme", "data-theme", "data-jp-theme-name", "data-vscode-theme-kind"] });
+  const scheme = window.matchMedia("(prefers-color-scheme: dark)");
+  scheme.addEventListener("change", look);
+  return () => {
+    observer.disconnect();
+    scheme.removeEventListener("change", look);
+  };
+}
+
+function luminanceBehind(element) {
+  for (let node = element.parentElement; node; node = node.parentElement) {
+    const [red, green, blue, alpha = 1] = getComputedStyle(node).backgroundColor.match(/[\d.]+/g).map(Number);
+    if (alpha > 0.5) return (0.2126 * red + 0.7152 * green + 0.0722 * blue) / 255;
+  }
+  return window.matchMedia("(prefers-color-scheme: dark)").matches ? 0 : 1;
+}
