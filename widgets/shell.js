@@ -379,7 +379,7 @@ class Shell {
 
   listen() {
     const on = (event, react) => this.picture.addEventListener(event, react);
-    on("pointermove", (event) => (this.dragged ? this.drag(event) : this.point(event.target, event.clientX, event.clientY)));
+    on("pointermove", (event) => (this.dragged ? this.drag(event) : this.point(event)));
     on("pointerdown", (event) => this.grab(event));
     on("pointerup", () => (this.dragged = null));
     on("pointercancel", () => (this.dragged = null));
@@ -388,11 +388,12 @@ class Shell {
     on("keydown", (event) => this.walk(event));
   }
 
-  point(target, x, y) {
-    this.light(target.closest?.("[data-group]")?.dataset.group);
-    const mark = target.closest?.("[data-tip]");
+  point(event) {
+    this.picture.classList.toggle("lw-handle", this.plotAt(event) !== null);
+    this.light(event.target.closest("[data-group]")?.dataset.group);
+    const mark = event.target.closest("[data-tip]");
     if (!mark) return this.hideTip(false);
-    this.showTip(mark.dataset.tip, x, y);
+    this.showTip(mark.dataset.tip, event.clientX, event.clientY);
   }
 
   light(group) {
@@ -444,18 +445,23 @@ class Shell {
     mark.parentNode.append(this.outline);
   }
 
-  grab(event) {
+  // The plot under the pointer whose knob can be dragged, by place: other marks may lie on top of it.
+  plotAt({ clientX, clientY }) {
     for (const area of this.svg?.querySelectorAll("[data-drag]") ?? []) {
       const box = area.getBoundingClientRect();
-      const inside = event.clientX >= box.left - 8 && event.clientX <= box.right + 8 && event.clientY >= box.top && event.clientY <= box.bottom + 14;
-      if (!inside || this.host.fixed(area.dataset.drag)) continue;
-      this.dragged = { ...area.dataset, x: box.left, width: box.width };
-      this.picture.setPointerCapture(event.pointerId);
-      this.picture.focus({ preventScroll: true });
-      event.preventDefault();
-      return this.drag(event);
+      const inside = clientX >= box.left - 8 && clientX <= box.right + 8 && clientY >= box.top && clientY <= box.bottom + 14;
+      if (inside && !this.host.fixed(area.dataset.drag)) return { ...area.dataset, x: box.left, width: box.width };
     }
-    this.point(event.target, event.clientX, event.clientY);
+    return null;
+  }
+
+  grab(event) {
+    this.dragged = this.plotAt(event);
+    if (!this.dragged) return this.point(event);
+    this.picture.setPointerCapture(event.pointerId);
+    this.picture.focus({ preventScroll: true });
+    event.preventDefault();
+    this.drag(event);
   }
 
   drag(event) {
