@@ -104,6 +104,20 @@ def test_the_handle_is_dragged_in_the_plot(sizes: WidgetPage):
     assert sizes.session.values["size"] == 6.0, "the button is up"
 
 
+def test_dragging_needs_nobody_where_pictures_were_drawn_ahead(sizes: WidgetPage):
+    for view in sizes.session.ahead():
+        sizes.page.evaluate("([view, width]) => window.ahead(view, width)", [view, sizes.session.width])
+    sizes.page.evaluate(
+        """() => { window.pictures = []; new MutationObserver(() =>
+             window.pictures.push(document.querySelector(".lw-picture > svg").getAttribute("aria-label"))
+           ).observe(document.querySelector(".lw-picture"), { childList: true }); window.real = window.ask;
+           window.ask = () => new Promise(() => {}); }"""
+    )
+    press(sizes, "size", "ArrowRight", "ArrowRight", "ArrowRight")
+    assert sizes.page.evaluate("window.pictures") == ["Sizes. size 2.5", "Sizes. size 3", "Sizes. size 3.5"]
+    assert sizes.words() == "The size is 3.5 < 100."
+
+
 def test_the_player_plays_steps_and_scrubs(sizes: WidgetPage):
     caption = sizes.page.locator(".lw-caption")
     shown = "[...document.querySelectorAll('[data-at]')].filter(mark => mark.style.display !== 'none').length"

@@ -111,3 +111,22 @@ def test_all_that_a_page_gets_is_json():
     session = Session(SPEC)
     for part in (session.described(), session.settle(), session.pin()):
         assert json.loads(json.dumps(part)) == part
+
+
+def test_pictures_ahead_are_those_that_the_knob_would_give_the_nearest_first():
+    session = Session(SPEC, size=9, name="x")
+    before = session.settle()
+    views = list(session.ahead())
+    sizes = [view["values"]["size"] for view in views]
+    assert sorted(sizes) == [index / 2 for index in range(21) if index != 18]
+    assert sizes[:3] == [8.5, 9.5, 8]
+    assert session.values["size"] == session.state.size == 9
+    for view in views[:3]:
+        assert Session(SPEC, name="x").settle(size=view["values"]["size"]) == view
+    assert session.settle() == before
+
+
+def test_nothing_is_drawn_ahead_where_nothing_can_be_drawn():
+    session = Session(SPEC)
+    session.settle(name="refuse")
+    assert list(session.ahead()) == []
