@@ -52,6 +52,11 @@ def settings(spec: Spec) -> list[dict]:
     return [{}, *spec.presets.values()]
 
 
+def swept_to_its_end(module, **values):
+    swept = module.sweep(**values)
+    return list(swept) if inspect.isgenerator(swept) else swept
+
+
 def other_values(knob: Knob) -> list:
     if knob.kind == "switch":
         return [not knob.value]
@@ -140,8 +145,7 @@ def test_what_no_knob_can_say_is_refused_in_one_line(name: str):
             if isinstance(value, str) and spec.flat()[knob].kind == "entry":
                 continue
             with pytest.raises(MinivllmError) as refusal:
-                swept = module.sweep(**{knob: value})
-                print(knob, value, list(swept) if inspect.isgenerator(swept) else swept)
+                swept_to_its_end(module, **{knob: value})
             assert "\n" not in str(refusal.value)
 
 
