@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,13 +84,8 @@ def walked(row: Row, keys_a_tile: int, softmax_step: Callable[..., Any] | None =
     right = online_softmax(row.scores, row.values, keys_a_tile)
     cuts = [*range(0, len(row.scores), keys_a_tile), len(row.scores)]
     got = right if softmax_step is None else _readers(row, cuts, softmax_step)
-    return tuple(
-        _step(row, first, end, got[i : i + 2], right[i : i + 2]) for i, (first, end) in enumerate(_pairs(cuts))
-    )
-
-
-def _pairs(cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(cuts, cuts[1:], strict=False)
+    tiles = zip(pairwise(cuts), pairwise(got), pairwise(right), strict=True)
+    return tuple(_step(row, *ends, both, true) for ends, both, true in tiles)
 
 
 def _step(row: Row, first: int, end: int, got: Sequence[RunningSoftmax], right: Sequence[RunningSoftmax]) -> Step:
@@ -105,7 +101,7 @@ def _readers(row: Row, cuts: Sequence[int], softmax_step: Callable[..., Any]) ->
 
     state: Any = Partial(np.full(1, -np.inf), np.zeros(1), np.zeros((1, len(row.values[0]))))
     states = [_read(state, 0)]
-    for tile, (first, end) in enumerate(_pairs(cuts), 1):
+    for tile, (first, end) in enumerate(pairwise(cuts), 1):
         scores, values = np.array([row.scores[first:end]]), np.array(row.values[first:end])
         with np.errstate(all="ignore"), _bounded("softmax_step", MOST_LINES):
             state = softmax_step(state, scores, values)
@@ -115,9 +111,8 @@ def _readers(row: Row, cuts: Sequence[int], softmax_step: Callable[..., Any]) ->
 
 def _read(state: Any, tile: int) -> RunningSoftmax:
     try:
-        m, l, o = state
-        numbers = [float(part.reshape(-1)[0]) for part in (m, l)]
-        output = tuple(float(x) for x in o.reshape(-1))
+        numbers = [float(part.reshape(-1)[0]) for part in state[:2]]
+        output = tuple(float(x) for x in state[2].reshape(-1))
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise MinivllmError(
             f"your softmax_step gave {type(state).__name__} at tile {tile}; it gives a Partial of arrays: m [rows], "
