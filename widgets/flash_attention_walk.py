@@ -153,6 +153,7 @@ def _draw_loaded(drawing: Drawing, at: Box, state: State) -> None:
 
 
 def draw_row(drawing: Drawing, at: Box, state: State) -> None:
+    """The scores of one query, their running maximum, and under each tile what it made of m, l and O."""
     row = state.row
     drawing.text((at.x, at.y + 18), "One row, tile by tile", size=14.5, bold=True)
     after = at.x + text_width("One row, tile by tile", 14.5) * 1.06 + 10

@@ -153,7 +153,8 @@ def test_the_frames_walk_band_by_band_and_then_tile_by_tile():
 
 
 def test_bytes_of_the_frames_never_fall():
-    for knobs in ({}, {"length": 1024, "block_q": 1024}, {"keys_a_tile": 12, "block_k": 256}):
+    positions: list[dict[str, Any]] = [{}, {"length": 1024, "block_q": 1024}, {"keys_a_tile": 12, "block_k": 256}]
+    for knobs in positions:
         read = [band.read for band in sweep(**knobs).bands]
         assert read == sorted(read)
 
