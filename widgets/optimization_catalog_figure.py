@@ -19,7 +19,7 @@ from widgets.svg import SMALL, Box, Drawing
 from widgets.theme import BROKEN, CARD, MID, MISSED
 
 MARGIN, ROW, LABELS, NAMES = 14, 15, 154, 134
-WIDE = 600
+WIDE = 560
 """Pixels from which on both orders stand side by side."""
 HEIGHT, SWEPT = 468, 206
 """Pixels of the picture with both orders side by side, and of the part over the slots where they are not."""
@@ -246,7 +246,7 @@ def _why(field: str, step: Step, before: Sequence[str]) -> str:
     names = {"kv_cache": "the KV cache", "paging": "paging"}
     missing = [names[need] for need in NEEDS.get(field, ()) if need not in before]
     if missing:
-        return f"It acts on what {' and '.join(missing)} would hold, not on before it in this order."
+        return f"It needs {' and '.join(missing)} on before it, and in this order that is not so."
     return f"{ACTS[field]} {WHY.get((field, step.effect), '')}".strip()
 
 
@@ -264,7 +264,8 @@ def _draw_swept(drawing: Drawing, box: Box, state: State, pinned: State | None) 
     for curve, (colour, dash) in reversed(curves):
         slots, found = _known(curve)
         if colour == BLUE:
-            axes.points(slots, found, colour, radius=3.5)
+            with drawing.layer(group=curve.name):
+                axes.points(slots, found, colour, radius=3.5)
         runs = zip(curve.slots, curve.outcomes, strict=True)
         tips = [_point_tip(state, curve.name, one, run) for one, run in runs if isinstance(run, LeverResult)]
         axes.line(slots, found, colour, dash=dash, tips=tips, group=curve.name)

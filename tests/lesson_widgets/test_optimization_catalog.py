@@ -61,7 +61,7 @@ def test_the_reverse_pulls_the_same_levers_from_the_end_and_both_end_alike():
 
 @given(
     LEVERS, st.sampled_from(runs.GPUS), st.sampled_from([*runs.REQUESTS]), st.sampled_from((1, 8)),
-    st.sampled_from(runs.LEVELS), st.sampled_from((360, 599, 600, 640, 760)),
+    st.sampled_from(runs.LEVELS), st.sampled_from((360, 559, 560, 640, 760)),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_every_position_of_the_knobs_is_drawn_and_told(levers, gpu, requests, slots, level, width):
@@ -220,7 +220,7 @@ def test_a_tip_has_before_and_after_and_why():
     for words in ("▲ ×23.1", "Before: 19.5 tokens/s", "With it: 450.1 tokens/s", "In the ranking's order: ▲ ×1.77"):
         assert words in last.replace("&#x27;", "'")
     (paging,) = (tip for tip in tips if tip.startswith("Paging, number 10 of 11"))
-    assert "the KV cache would hold, not on before it" in paging
+    assert "It needs the KV cache on before it" in paging
 
 
 def test_a_pinned_state_is_drawn_behind():
