@@ -204,9 +204,10 @@ class Shell {
 
   // ---- turning knobs: one turn is under way, and the newest that came meanwhile waits
 
-  turn(values, width = this.width) {
-    this.asked = true;
-    this.ask(values, width);
+  turn(values) {
+    this.asked = true; // who turns a knob wants to see
+    this.question.hidden = true;
+    this.ask(values, this.width);
   }
 
   ask(values, width) {
@@ -248,7 +249,6 @@ class Shell {
     this.picture.classList.toggle("lw-stale", view.stale);
     this.el.classList.toggle("lw-busy", view.busy);
     this.el.classList.toggle("lw-asking", !this.asked);
-    this.question.classList.toggle("lw-done", this.asked && !this.answered);
     this.says.dataset.tone = view.tone;
     this.sign.textContent = view.sign;
     this.words.textContent = view.words;
@@ -313,7 +313,7 @@ class Shell {
 
   guessed(index) {
     const { right, options, because } = this.described.guess;
-    this.asked = this.answered = true;
+    this.asked = true;
     const verdict = index === null ? "" : index === right ? "Right. " : `It is ${options[right]}. `;
     this.question.replaceChildren(make("span", {}, `${verdict}${because}`));
     this.speak(`${verdict}${because}`);
