@@ -88,6 +88,8 @@ def test_every_position_of_the_knobs_is_drawn(knobs, width):
     assert float(root.attrib["width"]) == width
     assert width < 600 or float(root.attrib["height"]) <= 470
     inside_the_card(root)
+    (plot,) = [mark for mark in root.iter() if mark.attrib.get("data-drag")]
+    assert float(plot[0].attrib["height"]) >= 110
     assert 0 <= state.held <= state.reserved <= 1
     assert state.starts == (state.slots >= 1)
     assert all(length <= state.max_model_len for length in state.lengths)
