@@ -208,8 +208,7 @@ def figure(state: State, width: float = 640, pinned: State | None = None) -> str
 SPEC = Spec(
     name="kv_cache",
     title="Where the memory of a GPU goes",
-    lead="Reserve max_model_len tokens for every request, as engines did before paging. See how many fit, how much of "
-    "the memory ever holds a token, and where not one fits.",
+    lead="Reserve max_model_len tokens for every request, as engines did before paging, and see where not one fits.",
     knobs={
         "The card": {
             "model": choice("Model", [(name.split("/")[1], name) for name in CONFIGS], START["model"]),
@@ -237,9 +236,9 @@ SPEC = Spec(
     },
     presets={
         "Start again": START,
-        "One request too long": {**START, "max_model_len": 2**15},
-        "Longer than the model": {**START, "model": "openai-community/gpt2", "max_model_len": 2**17},
-        "A giant on 8 GPUs": {**START, "model": "deepseek-ai/DeepSeek-V3", "gpu": "H200", "tp": 8},
+        "Too long a request": {**START, "max_model_len": 2**15},
+        "Past the model": {**START, "model": "openai-community/gpt2", "max_model_len": 2**17},
+        "8 GPUs": {**START, "model": "deepseek-ai/DeepSeek-V3", "gpu": "H200", "tp": 8},
     },
     sweep=sweep,
     figure=figure,
