@@ -34,7 +34,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     keys = [Segment(curve.name, 0, COLOURS[curve.name]) for curve in state.curves]
     y = legend(drawing, (MARGIN, y + 20), keys, width - 2 * MARGIN)
-    main, goodput, queue = _boxes(width, y + 14)
+    main, goodput, queue = _boxes(width, y + 14, 138 if state.note else 150)
     _draw_ttft(Axes(drawing, main, LOAD, TTFT), state, pinned)
     _draw_goodput(Axes(drawing, goodput, LOAD, Scale(0, 1)), state)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
@@ -43,12 +43,13 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     return drawing.render()
 
 
-def _boxes(width: float, y: float) -> tuple[Box, Box, Box]:
+def _boxes(width: float, y: float, high: float) -> tuple[Box, Box, Box]:
     """The three plots: side by side, or one below the other."""
     if width >= WIDE:
         left = round(width * 0.56)
-        right = Box(left + 62, y, width - left - 62 - MARGIN, 56)
-        return Box(60, y, left - 60, 150), right, Box(right.x, y + 94, right.width, 56)
+        small = (high - 38) / 2
+        right = Box(left + 62, y, width - left - 62 - MARGIN, small)
+        return Box(60, y, left - 60, high), right, Box(right.x, y + high - small, right.width, small)
     whole = width - 60 - MARGIN
     return Box(60, y, whole, 180), Box(60, y + 248, whole, 70), Box(60, y + 352, whole, 70)
 
@@ -96,7 +97,7 @@ def _draw_knees(axes: Axes, state: State) -> None:
     together = len(knees) == 2 and knees[1] - knees[0] < 0.03
     knee, curve = found[0]
     who = "both break" if together else f"{curve.name} breaks"
-    axes.broken(knee.load, None, f"{who} at {knee.load:.2f}: {_cause(knee, state)}")
+    axes.broken(knee.load, None, f"{who} {_where(knee)}: {_cause(knee, state)}")
     if len(found) == 2 and not together:
         _draw_edge(axes, *found[1], state)
 
@@ -105,7 +106,7 @@ def _draw_edge(axes: Axes, knee: Knee, curve: Curve, state: State) -> None:
     """The second knee: a denser region, below the words of the first, with words left of its edge."""
     x, top = axes.at(knee.load, 1)[0], axes.box.y + 36
     area = Box(x, top, axes.box.right - x, axes.box.bottom - top)
-    words = f"{curve.name} breaks at {knee.load:.2f}: {_cause(knee, state)}"
+    words = f"{curve.name} breaks {_where(knee)}: {_cause(knee, state)}"
     with axes.drawing.layer(broken=words):
         axes.drawing.hatch(area, VERMILLION, gap=12)
         axes.drawing.line((x, top), (x, area.bottom), colour=VERMILLION, width=2)
@@ -115,6 +116,10 @@ def _draw_edge(axes: Axes, knee: Knee, curve: Curve, state: State) -> None:
         place = (x - 7 if left else x + 7, axes.box.y + 0.58 * axes.box.height + 15 * row)
         anchor = "end" if left else "start"
         axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
+
+
+def _where(knee: Knee) -> str:
+    return f"at {knee.load:.2f}" if knee.load > LOADS[0] else f"below {LOADS[0]:g}"
 
 
 def _cause(knee: Knee, state: State) -> str:
@@ -197,7 +202,8 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
     stretch, colour, last = curve.stretch, COLOURS[curve.name], FRAMES - 1
     drawing.text((MARGIN, box.y + 12), curve.name, size=13, bold=True, colour=colour)
     used = f"{stretch.used_while_waiting(state.slots):.0%} in use"
-    for row, words in enumerate((used, "while", "some wait")):
+    waits = any(moment.waiting for moment in stretch.moments)
+    for row, words in enumerate((used, "while", "some wait") if waits else ("nobody", "waits")):
         drawing.text((MARGIN, box.y + 29 + 14 * row), words, size=SMALL, colour=QUIET)
     drawing.rect(box, IDLE)
     scale, high = box.width / state.window, box.height / stretch.rows

@@ -33,7 +33,7 @@ REQUESTS, MEAN_OUTPUT, PROMPT = 400, 10, 16
 """Answers are short, so that a run is soon computed: what a static batch wastes depends on their spread alone."""
 LONGEST, LONGEST_PROMPT = 20 * MEAN_OUTPUT, 128
 POLICIES = ("static", "continuous")
-IN_WINDOW = 36
+IN_WINDOW = 32
 """Requests that full slots serve in the stretch of time that is drawn slot by slot."""
 PAUSE = 250
 """Steps of a run between two pauses: a few milliseconds."""

@@ -228,6 +228,14 @@ def test_the_hidden_answer_is_the_static_curve_and_every_broken_region():
     assert all(id(part) in inside for part in root.iter() if "Load 0." in part.get("data-tip", ""))
 
 
+def test_a_file_and_a_policy_that_is_broken_at_every_load_fit_the_picture():
+    state = settled(file="azure-code", limit=0.05, load=0.1)
+    picture = widget.figure(state)
+    assert "static breaks below 0.1" in picture
+    assert float(ET.fromstring(picture).get("height", 0)) <= 470
+    assert "nobody" in "".join(ET.fromstring(picture).itertext())
+
+
 def test_the_slots_play_and_each_bar_tells_its_request():
     state = settled()
     root = ET.fromstring(widget.figure(state))
