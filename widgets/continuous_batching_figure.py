@@ -112,7 +112,7 @@ def _draw_edge(axes: Axes, knee: Knee, curve: Curve, state: State) -> None:
         axes.drawing.line((x, top), (x, area.bottom), colour=VERMILLION, width=2)
     left = x - axes.box.x > axes.box.right - x
     room = max(x - axes.box.x, axes.box.right - x) - 14
-    for row, line in enumerate(wrapped(words, 0.92 * min(room, 170), SMALL)):
+    for row, line in enumerate(wrapped(words, 0.92 * min(room, 200), SMALL)):
         place = (x - 7 if left else x + 7, axes.box.y + 0.58 * axes.box.height + 15 * row)
         anchor = "end" if left else "start"
         axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
@@ -214,8 +214,8 @@ def _draw_stretch(drawing: Drawing, box: Box, curve: Curve, state: State, ends: 
         top, thick = box.y + stay.slot * high, high - (1.5 if high > 6 else 0.8)
         begins, done = bisect_left(ends, stay.start + 1e-12), min(bisect_left(ends, stay.end - 1e-12), last)
         for frame in range(begins, done):
-            growing[frame].append(_bar(left, top, box.x + ends[frame] * scale - left, thick))
-        bar = Box(left, top, right - left, thick)
+            growing[frame].append(_bar(left, top, max(0.4, box.x + ends[frame] * scale - left), thick))
+        bar = Box(left, top, max(0.4, right - left), thick)
         drawing.rect(bar, colour, tip=_stay_tip(stay), group=f"r{stay.request}", at=f"{done} {last}")
     for frame, bars in enumerate(growing):
         if bars:
@@ -244,7 +244,7 @@ def _draw_missed(drawing: Drawing, box: Box, stretch: Stretch, state: State, end
 def _stay_tip(stay: Stay) -> str:
     lasts = f"{stay.output_tokens} token{'s' * (stay.output_tokens > 1)}"
     waited = f"waited {seconds(stay.waited)}" if stay.waited >= 5e-4 else "did not wait"
-    return f"Request {stay.request + 1}: a prompt of {stay.prompt_tokens}, {waited}, then {lasts}"
+    return f"Request {stay.request + 1}: a prompt of {stay.prompt_tokens}, {waited}, then {lasts}."
 
 
 def _draw_arrivals(drawing: Drawing, box: Box, state: State, ends: Sequence[float]) -> None:
@@ -264,5 +264,5 @@ def _draw_arrivals(drawing: Drawing, box: Box, state: State, ends: Sequence[floa
 def _caption(state: State, now: float) -> str:
     come = sum(at <= now for at in state.arrivals)
     found = [(curve.name, curve.stretch.at(now)) for curve in state.curves]
-    held = "; ".join(f"{name} {one.taken} in slots, {one.waiting} wait" for name, one in found)
+    held = "; ".join(f"{name}: {one.taken} in slots, {one.waiting} waiting" for name, one in found)
     return f"{seconds(now)}: {come} have come; {held}"

@@ -205,6 +205,7 @@ def test_every_position_of_the_knobs_is_drawn(**knobs):
         root = ET.fromstring(picture)
         assert "nan" not in picture.lower().replace("finance", "")
         assert len(picture) < 64_000
+        assert not re.search(r'width="-|height="-|d="[^"]*--|h-[^z]*v', picture), "no shape runs backwards"
         assert float(root.get("height", 0)) <= (470 if width >= 600 else 900)
         used = {value for part in root.iter() for key in ("fill", "stroke") if (value := part.get(key))}
         assert used - {"none", "transparent"} <= COLOURS
