@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 from minivllm import memory
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
+from minivllm.lab.bounded import bounded
 from minivllm.lab.calculator import find_model
 from minivllm.memory import MemoryLedger, max_concurrency, memory_ledger
 from minivllm.memory.bytes_per_token import DTYPE_BYTES
@@ -26,8 +26,8 @@ CONTEXTS = tuple(sorted([*(2**power for power in range(8, 21)), *(3 * 2**power f
 SAMPLED_REQUESTS, MOST_ROWS = 4000, 20_000
 MOST_SLOTS_DRAWN = 100
 MOST = {"tp": 1024, "utilization": 100.0, "max_model_len": 2**28}
-MOST_LINES = 200_000
-"""Lines that a reader's function may run through: one in an endless loop is given up."""
+PATIENCE = 1.0
+"""Seconds of the processor that a reader's function may take."""
 START = {
     "model": "meta-llama/Llama-3.1-8B",
     "other_model": "",
@@ -269,33 +269,12 @@ def _own_bytes(own: CountsBytes, config: ModelConfig, kv_dtype: str, counted: in
         MinivllmError: it gives no number above 0, or does not come to an end.
     """
     element = DTYPE_BYTES.get(memory.cache_dtype(config, kv_dtype), 2)
-    given = bounded(own, config, element)
+    with bounded(PATIENCE, f"your {own.__name__}"):
+        given = own(config, element)
     fits = is_number(given) and given > 0
     require(fits, f"your kv_bytes_per_token gave {given!r}, and it is a number of bytes above 0")
     whole = memory.kv_bytes_per_token(config, {4: "float32", 2: "bfloat16", 1: "fp8"}[element])
     return counted if given == whole else given * counted / whole
-
-
-def bounded(function: CountsBytes, *arguments: Any, lines: int = MOST_LINES) -> Any:
-    """What `function` returns for these arguments, given up after so many lines.
-
-    Raises:
-        MinivllmError: it did not come to an end.
-    """
-    left = lines
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal left
-        left -= 1
-        require(left > 0, f"your {function.__name__} does not come to an end: given up after {lines:,} lines")
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        return function(*arguments)
-    finally:
-        sys.settrace(before)
 
 
 @lru_cache(maxsize=16)

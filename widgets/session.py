@@ -174,10 +174,11 @@ class Session:
         for index in sorted(range(len(places)), key=lambda index: abs(index - here))[1:]:
             values = {**now, name: places[index]}
             with suppress(MinivllmError):
-                state = None
+                complete = None
                 for state in _states(self.spec.sweep(**values, **self.own)):
+                    complete = state
                     yield None
-                yield self._view_of(values, state)
+                yield self._view_of(values, complete)
 
     def _failed(self, verdict: Verdict, trace: str = "") -> dict[str, Any]:
         """The picture stays, faded: it no longer fits the knobs."""

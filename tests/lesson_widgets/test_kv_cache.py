@@ -21,7 +21,6 @@ from minivllm.simulate.known_models import CONFIGS, known_model
 from minivllm.simulate.workloads import WORKLOADS
 from widgets import kv_cache
 from widgets.kv_cache_figure import percent
-from widgets.kv_cache_state import bounded
 from widgets.session import Session
 from widgets.theme import COLOURS
 
@@ -238,14 +237,11 @@ def test_a_function_that_does_not_end_or_fails_is_given_up():
             size += 1
 
     view = Session(kv_cache.SPEC, kv_bytes_per_token=endless).settle()
-    assert "your endless does not come to an end" in view["words"]
+    assert "your endless did not return within 1 s" in view["words"]
     view = Session(kv_cache.SPEC, kv_bytes_per_token=lambda config, size: config.nothing).settle()
     assert "Your kv_bytes_per_token broke" in view["words"]
     for huge in (10**30, 1e-9):
         kv_cache.figure(sweep(kv_bytes_per_token=lambda config, size, huge=huge: huge))
-    before = sys.gettrace()
-    assert bounded(lambda: 3) == 3
-    assert sys.gettrace() is before
 
 
 SOLUTIONS = (

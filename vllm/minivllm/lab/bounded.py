@@ -24,7 +24,7 @@ def bounded(seconds: float, whose: str) -> Iterator[None]:
         return
 
     def stop(_signal: int, _frame: object) -> None:
-        raise MinivllmError(f"{whose} did not return within {seconds:g} seconds: does a loop in it never end?")
+        raise MinivllmError(f"{whose} did not return within {seconds:g} s: does a loop in it never end?")
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
