@@ -155,6 +155,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 ShapeOf = Callable[[Iterable[tuple[int, int]]], StepShape]
+SchedulerClass = Callable[[SchedulerConfig, CacheConfig], Scheduler]
 
 
 def simulate(
@@ -166,6 +167,7 @@ def simulate(
     *,
     acceptance: float = 0.0,
     shape_of: ShapeOf = StepShape.of,
+    scheduler: SchedulerClass = Scheduler,
 ) -> Simulation:
     """Run a workload to its end, or for `max_steps` steps.
 
@@ -177,6 +179,7 @@ def simulate(
         max_steps: stop after this many steps.
         acceptance: the probability that a draft is accepted if all drafts before it were.
         shape_of: computes a step's shape from (new tokens, tokens computed before) of each request.
+        scheduler: the engine's, or one derived from it that decides otherwise.
 
     Raises:
         MinivllmError: the workload is empty or waits for a request that never comes, `acceptance` is outside [0, 1],
@@ -184,8 +187,8 @@ def simulate(
     """
     if not workload:
         raise MinivllmError("a simulation needs at least one request")
-    clock = _Clock(workload, Scheduler(scheduler_config, cache_config), cost, Acceptance(acceptance), shape_of)
-    return clock.run(max_steps)
+    made = scheduler(scheduler_config, cache_config)
+    return _Clock(workload, made, cost, Acceptance(acceptance), shape_of).run(max_steps)
 
 
 class Acceptance:
