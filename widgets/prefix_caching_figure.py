@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from minivllm.lab.drawing import QUIET, RULE, number, text_width
 from minivllm.lab.palette import BLUE, GREEN, GREY, INK, PURPLE, VERMILLION
@@ -26,7 +27,7 @@ MOST_PIECES = 200
 def _edges(values: Sequence[float], below: float, above: float) -> list[float]:
     """Where one cell ends and the next begins, between two values and beyond the outer ones."""
     all_values = [below, *values, above]
-    return [math.sqrt(low * high) for low, high in zip(all_values, all_values[1:], strict=False)]
+    return [math.sqrt(low * high) for low, high in pairwise(all_values)]
 
 
 COLUMNS, ROWS = _edges(POOLS, 1536, 32768), _edges(USERS, 1.5, 24)
@@ -53,7 +54,7 @@ def _heading(drawing: Drawing, y: float, content: str, note: str) -> float:
     """A title with its note at the right end of the line, or below where there is no room; the last baseline."""
     end = drawing.width - MARGIN
     drawing.heading((MARGIN, y), content)
-    if MARGIN + 1.25 * text_width(content, HEADING) + 1.1 * text_width(note, SMALL) > end:
+    if MARGIN + 1.2 * text_width(content, HEADING) + text_width(note, SMALL) > end:
         return drawing.paragraph((MARGIN, y + 18), note, end - MARGIN)
     drawing.text((end, y), note, size=SMALL, colour=QUIET, anchor="end")
     return y
@@ -194,8 +195,10 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     missed = [pool for pool, cell in row if state.missed(cell)]
     if missed:
         column = POOLS.index(missed[-1]) + 1
+        # The words stand right of a narrow region: below the curve, which is high there.
+        down = box.height / 2 if column < 2 and state.endless_rate > 0.5 else 0
         with drawing.answer():
-            axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state))
+            axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state), down=down)
     axes.frame(
         "KV cache, tokens",
         f"… with {state.users} users; dashed grey: a cache that never evicts",
@@ -243,12 +246,12 @@ def _cause(state: State) -> str:
 
 def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
     """A row for each user: when their context was in the pool, and what each request found. Returns the height."""
-    note = "rows: users; columns: requests; point at a row to follow it"
+    note = "rows: users; columns: requests"
     y = _heading(drawing, top, "Whose context is in the pool", note)
     keys = [Segment("in the pool", 0, BLUE), Segment("found (●)", 0, GREEN)]
-    keys += [Segment("evicted, computed again (◆)", 0, VERMILLION), Segment("first computed (■)", 0, GREY)]
+    keys += [Segment("computed again (◆)", 0, VERMILLION), Segment("new (■)", 0, GREY)]
     if any(state.here.wrong):
-        keys.append(Segment("another text's keys (▲)", 0, PURPLE))
+        keys.append(Segment("of another text (▲)", 0, PURPLE))
     y = legend(drawing, (MARGIN, y + 19), keys, drawing.width - 2 * MARGIN)
     box = Box(MARGIN + GUTTER, y - 10, drawing.width - 2 * MARGIN - GUTTER, STRIP)
     strip = _Strip(drawing, state, box)
@@ -355,7 +358,7 @@ class _Strip:
                 row = self.rows.index(user)
                 middle = (self.box.x + (column + 0.5) * self.wide, self.box.y + (row + 0.5) * self.high)
                 with self.drawing.layer(group=f"user {user}", at=f"{column} {self.last}", tip=self._of_request(index)):
-                    self._mark(index, middle, max(2.5, min(4.5, self.high / 2 - 0.5)))
+                    self._mark(index, middle, max(3, min(4.5, self.high / 2 - 0.5)))
 
     def _mark(self, index: int, middle: tuple[float, float], radius: float) -> None:
         """Its sign tells what became of the prompt, and so does its colour."""
@@ -367,6 +370,6 @@ class _Strip:
             corners = [(x - radius - 1, y), (x, y - radius - 1), (x + radius + 1, y), (x, y + radius + 1)]
             self.drawing.polygon(corners, VERMILLION)
         elif found:
-            self.drawing.circle(middle, radius, GREEN)
+            self.drawing.circle(middle, radius, GREEN, stroke=CARD if radius > 3.5 else "none")
         else:
             self.drawing.rect(Box(x - radius, y - radius, 2 * radius, 2 * radius), GREY)

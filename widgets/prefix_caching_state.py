@@ -133,7 +133,7 @@ def sweep(
         hash_block_tokens: the reader's, in place of the engine's.
 
     Raises:
-        MinivllmError: a value makes no sense, or the reader's names leave a request without blocks.
+        MinivllmError: a value makes no sense, or the reader's names are no bytes or never come.
     """
     require_numbers(MOST, turns=turns, prefix=prefix, target=target)
     require(users in USERS, f"users is one of {', '.join(map(str, USERS))}, not {users!r}")
@@ -147,16 +147,14 @@ def sweep(
 def _states(load: Load, pool: int, target: float) -> Iterator[State]:
     known = _Map(load)
     known.cell(load.users, pool)
-    # What never changes with the pool is not computed twice, so a pool that was looked at before costs nothing.
-    yield State(load, pool, target, known.cells(), known.endless_if_known(load.users))
-    start = time.process_time()
+    start = 0.0
     for users, size in _by_distance(load.users, pool):
         if known.has(users, size):
             continue
-        known.cell(users, size)
         if time.process_time() - start > AT_ONCE:
             yield State(load, pool, target, known.cells(), known.endless_if_known(load.users))
             start = time.process_time()
+        known.cell(users, size)
     yield State(load, pool, target, known.cells(), known.endless_if_known(load.users))
 
 
@@ -228,9 +226,13 @@ def _cost() -> RooflineCost:
 def told(value: float, bound: float, scale: float, unit: str) -> str:
     """`value`, with as many digits as it takes to be on its own side of `bound`."""
     digits = 1
-    while digits < 9 and (round(value * scale, digits) > bound * scale) != (value > bound):
+    while digits < 9 and _side(round(value * scale, digits), bound * scale) != _side(value, bound):
         digits += 1
     return f"{value * scale:,.{digits}f} {unit}"
+
+
+def _side(value: float, bound: float) -> int:
+    return (value > bound) - (value < bound)
 
 
 def milliseconds(value: float, bound: float) -> str:

@@ -17,7 +17,6 @@ from minivllm.core.block_hash import BlockHash, HashBlockTokens, hash_block_toke
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.scheduler import Scheduler
-from minivllm.errors import MinivllmError
 from minivllm.simulate.cost_model import Cost
 from minivllm.simulate.sharing import Sharing, sessions
 from minivllm.simulate.virtual_clock import percentile, simulate
@@ -108,8 +107,7 @@ def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
     """Serve the sessions on a pool of `num_blocks` usable blocks of `BLOCK_SIZE` tokens.
 
     Raises:
-        MinivllmError: the pool cannot hold a single request, or block names leave a request without any blocks for
-            ever.
+        MinivllmError: the pool cannot hold a single request, or a block's name is not bytes.
     """
     work = sessions(load.kind, load.users, load.turns, load.prefix, at_random=load.at_random)
     naming = _named(load.hash_block_tokens) if load.hash_block_tokens else _remembered
@@ -120,12 +118,7 @@ def reuse(load: Load, num_blocks: int, cost: Cost) -> Reuse:
         watched.append(_Watched(load, scheduler_config, cache_config, parts))
         return watched[0]
 
-    # A request that is alone takes a step a token; twenty times as many steps are taken for no end.
-    bound = 20 * sum(one.output_tokens + 1 for one in work)
-    run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + num_blocks), cost, bound, scheduler=scheduler)
-    for index, one in enumerate(run.requests):
-        if len(one.token_times) < work[index].output_tokens:
-            raise MinivllmError(f"request {index} is never served: its blocks' names lead to blocks that it cannot get")
+    run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + num_blocks), cost, scheduler=scheduler)
     return Reuse(
         tuple(one.prompt_tokens for one in work),
         tuple(one.num_cached_tokens for one in run.requests),
