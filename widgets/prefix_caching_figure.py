@@ -196,7 +196,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     if missed:
         column = POOLS.index(missed[-1]) + 1
         # The words stand right of a narrow region: below the curve, which is high there.
-        down = box.height / 2 if column < 2 and state.endless_rate > 0.5 else 0
+        down = 3 if column < 2 and state.endless_rate > 0.5 else 0
         with drawing.answer():
             axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state), down=down)
     axes.frame(
