@@ -50,14 +50,14 @@ SESSIONS = ("kind", "users", "turns", "prefix", "order", "target")
 
 def verdict(state: State) -> Verdict:
     """What this configuration means, in one line."""
-    found = f"{state.hit_rate:.1%} of the prompt tokens are found"
+    found = f"{state.hit_rate:.1%} of the prompt is found"
     if state.wrong_rate:
         return Verdict(
-            f"Your names lead to the wrong blocks: {state.wrong_rate:.1%} of the prompt tokens are taken from blocks "
-            "that hold another text's keys. What the model writes then is wrong, without an error.",
+            f"Your names lead to the wrong blocks: {state.wrong_rate:.1%} of the prompt is taken from another text's "
+            "keys. What the model writes then is wrong, and there is no error.",
             "broken",
         )
-    slow = f"The p95 time to first token is {milliseconds(state.ttft(state.here), state.target)} (modelled)"
+    slow = f"p95 TTFT {milliseconds(state.ttft(state.here), state.target)} (modelled)"
     asked = f"{state.target * 1e3:g} ms are asked"
     if state.missed(state.here):
         return Verdict(f"{_why_missed(state, found)} {slow}; {asked}.", "broken")
@@ -79,8 +79,8 @@ def _why_missed(state: State, found: str) -> str:
     if state.kind.pause == 0:
         return f"{lost}. The pool holds too few users at once; the others wait for room."
     if state.lost > state.findable / 2:
-        return f"The cache thrashes: {lost}. Each user's blocks leave before that user comes back."
-    return f"{lost}. Some users' blocks leave before they come back."
+        return f"The cache thrashes: {lost}. Blocks leave before their user returns."
+    return f"{lost}. Some blocks leave before their user returns."
 
 
 def command(state: State) -> str:
@@ -189,9 +189,8 @@ CHALLENGES = (
 )
 
 GUESS = Guess(
-    "8 users come in turn, each with a document of 1,024 tokens. The pool holds 6K tokens, six of the documents; an "
-    "endless cache finds 65 %. How much is found?",
-    ("65 %: as with an endless cache", "about 48 %: six of eight documents", "about 16 %", "nothing"),
+    "The pool holds six of the eight documents, whose users come in turn. How much is found?",
+    ("65 %, as if endless", "48 %: six of eight", "16 %", "nothing"),
     3,
     "What was used longest ago is evicted first, and that is always the document whose user comes next.",
 )

@@ -215,7 +215,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     with drawing.answer():
         _draw_curve(axes, state, [(pool, cell) for pool, cell in row if pool not in dict(right[1:])])
     x, y = axes.at(state.pool, state.hit_rate)
-    drawing.line((x, box.y), (x, box.bottom), INK, width=2)
+    drawing.line((x, y), (x, box.bottom), INK, width=2)
     drawing.circle((x, box.bottom), 7, INK)
     with drawing.answer():
         drawing.circle((x, y), 6, BLUE, stroke=INK)
@@ -294,20 +294,20 @@ class _Strip:
     def caption(self, index: int) -> str:
         """What happens in a frame."""
         one = self.admissions[index]
-        said = self._of_request(one.requests[0]) if len(one.requests) == 1 else self._of_requests(one.requests)
-        taken = [f"{blocks} of {'all' if user == SHARED else f'user {user + 1}'}" for user, blocks in one.lost]
-        return said + (f" Evicted blocks: {', '.join(taken)}." if taken else "")
+        user, turn = divmod(one.requests[0], self.state.load.turns)
+        parts = [self._parts(request) for request in one.requests]
+        found, all_tokens = sum(part[0] for part in parts), sum(sum(part[:3]) for part in parts)
+        who = f"User {user + 1}, turn {turn + 1}" if len(parts) == 1 else f"{len(parts)} requests at once"
+        lost = sum(blocks for _, blocks in one.lost)
+        whose = ", ".join("all" if user == SHARED else str(user + 1) for user, _ in one.lost)
+        evicts = f"; {lost} blocks of user {whose} evicted" if lost else ""
+        return f"{who}: {found:,} of {all_tokens:,} found{evicts}."
 
     def _of_request(self, index: int) -> str:
         user, turn = divmod(index, self.state.load.turns)
         found, again, new, wrong = self._parts(index)
         words = f"User {user + 1}, turn {turn + 1}: {found:,} of {found + again + new:,} tokens found"
         words += f", {wrong:,} of them another text's" if wrong else ""
-        return f"{words}; {f'{again:,} evicted and computed again, ' if again else ''}{new:,} new."
-
-    def _of_requests(self, requests: Sequence[int]) -> str:
-        found, again, new, _ = (sum(part) for part in zip(*map(self._parts, requests), strict=True))
-        words = f"{len(requests)} requests at once: {found:,} of {found + again + new:,} tokens found"
         return f"{words}; {f'{again:,} evicted and computed again, ' if again else ''}{new:,} new."
 
     def _parts(self, index: int) -> tuple[int, int, int, int]:
