@@ -152,7 +152,6 @@ class _Watched(Scheduler):
         self.wrong: dict[int, int] = {}
         """By request, once it has been admitted: tokens found in blocks of another text."""
         self._whose: dict[int, int] = {}
-        self._blocks: dict[int, list[int]] = {}
         self._admitted: list[tuple[list[int], Counter[int]]] = []
 
     def schedule(self) -> SchedulerOutput:
@@ -180,15 +179,11 @@ class _Watched(Scheduler):
         pool.evicted.clear()
 
     def _note_blocks(self, index: int, block_ids: Sequence[int]) -> None:
-        """The blocks of a request just admitted are its user's context from now on, and no others are."""
+        """The blocks of a request just admitted are its user's context from now on."""
         load, request = self.load, self.requests[str(index)]
         user, turn = divmod(index, load.turns)
         shared, context = load.shared_blocks, load.context_blocks(turn)
         for whose, ids in ((SHARED, block_ids[:shared]), (user, block_ids[shared:context])):
-            for block_id in self._blocks.get(whose, ()):
-                if self._whose.get(block_id) == whose:
-                    del self._whose[block_id]
-            self._blocks[whose] = list(ids)
             self._whose.update(dict.fromkeys(ids, whose))
         if index not in self.wrong:
             self.wrong[index] = self._wrong_tokens(request.block_hashes, block_ids, request.num_cached_tokens)
