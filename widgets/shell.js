@@ -275,12 +275,13 @@ class Shell {
     this.picture.classList.toggle("lw-stale", view.stale);
     this.el.classList.toggle("lw-busy", view.busy);
     this.el.classList.toggle("lw-asking", !this.asked);
-    this.says.dataset.tone = view.tone;
-    this.sign.textContent = view.sign;
-    this.words.textContent = view.words;
+    const secret = !this.asked && !view.stale; // the verdict would give the answer away
+    this.says.dataset.tone = secret ? "none" : view.tone;
+    this.sign.textContent = secret ? "?" : view.sign;
+    this.words.textContent = secret ? "Guess first, or turn a knob to see." : view.words;
     this.traced.hidden = !view.trace;
     this.trace.textContent = view.trace || "";
-    if (!view.busy) this.speak(view.words);
+    if (!view.busy && !secret) this.speak(view.words);
     this.command.textContent = view.command;
     if (document.activeElement !== this.saved) this.saved.value = view.saved;
     if (!this.wanted && this.waiting === null) this.showKnobs((this.values = { ...view.values }));
@@ -318,6 +319,7 @@ class Shell {
     const { goal, lesson } = this.described.challenges[this.challenge];
     const { met, words, advice } = view.challenges[this.challenge];
     this.goal.textContent = goal;
+    this.progress.hidden = !this.asked && !view.stale;
     this.progress.textContent = met ? `✓ Met. ${words} ${lesson}` : `Not yet. ${words} ${advice}`;
     this.progress.classList.toggle("lw-met", met);
   }

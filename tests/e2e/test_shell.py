@@ -62,6 +62,8 @@ def test_every_control_has_a_name(sizes: WidgetPage):
 def test_the_answer_is_hidden_until_one_has_guessed(sizes: WidgetPage):
     curve = sizes.page.locator("[data-answer] polyline").first
     assert not curve.is_visible()
+    assert sizes.words() == "Guess first, or turn a knob to see."
+    assert not sizes.page.locator(".lw-progress").is_visible()
     sizes.page.get_by_role("button", name="5", exact=True).click()
     assert curve.is_visible()
     assert sizes.page.locator(".lw-guess").inner_text() == "It is 6. Five still fits."
@@ -119,6 +121,7 @@ def test_dragging_needs_nobody_where_pictures_were_drawn_ahead(sizes: WidgetPage
 
 
 def test_the_player_plays_steps_and_scrubs(sizes: WidgetPage):
+    sizes.page.get_by_role("button", name="Show me").click()
     caption = sizes.page.locator(".lw-caption")
     shown = "[...document.querySelectorAll('[data-at]')].filter(mark => mark.style.display !== 'none').length"
     assert caption.inner_text() == "frame 3"
@@ -136,6 +139,7 @@ def test_the_player_plays_steps_and_scrubs(sizes: WidgetPage):
 
 def test_a_challenge_says_what_is_missing_and_stays_met(sizes: WidgetPage):
     progress = sizes.page.locator(".lw-progress")
+    sizes.page.get_by_role("button", name="Show me").click()
     assert progress.inner_text() == "Not yet. It is 2. Size is wrong."
     sizes.control("size").fill("7")
     sizes.settled()

@@ -82,7 +82,7 @@ def test_the_edges_are_where_the_verdict_changes(knobs):
         assert there.spills == (queries > state.kept)
         if queries < state.few:
             assert traffic.moved > state.naive.moved
-    assert state.few <= max(16, 1.1 * state.head_dim / 4) or state.length <= 1024
+    assert state.few <= max(16, 1.25 * state.head_dim / 4)
 
 
 @pytest.mark.parametrize(
