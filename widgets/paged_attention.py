@@ -20,12 +20,12 @@ from typing import Any
 from minivllm.config.checks import require
 from minivllm.core.block_pool import BlockPool
 from minivllm.simulate.block_size_costs import Moment, fetched_in_vain, held, moments
-from minivllm.simulate.line_budget import line_budget
 from minivllm.simulate.paged_traffic import LINE, SECTOR
 from minivllm.simulate.played_pool import Play, play_pool
+from minivllm.simulate.step_budget import step_budget
 from minivllm.simulate.workloads import WORKLOADS, RequestLengths, Workload, workload
 from widgets.knobs import choice, entry, steps
-from widgets.paged_attention_figure import draw, percent, slots
+from widgets.paged_attention_figure import draw, percent, slots, times
 from widgets.shell import LessonWidget
 from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -35,8 +35,8 @@ LONGEST = 2048
 """Tokens of the longest request that is let in, as in the lesson."""
 SEEN, PLAYED, MOST_BLOCKS = 400, 9, 40
 """Requests that are counted, requests that are played, and blocks of the pool that is drawn."""
-MOST_LINES = 1_000_000
-"""Lines of Python that a play with the reader's pool may run; ours runs some thousands."""
+MOST_STEPS = 3_000_000
+"""Of the interpreter, in a play with the reader's pool; with a right one it takes an eighth of them at most."""
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 
@@ -151,12 +151,7 @@ def sweep(
     Raises:
         MinivllmError: a value that no knob has, or requests that are all too long.
     """
-    SPEC.accept(
-        {
-            "block_size": block_size, "requests": requests, "file": file, "samples": samples, "kernel": kernel,
-            "row_bytes": row_bytes, "empty_allowed": empty_allowed, "factor_allowed": factor_allowed,
-        }
-    )  # fmt: skip
+    SPEC.accept({name: value for name, value in locals().items() if name != "block_pool"})
     kind = workload(file.strip() or requests)
     seen = _seen(kind)
     extra = {size: _extra(kind, size, row_bytes, kernel) for size in SIZES}
@@ -224,7 +219,7 @@ def _valley(kind: Workload, samples: int, row_bytes: int, kernel: str) -> Valley
 def _played(lengths: tuple[RequestLengths, ...], size: int, samples: int, own: Callable[[int], Any] | None) -> Play:
     if own is None:
         return play_pool(lengths, size, samples, MOST_BLOCKS, BlockPool)
-    with line_budget(MOST_LINES, "your block pool"):
+    with step_budget(MOST_STEPS, "your block pool"):
         return play_pool(lengths, size, samples, MOST_BLOCKS, own)
 
 
@@ -249,17 +244,14 @@ def verdict(state: State) -> Verdict:
     size, (empty, extra) = state.block_size, (state.empty[state.block_size], state.extra[state.block_size])
     if state.play.fault:
         whose = "Your pool" if state.own else "The pool"
-        return Verdict(f"{whose} is wrong: {state.play.fault}. The player stops where it happens.", "broken")
-    is_, found = f"{slots(size)}: {percent(empty)} of the held slots are empty", state.breaks
-    fetched = f"the kernel fetches {1 + extra:.4g} × the bytes it needs"
+        return Verdict(f"{whose} is wrong: {state.play.fault}. The player shows where.", "broken")
+    is_ = f"{slots(size)}: {percent(empty, state.empty_allowed)} of the held slots are empty"
+    fetched = f"the kernel fetches {times(1 + extra, state.factor_allowed)} the bytes it needs"
     best = f"Cheapest for these requests: {state.valley.block_size}."
-    limits = []
-    if found[0]:
-        limits.append(f"{percent(state.empty_allowed)} may be empty")
-    if found[1]:
-        limits.append(f"{state.factor_allowed:g} × may be fetched")
+    limits = [f"{percent(state.empty_allowed)} may be empty"] * state.breaks[0]
+    limits += [f"{times(state.factor_allowed)} may be fetched"] * state.breaks[1]
     if limits:
-        return Verdict(f"{is_}, and {fetched}. Too much: {' and '.join(limits)}. {best}", "broken")
+        return Verdict(f"{is_}, and {fetched} (modelled). Too much: {' and '.join(limits)}. {best}", "broken")
     tight = state.cost[size] > 1.5 * state.valley.cost
     return Verdict(f"{is_}, and {fetched} (modelled). {best}", "tight" if tight else "fine")
 
@@ -275,45 +267,44 @@ def command(state: State) -> str:
     return "\n".join(lines)
 
 
+_LIMITS = (0.05, 1.02)
+"""Of the first two challenges, and at the start."""
+
+
+def _figures(state: State) -> str:
+    empty, extra = state.empty[state.block_size], state.extra[state.block_size]
+    return f"{percent(empty, state.empty_allowed)} are empty, {times(1 + extra, state.factor_allowed)} fetched."
+
+
+def _limits_moved(state: State) -> bool:
+    return (state.empty_allowed, state.factor_allowed) != _LIMITS
+
+
 def _keep_both(state: State) -> Progress:
-    size = state.block_size
-    words = f"Blocks of {size}: {percent(state.empty[size])} empty, {1 + state.extra[size]:.5g} × fetched."
-    same = state.title == WORKLOADS["alpaca"].title and (state.samples, state.kernel, state.row_bytes) == (
-        2,
-        "sector",
-        256,
-    )
-    same = same and (state.empty_allowed, state.factor_allowed) == (0.05, 1.02)
-    if not same:
+    words = f"{slots(state.block_size)}: {_figures(state)}"
+    if _limits_moved(state) or state.title != WORKLOADS["alpaca"].title or state.row_bytes != 256:
         return Progress(False, words, "Start again, and turn the block size alone.")
     if state.breaks[0]:
-        return Progress(
-            False, words, "The blocks are too large: half of each last one waits for tokens, in ever more slots."
-        )
-    advice = "The blocks are too small: every few tokens, 32 bytes are fetched for an entry of 4."
+        advice = "The block size: half of each last block stands empty, and these requests have few blocks."
+        return Progress(False, words, advice)
+    advice = "The block size: an entry of 4 bytes costs a fetch of its own, and too few tokens come with it."
     return Progress(not state.breaks[1], words, advice)
 
 
 def _sharing_pays(state: State) -> Progress:
-    size, met = state.block_size, state.saved >= 0.75 and not any(state.breaks)
-    met = met and (state.empty_allowed, state.factor_allowed) == (0.05, 1.02)
-    words = f"Sharing saves {percent(state.saved)} of the blocks; {percent(state.empty[size])} are empty, "
-    words += f"{1 + state.extra[size]:.5g} × fetched."
-    if (state.empty_allowed, state.factor_allowed) != (0.05, 1.02):
+    words = f"Sharing saves {percent(state.saved, 0.75)} of the blocks; {_figures(state)}"
+    enough = state.saved >= 0.75
+    if _limits_moved(state):
         advice = "The limits have moved: 5 % may be empty, and 1.02 × fetched."
-    elif state.samples < 4:
-        advice = "Too few samples: what two share, they save once."
-    elif state.saved < 0.75 and state.samples == 8:
-        advice = (
-            "The requests: samples share the prompt, never what they write. Who sends long prompts for short answers?"
-        )
-    elif state.saved < 0.75:
-        advice = "More samples save more, and longer prompts with shorter answers do."
+    elif not enough and state.samples < 8:
+        advice = "The samples: what two share is saved once, what eight share seven times."
+    elif not enough:
+        advice = "The requests: samples share the prompt, never what they write. Who asks much and wants little?"
     elif state.breaks[0]:
-        advice = "Enough is saved, but the blocks are too large: each sample has a half empty last block of its own."
+        advice = "Enough is saved. The block size: each sample has a last block of its own, half empty."
     else:
-        advice = "Enough is saved, but the blocks are too small for the kernel."
-    return Progress(met, words, advice)
+        advice = "Enough is saved. The kernel fetches too much: its look-ups, or too small blocks."
+    return Progress(enough and not any(state.breaks) and not _limits_moved(state), words, advice)
 
 
 def _valley_moves(state: State) -> Progress:
@@ -329,10 +320,10 @@ def _valley_moves(state: State) -> Progress:
         advice = "The bytes of a token: the fewer a block brings, the dearer is its look-up."
     elif state.kernel != "line":
         advice = "The kernel: with 128 bytes to a look-up, each must serve more tokens."
-    elif state.tokens < 900:
-        advice = "The requests: the longer they are, the less half a block weighs."
-    else:
+    elif state.samples > 1:
         advice = "The samples: each has an end of its own. Ask for one answer."
+    else:
+        advice = "The requests: the longer they are, the less half a block weighs."
     return Progress(met, words, advice)
 
 
@@ -354,34 +345,32 @@ CHALLENGES = (
     ),
 )
 _KINDS = [(kind.title, name) for name, kind in WORKLOADS.items()]
-_START = {
-    "block_size": 16, "requests": "alpaca", "file": "", "samples": 2, "kernel": "sector", "row_bytes": 256,
-    "empty_allowed": 0.05, "factor_allowed": 1.02,
+_KNOBS = {
+    "The cache": {
+        "block_size": steps("Block size", SIZES, 16, "token slots in a block; vLLM's default is 16"),
+        "row_bytes": choice("Keys of a token", [(words, size) for size, words in ROWS.items()], 256,
+                            "numbers of one KV head, and their type; its values have as many"),
+        "kernel": choice("Kernel looks up", [(how.words, name) for name, how in KERNELS.items()], "sector",
+                         "when it reads the block table, and what a read of 4 bytes fetches"),
+    },
+    "The requests": {
+        "requests": choice("Lengths as in", _KINDS, "alpaca", "how long prompts and answers are"),
+        "file": entry("… or a file", "", "lengths.csv", "CSV with prompt and output tokens, or JSON of vllm bench"),
+        "samples": steps("Samples", SAMPLES, 2, "answers to each request; they share the prompt's full blocks"),
+    },
+    "What is allowed": {
+        "empty_allowed": steps("Empty slots", [(f"{share:.0%}", share) for share in EMPTY_ALLOWED], 0.05,
+                               "share of the held slots without a token"),
+        "factor_allowed": steps("Bytes fetched", [(f"{factor:g} ×", factor) for factor in FACTORS_ALLOWED], 1.02,
+                                "for each byte of keys and values that is needed"),
+    },
 }  # fmt: skip
+_START = {name: knob.value for group in _KNOBS.values() for name, knob in group.items()}
 SPEC = Spec(
     name="paged_attention",
     title="What a block size costs, and who holds which block",
     lead="Drag the block size along the valley; then play the pool, and point at a request.",
-    knobs={
-        "The cache": {
-            "block_size": steps("Block size", SIZES, 16, "token slots in a block; vLLM's default is 16"),
-            "row_bytes": choice("Keys of a token", [(words, size) for size, words in ROWS.items()], 256,
-                                "numbers of one KV head, and their type; its values have as many"),
-            "kernel": choice("Kernel looks up", [(how.words, name) for name, how in KERNELS.items()], "sector",
-                             "when it reads the block table, and what a read of 4 bytes fetches"),
-        },
-        "The requests": {
-            "requests": choice("Lengths as in", _KINDS, "alpaca", "how long prompts and answers are"),
-            "file": entry("… or a file", "", "lengths.csv", "CSV with prompt and output tokens, or JSON of vllm bench"),
-            "samples": steps("Samples", SAMPLES, 2, "answers to each request; they share the prompt's full blocks"),
-        },
-        "What is allowed": {
-            "empty_allowed": steps("Empty slots", [(f"{share:.0%}", share) for share in EMPTY_ALLOWED], 0.05,
-                                   "share of the held slots without a token"),
-            "factor_allowed": steps("Bytes fetched", [(f"{factor:g} ×", factor) for factor in FACTORS_ALLOWED], 1.02,
-                                    "for each byte of keys and values that is needed"),
-        },
-    },
+    knobs=_KNOBS,
     presets={
         "Start again": _START,
         "Too large": {**_START, "block_size": 512},
@@ -394,7 +383,7 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=Guess(
-        "Requests of some 60 tokens. Which block size costs least, both costs added?",
+        "Requests of some 80 tokens, as Alpaca's. Which block size costs least, both costs added?",
         ("1", "4", "16", "64"),
         1,
         "A look-up for every 4 tokens costs little, and little is empty. vLLM's 16 leaves one slot in ten empty here.",

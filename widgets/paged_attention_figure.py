@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION, YELLOW
 from minivllm.simulate.played_pool import Frame, HeldTable, Play
-from widgets.plot import Axes, Scale
+from widgets.plot import LEAST_ROOM, Axes, Scale
 from widgets.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Segment, legend
 from widgets.theme import CARD
 
@@ -26,9 +26,21 @@ CELL, ROW = 24, 15
 """Heights in pixels: of a block, and of a row of the tables."""
 
 
-def percent(share: float) -> str:
-    """A share with as many digits as it takes to tell it from others near it: 9.79 %, 0.391 %, 46.3 %."""
-    return f"{100 * share:.3g} %"
+def percent(share: float, beside: float | None = None) -> str:
+    """9.79 %, 0.391 %; with as many digits as it takes to tell the share from another one `beside` it."""
+    return f"{_told_apart(100 * share, None if beside is None else 100 * beside, 3)} %"
+
+
+def times(factor: float, beside: float | None = None) -> str:
+    """1.004 ×, 3 ×; with as many digits as it takes to tell the factor from another one `beside` it."""
+    return f"{_told_apart(factor, beside, 4)} ×"
+
+
+def _told_apart(value: float, beside: float | None, digits: int) -> str:
+    if beside is not None and value != beside:
+        while digits < 15 and f"{value:.{digits}g}" == f"{beside:.{digits}g}":
+            digits += 1
+    return f"{value:.{digits}g}"
 
 
 def slots(size: int) -> str:
@@ -50,13 +62,13 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
     note = f"{state.title}, {state.samples} answer{'s' if state.samples > 1 else ''} each; both costs in percent"
     y = drawing.heading((MARGIN, 22), "What a block size costs", note)
     keys = [
-        Segment("empty share of held slots", 0, ORANGE),
+        Segment("empty share of slots", 0, ORANGE),
         Segment("fetched in vain (modelled)", 0, BLUE, tip=_modelled(state)),
-        Segment("their sum", 0, INK),
+        Segment("sum", 0, INK),
         Segment("others' valleys", 0, GREEN),
     ]
     below = legend(drawing, (MARGIN, y + 20), keys, width - 2 * MARGIN)
-    box = Box(MARGIN + 38, below - 6, width - 2 * MARGIN - 48, 146)
+    box = Box(MARGIN + 38, below - 6, width - 2 * MARGIN - 48, 140)
     sizes = [float(size) for size in state.empty]
     axes = Axes(drawing, box, Scale(sizes[0], sizes[-1], log=True), Scale(LEAST, MOST, log=True))
     with drawing.answer():
@@ -118,7 +130,7 @@ def _broken(axes: Axes, state: State) -> None:
     """Left the kernel, right the memory; each from where its cost passes what is allowed."""
     low = _crossing(state.extra, state.factor_allowed - 1, [state.over(size) for size in state.extra])
     over = [share > state.empty_allowed for share in state.empty.values()]
-    flipped = dict(reversed(state.empty.items()))
+    flipped = {size: state.empty[size] for size in reversed(list(state.empty))}
     high = _crossing(flipped, state.empty_allowed, over[::-1])
     wide = axes.drawing.width >= WIDE
     most = f"over {state.factor_allowed:g} ×"
@@ -126,8 +138,11 @@ def _broken(axes: Axes, state: State) -> None:
         missed = f"over {percent(state.empty_allowed)}"
         axes.broken(high, None, f"Last blocks stand empty: {missed} of the slots" if wide else f"Empty: {missed}")
     if low is not None:
-        words = f"Too many look-ups: {most} the bytes" if wide else f"Look-ups: {most}"
-        axes.broken(None, low, words, lower=1 if high else 0)
+        room = axes.at(low, LEAST)[0] - axes.box.x
+        inside = room >= LEAST_ROOM
+        long = wide and not (inside and room < 3 * LEAST_ROOM)
+        words = f"Too many look-ups: {most} the bytes" if long else f"Look-ups: {most}"
+        axes.broken(None, low, words, lower=0 if inside or high is None else 1 + wide)
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:
@@ -154,21 +169,18 @@ def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
         for size, ratio in state.measured.items()
     ]
     axis.points([float(size) for size in state.measured], list(state.measured.values()), MID, radius=3.5, tips=tips)
-    words = "dots: measured on a CPU, × the time of an unbroken cache; it cannot show the look-up"
+    words = "dots: measured on a CPU, × an unbroken cache; it cannot show the look-up"
     return drawing.paragraph((axis.box.x, axis.box.bottom + 13), words, width - axis.box.x - MARGIN)
 
 
 def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:
     """The blocks, and the tables of the requests; returns the y of what is lowest."""
     blocks = play.num_blocks - 1
-    note = (
-        f"{blocks} blocks of {play.block_size} slot{'s' * (play.block_size > 1)}; a number is a request, a frame: new"
-    )
-    if play.shortened > 1:
-        note += f"; lengths ÷ {play.shortened}, to fit here"
+    note = f"{blocks} blocks of {play.block_size} slot{'s' * (play.block_size > 1)}"
+    note += f", lengths ÷ {play.shortened}" * (play.shortened > 1) + "; framed: just taken"
     y = drawing.heading((MARGIN, y), "The pool, played", note)
     keys = [
-        Segment("held; bar: empty slots", 0, BLUE),
+        Segment("number: holder; bar: empty slots", 0, BLUE),
         Segment("free", 0, CARD, outlined=True),
         Segment("dot: shared", 0, YELLOW),
     ]
@@ -214,10 +226,12 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
             tip = escape(f"Block {block}: {whose}" + (f". ✕ {fault}" if fault else ""))
             fill = VERMILLION if fault else BLUE
             drawing.add(f'<path d="{_outline(places[block])}" fill="{fill}" data-tip="{tip}"/>')
-        drawing.add(f'<g fill="{CARD}" pointer-events="none">')
+        drawing.add('<g pointer-events="none">')
         for block, (_, _, fault) in marks:
             x, y = places[block].x + places[block].width / 2, places[block].y + 13
-            drawing.add(f'<text x="{x:g}" y="{y:g}" font-size="{SMALL}">{"!" if fault else ""}{request or ""}</text>')
+            ink = "#000000" if fault else CARD
+            label = f"{'!' if fault else ''}{request or ''}"
+            drawing.add(f'<text x="{x:g}" y="{y:g}" font-size="{SMALL}" fill="{ink}">{label}</text>')
         drawing.add("</g>")
     drawing.add("</g>")
     for _, marks in _layered(drawing, partly):

@@ -7,68 +7,20 @@ loses one is caught in the step where it happens.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from minivllm.errors import MinivllmError
-from minivllm.simulate.line_budget import EndlessError
+from minivllm.simulate.pool_audit import Fault, HeldTable, Pool, audit, counted_blocks, named
+from minivllm.simulate.step_budget import EndlessError
 from minivllm.simulate.workloads import RequestLengths
 
 MOST_FRAMES = 26
 TICKS_OF_A_LIFE = 6
 ROOM_FOR = 0.36
 """Of all requests, the share for which the pool has room: enough for some, too little for all."""
-
-
-class Block(Protocol):
-    """A block of the pool."""
-
-    block_id: int
-    ref_cnt: int
-
-
-class Pool(Protocol):
-    """What a pool must be able to do: the engine's `BlockPool`, or the one of exercise 02."""
-
-    blocks: Sequence[Any]
-
-    def get_num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
-        ...
-
-    def get_new_blocks(self, num_blocks: int) -> list[Any]:
-        """Take blocks, all or none."""
-        ...
-
-    def touch(self, blocks: Iterable[Any]) -> None:
-        """One holder more for each block."""
-        ...
-
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """One holder less for each block."""
-        ...
-
-
-@dataclass(frozen=True)
-class HeldTable:
-    """The block table of one sample at one moment."""
-
-    request: int
-    """From 1."""
-    sample: int
-    """From 1."""
-    blocks: tuple[int, ...]
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Where the pool's books and the tables disagree."""
-
-    words: str
-    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,8 +50,11 @@ class Play:
 
     @property
     def fault(self) -> str:
-        """What went wrong first; "" if nothing did."""
-        return next((frame.faults[0].words for frame in self.frames if frame.faults), "")
+        """What went wrong first, and the first clash that came of it; "" if nothing did."""
+        found = [fault for frame in self.frames for fault in frame.faults]
+        clash = next((fault for fault in found if fault.clash), None)
+        first = found[0].words if found else ""
+        return first if clash is None or clash is found[0] else f"{first}; later {clash.words}"
 
 
 @dataclass(eq=False)
@@ -230,7 +185,7 @@ class _Stage:
         except EndlessError:
             raise
         except ValueError as error:
-            self.show("stuck", f"The pool refused what is right: {error}", [Fault("it must not refuse here")])
+            self.show("stuck", "It goes no further", [Fault(f"the pool refuses what is right: {error}")])
 
     def show(self, did: str, caption: str, faults: Iterable[Fault] = ()) -> None:
         tables = tuple(
@@ -265,7 +220,7 @@ class _Stage:
             more = f" and {len(copies) - 4} more" if len(copies) > 4 else ""
             self.show("copy", f"{_these(grown)} on. Copy-on-write into half full shared blocks: {pairs}{more}")
         elif taken:
-            self.show("grow", f"{_these(grown)} on: {_blocks(taken)} taken")
+            self.show("grow", f"{_these(grown)} on: {counted_blocks(taken)} taken")
         return lost
 
     def missing(self, one: _Request, count: int) -> int:
@@ -280,7 +235,7 @@ class _Stage:
         self.release(last)
         self.waiting.appendleft(last)
         freed = self.pool.get_num_free_blocks() - before
-        self.show("preempt", f"The pool is dry. Request {last.number} preempted: {_blocks(freed)} free again")
+        self.show("preempt", f"The pool is dry. Request {last.number} preempted: {counted_blocks(freed)} free again")
 
     def finish(self) -> None:
         for one in [one for one in self.running if one.written >= one.lengths.output_tokens]:
@@ -289,7 +244,7 @@ class _Stage:
             self.running.remove(one)
             self.release(one)
             freed = self.pool.get_num_free_blocks() - before
-            self.show("free", f"Request {one.number} ends: {_blocks(freed)} free again")
+            self.show("free", f"Request {one.number} ends: {counted_blocks(freed)} free again")
             if not self.tried_twice:
                 self.tried_twice = True
                 self.free_twice(one.number, blocks)
@@ -304,7 +259,11 @@ class _Stage:
         except ValueError:
             self.show("free twice", f"{tried}: the pool refuses")
             return
-        self.show("free twice", tried, [Fault("the pool took it", tuple(block.block_id for block in blocks))])
+        self.show(
+            "free twice",
+            tried,
+            [Fault("blocks freed twice, and the pool took them", tuple(block.block_id for block in blocks))],
+        )
 
     def release(self, one: _Request) -> None:
         for table in one.tables:
@@ -332,15 +291,17 @@ class _Stage:
             return
         taken = before - self.pool.get_num_free_blocks()
         again = [one for one in came if one.written]
-        note = f" ({_named(one.number for one in again)} again)" if again else ""
-        self.show("admit", f"{_capital(_named(one.number for one in came))} admitted{note}: {_blocks(taken)} taken")
+        note = f" ({named(one.number for one in again)} again)" if again else ""
+        self.show(
+            "admit", f"{_capital(named(one.number for one in came))} admitted{note}: {counted_blocks(taken)} taken"
+        )
         fresh = [one for one in came if not one.written and one.samples > 1]
         for one in fresh:
             self.fork(one)
         if fresh:
             held = sum(len(one.tables[0].blocks) for one in fresh)
-            names = _capital(_named(one.number for one in fresh))
-            self.show("fork", f"{names} forked: {_blocks(held)} held {fresh[0].samples} times each, none taken")
+            names = _capital(named(one.number for one in fresh))
+            self.show("fork", f"{names} forked: {counted_blocks(held)} held {fresh[0].samples} times each, none taken")
 
     def fork(self, one: _Request) -> None:
         one.tables += [one.tables[0].fork() for _ in range(one.samples - 1)]
@@ -348,63 +309,8 @@ class _Stage:
             table.append(one.written)
 
 
-def audit(pool: Pool, tables: Sequence[HeldTable], prompts: dict[int, int], block_size: int) -> list[Fault]:
-    """Where the pool's books and the tables disagree, the gravest first: nothing, if the pool is right.
-
-    Args:
-        pool: the pool.
-        tables: all tables that hold blocks.
-        prompts: prompt tokens by request: what is written behind them is each sample's own.
-        block_size: token slots in a block.
-    """
-    holders = Counter(block for table in tables for block in table.blocks)
-    return [*_clashes(tables, prompts, block_size), *_miscounted(pool, holders)]
-
-
-def _clashes(tables: Sequence[HeldTable], prompts: dict[int, int], block_size: int) -> list[Fault]:
-    """Blocks that two requests hold, or that two samples of one write into."""
-    owners: dict[int, set[int]] = {}
-    writers: dict[int, set[tuple[int, int]]] = {}
-    for table in tables:
-        prompt = prompts[table.request]
-        for place, block in enumerate(table.blocks):
-            owners.setdefault(block, set()).add(table.request)
-            if table.tokens > prompt and (place + 1) * block_size > prompt:
-                writers.setdefault(block, set()).add((table.request, table.sample))
-    found = [Fault("block 0, the null block, was handed out", (0,))] if 0 in owners else []
-    found += [Fault(f"block {at} went to {_named(who)}", (at,)) for at, who in sorted(owners.items()) if len(who) > 1]
-    for block, who in sorted(writers.items()):
-        if len(who) > len({request for request, _ in who}) == 1:
-            found.append(Fault(f"{len(who)} samples of request {min(who)[0]} write into block {block}", (block,)))
-    return found
-
-
-def _miscounted(pool: Pool, holders: Counter[int]) -> list[Fault]:
-    """Counts that are not the numbers of holders, and free blocks that are not those in no table."""
-    counts = {block.block_id: block.ref_cnt for block in pool.blocks[1:]}
-    lost = tuple(block for block, count in counts.items() if count > 0 and not holders[block])
-    found = [Fault(f"{_blocks(len(lost))} lost: counted as held, and in no table", lost)] if lost else []
-    for block, count in counts.items():
-        if count != holders[block] and block not in lost:
-            found.append(Fault(f"block {block} has {holders[block]} holders, and {count} are counted", (block,)))
-    free, real = pool.get_num_free_blocks(), sum(not holders[block] for block in counts)
-    if free != real:
-        found.append(Fault(f"the pool says that {free} blocks are free, and {real} are in no table"))
-    return found
-
-
-def _named(numbers: Iterable[int]) -> str:
-    """Request 3; requests 1, 2 and 4."""
-    *first, last = sorted(set(numbers))
-    return f"requests {', '.join(map(str, first))} and {last}" if first else f"request {last}"
-
-
 def _these(numbers: list[int]) -> str:
-    return _capital(f"{_named(numbers)} write{'' if len(set(numbers)) > 1 else 's'}")
-
-
-def _blocks(count: int) -> str:
-    return f"{count} block{'' if count == 1 else 's'}"
+    return _capital(f"{named(numbers)} write{'' if len(set(numbers)) > 1 else 's'}")
 
 
 def _capital(words: str) -> str:
