@@ -142,7 +142,7 @@ def _broken(axes: Axes, state: State) -> None:
         inside = room >= LEAST_ROOM
         long = wide and not (inside and room < 3 * LEAST_ROOM)
         words = f"Too many look-ups: {most} the bytes" if long else f"Look-ups: {most}"
-        axes.broken(None, low, words, lower=0 if inside or high is None else 1 + wide)
+        axes.broken(None, low, words, down=0 if inside or high is None else 1 + wide)
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:

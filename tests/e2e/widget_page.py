@@ -38,6 +38,7 @@ window.widget = mount(document.getElementById("here"), {
   unpin: () => ask({ do: "unpin" }),
   load: (text) => ask({ do: "load", text }),
   onView: (callback) => ((heard = callback), () => {}),
+  onAhead: (callback) => ((window.ahead = callback), () => {}),
   fixed: () => false,
 });
 </script></body></html>"""
