@@ -19,10 +19,10 @@ from typing import Any
 
 from minivllm.config.checks import require
 from minivllm.core.block_pool import BlockPool
+from minivllm.lab.bounded import bounded
 from minivllm.simulate.block_size_costs import Moment, fetched_in_vain, held, moments
 from minivllm.simulate.paged_traffic import LINE, SECTOR
 from minivllm.simulate.played_pool import Play, play_pool
-from minivllm.simulate.step_budget import step_budget
 from minivllm.simulate.workloads import WORKLOADS, RequestLengths, Workload, workload
 from widgets.knobs import choice, entry, steps
 from widgets.paged_attention_figure import draw, percent, slots, times
@@ -35,8 +35,8 @@ LONGEST = 2048
 """Tokens of the longest request that is let in, as in the lesson."""
 SEEN, PLAYED, MOST_BLOCKS = 400, 9, 40
 """Requests that are counted, requests that are played, and blocks of the pool that is drawn."""
-MOST_STEPS = 3_000_000
-"""Of the interpreter, in a play with the reader's pool; with a right one it takes an eighth of them at most."""
+PATIENCE = 1.0
+"""Seconds of the processor that a play with the reader's pool may take; with ours it takes some thousandths."""
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 
@@ -92,7 +92,7 @@ class State:
     extra: Mapping[int, float]
     """Block size -> bytes fetched in vain for each byte needed; modelled."""
     saved: float
-    """The share of blocks that sharing the prompt saves."""
+    """The share of blocks that sharing saves."""
     valley: Valley
     others: tuple[Valley, ...]
     """Of the other kinds of requests."""
@@ -219,7 +219,7 @@ def _valley(kind: Workload, samples: int, row_bytes: int, kernel: str) -> Valley
 def _played(lengths: tuple[RequestLengths, ...], size: int, samples: int, own: Callable[[int], Any] | None) -> Play:
     if own is None:
         return play_pool(lengths, size, samples, MOST_BLOCKS, BlockPool)
-    with step_budget(MOST_STEPS, "your block pool"):
+    with bounded(PATIENCE, "your block pool"):
         return play_pool(lengths, size, samples, MOST_BLOCKS, own)
 
 
@@ -285,8 +285,7 @@ def _keep_both(state: State) -> Progress:
     if _limits_moved(state) or state.title != WORKLOADS["alpaca"].title or state.row_bytes != 256:
         return Progress(False, words, "Start again, and turn the block size alone.")
     if state.breaks[0]:
-        advice = "The block size: half of each last block stands empty, and these requests have few blocks."
-        return Progress(False, words, advice)
+        return Progress(False, words, "The block size: half of each last block is empty, and these requests have few.")
     advice = "The block size: an entry of 4 bytes costs a fetch of its own, and too few tokens come with it."
     return Progress(not state.breaks[1], words, advice)
 

@@ -243,7 +243,7 @@ def test_a_stub_or_an_endless_pool_is_said_in_one_line():
             while True: pass  # fmt: skip  # noqa: E701
 
     assert "Your block_pool broke. NotImplementedError" in played(block_pool=Stub)[1]["words"]
-    assert "did not come to an end" in played(block_pool=NeverEnds)[1]["words"]
+    assert "your block pool did not return" in played(block_pool=NeverEnds)[1]["words"]
 
 
 @pytest.mark.parametrize("index", range(3))
@@ -318,3 +318,13 @@ def test_the_command_says_what_has_no_flag():
         '# the client asks for the samples: "n": 2 in the request',
         "# no flag says how the kernel looks blocks up",
     ]
+
+
+def test_lengths_of_ones_own(tmp_path: Path):
+    file = tmp_path / "mine.csv"
+    file.write_text("prompt_tokens,output_tokens\n" + "1000,30\n40,60\n" * 5)
+    state = swept(file=str(file))
+    assert "mine" in state.title
+    assert len(state.others) == len(WORKLOADS), "its valley stands beside those of all others"
+    picture(state, 640)
+    assert "no file" in played(file="nowhere.csv")[1]["words"]

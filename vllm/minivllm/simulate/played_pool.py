@@ -14,7 +14,6 @@ from typing import Any
 
 from minivllm.errors import MinivllmError
 from minivllm.simulate.pool_audit import Fault, HeldTable, Pool, audit, counted_blocks, named
-from minivllm.simulate.step_budget import EndlessError
 from minivllm.simulate.workloads import RequestLengths
 
 MOST_FRAMES = 26
@@ -182,10 +181,8 @@ class _Stage:
                     free = self.pool.get_num_free_blocks()
                     self.show("stuck", f"Nobody runs, and request {self.waiting[0].number} does not fit: {free} free")
                     return
-        except EndlessError:
-            raise
         except ValueError as error:
-            self.show("stuck", "It goes no further", [Fault(f"the pool refuses what is right: {error}")])
+            self.show("stuck", "It goes no further", [Fault(f"the pool raises where it must not: {error}")])
 
     def show(self, did: str, caption: str, faults: Iterable[Fault] = ()) -> None:
         tables = tuple(
@@ -254,8 +251,6 @@ class _Stage:
         tried = f"A bug frees request {number}'s blocks again"
         try:
             self.pool.free_blocks(reversed(blocks))
-        except EndlessError:
-            raise
         except ValueError:
             self.show("free twice", f"{tried}: the pool refuses")
             return
