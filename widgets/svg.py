@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from widgets.theme import CARD, MID, WORDS
 
 SMALL, HEADING = 12, 14.5
 """Sizes of text in pixels; drawings are not scaled down, but drawn for the width that there is."""
+
+AT, HIDDEN = re.compile(r' data-at="\d+ (\d+)"'), ' style="display:none"'
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Drawing:
         self.title, self.description = title, description
         self._parts: list[str] = []
         self._frames: tuple[str, ...] = ()
+        self._still = False
 
     def add(self, markup: str) -> None:
         """Put any SVG markup on top."""
@@ -75,13 +79,14 @@ class Drawing:
         """What is drawn inside is hidden until the reader has answered the widget's question."""
         return self.layer(answer="1")
 
-    def play(self, frames: Sequence[str]) -> None:
+    def play(self, frames: Sequence[str], *, still: bool = False) -> None:
         """The drawing has these frames, one caption each: it can be played and stepped through.
 
         A mark with `at="3 9"` is seen from frame 3 to frame 9; one without is always seen. Without the shell all marks
-        are seen, so those of a drawing that also stands still must not cover each other.
+        are seen, so those of a drawing that also stands still must not cover each other; or, with `still`, only those
+        of the last frame are seen.
         """
-        self._frames = tuple(frames)
+        self._frames, self._still = tuple(frames), still
 
     def rect(
         self,
@@ -216,10 +221,13 @@ class Drawing:
         view = f'viewBox="0 0 {number(self.width)} {number(self.height)}"'
         label = escape(f"{self.title}. {self.description}" if self.description else self.title)
         frames = _data({"frames": json.dumps(self._frames)}) if self._frames else ""
+        parts = "".join(self._parts)
+        if self._still:
+            parts = AT.sub(lambda at: at[0] + HIDDEN * (int(at[1]) < len(self._frames) - 1), parts)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} role="img" aria-label="{label}" '
             f'font-family="{FONT}"{frames}>'
-            f'<rect width="100%" height="100%" rx="8" fill="{CARD}"/>{"".join(self._parts)}</svg>'
+            f'<rect width="100%" height="100%" rx="8" fill="{CARD}"/>{parts}</svg>'
         )
 
 

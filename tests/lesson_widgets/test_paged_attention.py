@@ -1,7 +1,11 @@
-"""Lesson 02's widget: the picture is the engine's pool, its figures are counted, it breaks where it should."""
+"""Lesson 02's widget: both costs are counted, it breaks where it should, and the pool that plays is a real one."""
 
 import json
+import math
+import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,137 +13,318 @@ from hypothesis import strategies as st
 
 from minivllm.core.block_pool import BlockPool
 from minivllm.errors import MinivllmError
-from minivllm.simulate.workloads import WORKLOADS, RequestLengths
-from widgets import paged_attention
+from minivllm.lab.exercise import load
+from minivllm.simulate.workloads import WORKLOADS
+from widgets import paged_attention as widget
+from widgets import paged_attention_figure as drawn
+from widgets.session import Session
+from widgets.theme import COLOURS
 
-TOO_LARGE = {"block_size": 512, "requests": "alpaca"}
-SHARED = {"requests": "azure-code", "samples": 8}
-NOTHING_FITS = {"block_size": 512, "samples": 8, "slots": 2048, "share": False}
-
-
-@given(
-    st.sampled_from(paged_attention.BLOCK_SIZES),
-    st.sampled_from(sorted(WORKLOADS)),
-    st.sampled_from(paged_attention.SAMPLES),
-    st.booleans(),
-    st.sampled_from(paged_attention.POOLS),
+ROOT = Path(__file__).resolve().parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
+LONG: dict[str, Any] = {"requests": "azure-code", "samples": 1, "kernel": "line", "row_bytes": 64}
+SOLVED: tuple[dict[str, Any], ...] = (
+    {"block_size": 8},
+    {"requests": "azure-code", "samples": 8, "block_size": 4},
+    {**LONG, "block_size": 64},
 )
-@settings(max_examples=30, deadline=None)
-def test_every_position_of_the_knobs_adds_up_and_is_drawn(block_size, requests, samples, share, slots):
-    state = paged_attention.sweep(block_size, requests, samples, share, slots)
-    assert len(state.cells) == slots // block_size + 1
-    assert state.cells[0].owner is None
-    assert sum(cell.ref_cnt for cell in state.cells) == state.table_entries, "every table entry is a counted reference"
-    assert sum(cell.filled for cell in state.cells) == state.tokens
-    for cell in state.cells[1:]:
-        assert (cell.owner is None) == (cell.ref_cnt == 0) == (cell.filled == 0)
-        assert cell.ref_cnt in (0, 1, samples)
-    assert len({cell.owner for cell in state.cells} - {None}) == state.requests
-    assert share or samples == 1 or state.saved == 0
-    ET.fromstring(paged_attention.figure(state))
-    assert paged_attention.verdict(state).words
+any_knobs = st.fixed_dictionaries(
+    {
+        name: st.sampled_from([value for _, value in knob.options])
+        for name, knob in widget.SPEC.flat().items()
+        if knob.options
+    }
+)
 
 
-def test_the_pool_is_the_engines(monkeypatch: pytest.MonkeyPatch):
-    taken = []
-    take = BlockPool.get_new_blocks
-    monkeypatch.setattr(BlockPool, "get_new_blocks", lambda pool, count: taken.append(count) or take(pool, count))
-    state = paged_attention.sweep()
-    assert sum(taken) >= state.held > 0
+def swept(**knobs: Any) -> widget.State:
+    return widget.sweep(**knobs)
 
 
-def test_a_request_is_served_block_by_block():
-    """A prompt of 6 tokens, 5 answers' tokens, 2 samples, blocks of 4: one block shared, one each, then two each."""
-    server = paged_attention._Server(8, 4, samples=2, share=True)
-    request = paged_attention._Request(0, RequestLengths(6, 5))
-    assert server.admit(request)
-    assert [len(request.shared), *map(len, request.own)] == [1, 1, 1]
-    assert [block.ref_cnt for block in request.shared] == [2]
-    waiting = paged_attention.deque()
-    server.tick(waiting, 2)
-    assert [len(request.shared), *map(len, request.own)] == [1, 2, 2]
-    server.tick(waiting, 2)
-    assert server.pool.get_num_free_blocks() == 8, "it is finished, and every block is back"
+def played(**settings: Any):
+    session = Session(widget.SPEC, **settings)
+    return session, session.settle()
 
 
-def test_the_last_one_gives_way_and_comes_back():
-    state = paged_attention.sweep(slots=2048)
-    assert state.evicted > 0
-    assert state.used > 0.7
+@given(any_knobs, st.sampled_from([360, 400, 600, 640, 760]))
+@settings(max_examples=40, deadline=None)
+def test_whatever_the_knobs_say_it_adds_up_and_is_drawn(knobs, width):
+    state = swept(**knobs)
+    assert all(0 <= share < 1 for share in state.empty.values())
+    assert all(extra > 0 for extra in state.extra.values())
+    assert state.valley.cost == min(state.cost.values()) == state.cost[state.valley.block_size]
+    assert state.play.fault == ""
+    empty, over = state.empty[state.block_size], 1 + state.extra[state.block_size]
+    broken = empty > state.empty_allowed or over > state.factor_allowed
+    assert (widget.verdict(state).tone == "broken") == broken
+    assert f"--block-size {state.block_size}\n" in widget.command(state)
+    picture(state, width)
 
 
-def test_what_is_expected_is_near_what_is_seen():
-    for requests in WORKLOADS:
-        states = [paged_attention.sweep(block_size=size, requests=requests, slots=16384) for size in (16, 128)]
-        for state in states:
-            assert state.empty == pytest.approx(state.empty_by_size[state.block_size], abs=0.1)
+def picture(state, width: float, pinned=None) -> ET.Element:
+    """The drawing, which must lie inside its card in known colours and readable text."""
+    svg = widget.figure(state, width, pinned)
+    assert "nan" not in svg.lower()
+    assert len(svg.encode()) < 75_000
+    assert {colour.upper() for colour in re.findall(r"#[0-9A-Fa-f]{6}", svg)} <= COLOURS
+    root = ET.fromstring(svg)
+    high, wide = float(root.get("height", 0)), float(root.get("width", 0))
+    assert high <= (470 if width >= 600 else 740)
+    for text in root.iter(f"{SVG}text"):
+        assert float(text.get("font-size", 0)) >= 12
+        assert 0 <= float(text.get("x", -1)) <= wide
+        assert 0 <= float(text.get("y", -1)) <= high
+    return root
+
+
+def test_a_pinned_state_is_drawn_behind():
+    state, pinned = swept(), swept(requests="sharegpt")
+    assert any(mark.get("data-group") == "pinned" for mark in picture(state, 640, pinned).iter())
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words", "tone"),
+    ("knobs", "tone", "words"),
     [
-        ({}, ["512 blocks of 16 slots", "run at once; 4 if", "hold a token", "block size"], "fine"),
-        (TOO_LARGE, ["16 blocks of 512 slots"], "broken"),
-        (NOTHING_FITS, ["4 blocks of 512 slots"], "broken"),
-        (SHARED, ["dot: samples share it", "by sharing"], "fine"),
-        ({"block_size": 1}, ["8,192 blocks of 1 slots"], None),
+        ({}, "broken", ["Blocks of 16", "5 % may be empty", "Cheapest for these requests: 4."]),
+        ({"block_size": 4}, "fine", ["2.12 %"]),
+        ({"block_size": 1}, "broken", ["Blocks of 1 slot:", "1.02 × may be fetched"]),
+        ({"block_size": 512}, "broken", ["5 % may be empty"]),
+        ({"block_size": 16, "requests": "sharegpt"}, "fine", []),
+        ({"block_size": 16, "requests": "azure-conversation"}, "fine", []),
+        ({"kernel": "token", "block_size": 64, "empty_allowed": 0.4}, "broken", ["1.02 × may be fetched"]),
     ],
 )
-def test_the_picture_says_what_happens(knobs: dict, words: list[str], tone: str | None):
-    state = paged_attention.sweep(**knobs)
-    picture = paged_attention.figure(state)
-    assert [word for word in words if word not in picture] == []
-    assert tone is None or paged_attention.verdict(state).tone == tone
+def test_verdicts(knobs: dict, tone: str, words: list[str]):
+    verdict = widget.verdict(swept(**knobs))
+    assert verdict.tone == tone, verdict.words
+    assert [word for word in words if word not in verdict.words] == []
+    assert "most" not in verdict.words.lower()
 
 
-def test_a_block_says_who_holds_it():
-    state = paged_attention.sweep(**SHARED)
-    picture = paged_attention.figure(state)
-    block_id = next(number for number, cell in enumerate(state.cells) if cell.ref_cnt == 8)
-    owner = state.cells[block_id].owner
-    assert owner is not None
-    assert f"block {block_id}: request {owner + 1}, held by 8 samples, 16 of 16 slots" in picture
+def test_larger_blocks_are_emptier_and_looked_up_less():
+    for name in WORKLOADS:
+        for samples in widget.SAMPLES:
+            state = swept(requests=name, samples=samples)
+            assert list(state.empty.values()) == sorted(state.empty.values())
+            assert list(state.extra.values()) == sorted(state.extra.values(), reverse=True)
+
+
+def test_the_valley_lies_near_the_lessons_formula():
+    for name in WORKLOADS:
+        for kernel in ("sector", "line"):
+            for row in widget.ROWS:
+                state = swept(requests=name, samples=1, kernel=kernel, row_bytes=row)
+                apart = abs(math.log2(state.valley.block_size / state.balance))
+                assert apart <= 1.5, (name, kernel, row, state.valley, state.balance)
+    assert swept(kernel="token").valley.block_size == 1, "it looks up every token: blocks save it nothing"
+
+
+def test_what_is_shaded_is_what_is_broken():
+    for knobs in ({}, {"requests": "sharegpt"}, {"kernel": "token"}, {"empty_allowed": 0.01, "kernel": "line"}):
+        state = swept(**knobs)
+        shaded = broken_sizes(state)
+        for size in widget.SIZES:
+            wrong = state.empty[size] > state.empty_allowed or state.over(size)
+            assert (size in shaded) == wrong, (knobs, size)
+
+
+def broken_sizes(state) -> set[int]:
+    found = set()
+    root = picture(state, 640)
+    labels = [text for text in root.iter(f"{SVG}text") if text.get("text-anchor") == "middle"]
+    sizes = {str(size): size for size in widget.SIZES}
+    across = {sizes[text.text]: float(text.get("x", 0)) for text in labels if text.text in sizes}
+    assert len(across) == len(widget.SIZES)
+    for layer in root.iter(f"{SVG}g"):
+        if layer.get("data-broken"):
+            area = layer.find(f"{SVG}rect")
+            assert area is not None
+            left = float(area.get("x", 0))
+            right = left + float(area.get("width", 0))
+            found |= {size for size, x in across.items() if left - 0.01 <= x <= right + 0.01}
+    return found
+
+
+def test_two_figures_that_differ_are_never_said_alike():
+    assert drawn.percent(0.05004, 0.05) == "5.004 %"
+    assert drawn.percent(0.05, 0.05) == "5 %"
+    assert drawn.times(1.02000001, 1.02) == "1.02000001 ×"
+
+
+def test_the_measured_dots_are_the_lessons_and_say_what_they_are():
+    ratio = json.loads((ROOT / "benchmarks/results/02_paged_attention.cpu.json").read_text())["figures"]["blocks"][
+        "price"
+    ]
+    state = swept()
+    assert state.measured == {int(size): value for size, value in ratio["ratio"].items()}
+    svg = widget.figure(state)
+    assert svg.count("Measured on a CPU") == len(state.measured)
+    assert "cannot show" in svg
+    assert "Modelled, not measured" in svg
+
+
+def test_without_results_there_are_no_dots(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(widget, "_measured", lambda: ("", {}))
+    assert "CPU" not in widget.figure(swept())
+
+
+def test_every_other_kind_has_its_valley_with_its_name():
+    state = swept()
+    assert {other.title for other in state.others} == {kind.title for kind in WORKLOADS.values()} - {state.title}
+    svg = widget.figure(state)
+    for valley in (*state.others, state.valley):
+        assert f"{valley.title}: cheapest with blocks of {valley.block_size}" in svg
+
+
+def test_the_pool_that_plays_is_the_engines(monkeypatch: pytest.MonkeyPatch):
+    taken = []
+    take = BlockPool.get_new_blocks
+    monkeypatch.setattr(BlockPool, "get_new_blocks", lambda pool, count: taken.append(count) or take(pool, count))
+    widget._played.cache_clear()
+    state = swept()
+    assert sum(taken) >= len({block for table in state.play.frames[0].tables for block in table.blocks}) > 0
+
+
+def test_pointing_at_a_request_lights_its_blocks_and_its_row():
+    state = swept()
+    root = picture(state, 640)
+    for table in state.play.frames[-1].tables:
+        layers = [layer for layer in root.iter(f"{SVG}g") if layer.get("data-group") == f"r{table.request}"]
+        seen = [layer for layer in layers if layer.get("data-at", "").endswith(f" {len(state.play.frames) - 1}")]
+        tips = [mark.get("data-tip", "") for layer in seen for mark in layer.iter()]
+        for entry, block in enumerate(table.blocks):
+            assert f"Block {block}: request {table.request}, entry {entry}" in tips
+        rows = [text.text for layer in seen for text in layer.iter(f"{SVG}text") if " " in (text.text or "")]
+        assert any(str(table.blocks[-1]) in (row or "").split() for row in rows) or len(table.blocks) < 2
+
+
+def test_each_frame_shows_each_held_block_once():
+    state = swept(samples=4, requests="sharegpt")
+    root = picture(state, 640)
+    shown: dict[int, list[str]] = {}
+    for layer in root.iter(f"{SVG}g"):
+        for mark in layer.findall(f"{SVG}path"):
+            tip = mark.get("data-tip", "")
+            if tip.startswith("Block"):
+                first, last = map(int, layer.get("data-at", "").split())
+                for frame in range(first, last + 1):
+                    shown.setdefault(frame, []).append(tip)
+    for index, frame in enumerate(state.play.frames):
+        held = {block for table in frame.tables for block in table.blocks}
+        assert len(shown.get(index, [])) == len(held)
+    free = [mark for mark in root.iter(f"{SVG}rect") if mark.get("data-tip", "").endswith(": free.")]
+    assert len(free) == state.play.num_blocks - 1, "every block can be pointed at"
+
+
+def test_the_readers_pool_plays():
+    lesson = load(ROOT / "vllm" / "02_paged_attention.py")
+    session, view = played(block_pool=lesson.BlockPool)
+    assert session.state.own
+    assert session.state.play == swept().play, "the lesson's pool hands out what the engine's does"
+    assert "wrong" not in view["words"]
+
+    class ForgetsForks(lesson.BlockPool):
+        def touch(self, blocks):
+            pass
+
+    session, view = played(block_pool=ForgetsForks)
+    assert (view["tone"], view["words"][:18]) == ("broken", "Your pool is wrong")
+    assert "samples of request 1 write into block" in view["svg"]
+    assert "!1<" in view["svg"]
+
+
+def test_a_stub_or_an_endless_pool_is_said_in_one_line():
+    class Stub:
+        def __init__(self, count):
+            raise NotImplementedError("take num_blocks")
+
+    class NeverEnds(BlockPool):
+        def touch(self, blocks):
+            while True: pass  # fmt: skip  # noqa: E701
+
+    assert "Your block_pool broke. NotImplementedError" in played(block_pool=Stub)[1]["words"]
+    assert "your block pool did not return" in played(block_pool=NeverEnds)[1]["words"]
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_each_challenge_is_open_at_first_and_can_be_met(index: int):
+    _, view = played()
+    assert not view["challenges"][index]["met"]
+    assert view["challenges"][index]["advice"]
+    assert played(**SOLVED[index])[1]["challenges"][index]["met"]
+
+
+def test_only_the_first_challenge_falls_to_one_knob():
+    for name, knob in widget.SPEC.flat().items():
+        for _, value in knob.options:
+            state = swept(**{name: value})
+            assert not any(one.check(state).met for one in widget.CHALLENGES[1:]), (name, value)
+
+
+def test_advice_leads_to_the_valley():
+    """Turning what the advice names solves the third challenge."""
+    knobs: dict[str, Any] = {}
+    for word, more in (
+        ("bytes of a token", {"row_bytes": 64}),
+        ("kernel", {"kernel": "line"}),
+        ("samples", {"samples": 1}),
+        ("requests", {"requests": "azure-code"}),
+        ("Stand in it", {"block_size": 64}),
+    ):
+        progress = widget.CHALLENGES[2].check(swept(**knobs))
+        assert not progress.met
+        assert word in progress.advice
+        knobs |= more
+    assert widget.CHALLENGES[2].check(swept(**knobs)).met
+
+
+def test_looser_limits_meet_nothing():
+    loose = {"empty_allowed": 0.4, "factor_allowed": 1.5}
+    for challenge, solved in zip(widget.CHALLENGES[:2], SOLVED, strict=False):
+        assert not challenge.check(swept(**loose, **solved)).met
+
+
+def test_the_guess_is_right():
+    guess = widget.SPEC.guess
+    state = swept()
+    assert int(guess.options[guess.right]) == state.valley.block_size
+    assert f"{state.tokens:.0f}" == "79", "some 80 tokens"
+    costs = {int(option): state.cost[int(option)] for option in guess.options}
+    assert min(costs, key=lambda size: costs[size]) == state.valley.block_size
+    assert 0.08 < state.empty[16] < 0.12, "one slot in ten"
+
+
+def test_every_knob_changes_the_first_view():
+    first = widget.figure(swept())
+    for name, knob in widget.SPEC.flat().items():
+        if knob.options:
+            other = next(value for _, value in knob.options if value != knob.value)
+            assert widget.figure(swept(**{name: other})) != first, name
 
 
 @pytest.mark.parametrize(
     ("knobs", "words"),
-    [
-        ({"block_size": 0}, "block_size must be at least 1"),
-        ({"samples": -1}, "samples must be at least 1"),
-        ({"block_size": 64, "slots": 32}, "32 slots has no block of 64"),
-        ({"requests": "poems"}, "poems"),
-    ],
+    [({"block_size": 3}, "Block size"), ({"requests": "poems"}, "Lengths"), ({"samples": True}, "Samples")],
 )
-def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict, words: str):
+def test_what_no_knob_says_is_refused(knobs: dict, words: str):
     with pytest.raises(MinivllmError, match=words):
-        paged_attention.sweep(**knobs)
+        swept(**knobs)
 
 
-def test_the_measured_price_is_what_the_lesson_left():
-    where, price = paged_attention._prices()
-    (path, *_) = sorted(paged_attention.RESULTS.glob("02_paged_attention.*.json"))
-    ratio = json.loads(path.read_text())["figures"]["blocks"]["price"]["ratio"]
-    assert price == {int(size): value for size, value in ratio.items()}
-    assert set(price) == set(paged_attention.BLOCK_SIZES)
-    assert where
-    assert f"as measured on {where}" in paged_attention.figure(paged_attention.sweep())
+def test_the_command_says_what_has_no_flag():
+    assert widget.command(swept(block_size=4, row_bytes=128)).splitlines() == [
+        "vllm serve Qwen/Qwen3-8B --kv-cache-dtype fp8 --block-size 4",
+        "# FlashAttention takes multiples of 16: blocks of 4 need another backend",
+        '# the client asks for the samples: "n": 2 in the request',
+        "# no flag says how the kernel looks blocks up",
+    ]
 
 
-def test_without_results_there_is_no_price(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(paged_attention, "_prices", lambda: ("", {}))
-    picture = paged_attention.figure(paged_attention.sweep())
-    assert "time of attention" not in picture
-
-
-def test_the_challenge_is_open_at_first_and_can_be_met():
-    shown = paged_attention.show()
-    assert "Not yet." in shown.progress.value
-    shown.set(**SHARED)
-    assert "Met." in shown.progress.value
-    shown.set(share=False)
-    assert "Not yet." in shown.progress.value
-
-
-@pytest.mark.parametrize("knobs", [NOTHING_FITS, TOO_LARGE, {"samples": 8, "requests": "alpaca"}])
-def test_the_challenge_is_not_met_by_accident(knobs: dict):
-    assert not paged_attention.CHALLENGE.check(paged_attention.sweep(**knobs)).met
+def test_lengths_of_ones_own(tmp_path: Path):
+    file = tmp_path / "mine.csv"
+    file.write_text("prompt_tokens,output_tokens\n" + "1000,30\n40,60\n" * 5)
+    state = swept(file=str(file))
+    assert "mine" in state.title
+    assert len(state.others) == len(WORKLOADS), "its valley stands beside those of all others"
+    picture(state, 640)
+    assert "no file" in played(file="nowhere.csv")[1]["words"]

@@ -1,0 +1,57 @@
+"""Both costs of a block size: by hand, against what lesson 02 left, and against the formula of the lesson."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.simulate.block_size_costs import Moment, fetched_in_vain, held, moments
+from minivllm.simulate.paged_traffic import paged_traffic
+from minivllm.simulate.workloads import WORKLOADS, RequestLengths
+
+LEFT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "02_paged_attention.cpu.json"
+
+
+def test_held_by_hand():
+    """10 tokens in blocks of 4: three blocks, two empty slots. Two samples of it share the two that are full."""
+    one = held([Moment(9, 10, 1)], 4)
+    assert (one.slots, one.tokens, one.empty) == (12, 10, pytest.approx(2 / 12))
+    two = held([Moment(9, 10, 1)], 4, samples=2)
+    assert (two.slots, two.tokens, two.unshared) == (16, 12, 24)
+    assert two.saved == pytest.approx(1 / 3)
+
+
+def test_who_lives_longer_weighs_more():
+    short, long = Moment(1, 1, 1), Moment(4, 4, 3)
+    assert held([short, long], 4).empty == pytest.approx(3 / 16)
+
+
+def test_fetched_by_hand_and_whatever_the_samples():
+    seen = [Moment(9, 10, 1), Moment(1, 20, 2)]
+    needed = paged_traffic(10, 4, 64).needed + 2 * paged_traffic(20, 4, 64).needed
+    fetched = paged_traffic(10, 4, 64).fetched + 2 * paged_traffic(20, 4, 64).fetched
+    assert fetched_in_vain(seen, 4, 64) == pytest.approx(fetched / needed - 1)
+
+
+def test_moments_lie_between_the_first_output_token_and_the_last():
+    lengths = [RequestLengths(5, 1 + number) for number in range(50)]
+    for one, length in zip(moments(lengths), lengths, strict=True):
+        assert 6 <= one.tokens <= length.total
+        assert one.weight == length.output_tokens
+
+
+@pytest.mark.parametrize("name", ["alpaca", "sharegpt", "azure-conversation"])
+def test_the_empty_share_is_that_of_the_lessons_replay_on_a_real_pool(name: str):
+    empty = json.loads(LEFT.read_text())["figures"]["blocks"]["empty"][name]
+    lengths = [one for one in WORKLOADS[name].sample(2000) if one.total <= 2048]
+    for size, share in empty.items():
+        assert held(moments(lengths), int(size)).empty == pytest.approx(share, rel=0.2, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda: held([], 4), lambda: held([Moment(1, 1, 1)], 0), lambda: fetched_in_vain([], 4, 64)]
+)
+def test_what_cannot_be_is_refused(ask):
+    with pytest.raises(MinivllmError):
+        ask()

@@ -1,0 +1,49 @@
+"""Bytes that a kernel fetches through a block table: counted by formula as a walk over addresses counts them."""
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.simulate.paged_traffic import ENTRY, LINE, SECTOR, paged_traffic
+
+
+def walked(length: int, block_size: int, row: int, piece: int, per_token: bool) -> tuple[int, int]:
+    """Pieces touched, one by one: an entry for each block or token, a block's run of keys, and of values."""
+    runs = reads = 0
+    for start in range(0, length, block_size):
+        tokens = range(start, min(start + block_size, length))
+        touched = {(token - start) * row // piece for token in tokens} | {
+            ((token - start + 1) * row - 1) // piece for token in tokens
+        }
+        if row > piece:
+            touched = set(range(-(-len(tokens) * row // piece)))
+        runs += 2 * len(touched) * piece
+        reads += len(tokens) if per_token else 1
+    return runs, reads * piece
+
+
+@pytest.mark.parametrize("piece", [SECTOR, LINE])
+@pytest.mark.parametrize("row", [16, 64, 128, 256])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_formula_counts_what_a_walk_counts(piece: int, row: int, per_token: bool):
+    for length in (1, 5, 16, 33, 100):
+        for block_size in (1, 2, 3, 16, 64):
+            found = paged_traffic(length, block_size, row, piece, per_token=per_token)
+            assert (found.keys_and_values, found.table) == walked(length, block_size, row, piece, per_token)
+            assert found.needed == 2 * length * row
+            assert found.factor >= 1 + ENTRY / (2 * length * row)
+
+
+def test_by_hand():
+    """32 tokens of 256 bytes: two blocks of 16, two sectors for their entries."""
+    found = paged_traffic(32, 16, 256)
+    assert (found.needed, found.keys_and_values, found.table) == (16384, 16384, 64)
+    assert found.factor == pytest.approx(1 + 64 / 16384)
+    assert paged_traffic(32, 1, 256).factor == pytest.approx(1 + 32 / 512)
+    assert paged_traffic(32, 1, 64, LINE).factor == 3, "half a line for keys, half for values, a line for the entry"
+    assert paged_traffic(32, 512, 256, per_token=True).table == 32 * SECTOR, "larger blocks save such a kernel nothing"
+
+
+@pytest.mark.parametrize("wrong", [{"length": 0}, {"block_size": -1}, {"row_bytes": 0.5}, {"piece": 0}])
+def test_what_cannot_be_is_refused(wrong: dict):
+    with pytest.raises(MinivllmError, match=next(iter(wrong))):
+        paged_traffic(**{"length": 1, "block_size": 1, "row_bytes": 1, "piece": 1, **wrong})

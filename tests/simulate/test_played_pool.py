@@ -1,0 +1,164 @@
+"""The played pool: a right pool has right books in every step, and each kind of wrong one is caught."""
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.core.block_pool import BlockPool
+from minivllm.errors import MinivllmError
+from minivllm.simulate.played_pool import MOST_FRAMES, play_pool
+from minivllm.simulate.workloads import RequestLengths
+
+LENGTHS = [RequestLengths(5 + 7 * number % 40, 3 + 11 * number % 60) for number in range(9)]
+
+
+class Block:
+    def __init__(self, block_id: int) -> None:
+        self.block_id, self.ref_cnt = block_id, 0
+
+
+class Pool:
+    """Exercise 02's pool, written as its docstrings ask."""
+
+    def __init__(self, count: int) -> None:
+        self.blocks = [Block(number) for number in range(count)]
+        self.free = deque(self.blocks[1:])
+
+    def get_num_free_blocks(self):
+        return len(self.free)
+
+    def get_new_blocks(self, count):
+        if count > len(self.free):
+            raise ValueError("too few")
+        taken = [self.free.popleft() for _ in range(count)]
+        for block in taken:
+            block.ref_cnt = 1
+        return taken
+
+    def touch(self, blocks):
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks):
+        free = []
+        for block in blocks:
+            if block.ref_cnt == 0:
+                raise ValueError("freed twice")
+            block.ref_cnt -= 1
+            free += [block] * (block.ref_cnt == 0)
+        self.free.extendleft(reversed(free))
+
+
+class ForgetsForks(Pool):
+    def touch(self, blocks):
+        pass
+
+
+class TakesBackTwice(Pool):
+    def free_blocks(self, blocks):
+        for block in blocks:
+            block.ref_cnt = max(0, block.ref_cnt - 1)
+            if block.ref_cnt == 0:
+                self.free.appendleft(block)
+
+
+class Leaks(Pool):
+    def free_blocks(self, blocks):
+        super().free_blocks(list(blocks)[:-1])
+
+
+class LosesBlocks(Pool):
+    def free_blocks(self, blocks):
+        free = len(self.free)
+        super().free_blocks(blocks)
+        if len(self.free) > free:
+            self.free.popleft()
+
+
+class FreesWhatIsShared(Pool):
+    def free_blocks(self, blocks):
+        for block in blocks:
+            if block.ref_cnt == 0:
+                raise ValueError("freed twice")
+            block.ref_cnt -= 1
+            self.free.appendleft(block)
+
+
+class HandsOutNull(Pool):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.free.appendleft(self.blocks[0])
+
+
+class Refuses(Pool):
+    def get_new_blocks(self, count):
+        if self.free[0].block_id > 5:
+            raise ValueError("not today")
+        return super().get_new_blocks(count)
+
+
+lengths = st.builds(RequestLengths, st.integers(1, 300), st.integers(1, 300))
+
+
+@given(st.lists(lengths, min_size=1, max_size=9), st.integers(1, 64), st.sampled_from([1, 2, 3, 8]))
+@settings(max_examples=60, deadline=None)
+def test_the_engines_pool_is_right_in_every_step(requests, block_size: int, samples: int):
+    play = play_pool(requests, block_size, samples, 48, BlockPool)
+    assert play.fault == ""
+    assert 1 <= len(play.frames) <= MOST_FRAMES
+    assert play == play_pool(requests, block_size, samples, 48, Pool), "the exercise's pool gives out the same blocks"
+    for frame in play.frames:
+        held = {block for table in frame.tables for block in table.blocks}
+        assert frame.free == play.num_blocks - 1 - len(held)
+        assert all(len(table.blocks) == -(-table.tokens // block_size) for table in frame.tables)
+        assert frame.did != "stuck"
+
+
+def test_the_play_shows_all_that_happens_to_a_pool():
+    play = play_pool(LENGTHS, 4, 2, 64, BlockPool)
+    assert {frame.did for frame in play.frames} == {"admit", "fork", "copy", "grow", "preempt", "free", "free twice"}
+    assert any("preempted: " in frame.caption and "blocks free again" in frame.caption for frame in play.frames)
+
+
+def test_a_fork_takes_nothing_and_a_copy_replaces_the_shared_block():
+    play = play_pool([RequestLengths(6, 8)], 4, 2, 16, BlockPool)
+    admitted, forked, copied = play.frames[:3]
+    assert admitted.free == forked.free
+    assert [table.blocks for table in forked.tables] == [(1, 2), (1, 2)]
+    first, second = (table.blocks for table in copied.tables)
+    assert first[0] == second[0] == 1, "the full block stays shared"
+    assert first[1] != second[1], "who writes into a half full block first, copies it"
+
+
+def test_few_blocks_are_enough_for_long_requests():
+    play = play_pool([RequestLengths(2000, 2000)] * 9, 1, 8, 40, BlockPool)
+    assert play.num_blocks <= 40
+    assert play.shortened > 100
+
+
+@pytest.mark.parametrize(
+    ("pool", "words", "clash"),
+    [
+        (ForgetsForks, "is held 2 times, and 1 counted", "2 samples of request"),
+        (TakesBackTwice, "blocks freed twice", "; later block"),
+        (Leaks, "lost: counted as held, and in no table", ""),
+        (LosesBlocks, "blocks are free, and", ""),
+        (FreesWhatIsShared, "went to requests", ""),
+        (HandsOutNull, "block 0, the null block", ""),
+        (Refuses, "the pool raises where it must not: not today", ""),
+    ],
+)
+def test_each_wrong_pool_is_caught(pool, words: str, clash: str):
+    play = play_pool(LENGTHS, 4, 2, 64, pool)
+    assert words in play.fault
+    assert clash in play.fault
+    at = next(frame for frame in play.frames if frame.faults)
+    assert "✕" in at.caption, "the step says so where it happens"
+
+
+@pytest.mark.parametrize("wrong", [([], 4, 1, 8), (LENGTHS, 0, 1, 8), (LENGTHS, 4, 0, 8), (LENGTHS, 4, 8, 8)])
+def test_what_cannot_be_is_refused(wrong):
+    with pytest.raises(MinivllmError):
+        play_pool(*wrong, BlockPool)
