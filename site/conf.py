@@ -43,7 +43,7 @@ html_use_index = False
 html_show_search_summary = False  # a page opened from disk may not fetch others to quote them
 html_math_renderer = "mathml"
 
-REPLACED = {r"\dots": r"\ldots ", "½": r"{\tfrac{1}{2}}", "¼": r"{\tfrac{1}{4}}"}
+REPLACED = {r"\ln ": r"\ln\, ", r"\dots": r"\ldots ", "½": r"{\tfrac{1}{2}}", "¼": r"{\tfrac{1}{4}}"}
 """What docutils does not know -> what it does."""
 
 

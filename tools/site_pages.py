@@ -32,10 +32,11 @@ BEING_WRITTEN = "*being written*"
 IDS = re.compile(r' id="(?!diagram)[^"]*"')
 DIAGRAM = {
     "fontFamily": "system-ui, sans-serif",
-    "themeVariables": {"fontSize": "14px"},
-    "flowchart": {"nodeSpacing": 28, "rankSpacing": 34, "padding": 10},
+    "themeVariables": {"fontSize": "12px"},
+    "flowchart": {"nodeSpacing": 22, "rankSpacing": 22, "padding": 8, "wrappingWidth": 180},
 }
-"""Mermaid's settings: its colours are the style sheet's, so that they follow the page's theme."""
+"""Mermaid's settings. Colours are the style sheet's, so that they follow the page's theme, and so is the font: one no
+wider than DejaVu Sans, with which texts are measured."""
 
 Embed = Callable[[str, str, Mapping[str, Any]], str]
 """`embed("widgets.kv_cache", "show", {})` -> the HTML of what this call shows, "" where that is nothing."""

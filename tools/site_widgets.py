@@ -105,16 +105,18 @@ def settings_of(
     spec: Spec, start: Mapping[str, Value], turned: Mapping[str, list[Value]], most_views: int
 ) -> Iterator[dict[str, Value]]:
     """The knobs of every view: all combinations of those that can be turned, then the presets, swept if that fits."""
-    names = [*reversed(turned)]  # the swept one last, so that it changes fastest: sweeps keep what it does not change
+    names = [*turned][::-1]  # the swept one last, so that it changes fastest: sweeps keep what it does not change
     grid = [dict(zip(names, values, strict=True)) for values in itertools.product(*(turned[name] for name in names))]
     yield from ({**start, **values} for values in grid)
     room = most_views - len(grid)
     swept = next(iter(turned), None)
-    for preset in spec.presets.values():
-        yield {**start, **preset}
+    for preset in ({**start, **values} for values in spec.presets.values()):
+        if all(preset[name] == start[name] for name in start if name not in turned):
+            continue
+        yield preset
         if swept and room >= len(turned[swept]):
             room -= len(turned[swept])
-            yield from ({**start, **preset, swept: value} for value in turned[swept])
+            yield from ({**preset, swept: value} for value in turned[swept])
 
 
 def _described(session: Session, turned: Mapping[str, list[Value]]) -> dict[str, Any]:
