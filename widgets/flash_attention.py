@@ -1,79 +1,82 @@
-"""Lesson 03: bytes that attention moves with and without its score matrix, and one row of it, step by step.
+"""Lesson 03: the tiles of attention: what they move, where they no longer fit, and one row as it is walked.
 
 The bytes come from the loop counters of `minivllm.simulate.attention_traffic`, which the lesson's script holds against
-loops that count their own trips. The row of scores is one that the embedded model computed:
-`vllm/03_flash_attention.py --row` wrote it.
+loops that count their own trips; what fits on a chip from the same module, which is held against a compiler. The row of
+scores is one that the embedded model computed: `vllm/03_flash_attention.py --row` wrote it.
 
 The picture in the lesson's text: `uv run python -P -m widgets.flash_attention lessons/figures/03_tiles.svg`
 """
 
 from __future__ import annotations
 
-import json
-import math
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
+from functools import lru_cache
+from itertools import pairwise
+from math import exp, log
 from pathlib import Path
+from typing import Any
 
-from minivllm.errors import MinivllmError
-from minivllm.lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from minivllm.config.checks import require
 from minivllm.simulate.attention_traffic import (
+    CHIPS,
+    KIB,
+    OTHER_REGISTERS,
+    REGISTER_FILE,
+    SMALLEST_TILE,
+    Chip,
     Traffic,
-    exponent,
+    flash_programs,
     flash_traffic,
     least_traffic,
     longest_naive,
+    most_queries_kept,
+    most_queries_launched,
     naive_traffic,
-    on_chip_bytes,
+    register_bytes,
+    shared_memory_bytes,
 )
-from minivllm.simulate.hardware import HARDWARE, Hardware, get_hardware
-from minivllm.simulate.online_softmax import RunningSoftmax, online_softmax
-from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, require_numbers, steps
-from widgets.svg import QUIET, SMALL, Axes, Box, Drawing, Scale, Segment, legend, stacked_bar, tokens
+from minivllm.simulate.hardware import Hardware, get_hardware
+from widgets.flash_attention_challenges import CHALLENGES
+from widgets.flash_attention_figure import figure
+from widgets.flash_attention_row import Row, Step, scaled_row, walked
+from widgets.knobs import choice, steps
+from widgets.plot import tokens
+from widgets.shell import LessonWidget
+from widgets.spec import Guess, Spec, Verdict, require_numbers
 
-ROW = Path(__file__).with_name("attention_row.json")
-LENGTHS = tuple(2**power for power in range(8, 18))  # 256 to 128K tokens
-KIB = 1024
-LIMITS = {"float16": math.log(65504), "float32": math.log(3.4028e38)}
-"""Scores whose exponential is the largest number of each dtype."""
-PART_COLOURS = {"Q": BLUE, "K, V": SKY, "scores": ORANGE, "O": GREEN, "m, l": PURPLE}
+QUERIES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+"""Queries of a tile: the swept axis."""
+KEYS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
+LENGTHS = tuple(2**power for power in range(10, 18))  # 1K to 128K tokens
+HEADS = 32
+"""Query heads whose scores would be stored together: Llama-3.1-8B's."""
+MOST_BANDS = 6
+"""Bands of programs in the map of tiles; more programs than that are drawn together."""
 MOST = {
-    "length": 2**20,
+    "length": 2**17,
     "head_dim": 1024,
-    "heads": 1024,
-    "block_q": 2**20,
-    "block_k": 2**20,
-    "on_chip_kib": 2**20,
+    "block_q": 1024,
+    "block_k": 1024,
+    "stages": 16,
     "keys_a_tile": 1024,
-    "tiles_seen": 1024,
     "times": 1e6,
 }
-START = {
-    "length": 8192,
-    "head_dim": 128,
-    "heads": 32,
-    "gpu": "H100",
-    "block_q": 64,
-    "block_k": 64,
-    "on_chip_kib": 100,
-    "keys_a_tile": 4,
-    "tiles_seen": 3,
-    "times": 1,
-}
+MODELS = {64: "meta-llama/Llama-3.2-1B", 128: "meta-llama/Llama-3.1-8B", 256: "google/gemma-3-4b-it"}
+"""A model with heads of this width."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One query's scores and the values behind them, as the embedded model computed them."""
+class Band:
+    """Programs that are drawn together in the map of tiles."""
 
-    tokens: tuple[str, ...]
-    scores: tuple[float, ...]
-    values: tuple[tuple[float, ...], ...]
-    """Three numbers of each value."""
-    layer: int
-    head: int
+    programs: int
+    """Programs up to the end of this band, those before it too."""
+    queries: int
+    """Queries up to its end."""
+    read: int
+    """Bytes loaded once it is through, by the programs before it too."""
 
 
 @dataclass(frozen=True)
@@ -82,26 +85,35 @@ class State:
 
     length: int
     head_dim: int
-    heads: int
     hardware: Hardware
+    chip: Chip
     block_q: int
     block_k: int
-    on_chip: int
+    stages: int
     naive: Traffic
     tiled: Traffic
     least: int
-    parts: dict[str, int]
-    """Bytes on the chip, by what they hold."""
-    naive_curve: tuple[int, ...]
-    """Bytes moved at each of LENGTHS."""
-    tiled_curve: tuple[int, ...]
+    queries: tuple[int, ...]
+    by_queries: tuple[Traffic, ...]
+    """Of the tiles, at each of `queries`."""
+    lengths: tuple[int, ...]
+    naive_by_length: tuple[int, ...]
+    """Bytes moved at each of `lengths`."""
+    tiled_by_length: tuple[int, ...]
+    few: float
+    """Tiles of fewer queries than this move more bytes than T × T stored."""
+    kept: int
+    """Most queries of a tile whose O and scores stay in registers."""
+    launched: int
+    """Most queries of a tile that fit into shared memory."""
     longest: int
     """Most tokens whose scores and weights, of all heads, fit into the GPU's memory."""
+    programs: int
+    bands: tuple[Band, ...]
     row: Row
-    keys_a_tile: int
-    states: tuple[RunningSoftmax, ...]
-    """Before the first and after each tile that was seen, then after the rest."""
-    tiles_seen: int
+    steps: tuple[Step, ...]
+    own: bool
+    """The row was walked by the reader's code."""
 
     @property
     def less(self) -> float:
@@ -109,326 +121,243 @@ class State:
         return self.naive.moved / self.tiled.moved
 
     @property
-    def power(self) -> float:
-        """With which power of T the bytes of the tiles grow, from 8K tokens on."""
-        return exponent(LENGTHS[5:], self.tiled_curve[5:])
+    def shared(self) -> dict[str, int]:
+        """Bytes of shared memory, by what they hold."""
+        return shared_memory_bytes(self.block_q, self.block_k, self.head_dim, self.stages)
 
     @property
-    def needed(self) -> int:
-        """Bytes on the chip that the tiles take."""
-        return sum(self.parts.values())
+    def registers(self) -> dict[str, int]:
+        """Bytes of registers, by what they hold."""
+        parts = register_bytes(self.block_q, self.block_k, self.head_dim, q_in_registers=self.chip.q_in_registers)
+        return parts | {"others": OTHER_REGISTERS}
 
     @property
-    def fits(self) -> bool:
-        """Do the tiles fit on the chip?"""
-        return self.needed <= self.on_chip
+    def launches(self) -> bool:
+        """Does the tile fit into shared memory?"""
+        return self.block_q <= self.launched
 
     @property
-    def stored(self) -> int:
-        """Bytes of the scores and weights of all heads."""
-        return self.heads * self.naive.extra
+    def spills(self) -> bool:
+        """Do O and the scores need more registers than there are?"""
+        return self.block_q > self.kept
 
     @property
-    def now(self) -> RunningSoftmax:
-        """m, l and O after the tiles that were seen."""
-        return self.states[self.tiles_seen]
+    def ridge(self) -> float:
+        """Operations that the GPU can do in the time that its memory takes for one byte."""
+        return self.hardware.ridge("float16")
+
+    @property
+    def wrong(self) -> Step | None:
+        """The first step of the reader's code that is not right."""
+        return next((step for step in self.steps if step.wrong), None)
+
+    def launched_at(self, queries: int) -> int:
+        """Bytes of shared memory that a tile of so many queries asks for."""
+        return sum(shared_memory_bytes(queries, self.block_k, self.head_dim, self.stages).values())
 
 
 def sweep(
-    length: int = START["length"],
-    head_dim: int = START["head_dim"],
-    heads: int = START["heads"],
-    gpu: str = START["gpu"],
-    block_q: int = START["block_q"],
-    block_k: int = START["block_k"],
-    on_chip_kib: int = START["on_chip_kib"],
-    keys_a_tile: int = START["keys_a_tile"],
-    tiles_seen: int = START["tiles_seen"],
-    times: float = START["times"],
+    length: int = 8192,
+    head_dim: int = 128,
+    gpu: str = "H100",
+    block_q: int = 32,
+    block_k: int = 64,
+    stages: int = 2,
+    keys_a_tile: int = 4,
+    times: float = 1,
+    softmax_step: Callable[..., Any] | None = None,
 ) -> State:
-    """Count the bytes of one configuration, and take the row of scores tile by tile.
+    """Count the bytes of one configuration and of the swept axis, and take the row of scores tile by tile.
 
     Args:
         length: tokens of the sequence.
         head_dim: width of a head, 16 bits an element.
-        heads: whose scores are stored together.
-        gpu: a name in the hardware table: its memory is the wall.
+        gpu: one of `CHIPS`.
         block_q, block_k: queries and keys of a tile.
-        on_chip_kib: memory beside the arithmetic units that one program may use.
+        stages: tiles of keys and values that are in shared memory at a time.
         keys_a_tile: tile of the row that is stepped through.
-        tiles_seen: how many of its tiles have been taken in; beyond the last one, all.
         times: what the row's scores are multiplied by.
+        softmax_step: the reader's own, from exercise 03.
 
     Raises:
-        MinivllmError: a value makes no sense.
+        MinivllmError: a value makes no sense, or the reader's code gives no state.
     """
-    require_numbers(MOST, length=length, head_dim=head_dim, heads=heads, block_q=block_q, block_k=block_k)
-    require_numbers(MOST, on_chip_kib=on_chip_kib, keys_a_tile=keys_a_tile, tiles_seen=tiles_seen, times=times)
-    if on_chip_kib < 1 or heads < 1:
-        raise MinivllmError(f"heads and on_chip_kib must be at least 1, got {heads} and {on_chip_kib}")
-    if tiles_seen < 0 or times <= 0:
-        raise MinivllmError(f"tiles_seen must be at least 0 and times above 0, got {tiles_seen} and {times}")
-    row, hardware = scaled_row(times), get_hardware(gpu)
-    states = tuple(online_softmax(row.scores, row.values, keys_a_tile))
-    naive_curve, tiled_curve = _curves(head_dim, block_q, block_k)
+    require_numbers(MOST, length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, stages=stages)
+    require_numbers(MOST, keys_a_tile=keys_a_tile, times=times)
+    require(gpu in CHIPS, f"gpu must be one of {', '.join(CHIPS)}, not {gpu!r}")
+    require(times > 0, f"times must be above 0, not {times}")
+    require(block_q >= SMALLEST_TILE, f"block_q must be at least {SMALLEST_TILE}, not {block_q}")
+    chip, hardware, naive = CHIPS[gpu], get_hardware(gpu), naive_traffic(length, head_dim)
+    by_queries = _by_queries(length, head_dim, block_k)
+    row = scaled_row(times)
     return State(
         length=length,
         head_dim=head_dim,
-        heads=heads,
         hardware=hardware,
+        chip=chip,
         block_q=block_q,
         block_k=block_k,
-        on_chip=on_chip_kib * KIB,
-        naive=naive_traffic(length, head_dim),
-        tiled=flash_traffic(length, head_dim, block_q, block_k),
+        stages=stages,
+        naive=naive,
+        tiled=_moved(length, head_dim, block_q, block_k),
         least=least_traffic(length, head_dim),
-        parts=on_chip_bytes(block_q, block_k, head_dim),
-        naive_curve=naive_curve,
-        tiled_curve=tiled_curve,
-        longest=longest_naive(hardware.memory_bytes, heads),
+        queries=QUERIES,
+        by_queries=by_queries,
+        lengths=LENGTHS,
+        naive_by_length=tuple(naive_traffic(long, head_dim).moved for long in LENGTHS),
+        tiled_by_length=tuple(_moved(long, head_dim, block_q, block_k).moved for long in LENGTHS),
+        few=_crossing([one.moved for one in by_queries], naive.moved),
+        kept=most_queries_kept(chip, block_k, head_dim),
+        launched=most_queries_launched(chip, block_k, head_dim, stages),
+        longest=longest_naive(hardware.memory_bytes, HEADS),
+        programs=-(-length // block_q),
+        bands=_bands(length, head_dim, block_q, block_k),
         row=row,
-        keys_a_tile=keys_a_tile,
-        states=states,
-        tiles_seen=min(tiles_seen, len(states) - 1),
+        steps=walked(row, keys_a_tile, softmax_step),
+        own=softmax_step is not None,
     )
 
 
-@cache
-def scaled_row(times: float) -> Row:
-    """The stored row, its scores multiplied by `times`."""
-    stored = json.loads(ROW.read_text())["figures"]
-    scores = tuple(times * score for score in stored["scores"])
-    return Row(tuple(stored["tokens"]), scores, tuple(map(tuple, stored["values"])), stored["layer"], stored["head"])
+@lru_cache(maxsize=4096)
+def _moved(length: int, head_dim: int, block_q: int, block_k: int) -> Traffic:
+    return flash_traffic(length, head_dim, block_q, block_k)
 
 
-@cache
-def _curves(head_dim: int, block_q: int, block_k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    tiled = tuple(flash_traffic(length, head_dim, block_q, block_k).moved for length in LENGTHS)
-    return tuple(naive_traffic(length, head_dim).moved for length in LENGTHS), tiled
+@lru_cache(maxsize=256)
+def _by_queries(length: int, head_dim: int, block_k: int) -> tuple[Traffic, ...]:
+    return tuple(_moved(length, head_dim, block_q, block_k) for block_q in QUERIES)
 
 
-WIDTH, HEIGHT, MARGIN = 720, 724, 20
-LEFT, RIGHT = Box(MARGIN + 46, 62, 276, 150), Box(WIDTH // 2 + 62, 62, 276, 150)
-CHIP = Box(MARGIN, 316, WIDTH - 2 * MARGIN, 26)
-BARS = Box(MARGIN + 46, 424, WIDTH - 2 * MARGIN - 58, 126)
-NUMBERS = 636
-"""y of the line with m, l and O."""
+def _crossing(moved: Sequence[int], limit: int) -> float:
+    """The number of queries at which a falling curve over QUERIES meets `limit`."""
+    if moved[0] <= limit:
+        return QUERIES[0]
+    for (low, above), (high, below) in pairwise(zip(QUERIES, moved, strict=True)):
+        if below <= limit:
+            share = log(above / limit) / log(above / below)
+            return exp(log(low) + share * log(high / low))
+    return QUERIES[-1]
 
 
-def figure(state: State) -> str:
-    """Bytes moved and kept against the length, what fills the chip, and the row of scores with m, l and O."""
-    drawing = Drawing(WIDTH, HEIGHT, "Attention with and without its score matrix", verdict(state).words)
-    _draw_moved(drawing, state)
-    _draw_kept(drawing, state)
-    _draw_chip(drawing, state)
-    _draw_row(drawing, state)
-    return drawing.render()
-
-
-def size(count: float) -> str:
-    """A byte count in human-readable form."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} B"
-
-
-def _plot(drawing: Drawing, box: Box, low: float, high: float) -> Axes:
-    axes = Axes(drawing, box, Scale(LENGTHS[0], LENGTHS[-1], log=True), Scale(low, high, log=True))
-    ticks = [2.0**power for power in range(10, 51, 5) if low <= 2.0**power <= high]
-    axes.frame("tokens", "", x_format=tokens, x_ticks=LENGTHS[::3], y_format=size, y_ticks=ticks)
-    return axes
-
-
-def _draw_moved(drawing: Drawing, state: State) -> None:
-    drawing.heading((MARGIN, 26), "Bytes moved", f"one head of {state.head_dim}; tiles: T to the {state.power:.2f}")
-    axes = _plot(drawing, LEFT, 2**14, 2**40)
-    least = [least_traffic(length, state.head_dim) for length in LENGTHS]
-    axes.line(LENGTHS, least, GREY, dash="2 3", width=1.5)
-    axes.line(LENGTHS, state.naive_curve, VERMILLION)
-    axes.line(LENGTHS, state.tiled_curve, BLUE)
-    for traffic, colour in ((state.naive.moved, VERMILLION), (state.tiled.moved, BLUE)):
-        axes.points([state.length], [traffic], colour, tips=[size(traffic)])
-    keys = [
-        Segment(f"T × T stored {size(state.naive.moved)}", 0, VERMILLION),
-        Segment(f"tiles {size(state.tiled.moved)}", 0, BLUE),
-    ]
-    legend(drawing, (MARGIN, 48), keys, 330)
-    drawing.text((LEFT.right - 4, LEFT.bottom - 8), "dotted: every byte once", size=SMALL, colour=QUIET, anchor="end")
-
-
-def _draw_kept(drawing: Drawing, state: State) -> None:
-    left = WIDTH // 2 + 16
-    drawing.heading((left, 26), "Memory kept in passing", f"all {state.heads} heads")
-    axes = _plot(drawing, RIGHT, 2**10, 2**44)
-    wall = state.hardware.memory_bytes
-    axes.area([LENGTHS[0], LENGTHS[-1]], [wall, wall], [2**44, 2**44], VERMILLION, opacity=0.1)
-    axes.mark_y(wall, f"memory of one {state.hardware.name}", QUIET, along=0.62)
-    naive = [state.heads * naive_traffic(length, state.head_dim).extra for length in LENGTHS]
-    tiled = [state.heads * 4 * length for length in LENGTHS]
-    axes.line(LENGTHS, naive, VERMILLION)
-    axes.line(LENGTHS, tiled, BLUE)
-    kept = state.heads * state.tiled.extra
-    for count, colour in ((state.stored, VERMILLION), (kept, BLUE)):
-        axes.points([state.length], [count], colour, tips=[size(count)])
-    keys = [Segment(f"T × T {size(state.stored)}", 0, VERMILLION), Segment(f"tiles {size(kept)}", 0, BLUE)]
-    legend(drawing, (left, 48), keys, 330)
-
-
-def _draw_chip(drawing: Drawing, state: State) -> None:
-    note = f"{state.block_q} queries × {state.block_k} keys: {state.needed / KIB:.1f} of {state.on_chip / KIB:.0f} KiB"
-    drawing.heading((MARGIN, 278), "One program on the chip", note)
-    segments = [
-        Segment(name, count, PART_COLOURS[name], tip=f"{name}: {count / KIB:.1f} KiB")
-        for name, count in state.parts.items()
-    ]
-    keys = [Segment(f"{one.label} {one.value / KIB:.1f}", 0, one.colour) for one in segments]
-    legend(drawing, (MARGIN, 302), keys, CHIP.width)
-    total = max(state.on_chip, state.needed)
-    drawing.rect(CHIP, "#F4F4F4")
-    stacked_bar(drawing, CHIP, segments, total)
-    if not state.fits:
-        edge = CHIP.x + state.on_chip / total * CHIP.width
-        drawing.line((edge, CHIP.y - 5), (edge, CHIP.bottom + 5), colour=VERMILLION, width=2.5)
-        drawing.text((edge - 5, CHIP.bottom + 15), "the chip ends here", size=SMALL, colour=VERMILLION, anchor="end")
-
-
-def _draw_row(drawing: Drawing, state: State) -> None:
-    row, seen = state.row, state.tiles_seen * state.keys_a_tile
-    note = f"scores of its last token, layer {row.layer}, head {row.head}, {state.keys_a_tile} keys a tile"
-    drawing.heading((MARGIN, 392), "One row of the embedded model", note)
-    low, high = min(0.0, *row.scores), max(0.1, *row.scores)
-    axes = Axes(drawing, BARS, Scale(0, len(row.scores)), Scale(low * 1.1, high * 1.15))
-    axes.frame("", "", x_ticks=[], y_format=lambda value: f"{value:.3g}")
-    wide, zero = BARS.width / len(row.scores), axes.at(0, 0)[1]
-    for index, (word, score) in enumerate(zip(row.tokens, row.scores, strict=True)):
-        colour = ORANGE if seen - state.keys_a_tile <= index < seen else SKY if index < seen else "#E3E3E3"
-        x, top = axes.at(index, score)
-        bar = Box(x + 2, min(top, zero), wide - 4, max(abs(zero - top), 1))
-        drawing.rect(bar, colour, tip=f"{word!r}: {score:.2f}")
-        place = (x + wide / 2 + 4, BARS.bottom + 8)
-        drawing.text(place, repr(word)[1:-1].strip() or "space", size=10.5, colour=QUIET, anchor="end", turn=-55)
-        if index and index % state.keys_a_tile == 0:
-            drawing.line((x, BARS.y), (x, BARS.bottom), dash="2 3")
-    _draw_maximum(axes, state)
-    _draw_numbers(drawing, state)
-
-
-def _draw_maximum(axes: Axes, state: State) -> None:
-    """The running maximum over the tiles that were seen, as stairs."""
-    seen = [one.m for one in state.states[1 : state.tiles_seen + 1]]
-    ends = [min(index * state.keys_a_tile, len(state.row.scores)) for index in range(len(seen) + 1)]
-    if seen:
-        axes.step(ends, [*seen, seen[-1]], VERMILLION, width=2)
-        x, y = axes.at(ends[-1], seen[-1])
-        axes.drawing.text((x + 5, y - 4), "m", colour=VERMILLION, bold=True, halo=True)
-
-
-def _draw_numbers(drawing: Drawing, state: State) -> None:
-    """m, l, O and what became of the old sums, in one table; below it the answer of the whole row."""
-    before, now, whole = state.states[max(state.tiles_seen - 1, 0)], state.now, state.states[-1]
-    keep = math.exp(before.m - now.m) if now.m > -math.inf else 1.0
-    columns = (
-        ("m, the largest score", "−∞" if now.m == -math.inf else f"{now.m:.2f}", VERMILLION),
-        ("old l and O times", f"{keep:.3f}", QUIET),
-        ("l, sum of exp(s − m)", f"{now.l:.3f}", BLUE),
-        ("O / l, three numbers of it", "  ".join(f"{x:+.3f}" for x in now.output), BLUE),
-    )
-    for x, (label, number, colour) in zip(accumulate((160, 150, 170), initial=MARGIN), columns, strict=True):
-        drawing.text((x, NUMBERS), label, size=SMALL, colour=QUIET)
-        drawing.text((x, NUMBERS + 22), number, size=15, colour=colour, bold=True)
-    answer = "  ".join(f"{x:+.3f}" for x in whole.output)
-    drawing.text((MARGIN + 480, NUMBERS + 44), f"{answer}  in the end", size=SMALL, colour=QUIET)
-    lost = " and for ".join(dtype for dtype, limit in LIMITS.items() if now.m > limit)
-    words = f"Without m, exp({now.m:.1f}) = {_power(now.m)} would be summed"
-    if lost:
-        drawing.text((MARGIN, NUMBERS + 70), f"{words}: too much for {lost}.", colour=VERMILLION)
-    elif now.m > -math.inf:
-        drawing.text((MARGIN, NUMBERS + 70), f"{words}: still in the range of float16.", size=SMALL, colour=QUIET)
-
-
-def _power(score: float) -> str:
-    """exp(score), short."""
-    if score > 700:
-        return "over 1e+300"
-    return f"{math.exp(score):,.2f}" if score < 12 else f"{math.exp(score):.1e}"
+@lru_cache(maxsize=256)
+def _bands(length: int, head_dim: int, block_q: int, block_k: int) -> tuple[Band, ...]:
+    """All programs, in bands of about as many each."""
+    programs, row = list(flash_programs(length, block_q, block_k)), 2 * head_dim
+    count = min(len(programs), MOST_BANDS)
+    ends = [len(programs) * (index + 1) // count for index in range(count)]
+    bands, read, queries = [], 0, 0
+    for first, end in pairwise([0, *ends]):
+        read += sum((rows + 2 * seen) * row for rows, seen in programs[first:end])
+        queries += sum(rows for rows, _ in programs[first:end])
+        bands.append(Band(end, queries, read))
+    return tuple(bands)
 
 
 def verdict(state: State) -> Verdict:
     """What this configuration means, in one line."""
-    if not state.fits:
-        return Verdict(
-            f"These tiles need {state.needed / KIB:.1f} KiB on the chip and there are {state.on_chip / KIB:.0f}: "
-            "no such kernel can run.",
-            "broken",
-        )
-    stored = f"Stored scores of {state.heads} heads take {size(state.stored)}"
-    if state.length > state.longest:
-        stored += f", more than the {state.hardware.name} has (it ends at {state.longest:,} tokens)"
+    if state.wrong:
+        return Verdict(_what_is_wrong(state, state.wrong), "broken")
+    done = "Your softmax_step gives the right row. " if state.own else ""
+    needed, there = sum(state.shared.values()) / KIB, state.chip.shared_memory / KIB
+    if not state.launches:
+        words = f"The kernel is not launched: it asks for {needed:.0f} KiB of shared memory, and there are {there:.0f}."
+        return Verdict(done + words, "broken")
     if state.less < 1:
-        return Verdict(f"These tiles move {1 / state.less:.1f} times more bytes than storing T × T would.", "broken")
-    words = f"{state.less:.1f} times fewer bytes moved, {state.tiled.intensity:.0f} operations a byte. {stored}."
+        return Verdict(f"{done}{_fewer(state)}: {state.block_q} queries a tile are too few.", "broken")
+    words = f"{done}{_fewer(state)}, {state.tiled.intensity:.0f} operations a byte (ridge: {state.ridge:.0f})."
+    if state.spills:
+        sums = sum(state.registers.values()) / KIB
+        return Verdict(f"{words} But registers spill: {sums:.0f} KiB are wanted of {REGISTER_FILE / KIB:.0f}.", "tight")
     return Verdict(words, "fine" if state.less >= 2 else "tight")
 
 
-def _three_times_less(state: State) -> Progress:
-    right_chip = state.head_dim == 128 and state.on_chip <= 100 * KIB and state.length >= 8192
-    met = right_chip and state.fits and state.less >= 3
-    fits = "they fit" if state.fits else "they do not fit"
-    return Progress(met, f"{state.less:.2f} times fewer bytes; tiles of {state.needed / KIB:.1f} KiB, {fits}.")
+def _fewer(state: State) -> str:
+    if abs(state.less - 1) < 0.01:
+        return "As many bytes as with T × T stored, within 1 %"
+    if state.less < 1:
+        return f"{1 / state.less:.2f} times more bytes than with T × T stored"
+    return f"{state.less:.2f} times fewer bytes than with T × T stored"
 
 
-CHALLENGE = Challenge(
-    goal="With a head dim of 128, at least 8K tokens and at most 100 KiB on the chip, find tiles that fit and move at "
-    "least 3 times fewer bytes than T × T stored.",
-    check=_three_times_less,
-    hint="One side of the tile decides how often K and V are read again. The other only takes room.",
-    lesson="Queries in a tile set the traffic, and keys in a tile cost room: give the room to the queries.",
-)
+def _what_is_wrong(state: State, step: Step) -> str:
+    name, tile = step.wrong[0], state.steps.index(step) + 1
+    got, right = {"m": (step.got.m, step.right.m), "l": (step.got.l, step.right.l)}.get(
+        name, (step.got.o[0], step.right.o[0])
+    )
+    words = f"Your softmax_step goes wrong at tile {tile}: {name} is {got:.3f}, and {right:.3f} is right."
+    factor = {"l": step.factor, "O": step.factor_o}.get(name)
+    if factor is None or abs(factor - step.right_factor) < 1e-3 or tile == 1:
+        return words
+    return f"{words} The old {name} was multiplied by {factor:.3f}, and exp(old m − new m) is {step.right_factor:.3f}."
 
 
-def show() -> LessonWidget:
-    """The widget: knobs for the sequence, the tiles and the row, the picture, and the challenge."""
-    lengths = [(tokens(length), length) for length in LENGTHS]
-    tiles = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512)
-    knobs = {
-        "The attention": {
-            "length": steps("Tokens T", lengths, START["length"], "length of the sequence"),
-            "head_dim": steps("Head dim", [32, 64, 128, 256], START["head_dim"], "width of a head"),
-            "heads": steps("Heads", [1, 8, 16, 32, 64], START["heads"], "whose scores would be stored together"),
-            "gpu": choice("GPU", list(HARDWARE), START["gpu"], "whose memory is the wall"),
-        },
-        "The tiles": {
-            "block_q": steps("Queries", tiles, START["block_q"], "queries of a tile"),
-            "block_k": steps("Keys", tiles, START["block_k"], "keys of a tile"),
-            "on_chip_kib": steps(
-                "On-chip KiB",
-                [48, 64, 100, 163, 227, 483],
-                START["on_chip_kib"],
-                "shared memory of one program: 163 on an A100, 227 on an H100; with the H100's registers 483",
-            ),
-        },
-        "One row, step by step": {
-            "tiles_seen": steps("Tiles seen", list(range(25)), START["tiles_seen"], "how many were taken in"),
-            "keys_a_tile": steps("Keys a tile", [1, 2, 3, 4, 6, 8, 12], START["keys_a_tile"], "of this row"),
-            "times": steps("Scores times", [1 / 16, 1 / 4, 1, 4, 16], START["times"], "larger scores, sharper weights"),
-        },
-    }
-    return LessonWidget(
-        title="Attention without its score matrix",
-        lead="Turn the tiles and watch the bytes; then step through one real row and watch m, l and O.",
-        knobs=knobs,
-        presets={
-            "Start again": START,
-            "Too large": {**START, "block_q": 256, "block_k": 256},
-            "Too small": {**START, "block_q": 16},
-        },
-        sweep=sweep,
-        figure=figure,
-        verdict=verdict,
-        challenge=CHALLENGE,
+def command(state: State) -> str:
+    """The `vllm serve` line of a model with such heads, and what it leaves to the kernel."""
+    fast = f"vllm serve {MODELS.get(state.head_dim, MODELS[128])} --max-model-len {state.length}"
+    return (
+        f"# No flag sets a tile: the backend picks it for the GPU and the head dim ({state.head_dim} here).\n"
+        f"{fast} --attention-backend FLASH_ATTN"
     )
 
 
+GUESS = Guess(
+    "Take more and more queries a tile. What gives way first on this H100?",
+    ("Shared memory: Q, K and V", "Registers: O and the scores", "Nothing up to 1,024 queries"),
+    1,
+    "O and the scores are kept in 32 bits: they outgrow the registers long before Q, in 16, fills shared memory.",
+)
+KNOBS = {
+    "The attention": {
+        "length": steps("Tokens T", [(tokens(long), long) for long in LENGTHS], 8192, "length of the sequence"),
+        "head_dim": steps("Head dim", [64, 128, 256], 128, "width of a head"),
+        "gpu": choice(
+            "GPU",
+            [(f"{name}: {chip.shared_memory // KIB} KiB", name) for name, chip in CHIPS.items()],
+            "H100",
+            "with the shared memory that one program may use",
+        ),
+    },
+    "The tiles": {
+        "block_q": steps("Queries", QUERIES, 32, "queries of a tile"),
+        "block_k": steps("Keys", KEYS, 64, "keys of a tile"),
+        "stages": steps("K, V at once", [1, 2, 3, 4], 2, "tiles of keys and values in shared memory at a time"),
+    },
+    "One row, tile by tile": {
+        "keys_a_tile": steps("Keys a tile", [2, 3, 4, 6, 8, 12], 4, "of the 24 keys of the row"),
+        "times": steps(
+            "Scores times",
+            [("1/16", 1 / 16), ("1/4", 1 / 4), ("1", 1), ("4", 4), ("16", 16)],
+            1,
+            "larger scores, sharper weights",
+        ),
+    },
+}
+START = {name: knob.value for group in KNOBS.values() for name, knob in group.items()}
+SPEC = Spec(
+    name="flash_attention",
+    title="Attention in tiles",
+    lead="Drag the tile through the plot; then play how its programs load, and how one row is summed.",
+    knobs=KNOBS,
+    presets={
+        "Start again": START,
+        "Spilled": {**START, "block_q": 256},
+        "Not launched": {**START, "block_q": 768},
+        "FlashAttention-3": {**START, "block_q": 128, "block_k": 128},
+    },
+    sweep=sweep,
+    figure=figure,
+    verdict=verdict,
+    command=command,
+    challenges=CHALLENGES,
+    guess=GUESS,
+    own={"softmax_step": "takes one more tile of scores and values into m, l and O"},
+)
+
+
+def show(**knobs: Any) -> LessonWidget:
+    """The widget: `show(block_q=128)` sets a knob, `show(softmax_step=mine.softmax_step)` walks with yours."""
+    return LessonWidget(SPEC, **knobs)
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(figure(sweep()))
+    Path(sys.argv[1]).write_text(figure(sweep(), width=720))

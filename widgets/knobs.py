@@ -62,6 +62,13 @@ class Knob:
             return f"{value:g}{self.unit}"
         return next((name for name, own in self.options if own == value), str(value))
 
+    def places(self) -> list[Any]:
+        """All values of a slider or of steps, in order."""
+        if self.kind == "slider":
+            count = round((self.high - self.low) / self.step)
+            return [round(self.low + index * self.step, 10) for index in range(count + 1)]
+        return [value for _, value in self.options]
+
     def described(self) -> dict[str, Any]:
         """All that a page needs to draw the control."""
         options = [{"name": name, "value": value} for name, value in self.options]

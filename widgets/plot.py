@@ -17,6 +17,8 @@ from widgets.theme import BROKEN, MISSED, PINNED
 
 HIT = 9
 """Radius in pixels within which the pointer meets a value of a curve."""
+LEAST_ROOM = 110
+"""Pixels that a broken region is wide at least, for words to stand in it."""
 
 
 def short(value: float) -> str:
@@ -200,11 +202,11 @@ class Axes:
         place = (self.box.x + along * self.box.width - 2, height - 5)
         self.drawing.text(place, text, size=SMALL, colour=colour, anchor="end", halo=True)
 
-    def broken(self, low: float | None, high: float | None, words: str) -> None:
+    def broken(self, low: float | None, high: float | None, words: str, *, down: int = 0) -> None:
         """Shade the values from `low` to `high` of the swept axis (None: to the end of it), where the system breaks.
 
         `words` stand at the edge: the cause, and the service level that is missed. Nothing is drawn where no value of
-        the axis is broken. Call it before the curves.
+        the axis is broken. `down` rows stay free above them, for the words of another edge. Call it before the curves.
         """
         left = self.at(self.x.low if low is None else max(low, self.x.low), self.y.low)[0]
         right = self.at(self.x.high if high is None else min(high, self.x.high), self.y.low)[0]
@@ -216,15 +218,17 @@ class Axes:
             self.drawing.hatch(area, MISSED, gap=9)
             edge = left if high is None else right
             self.drawing.line((edge, area.y), (edge, area.bottom), colour=VERMILLION, width=2)
-        self._edge_words(edge, words)
+        self._edge_words(area, words, after=high is None, down=down)
 
-    def _edge_words(self, edge: float, words: str) -> None:
-        """On the side of the edge where there is more room."""
-        after = self.box.right - edge >= edge - self.box.x
+    def _edge_words(self, area: Box, words: str, after: bool, down: int) -> None:
+        """Inside the broken region, or on the other side of its edge where the region is too narrow."""
+        edge = area.x if after else area.right
+        if area.width < LEAST_ROOM:
+            after = not after
         room = (self.box.right - edge if after else edge - self.box.x) - 14
         x, anchor = (edge + 7, "start") if after else (edge - 7, "end")
-        for row, line in enumerate(wrapped(words, max(room, 60), SMALL)):
-            y = self.box.y + 14 + 15 * row
+        for row, line in enumerate(wrapped(words, max(room, 60) * 0.92, SMALL)):
+            y = self.box.y + 14 + 15 * (row + down)
             self.drawing.text((x, y), line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
 
     def here(self, value: float, knob: str, words: str = "") -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from inspect import isgenerator
 from typing import Any
 
@@ -24,6 +26,7 @@ SIGNS = {"fine": "✓", "tight": "!", "broken": "✕"}
 WIDTH = 640
 """Pixels of a picture where nobody has said how wide it may be."""
 MOST_WIDTH, LEAST_WIDTH = 760, 360
+"""Of a picture on a page; text in it keeps its size."""
 NOTHING = Progress(False, "There is nothing to check.")
 
 
@@ -91,12 +94,8 @@ class Session:
         self.pinned = self._pinned_view = None
         return self.settle()
 
-    def saved(self) -> str:
-        """The knobs as JSON, which `loaded` takes."""
-        return json.dumps({"widget": self.spec.name, "knobs": self.values})
-
     def loaded(self, text: str) -> dict[str, Value]:
-        """The knobs of a state that was saved.
+        """The knobs of a state that a view had as `saved`.
 
         Raises:
             MinivllmError: it is no state of this widget.
@@ -130,6 +129,7 @@ class Session:
                 "because": spec.guess.because,
             },
             "own": [f"{name}: your own" for name in self.own],
+            "widths": [LEAST_WIDTH, MOST_WIDTH],
         }
 
     def _views(self, between: float) -> Iterator[dict[str, Any] | None]:
@@ -147,33 +147,57 @@ class Session:
         yield self._drawn(state, busy=False)
 
     def _drawn(self, state: Any, busy: bool) -> dict[str, Any]:
-        svg = self.spec.figure(state, width=self.width, pinned=self.pinned)
-        verdict = self.spec.verdict(state)
+        self._view = self._view_of(self.values, state) | {"busy": busy}
+        self.state, self.picture = state, self._view["svg"]
+        return self._view
+
+    def _view_of(self, values: Mapping[str, Value], state: Any) -> dict[str, Any]:
         progress = [challenge.check(state) for challenge in self.spec.challenges]
-        self.state, self.picture = state, svg
-        self._view = self._said(verdict, progress) | {
-            "svg": svg,
+        return self._said(values, self.spec.verdict(state), progress) | {
+            "svg": self.spec.figure(state, width=self.width, pinned=self.pinned),
             "command": self.spec.command(state),
-            "busy": busy,
+            "busy": False,
             "stale": False,
         }
-        return self._view
+
+    def ahead(self) -> Iterator[dict[str, Any]]:
+        """The views for all other values of the knob that the pointer drags, the nearest first.
+
+        A page that has them needs nobody while its handle is dragged.
+        """
+        dragged = re.search(r'data-drag="(\w+)"', self.picture)
+        if self.state is None or not dragged:
+            return
+        name, now = dragged[1], dict(self.values)
+        places = self.spec.flat()[name].places()
+        here = places.index(min(places, key=lambda place: abs(place - now[name])))
+        for index in sorted(range(len(places)), key=lambda index: abs(index - here))[1:]:
+            values = {**now, name: places[index]}
+            with suppress(MinivllmError):
+                yield self._view_of(values, _last(self.spec.sweep(**values, **self.own)))
 
     def _failed(self, verdict: Verdict, trace: str = "") -> dict[str, Any]:
         """The picture stays, faded: it no longer fits the knobs."""
         self.state = None
-        said = self._said(verdict, [NOTHING] * len(self.spec.challenges))
+        said = self._said(self.values, verdict, [NOTHING] * len(self.spec.challenges))
         self._view = said | {"svg": self.picture, "command": "", "busy": False, "stale": True, "trace": trace}
         return self._view
 
-    def _said(self, verdict: Verdict, progress: list[Progress]) -> dict[str, Any]:
+    def _said(self, values: Mapping[str, Value], verdict: Verdict, progress: list[Progress]) -> dict[str, Any]:
         return {
             "words": verdict.words,
             "tone": verdict.tone,
             "sign": SIGNS[verdict.tone],
             "trace": "",
-            "values": dict(self.values),
+            "values": dict(values),
             "challenges": [{"met": one.met, "words": one.words, "advice": one.advice} for one in progress],
-            "saved": self.saved(),
+            "saved": json.dumps({"widget": self.spec.name, "knobs": values}),
             "pinned": self._pinned_view,
         }
+
+
+def _last(swept: Any) -> Any:
+    """The complete state of a sweep."""
+    if isgenerator(swept):
+        *_, swept = swept
+    return swept

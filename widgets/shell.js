@@ -6,6 +6,7 @@
 //   turn(values, width, serial)
 //   pin(), unpin(), load(text)   missing where the host cannot do them
 //   onView(callback)   called whenever view() is a new one
+//   onAhead(callback)  called with views that were drawn ahead of time
 //   fixed(knob)        true where the host cannot turn this knob
 // All that the picture asks for stands in its data attributes (see svg.py).
 
@@ -22,6 +23,11 @@ function kernelHost(model) {
     onView: (callback) => {
       model.on("change:view", callback);
       return () => model.off("change:view", callback);
+    },
+    onAhead: (callback) => {
+      const heard = (message) => message.ahead && callback(message.ahead, message.width);
+      model.on("msg:custom", heard);
+      return () => model.off("msg:custom", heard);
     },
     fixed: () => false,
   };
@@ -48,6 +54,7 @@ export function tableHost(table) {
       heard = callback;
       return () => {};
     },
+    onAhead: () => () => {},
     fixed: (knob) => !table.turns.includes(knob),
   };
 }
@@ -81,14 +88,16 @@ class Shell {
     this.knobs = new Map();
     this.serial = 0;
     this.waiting = null; // serial of the turn that has no answer yet
-    this.wanted = null; // values that came meanwhile
+    this.wanted = null; // knobs turned since then
+    this.values = {}; // where the reader has put the knobs
     this.width = null;
     this.frame = null;
     this.asked = false;
     this.met = new Set();
     this.challenge = 0;
     this.build(root);
-    this.forget = [host.onView(() => this.viewed()), watchTheme(this.el), this.watchWidth()];
+    this.known = new Map(); // views that were drawn ahead, by width and knobs
+    this.forget = [host.onView(() => this.viewed()), host.onAhead((view, width) => this.know(view, width)), watchTheme(this.el), this.watchWidth()];
     if (this.described.still) document.querySelectorAll(`.${this.described.still}`).forEach((still) => still.remove());
     this.viewed();
   }
@@ -203,16 +212,26 @@ class Shell {
 
   // ---- turning knobs: one turn is under way, and the newest that came meanwhile waits
 
-  turn(values, width = this.width) {
-    this.asked = true;
-    this.ask(values, width);
+  turn(values) {
+    this.asked = true; // who turns a knob wants to see
+    this.question.hidden = true;
+    this.ask(values, this.width);
   }
 
   ask(values, width) {
     this.wanted = { ...this.wanted, ...values };
-    this.showKnobs({ ...this.host.view().values, ...this.wanted });
+    this.values = { ...this.values, ...values };
+    this.showKnobs(this.values);
+    const known = this.known.get(keyOf(this.values, width));
+    if (known) this.show(known);
     if (this.waiting !== null) return;
-    const turned = this.wanted;
+    clearTimeout(this.telling);
+    if (known) this.telling = setTimeout(() => this.tell(width), 150); // the kernel hears where the handle came to rest
+    else this.tell(width);
+  }
+
+  tell(width) {
+    const turned = this.wanted ?? {};
     this.wanted = null;
     this.serial += 1;
     this.waiting = this.serial;
@@ -222,14 +241,20 @@ class Shell {
   viewed() {
     const view = this.host.view();
     if (this.waiting !== null && view.serial >= this.waiting) this.waiting = null;
-    this.show(view);
+    if (!this.wanted || !this.known.has(keyOf(this.values, this.width))) this.show(view);
     if (this.wanted && this.waiting === null) this.ask({}, this.width);
+  }
+
+  know(view, width) {
+    this.known.set(keyOf(view.values, width), view);
+    if (this.known.size > 200) this.known.delete(this.known.keys().next().value);
   }
 
   watchWidth() {
     const observer = new ResizeObserver(() => {
-      const width = Math.floor(this.picture.clientWidth / 10) * 10;
-      if (width < 100 || width === this.width) return;
+      const [least, most] = this.described.widths;
+      const width = Math.max(least, Math.min(most, Math.floor(this.picture.clientWidth / 10) * 10));
+      if (!this.picture.clientWidth || width === this.width) return;
       this.width = width;
       this.ask({}, width);
     });
@@ -240,6 +265,8 @@ class Shell {
   // ---- showing a view
 
   show(view) {
+    if (JSON.stringify(view.pinned?.values) !== JSON.stringify(this.view?.pinned?.values)) this.known.clear();
+    this.view = view;
     if (view.svg !== this.drawn) {
       this.drawn = view.svg;
       this.draw(view.svg);
@@ -247,7 +274,6 @@ class Shell {
     this.picture.classList.toggle("lw-stale", view.stale);
     this.el.classList.toggle("lw-busy", view.busy);
     this.el.classList.toggle("lw-asking", !this.asked);
-    this.question.classList.toggle("lw-done", this.asked && !this.answered);
     this.says.dataset.tone = view.tone;
     this.sign.textContent = view.sign;
     this.words.textContent = view.words;
@@ -256,7 +282,7 @@ class Shell {
     if (!view.busy) this.speak(view.words);
     this.command.textContent = view.command;
     if (document.activeElement !== this.saved) this.saved.value = view.saved;
-    if (!this.wanted) this.showKnobs(view.values);
+    if (!this.wanted && this.waiting === null) this.showKnobs((this.values = { ...view.values }));
     this.showChallenge(view);
     this.showPinned(view);
   }
@@ -277,7 +303,7 @@ class Shell {
 
   pick(index) {
     this.challenge = index;
-    this.showChallenge(this.host.view());
+    this.showChallenge(this.view);
   }
 
   showChallenge(view) {
@@ -307,16 +333,16 @@ class Shell {
   flip() {
     const shown = this.compare.getAttribute("aria-pressed") !== "true";
     this.compare.setAttribute("aria-pressed", String(shown));
-    this.draw(shown ? this.host.view().pinned.svg : this.drawn);
+    this.draw(shown ? this.view.pinned.svg : this.drawn);
   }
 
   guessed(index) {
     const { right, options, because } = this.described.guess;
-    this.asked = this.answered = true;
+    this.asked = true;
     const verdict = index === null ? "" : index === right ? "Right. " : `It is ${options[right]}. `;
     this.question.replaceChildren(make("span", {}, `${verdict}${because}`));
     this.speak(`${verdict}${because}`);
-    this.show(this.host.view());
+    this.show(this.view);
     this.picture.focus({ preventScroll: true });
   }
 
@@ -378,7 +404,7 @@ class Shell {
 
   listen() {
     const on = (event, react) => this.picture.addEventListener(event, react);
-    on("pointermove", (event) => (this.dragged ? this.drag(event) : this.point(event.target, event.clientX, event.clientY)));
+    on("pointermove", (event) => (this.dragged ? this.drag(event) : this.point(event)));
     on("pointerdown", (event) => this.grab(event));
     on("pointerup", () => (this.dragged = null));
     on("pointercancel", () => (this.dragged = null));
@@ -387,11 +413,12 @@ class Shell {
     on("keydown", (event) => this.walk(event));
   }
 
-  point(target, x, y) {
-    this.light(target.closest?.("[data-group]")?.dataset.group);
-    const mark = target.closest?.("[data-tip]");
+  point(event) {
+    this.picture.classList.toggle("lw-handle", this.plotAt(event) !== null);
+    this.light(event.target.closest("[data-group]")?.dataset.group);
+    const mark = event.target.closest("[data-tip]");
     if (!mark) return this.hideTip(false);
-    this.showTip(mark.dataset.tip, x, y);
+    this.showTip(mark.dataset.tip, event.clientX, event.clientY);
   }
 
   light(group) {
@@ -443,18 +470,23 @@ class Shell {
     mark.parentNode.append(this.outline);
   }
 
-  grab(event) {
+  // The plot under the pointer whose knob can be dragged, by place: other marks may lie on top of it.
+  plotAt({ clientX, clientY }) {
     for (const area of this.svg?.querySelectorAll("[data-drag]") ?? []) {
       const box = area.getBoundingClientRect();
-      const inside = event.clientX >= box.left - 8 && event.clientX <= box.right + 8 && event.clientY >= box.top && event.clientY <= box.bottom + 14;
-      if (!inside || this.host.fixed(area.dataset.drag)) continue;
-      this.dragged = { ...area.dataset, x: box.left, width: box.width };
-      this.picture.setPointerCapture(event.pointerId);
-      this.picture.focus({ preventScroll: true });
-      event.preventDefault();
-      return this.drag(event);
+      const inside = clientX >= box.left - 8 && clientX <= box.right + 8 && clientY >= box.top && clientY <= box.bottom + 14;
+      if (inside && !this.host.fixed(area.dataset.drag)) return { ...area.dataset, x: box.left, width: box.width };
     }
-    this.point(event.target, event.clientX, event.clientY);
+    return null;
+  }
+
+  grab(event) {
+    this.dragged = this.plotAt(event);
+    if (!this.dragged) return this.point(event);
+    this.picture.setPointerCapture(event.pointerId);
+    this.picture.focus({ preventScroll: true });
+    event.preventDefault();
+    this.drag(event);
   }
 
   drag(event) {
@@ -464,10 +496,11 @@ class Shell {
     const value = log === "1" ? first * (last / first) ** share : first + (last - first) * share;
     const { knob } = this.knobs.get(drag);
     const nearest = nearestTo(knob, value, log === "1");
-    if (nearest !== { ...this.host.view().values, ...this.wanted }[drag]) this.turn({ [drag]: nearest });
+    if (nearest !== this.values[drag]) this.turn({ [drag]: nearest });
   }
 }
 
+const keyOf = (values, width) => JSON.stringify([width, Object.entries(values).sort()]);
 const named = (knob, value) => knob.options.find((option) => option.value === value)?.name ?? `${value}${knob.unit || ""}`;
 
 function valueOf(knob, control) {
@@ -492,13 +525,15 @@ function copy(text) {
 // Light or dark is read off the page: JupyterLab, VS Code, Colab and a plain page all say it in their own way.
 function watchTheme(element) {
   const look = () => element.classList.toggle("lw-dark", luminanceBehind(element) < 0.4);
-  look();
+  const placed = new ResizeObserver(look); // JupyterLab puts the element on the page after this
+  placed.observe(element);
   const observer = new MutationObserver(look);
   for (const node of [document.documentElement, document.body])
     observer.observe(node, { attributes: true, attributeFilter: ["class", "style", "theme", "data-theme", "data-jp-theme-name", "data-vscode-theme-kind"] });
   const scheme = window.matchMedia("(prefers-color-scheme: dark)");
   scheme.addEventListener("change", look);
   return () => {
+    placed.disconnect();
     observer.disconnect();
     scheme.removeEventListener("change", look);
   };
@@ -506,7 +541,7 @@ function watchTheme(element) {
 
 function luminanceBehind(element) {
   for (let node = element.parentElement; node; node = node.parentElement) {
-    const [red, green, blue, alpha = 1] = getComputedStyle(node).backgroundColor.match(/[\d.]+/g).map(Number);
+    const [red, green, blue, alpha = 1] = (getComputedStyle(node).backgroundColor.match(/[\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
     if (alpha > 0.5) return (0.2126 * red + 0.7152 * green + 0.0722 * blue) / 255;
   }
   return window.matchMedia("(prefers-color-scheme: dark)").matches ? 0 : 1;

@@ -22,6 +22,8 @@ from widgets.spec import Spec
 from widgets.theme import dark_style
 
 HERE = Path(__file__).parent
+REST = 0.3
+"""Seconds after the last turn of a knob until pictures are drawn ahead."""
 
 
 def script() -> str:
@@ -52,7 +54,7 @@ class LessonWidget(anywidget.AnyWidget):
 
     def __init__(self, spec: Spec, **settings: Any) -> None:
         self.session = Session(spec, **settings)
-        self._ahead: Iterator[dict[str, Any] | None] = iter(())
+        self._ahead: Iterator[dict[str, Any] | None] = iter(())  # what is still to be drawn; another one ends it
         self._serial = 0
         super().__init__(described=self.session.described(), view=self.session.settle())
         self.on_msg(self._heard)
@@ -98,10 +100,21 @@ class LessonWidget(anywidget.AnyWidget):
         try:
             view = next(ahead)
         except StopIteration:
+            self._ahead = self.session.ahead()
+            asyncio.get_running_loop().call_later(REST, self._draw_ahead, self._ahead)
             return
         if view:
             self._post(view)
         asyncio.get_running_loop().call_later(0, self._go_on, ahead)
+
+    def _draw_ahead(self, ahead: Iterator[dict[str, Any]]) -> None:
+        """While nobody turns anything: the pictures along the swept axis, so that dragging needs no kernel."""
+        if ahead is not self._ahead:
+            return
+        view = next(ahead, None)
+        if view is not None:
+            self.send({"ahead": view, "width": self.session.width})
+            asyncio.get_running_loop().call_later(0, self._draw_ahead, ahead)
 
     def _post(self, view: Mapping[str, Any]) -> None:
         self.view = {**view, "serial": self._serial}

@@ -44,10 +44,9 @@ RUN_ALL = "() => window.jupyterapp.commands.execute('notebook:run-all-cells')"
 CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.cells
   .filter(cell => cell.cell_type === 'code')
   .map(cell => ({source: cell.getSource(), count: cell.execution_count, outputs: cell.getOutputs()}))"""
-# The pictures of the output that an element is part of: what a person sees change.
-PICTURE = """element => Array.from(
-  element.closest('.jp-OutputArea-output').querySelectorAll('svg[role=img], img, canvas'),
-  picture => picture.outerHTML + (picture.toDataURL ? picture.toDataURL() : '')).join()"""
+# The picture of the widget that an element is part of: what a person sees change.
+PICTURE = "element => element.closest('.lw').querySelector('.lw-picture > svg')?.outerHTML"
+SLIDER = ".lw input[type=range]:not(.lw-player input)"
 
 
 @dataclass
@@ -96,8 +95,8 @@ class Notebook:
             if not cell["count"]:
                 found.append(f"{name} did not run")
             found += [f"{name} raised {out['ename']}: {out['evalue']}" for out in cell["outputs"] if "ename" in out]
-        for error in self.page.locator(".lesson-widget-error").all_text_contents():
-            found.append(f"a widget broke: {error}")
+        for trace in self.page.locator(".lw-says pre:not(:empty)").all_text_contents():
+            found.append(f"a widget broke: {trace.strip().splitlines()[-1]}")
         return found
 
     def press_arrow(self, slider: int = 0, seconds: float = SETTLE_SECONDS) -> tuple[str | None, str | None]:
@@ -109,24 +108,29 @@ class Notebook:
         Raises:
             TimeoutError: one of the two stayed as it was (playwright's error of that name).
         """
-        handle = self.page.locator(".jp-OutputArea-output [role=slider].noUi-handle").nth(slider)
+        handle = self.page.locator(SLIDER).nth(slider)
         handle.scroll_into_view_if_needed()
         handle.focus()
-        before, picture = handle.get_attribute("aria-valuenow"), handle.evaluate(PICTURE)
-        assert picture, "the slider's output has no picture"
-        self.page.keyboard.press("ArrowRight")
+        before, picture = handle.get_attribute("aria-valuetext"), handle.evaluate(PICTURE)
+        assert picture, "the slider's widget has no picture"
+        at_its_end = handle.evaluate("element => element.value === element.max")
+        self.page.keyboard.press("ArrowLeft" if at_its_end else "ArrowRight")
         self.page.wait_for_function(
-            f"([element, value, picture]) => element.getAttribute('aria-valuenow') !== value "
+            f"([element, value, picture]) => element.getAttribute('aria-valuetext') !== value "
             f"&& ({PICTURE})(element) !== picture",
             arg=[handle.element_handle(), before, picture],
             timeout=seconds * 1000,
         )
-        return before, handle.get_attribute("aria-valuenow")
+        return before, handle.get_attribute("aria-valuetext")
+
+    def cells(self) -> int:
+        """How many cells the notebook has now."""
+        return self.page.evaluate("() => window.jupyterapp.shell.currentWidget.content.widgets.length")
 
     def screenshot(self, path: Path) -> None:
         """A picture of the first widget with what is around it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.page.locator(".jp-OutputArea-output:has([role=slider])").first.scroll_into_view_if_needed()
+        self.page.locator(".lw").first.scroll_into_view_if_needed()
         self.page.screenshot(path=path)
 
 

@@ -1,4 +1,4 @@
-"""What holds for every widget: it is drawn again at once, and needs neither torch nor much time to import.
+"""What holds for every widget: it shows where it breaks, all can be read, no knob is dead, and it is drawn at once.
 
 Times are of the processor: they hold on a machine that is busy with something else.
 """
@@ -6,84 +6,167 @@ Times are of the processor: they hold on a machine that is busy with something e
 import contextlib
 import importlib
 import inspect
+import json
 import math
+import re
 import statistics
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from minivllm.errors import MinivllmError
-from widgets import base, kv_cache, paged_attention
+from widgets import session
+from widgets.knobs import Knob
+from widgets.session import Session
+from widgets.spec import Spec
+from widgets.theme import COLOURS
 
-BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128)
-MOVES = {
-    "kv_cache": [{"max_model_len": length} for length in kv_cache.CONTEXTS * 2],
-    "paged_attention": [{"block_size": size} for size in paged_attention.BLOCK_SIZES * 2],
-    "flash_attention": [move for block in BLOCKS for move in ({"block_q": block}, {"tiles_seen": block % 7})],
-    "continuous_batching": [{"slots": slots} for slots in (1, 2, 4, 8, 16)],
-    "prefix_caching": [{"pool": 2048}, {"turns": 2}, {"kind": "documents"}, {"users": 16}, {"prefix": 256}],
-    "optimization_catalog": [
-        {"requests": "mixed"},
-        {"paging": False},
-        {"slots": 16},
-        {"speculative_tokens": 3},
-        {"acceptance": 0.7},
-    ],
-}
-"""Turns of the knobs for each widget, most of them to where they have not been."""
+FOLDER = Path(session.__file__).parent
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if "\nSPEC = Spec(" in path.read_text())
+LESSONS = Path(__file__).resolve().parents[2] / "lessons"
+WIDTHS = (360, 640, 760)
+MOST_HEIGHT = 470
+"""Of a picture that stands beside its controls, so that both are seen at once on a screen of 1366 × 768."""
+LEAST_TEXT = 11.9
+MOST_BYTES = 100_000
+NONSENSE = (None, math.nan, "nonsense", 10**9, -(10**9))
 
-
-TYPED = ("other_model", "levers")
-"""Arguments of a sweep that are no knob with values of its own."""
+every_widget = pytest.mark.parametrize("name", NAMES)
 
 
-def knobs_of(widget) -> list[str]:
-    names = [name for name in inspect.signature(widget.sweep).parameters if name not in TYPED]
-    return [*names, *getattr(widget, "OFF", {})]
+def spec_of(name: str) -> Spec:
+    return importlib.import_module(f"widgets.{name}").SPEC
 
 
-@pytest.mark.parametrize("name", MOVES)
+@cache
+def start_view(name: str) -> dict:
+    return Session(spec_of(name)).settle()
+
+
+def settings(spec: Spec) -> list[dict]:
+    return [{}, *spec.presets.values()]
+
+
+def swept_to_its_end(module, **values):
+    swept = module.sweep(**values)
+    return list(swept) if inspect.isgenerator(swept) else swept
+
+
+def other_values(knob: Knob) -> list:
+    if knob.kind == "switch":
+        return [not knob.value]
+    if knob.kind == "entry":
+        return []
+    return [value for value in knob.places() if value != knob.value]
+
+
+def test_every_lesson_has_one():
+    lessons = "".join(path.read_text() for path in LESSONS.glob("[0-9]*.md"))
+    assert set(NAMES) == set(re.findall(r"^(\w+)\.show\(\)", lessons, re.MULTILINE))
+
+
+@every_widget
+def test_the_first_view_has_a_break_a_handle_and_a_hidden_answer(name: str):
+    root = ET.fromstring(start_view(name)["svg"])
+    marked = {key for mark in root.iter() for key in mark.keys()}  # noqa: SIM118 (an element is no mapping)
+    assert {"data-drag", "data-answer", "data-tip"} <= marked
+    views = [Session(spec_of(name)).settle(**values) for values in settings(spec_of(name))]
+    assert any("data-broken" in view["svg"] for view in views)
+    assert {view["tone"] for view in views} >= {"broken"}
+
+
+@every_widget
+def test_the_handle_turns_a_knob_that_lies_on_its_axis(name: str):
+    spec = spec_of(name)
+    for area in [mark for mark in ET.fromstring(start_view(name)["svg"]).iter() if mark.get("data-drag")]:
+        knob = spec.flat()[area.get("data-drag", "")]
+        low, high = float(area.get("data-low", "nan")), float(area.get("data-high", "nan"))
+        assert low - 1e-9 <= min(knob.places()) <= knob.value <= max(knob.places()) <= high + 1e-9
+
+
+@every_widget
+@pytest.mark.parametrize("width", WIDTHS)
+def test_all_that_is_drawn_can_be_read(name: str, width: int):
+    for values in settings(spec_of(name)):
+        one = Session(spec_of(name))
+        *_, view = one.turn(values, width, between=math.inf)
+        assert view
+        assert not view["stale"], view["words"]
+        assert len(view["svg"]) < MOST_BYTES
+        assert "nan" not in view["svg"].lower().replace("covenant", "")
+        root = ET.fromstring(view["svg"])
+        assert float(root.get("width", "0")) == width
+        assert width < 600 or float(root.get("height", "0")) <= MOST_HEIGHT
+        sizes = [float(mark.get("font-size", "13")) for mark in root.iter() if mark.tag.endswith(("text", "tspan"))]
+        assert min(sizes) >= LEAST_TEXT
+        colours = {mark.get(key) for mark in root.iter() for key in ("fill", "stroke")} - {None, "none", "transparent"}
+        assert colours <= COLOURS
+
+
+@every_widget
+def test_no_knob_is_dead(name: str):
+    spec, before = spec_of(name), start_view(name)
+    for knob_name, knob in spec.flat().items():
+        if knob.kind == "entry":
+            continue
+        one = Session(spec)
+        seen = [one.settle(**{knob_name: value}) for value in other_values(knob)]
+        assert any(view["svg"] != before["svg"] for view in seen), f"{knob_name} changes nothing in the first view"
+
+
+@every_widget
+def test_challenges_begin_unmet_and_say_what_is_wrong(name: str):
+    for challenge in start_view(name)["challenges"]:
+        assert not challenge["met"]
+        assert challenge["words"]
+        assert challenge["advice"]
+
+
+@every_widget
+def test_a_state_means_a_command_and_goes_round_as_json(name: str):
+    for values in settings(spec_of(name)):
+        one = Session(spec_of(name))
+        view = one.settle(**values)
+        assert re.search(r"^(# .*\n)*vllm (serve|bench) ", view["command"]), view["command"]
+        assert Session(spec_of(name)).loaded(view["saved"]) == one.values
+        assert json.loads(json.dumps(view)) == view
+
+
+@every_widget
 def test_what_no_knob_can_say_is_refused_in_one_line(name: str):
-    widget = importlib.import_module(f"widgets.{name}")
-    for knob in knobs_of(widget):
-        for value in (None, math.nan, "nonsense", 10**9, -(10**9)):
+    module, spec = importlib.import_module(f"widgets.{name}"), spec_of(name)
+    for knob in spec.flat():
+        for value in NONSENSE:
+            if isinstance(value, str) and spec.flat()[knob].kind == "entry":
+                continue
             with pytest.raises(MinivllmError) as refusal:
-                print(knob, value, widget.sweep(**{knob: value}))
+                swept_to_its_end(module, **{knob: value})
             assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", MOVES)
-def test_the_most_that_is_let_in_is_no_burden(name: str):
-    widget = importlib.import_module(f"widgets.{name}")
-    for knob, value in widget.MOST.items():
-        start = time.process_time()
-        with contextlib.suppress(MinivllmError):  # what it says alone may not fit the other knobs
-            widget.figure(widget.sweep(**{knob: value}))
-        assert time.process_time() - start < 2, knob
+@every_widget
+def test_a_move_is_drawn_at_once(name: str):
+    spec = spec_of(name)
+    one, seconds = Session(spec), []
+    one.settle()
+    for knob_name, knob in spec.flat().items():
+        for value in other_values(knob)[:6]:
+            start = time.process_time()
+            moved = one.turn({knob_name: value})
+            next(moved)
+            seconds.append(time.process_time() - start)
+            with contextlib.suppress(StopIteration):
+                next(moved)
+        one.settle(**spec.start())
+    assert statistics.median(seconds) < 0.05
 
 
-def test_every_widget_is_here():
-    modules = Path(base.__file__).parent.glob("*.py")
-    assert {path.stem for path in modules if "\ndef show() -> LessonWidget:" in path.read_text()} == set(MOVES)
-
-
-@pytest.mark.parametrize("name", MOVES)
-def test_a_redraw_takes_less_than_100_ms(name: str):
-    shown, seconds = importlib.import_module(f"widgets.{name}").show(), []
-    for move in MOVES[name]:
-        before = shown.state
-        start = time.process_time()
-        shown.set(**move)
-        seconds.append(time.process_time() - start)
-        assert shown.state is not None, shown.verdict.value
-        assert shown.state is not before
-    assert statistics.median(seconds) < 0.1
-
-
-@pytest.mark.parametrize("name", MOVES)
+@every_widget
 def test_importing_needs_no_torch_and_little_time(name: str):
     code = (
         f"import sys, time; start = time.process_time(); from widgets import {name} as widget; "

@@ -1,5 +1,6 @@
 """Drawings: well-formed, spoken, placed where the values say."""
 
+import json
 import math
 import xml.etree.ElementTree as ET
 from itertools import pairwise
@@ -8,20 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.lab.drawing import ink_on, luminance, text_width
-from minivllm.lab.palette import SERIES
-from widgets.svg import (
-    Axes,
-    Box,
-    Drawing,
-    Scale,
-    Segment,
-    cells,
-    legend,
-    short,
-    stacked_bar,
-    tokens,
-)
+from minivllm.lab.drawing import QUIET, ink_on, luminance, text_width
+from minivllm.lab.palette import INK, SERIES
+from widgets.plot import Axes, Scale, short, tokens
+from widgets.svg import SMALL, Box, Drawing, Segment, cells, legend, stacked_bar
+from widgets.theme import CARD, DARK, WORDS
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROOM = Box(10, 10, 100, 20)
@@ -50,7 +42,7 @@ def test_words_that_look_like_markup_stay_words():
     drawing.rect(ROOM, "#000000", tip="x < y")
     root = rendered(drawing)
     assert root.find(f"{SVG}text").text == "a < b & c"
-    assert root.find(f".//{SVG}title").text == "x < y"
+    assert root.findall(f"{SVG}rect")[1].get("data-tip") == "x < y"
 
 
 def test_segments_of_a_bar_touch_and_are_as_wide_as_their_values():
@@ -61,7 +53,7 @@ def test_segments_of_a_bar_touch_and_are_as_wide_as_their_values():
 
 
 def test_a_label_is_written_only_where_it_fits():
-    for width, expected in ((text_width("KV cache", 11.5) + 13, 1), (20, 0)):
+    for width, expected in ((text_width("KV cache", SMALL) + 13, 1), (20, 0)):
         drawing = Drawing(500, 100, "t")
         stacked_bar(drawing, Box(0, 0, width, 20), [Segment("KV cache", 1, "#FFFFFF")], 1)
         assert len(rendered(drawing).findall(f"{SVG}text")) == expected
@@ -88,7 +80,7 @@ def test_cells_with_tips_are_told_apart():
     drawing = Drawing(200, 100, "t")
     cells(drawing, Box(0, 0, 100, 50), ["#111111"] * 3, columns=2, gap=0, tips=["a", "b", "c"])
     found = rendered(drawing).findall(f"{SVG}rect")[1:]
-    assert [(bar.get("x"), bar.get("y"), bar.find(f"{SVG}title").text) for bar in found] == [
+    assert [(bar.get("x"), bar.get("y"), bar.get("data-tip")) for bar in found] == [
         ("0", "0", "a"),
         ("50", "0", "b"),
         ("0", "25", "c"),
@@ -151,8 +143,8 @@ def test_bars_and_points_carry_tips():
     axes.points([2], [10], "#222222", tips=["ten"])
     root = rendered(drawing)
     bar, dot = root.findall(f"{SVG}rect")[1], root.find(f"{SVG}circle")
-    assert (bar.get("x"), bar.get("y"), bar.get("height"), bar[0].text) == ("45", "50", "50", "five")
-    assert (dot.get("cx"), dot.get("cy"), dot[0].text) == ("100", "0", "ten")
+    assert (bar.get("x"), bar.get("y"), bar.get("height"), bar.get("data-tip")) == ("45", "50", "50", "five")
+    assert (dot.get("cx"), dot.get("cy"), dot.get("data-tip")) == ("100", "0", "ten")
 
 
 def test_frame_and_marks_write_their_words():
@@ -177,3 +169,51 @@ def test_numbers_as_people_say_them():
     assert {value: short(value) for value in said} == said
     said = {78: "78", 1024: "1K", 1366: "1,366", 8192: "8K", 131072: "128K", 2**20: "1M"}
     assert {value: tokens(value) for value in said} == said
+
+
+def test_what_the_shell_does_is_written_beside_the_marks():
+    drawing = Drawing(400, 200, "t")
+    drawing.rect(ROOM, "#111111", group="r<1>", at="0 2")
+    with drawing.answer():
+        drawing.line((0, 0), (1, 1))
+    drawing.play(["first", 'the "second"'])
+    root = rendered(drawing)
+    bar, hidden = root.findall(f"{SVG}rect")[1], root.find(f"{SVG}g")
+    assert (bar.get("data-group"), bar.get("data-at")) == ("r<1>", "0 2")
+    assert hidden.get("data-answer") == "1"
+    assert json.loads(root.get("data-frames")) == ["first", 'the "second"']
+
+
+def test_a_handle_says_which_values_lie_at_which_pixels():
+    drawing = Drawing(400, 200, "t")
+    Axes(drawing, Box(50, 10, 300, 100), Scale(1, 1024, log=True), Scale(0, 1)).here(32, "block_size", "32")
+    root = rendered(drawing)
+    area, grip = root.find(f"{SVG}g"), root.find(f"{SVG}circle")
+    assert [area.get(f"data-{name}") for name in ("drag", "low", "high", "log")] == ["block_size", "1", "1024", "1"]
+    assert (area[0].get("x"), area[0].get("width")) == ("50", "300")
+    assert float(grip.get("cx")) == 200
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "left", "right"), [(4, None, 170, 350), (None, 4, 50, 170), (None, None, 50, 350)]
+)
+def test_a_broken_region_reaches_from_its_edge_to_the_end_of_the_axis(low, high, left, right):
+    drawing = Drawing(400, 200, "t")
+    Axes(drawing, Box(50, 10, 300, 100), Scale(0, 10), Scale(0, 1)).broken(low, high, "the queue grows · TTFT over 1 s")
+    region = rendered(drawing).find(f"{SVG}g")
+    assert region.get("data-broken") == "the queue grows · TTFT over 1 s"
+    assert (float(region[0].get("x")), float(region[0].get("x")) + float(region[0].get("width"))) == (left, right)
+
+
+def test_no_region_is_broken_where_the_axis_ends_before_it():
+    drawing = Drawing(400, 200, "t")
+    Axes(drawing, Box(50, 10, 300, 100), Scale(0, 10), Scale(0, 1)).broken(10, None, "never")
+    assert rendered(drawing).find(f"{SVG}g") is None
+
+
+@pytest.mark.parametrize(("light", "ground"), [(True, CARD), (False, DARK[CARD])])
+def test_words_can_be_read_on_both_grounds(light: bool, ground: str):
+    for colour in [*WORDS.values(), QUIET, INK]:
+        shown = colour if light else DARK.get(colour, colour)
+        lighter, darker = sorted((luminance(shown) + 0.05, luminance(ground) + 0.05), reverse=True)
+        assert lighter / darker >= 4.5, shown

@@ -7,15 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
+from minivllm.lab import aot
 from minivllm.simulate.attention_traffic import (
+    CHIPS,
+    OTHER_REGISTERS,
+    REGISTER_FILE,
     exponent,
+    flash_programs,
     flash_traffic,
     largest_block_q,
     least_traffic,
     longest_naive,
+    most_queries_kept,
+    most_queries_launched,
     naive_traffic,
     on_chip_bytes,
+    register_bytes,
+    shared_memory_bytes,
 )
+from minivllm.simulate.hardware import HARDWARE
 from minivllm.simulate.online_softmax import online_softmax
 
 sizes = st.integers(1, 300)
@@ -118,3 +128,79 @@ def test_the_online_softmax_refuses_what_makes_no_sense():
         online_softmax([1.0], [[1.0]], 0)
     with pytest.raises(MinivllmError, match=r"\b2\b.*\b1\b"):
         online_softmax([1.0, 2.0], [[1.0]], 1)
+
+
+# Bytes that a thread of the lesson's `flash_kernel` spills, as Triton 3.9 compiles it with 8 warps:
+# head dim -> (queries, keys) -> bytes
+ON_HOPPER = {
+    64: {(64, 128): 0, (128, 128): 0, (256, 64): 0, (512, 16): 0, (256, 128): 24, (512, 32): 168, (512, 64): 408},
+    128: {(128, 128): 0, (256, 16): 0, (256, 32): 0, (256, 64): 144, (256, 128): 448, (512, 16): 856, (512, 32): 1008},
+    256: {(64, 64): 0, (128, 32): 0, (128, 64): 0, (256, 16): 1240, (256, 32): 1280},
+}
+ON_AMPERE = {
+    64: {(128, 64): 0, (256, 32): 0, (256, 64): 0, (256, 128): 272, (512, 32): 136},
+    128: {(64, 128): 0, (128, 32): 0, (128, 64): 0, (256, 16): 16, (256, 32): 104, (256, 64): 168, (512, 16): 3752},
+    256: {(64, 64): 0, (128, 16): 136, (128, 64): 144, (256, 16): 632},
+}
+
+
+@pytest.mark.parametrize(("gpu", "compiled"), [("H100", ON_HOPPER), ("A100-80", ON_AMPERE)])
+def test_registers_spill_where_the_compiler_says_so(gpu, compiled):
+    """Ampere's compiler also spills a few bytes of tiles of 128 keys that the model lets pass: it is a model."""
+    for head_dim, tiles in compiled.items():
+        for (block_q, block_k), spilled in tiles.items():
+            kept = most_queries_kept(CHIPS[gpu], block_k, head_dim)
+            assert (block_q > kept) == (spilled > 0), (head_dim, block_q, block_k)
+
+
+@pytest.mark.parametrize(
+    ("block_q", "block_k", "stages", "shared"),
+    [(64, 32, 2, 49152), (128, 64, 2, 98304), (128, 128, 2, 163840), (128, 128, 4, 294912), (256, 64, 2, 131072)],
+)
+def test_shared_memory_is_what_the_compiler_asks_for(block_q, block_k, stages, shared):
+    """The lesson's table, compiled for sm_90."""
+    assert sum(shared_memory_bytes(block_q, block_k, 128, stages).values()) == shared
+
+
+def test_the_chips_are_those_that_we_compile_for():
+    assert CHIPS["A100-80"].shared_memory == aot.SHARED_MEMORY["sm_80"]
+    assert CHIPS["H100"].shared_memory == CHIPS["H200"].shared_memory == aot.SHARED_MEMORY["sm_90"]
+    assert set(CHIPS) <= set(HARDWARE)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "block_q", "block_k", "stages"),
+    [
+        ("H100", 64, 192, 128, 2),
+        ("H100", 128, 128, 128, 2),
+        ("H100", 256, 128, 80, 2),
+        ("A100-80", 64, 128, 112, 1),
+        ("A100-80", 128, 128, 64, 1),
+        ("A100-80", 256, 128, 96, 1),
+    ],
+)
+def test_published_tiles_can_be_launched(gpu, head_dim, block_q, block_k, stages):
+    """FlashAttention's own (hopper/tile_size.h, causal); of 128 × 80 it says that this is all that fits."""
+    assert block_q <= most_queries_launched(CHIPS[gpu], block_k, head_dim, stages)
+    if head_dim == 256 and gpu == "H100":
+        assert block_q > most_queries_launched(CHIPS[gpu], block_k + 16, head_dim, stages)
+
+
+@given(st.sampled_from(sorted(CHIPS)), st.integers(1, 512), st.sampled_from([64, 128, 256]), st.integers(1, 4))
+def test_one_query_more_is_too_many(gpu, block_k, head_dim, stages):
+    chip = CHIPS[gpu]
+    launched, kept = most_queries_launched(chip, block_k, head_dim, stages), most_queries_kept(chip, block_k, head_dim)
+    shared = [sum(shared_memory_bytes(q, block_k, head_dim, stages).values()) for q in (max(launched, 1), launched + 1)]
+    assert (shared[0] <= chip.shared_memory) == (launched > 0)
+    assert shared[1] > chip.shared_memory
+    room = REGISTER_FILE - OTHER_REGISTERS
+    taken = [register_bytes(q, block_k, head_dim, q_in_registers=chip.q_in_registers) for q in (kept, kept + 1)]
+    assert sum(taken[0].values()) <= room < sum(taken[1].values())
+
+
+@given(sizes, sizes, sizes, st.booleans())
+def test_the_programs_share_the_queries_out(length, block_q, block_k, causal):
+    programs = list(flash_programs(length, block_q, block_k, causal=causal))
+    assert sum(rows for rows, _ in programs) == length
+    assert programs[-1][1] == length
+    assert all(rows <= block_q for rows, _ in programs)

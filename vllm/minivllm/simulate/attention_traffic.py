@@ -8,15 +8,41 @@ loop order, queries outside and keys inside, is that of FlashAttention-2 (arXiv 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from minivllm.errors import MinivllmError
 
+KIB = 1024
 ACCUMULATOR_BYTES = 4
 """Scores, maxima, sums and outputs are kept in float32 while they are on the chip."""
 SMALLEST_TILE = 16
 """Minimum rows per tile for the matrix units."""
+REGISTER_FILE = 256 * KIB
+"""Registers of a multiprocessor: 65,536 of 32 bits on each NVIDIA architecture from 7.0 to 9.0."""
+OTHER_REGISTERS = REGISTER_FILE // 4
+"""Addresses, masks, weights on their way into the matrix units. With this share the model says of Hopper what Triton's
+compiler says; see the test of `register_bytes`."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one program may take of a multiprocessor."""
+
+    shared_memory: int
+    """Bytes of shared memory: CUDA C++ programming guide, compute capabilities."""
+    q_in_registers: bool
+    """Its matrix units take their operands from registers. Hopper's read them from shared memory."""
+
+
+CHIPS = {
+    "L4": Chip(99 * KIB, q_in_registers=True),
+    "RTX 4090": Chip(99 * KIB, q_in_registers=True),
+    "A100-80": Chip(163 * KIB, q_in_registers=True),
+    "H100": Chip(227 * KIB, q_in_registers=False),
+    "H200": Chip(227 * KIB, q_in_registers=False),
+}
+"""By the names of `HARDWARE`. Blackwell is not among them: it keeps sums in a memory of the matrix units' own."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +88,18 @@ def flash_traffic(
     _positive(length=length, head_dim=head_dim, block_q=block_q, block_k=block_k, itemsize=itemsize)
     row = head_dim * itemsize
     read = written = flops = 0
-    for start in range(0, length, block_q):
-        rows = min(block_q, length - start)
-        seen = min(math.ceil((start + rows) / block_k) * block_k, length) if causal else length
+    for rows, seen in flash_programs(length, block_q, block_k, causal=causal):
         read += rows * row + 2 * seen * row  # Q once; K and V for every tile of queries again
         flops += 4 * rows * seen * head_dim
         written += rows * (row + ACCUMULATOR_BYTES)  # the output, and the logarithm of each row's sum
     return Traffic(read, written, flops, extra=length * ACCUMULATOR_BYTES)
+
+
+def flash_programs(length: int, block_q: int, block_k: int, *, causal: bool = True) -> Iterator[tuple[int, int]]:
+    """The programs of the tiled loop, in the grid's order: (queries of its tile, keys that it reads)."""
+    for start in range(0, length, block_q):
+        rows = min(block_q, length - start)
+        yield rows, min(math.ceil((start + rows) / block_k) * block_k, length) if causal else length
 
 
 def least_traffic(length: int, head_dim: int, itemsize: int = 2) -> int:
@@ -87,6 +118,42 @@ def on_chip_bytes(block_q: int, block_k: int, head_dim: int, itemsize: int = 2) 
         "O": block_q * head_dim * ACCUMULATOR_BYTES,
         "m, l": 2 * block_q * ACCUMULATOR_BYTES,
     }
+
+
+def shared_memory_bytes(
+    block_q: int, block_k: int, head_dim: int, stages: int = 2, itemsize: int = 2
+) -> dict[str, int]:
+    """Bytes of shared memory that one program asks for; `stages` tiles of keys and values are there at a time.
+
+    A kernel that asks for more than `Chip.shared_memory` is not launched.
+    """
+    _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, stages=stages, itemsize=itemsize)
+    return {"Q": block_q * head_dim * itemsize, "K, V": 2 * stages * block_k * head_dim * itemsize}
+
+
+def register_bytes(
+    block_q: int, block_k: int, head_dim: int, itemsize: int = 2, *, q_in_registers: bool = False
+) -> dict[str, int]:
+    """Bytes of registers that a program's sums take. Beyond `REGISTER_FILE - OTHER_REGISTERS` they spill: modelled."""
+    _positive(block_q=block_q, block_k=block_k, head_dim=head_dim, itemsize=itemsize)
+    parts = {
+        "O": block_q * head_dim * ACCUMULATOR_BYTES,
+        "scores": block_q * block_k * ACCUMULATOR_BYTES,
+        "m, l": 2 * block_q * ACCUMULATOR_BYTES,
+    }
+    return parts | ({"Q": block_q * head_dim * itemsize} if q_in_registers else {})
+
+
+def most_queries_launched(chip: Chip, block_k: int, head_dim: int, stages: int = 2) -> int:
+    """Most queries of a tile that `chip` still launches; 0 where keys and values leave no room for any."""
+    parts = shared_memory_bytes(1, block_k, head_dim, stages)
+    return max(0, (chip.shared_memory - parts["K, V"]) // parts["Q"])
+
+
+def most_queries_kept(chip: Chip, block_k: int, head_dim: int) -> int:
+    """Most queries of a tile whose sums stay in registers: modelled."""
+    a_row = sum(register_bytes(1, block_k, head_dim, q_in_registers=chip.q_in_registers).values())
+    return (REGISTER_FILE - OTHER_REGISTERS) // a_row
 
 
 def largest_block_q(on_chip: int, head_dim: int, block_k: int, itemsize: int = 2) -> int:

@@ -1,0 +1,187 @@
+"""The front end of the widgets in a real browser: every control by keyboard, tooltips, player, dragging, themes."""
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from e2e.widget_page import WidgetPage, widget_page
+from lesson_widgets.sizes import SPEC
+from playwright.sync_api import Browser
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+
+
+@pytest.fixture
+def sizes(browser: Browser):
+    with widget_page(browser, SPEC) as widget:
+        yield widget
+        assert widget.seen.errors == []
+        assert widget.seen.elsewhere == []
+
+
+def press(widget: WidgetPage, knob: str, *keys: str) -> None:
+    widget.control(knob).focus()
+    for key in keys:
+        widget.page.keyboard.press(key)
+        widget.settled()
+
+
+def test_every_kind_of_control_is_driven_by_keys_and_says_its_value(sizes: WidgetPage):
+    press(sizes, "size", "ArrowRight")
+    press(sizes, "block", "ArrowRight")
+    press(sizes, "kind", "ArrowDown")
+    press(sizes, "on", "Space")
+    press(sizes, "name", "x", "y", "Enter")
+    assert sizes.session.values == {"size": 2.5, "kind": "square", "block": 8, "name": "xy", "on": False}
+    assert sizes.words() == "The size is 2.5 < 100."
+    assert sizes.control("block").get_attribute("aria-valuetext") == "8"
+    assert sizes.control("size").get_attribute("aria-valuetext") == "2.5"
+
+
+def test_what_takes_the_focus_keeps_the_pages_shortcuts_off(sizes: WidgetPage):
+    sizes.page.locator("summary").last.click()
+    reached = []
+    sizes.page.evaluate(
+        "document.querySelector('.lw').setAttribute('tabindex', '-1'); document.querySelector('.lw').focus()"
+    )
+    for _ in range(40):
+        sizes.page.keyboard.press("Tab")
+        here = sizes.page.evaluate(
+            "[document.activeElement.tagName, document.activeElement.dataset.lmSuppressShortcuts]"
+        )
+        if here[0] == "BODY":
+            break
+        reached.append(here)
+    assert len(reached) > 15
+    assert {kept for _, kept in reached} == {"true"}
+
+
+def test_every_control_has_a_name(sizes: WidgetPage):
+    for label in ("Size", "Kind", "Block size", "Name", "Switched on"):
+        assert sizes.page.get_by_label(label, exact=True).count() == 1, label
+
+
+def test_the_answer_is_hidden_until_one_has_guessed(sizes: WidgetPage):
+    curve = sizes.page.locator("[data-answer] polyline").first
+    assert not curve.is_visible()
+    sizes.page.get_by_role("button", name="5", exact=True).click()
+    assert curve.is_visible()
+    assert sizes.page.locator(".lw-guess").inner_text() == "It is 6. Five still fits."
+
+
+def test_who_turns_a_knob_sees_the_answer_too(sizes: WidgetPage):
+    press(sizes, "size", "ArrowRight")
+    assert sizes.page.locator("[data-answer] polyline").first.is_visible()
+    assert not sizes.page.locator(".lw-guess").is_visible()
+
+
+def test_marks_are_told_by_pointer_and_by_arrow_keys(sizes: WidgetPage):
+    sizes.page.get_by_role("button", name="Show me").click()
+    tip = sizes.page.locator(".lw-tip")
+    sizes.page.locator("[data-tip='5 of 10']").hover()
+    assert tip.inner_text() == "5 of 10"
+    assert sizes.page.locator("svg.lw-grouped").count() == 1
+    sizes.page.locator(".lw-picture").focus()
+    sizes.page.keyboard.press("Home")
+    assert tip.inner_text() == "0 of 10"
+    sizes.page.keyboard.press("ArrowRight")
+    assert tip.inner_text() == "5 of 10"
+    sizes.page.wait_for_function("document.querySelector('.lw-spoken').textContent === '5 of 10'")
+    sizes.page.keyboard.press("Escape")
+    assert not tip.is_visible()
+
+
+def test_the_handle_is_dragged_in_the_plot(sizes: WidgetPage):
+    area = sizes.page.locator("[data-drag]").bounding_box()
+    assert area
+    middle = area["y"] + area["height"] / 2
+    sizes.page.mouse.move(area["x"] + area["width"] * 0.2, middle)
+    sizes.page.mouse.down()
+    sizes.page.mouse.move(area["x"] + area["width"] * 0.62, middle, steps=5)
+    sizes.page.mouse.up()
+    sizes.settled()
+    assert sizes.session.values["size"] == 6.0
+    sizes.page.mouse.move(area["x"] + area["width"] * 0.9, middle)
+    sizes.settled()
+    assert sizes.session.values["size"] == 6.0, "the button is up"
+
+
+def test_dragging_needs_nobody_where_pictures_were_drawn_ahead(sizes: WidgetPage):
+    for view in sizes.session.ahead():
+        sizes.page.evaluate("([view, width]) => window.ahead(view, width)", [view, sizes.session.width])
+    sizes.page.evaluate(
+        """() => { window.pictures = []; new MutationObserver(() =>
+             window.pictures.push(document.querySelector(".lw-picture > svg").getAttribute("aria-label"))
+           ).observe(document.querySelector(".lw-picture"), { childList: true }); window.real = window.ask;
+           window.ask = () => new Promise(() => {}); }"""
+    )
+    press(sizes, "size", "ArrowRight", "ArrowRight", "ArrowRight")
+    assert sizes.page.evaluate("window.pictures") == ["Sizes. size 2.5", "Sizes. size 3", "Sizes. size 3.5"]
+    assert sizes.words() == "The size is 3.5 < 100."
+
+
+def test_the_player_plays_steps_and_scrubs(sizes: WidgetPage):
+    caption = sizes.page.locator(".lw-caption")
+    shown = "[...document.querySelectorAll('[data-at]')].filter(mark => mark.style.display !== 'none').length"
+    assert caption.inner_text() == "frame 3"
+    sizes.page.get_by_label("Step back").click()
+    assert (caption.inner_text(), sizes.page.evaluate(shown)) == ("frame 2", 2)
+    scrub = sizes.page.get_by_label("Step", exact=True)
+    scrub.focus()
+    sizes.page.keyboard.press("Home")
+    assert (caption.inner_text(), sizes.page.evaluate(shown)) == ("frame 0", 1)
+    assert scrub.get_attribute("aria-valuetext") == "1 of 4: frame 0"
+    sizes.page.get_by_label("Play").click()
+    sizes.page.wait_for_function("document.querySelector('.lw-caption').textContent === 'frame 3'")
+    sizes.page.get_by_label("Play").wait_for()
+
+
+def test_a_challenge_says_what_is_missing_and_stays_met(sizes: WidgetPage):
+    progress = sizes.page.locator(".lw-progress")
+    assert progress.inner_text() == "Not yet. It is 2. Size is wrong."
+    sizes.control("size").fill("7")
+    sizes.settled()
+    assert progress.inner_text() == "✓ Met. It is 7. So it was."
+    sizes.page.get_by_role("button", name="Start again").click()
+    sizes.settled()
+    assert sizes.page.get_by_role("button", name="Challenge 1, met").count() == 1
+    sizes.page.get_by_role("button", name="Challenge 2").click()
+    assert sizes.page.locator(".lw-goal").inner_text() == "Make it 8."
+
+
+def test_a_state_is_pinned_compared_exported_and_loaded(sizes: WidgetPage):
+    sizes.page.get_by_role("button", name="Pin to compare").click()
+    press(sizes, "size", "ArrowRight")
+    assert sizes.page.locator(".lw-compared").inner_text() == "Pinned (Size 2): ✓ The size is 2 < 100."
+    sizes.page.get_by_role("button", name="Show pinned").click()
+    assert "size 2" in (sizes.page.locator(".lw-picture > svg").get_attribute("aria-label") or "").replace("2.5", "")
+    sizes.page.locator("summary", has_text="As a command").click()
+    assert sizes.page.locator(".lw-command").inner_text() == "vllm serve model --size 2.5"
+    sizes.page.locator("textarea").fill('{"widget": "sizes", "knobs": {"size": 9.5}}')
+    sizes.page.get_by_role("button", name="Load").click()
+    sizes.settled()
+    assert sizes.words() == "The size is 9.5 < 100."
+
+
+def test_what_breaks_is_said_with_its_place(sizes: WidgetPage):
+    press(sizes, "name", "b", "u", "g", "Enter")
+    assert sizes.words() == "The widget broke. ZeroDivisionError: a bug"
+    assert sizes.page.locator(".lw-stale").count() == 1
+    assert "sizes.py" in (sizes.page.locator(".lw-says pre").text_content() or "")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_nothing_serious_stands_in_anyones_way(browser: Browser, theme: str):
+    with widget_page(browser, SPEC, theme=theme) as widget:
+        widget.page.locator("summary", has_text="As a command").click()
+        found = Axe().run(widget.page).response["violations"]
+        assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
+        assert ("lw-dark" in (widget.page.locator(".lw").get_attribute("class") or "")) == (theme == "dark")
+
+
+@pytest.mark.parametrize("width", [600, 683])
+def test_a_narrow_page_has_the_picture_first_and_nothing_sticks_out(browser: Browser, width: int):
+    with widget_page(browser, SPEC, width=width) as widget:
+        picture, controls = (widget.page.locator(part).bounding_box() for part in (".lw-picture", ".lw-controls"))
+        assert picture
+        assert controls
+        assert picture["y"] + picture["height"] <= controls["y"]
+        assert widget.page.evaluate("document.documentElement.scrollWidth <= innerWidth")

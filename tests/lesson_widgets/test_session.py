@@ -1,0 +1,132 @@
+"""What every widget does with its knobs: draw again, refuse, show errors, compare, save, take the reader's own code."""
+
+import json
+
+import pytest
+from lesson_widgets.sizes import SPEC
+
+from minivllm.errors import MinivllmError
+from widgets.session import LEAST_WIDTH, MOST_WIDTH, Session
+
+
+def test_a_knob_changes_picture_verdict_and_command():
+    session = Session(SPEC)
+    view = session.settle(size=5)
+    assert "size 5" in view["svg"]
+    assert view["words"] == "The size is 5 < 100."
+    assert (view["tone"], view["sign"]) == ("fine", "✓")
+    assert view["command"].endswith("--size 5")
+    assert session.settle(size=5.5)["sign"] == "✕"
+    assert session.state.size == 5.5
+
+
+def test_show_sets_any_knob_and_names_them_where_there_is_no_such():
+    assert (
+        Session(SPEC, block=16, name="x").values | {"block": 16, "name": "x"}
+        == Session(SPEC, block=16, name="x").values
+    )
+    with pytest.raises(MinivllmError, match=r"no knob 'blok'; it has size, kind, block, name, on, square"):
+        Session(SPEC, blok=16)
+    with pytest.raises(MinivllmError, match="Block size is one of 1, 2, 4, 8, 16, not 3"):
+        Session(SPEC, block=3)
+    with pytest.raises(MinivllmError, match="Switched on is True or False, not 1"):
+        Session(SPEC, on=1)
+    with pytest.raises(MinivllmError, match="Size is a number from 0 to 10, not nan"):
+        Session(SPEC, size=float("nan"))
+
+
+def test_a_refusal_is_one_line_and_the_picture_stays_as_it_was():
+    session = Session(SPEC)
+    drawn = session.settle()["svg"]
+    view = session.settle(name="refuse")
+    assert view["words"] == "This cannot be: a name is not <b>refuse</b>"
+    assert (view["stale"], view["svg"], view["trace"]) == (True, drawn, "")
+    assert {one["words"] for one in view["challenges"]} == {"There is nothing to check."}
+    assert session.state is None
+    assert session.settle(name="")["stale"] is False
+
+
+def test_a_bug_is_seen_with_its_place():
+    view = Session(SPEC).settle(name="bug")
+    assert view["words"] == "The widget broke. ZeroDivisionError: a bug"
+    assert "sizes.py" in view["trace"]
+
+
+def test_the_readers_own_code_runs_and_its_errors_are_his():
+    session = Session(SPEC, square=lambda size: 3 * size)
+    session.settle(size=4)
+    assert session.state.squared == 12
+    assert session.described()["own"] == ["square: your own"]
+    view = Session(SPEC, square=lambda size: size.nothing).settle()
+    assert view["words"].startswith("Your square broke. AttributeError")
+    with pytest.raises(MinivllmError, match="square is a function or a class of yours"):
+        Session(SPEC, square=3)
+
+
+def test_a_sweep_in_steps_is_drawn_at_once_and_at_its_end():
+    views = list(Session(SPEC).turn({"size": 3}, between=0))
+    assert [view and view["busy"] for view in views] == [True, True, True, False]
+    views = list(Session(SPEC).turn({"size": 3}, between=1000))
+    assert [view and view["busy"] for view in views] == [True, None, None, False]
+
+
+def test_the_width_of_the_page_is_the_width_of_the_picture_within_bounds():
+    session = Session(SPEC)
+    for asked, drawn in ((500, 500), (5000, MOST_WIDTH), (10, LEAST_WIDTH)):
+        *_, view = session.turn({}, asked)
+        assert f'width="{drawn}"' in view["svg"]
+
+
+def test_a_pinned_state_is_drawn_behind_and_said():
+    session = Session(SPEC, size=6)
+    session.settle()
+    assert session.pin()["pinned"]["words"] == "The size is 6 < 100."
+    view = session.settle(size=3)
+    assert 'data-group="pinned"' in view["svg"]
+    assert view["pinned"]["values"]["size"] == 6
+    assert session.unpin()["pinned"] is None
+    assert 'data-group="pinned"' not in session.settle()["svg"]
+
+
+def test_nothing_is_pinned_where_there_is_no_state():
+    session = Session(SPEC)
+    session.settle(name="refuse")
+    assert session.pin()["pinned"] is None
+
+
+def test_a_state_is_saved_and_loaded():
+    session = Session(SPEC, size=6, kind="square", name="<x>")
+    saved = session.settle()["saved"]
+    assert Session(SPEC).loaded(saved) == session.values
+    for broken in ("", "[]", "{}", '{"widget": "sizes"}', '{"widget": "sizes", "knobs": 3}'):
+        with pytest.raises(MinivllmError, match="this is no saved state"):
+            session.loaded(broken)
+    with pytest.raises(MinivllmError, match="of the widget 'other', and this is 'sizes'"):
+        session.loaded('{"widget": "other", "knobs": {}}')
+    with pytest.raises(MinivllmError, match="no knob"):
+        session.loaded('{"widget": "sizes", "knobs": {"x": 1}}')
+
+
+def test_all_that_a_page_gets_is_json():
+    session = Session(SPEC)
+    for part in (session.described(), session.settle(), session.pin()):
+        assert json.loads(json.dumps(part)) == part
+
+
+def test_pictures_ahead_are_those_that_the_knob_would_give_the_nearest_first():
+    session = Session(SPEC, size=9, name="x")
+    before = session.settle()
+    views = list(session.ahead())
+    sizes = [view["values"]["size"] for view in views]
+    assert sorted(sizes) == [index / 2 for index in range(21) if index != 18]
+    assert sizes[:3] == [8.5, 9.5, 8]
+    assert session.values["size"] == session.state.size == 9
+    for view in views[:3]:
+        assert Session(SPEC, name="x").settle(size=view["values"]["size"]) == view
+    assert session.settle() == before
+
+
+def test_nothing_is_drawn_ahead_where_nothing_can_be_drawn():
+    session = Session(SPEC)
+    session.settle(name="refuse")
+    assert list(session.ahead()) == []

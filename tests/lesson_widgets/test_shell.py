@@ -1,0 +1,87 @@
+"""The live widget: what the page asks for is done, in order, and a still picture stands where no kernel runs."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from lesson_widgets.sizes import SPEC
+
+from minivllm.errors import MinivllmError
+from widgets.plain import plain
+from widgets.shell import LessonWidget, style
+from widgets.theme import DARK
+
+
+def heard(*messages: dict) -> LessonWidget:
+    """A widget that has heard `messages`, one after the other without a pause, and has come to rest."""
+
+    async def live() -> LessonWidget:
+        widget = LessonWidget(SPEC)
+        for message in messages:
+            widget._heard(widget, message, [])
+        await asyncio.sleep(0.05)
+        return widget
+
+    with ThreadPoolExecutor(1) as thread:  # a loop of its own: browser tests leave one running in this thread
+        return thread.submit(asyncio.run, live()).result()
+
+
+def test_a_turn_is_answered_with_its_serial():
+    view = heard({"do": "turn", "values": {"size": 4}, "width": 500, "serial": 7}).view
+    assert (view["serial"], view["values"]["size"], view["busy"]) == (7, 4, False)
+    assert 'width="500"' in view["svg"]
+
+
+def test_a_newer_turn_ends_an_older_one():
+    turns = [{"do": "turn", "values": {"size": size}, "serial": size} for size in range(6)]
+    widget = heard(*turns)
+    assert (widget.view["serial"], widget.state.size, widget.view["busy"]) == (5, 5, False)
+
+
+def test_pin_load_and_unpin():
+    saved = '{"widget": "sizes", "knobs": {"size": 9}}'
+    widget = heard({"do": "pin"}, {"do": "load", "text": saved})
+    assert widget.state.size == 9
+    assert widget.view["pinned"]["values"]["size"] == 2
+    assert heard({"do": "pin"}, {"do": "unpin"}).view["pinned"] is None
+
+
+def test_what_cannot_be_loaded_is_said_and_nothing_changes():
+    widget = heard({"do": "load", "text": "nonsense"})
+    assert widget.view["words"].startswith("Not loaded: this is no saved state")
+    assert widget.view["values"]["size"] == 2
+
+
+def test_knobs_are_set_from_python():
+    widget = LessonWidget(SPEC, size=3)
+    widget.set(size=8)
+    assert (widget.state.size, widget.view["busy"]) == (8, False)
+    with pytest.raises(MinivllmError, match="no knob 'siz'"):
+        LessonWidget(SPEC, siz=3)
+
+
+def test_a_still_picture_stands_beside_the_live_widget():
+    InteractiveShell.instance()
+    with capture_output() as captured:
+        LessonWidget(SPEC)._ipython_display_()
+    still, live = captured.outputs
+    assert "<svg" in still.data["text/html"]
+    assert "application/vnd.jupyter.widget-view+json" in live.data
+    assert "application/vnd.jupyter.widget-view+json" not in still.data
+
+
+def test_every_colour_of_a_picture_has_a_dark_form_in_the_style():
+    for light, dark in DARK.items():
+        assert f'[fill="{light}" i]' in style()
+        assert dark in style()
+
+
+def test_the_plain_form_follows_its_controls():
+    form = plain(SPEC, size=3)
+    left, right = form.children[1].children
+    left.children[0].value = 7.0
+    picture, says = right.children
+    assert "size 7" in picture.value
+    assert "✓ Make it 7." in says.value

@@ -1,0 +1,154 @@
+"""One row of scores, taken in tile by tile: with our online softmax, or with the reader's `softmax_step`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minivllm.errors import MinivllmError
+from minivllm.simulate.online_softmax import RunningSoftmax, online_softmax
+
+ROW = Path(__file__).with_name("attention_row.json")
+MOST_LINES = 20_000
+"""Lines of Python that the reader's code may run for one tile: a loop without an end stops there."""
+CLOSE = 1e-4
+"""Relative difference from the right answer up to which a figure counts as right."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One query's scores and the values behind them, as the embedded model computed them."""
+
+    tokens: tuple[str, ...]
+    scores: tuple[float, ...]
+    values: tuple[tuple[float, ...], ...]
+    """Three numbers of each value."""
+    layer: int
+    head: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one tile of keys did to the running softmax."""
+
+    first: int
+    """Its first key."""
+    end: int
+    """The key after its last one."""
+    got: RunningSoftmax
+    right: RunningSoftmax
+    factor: float
+    """What the old l was multiplied by, as seen from `got`."""
+    factor_o: float
+    right_factor: float
+    """exp(old m - new m): what the old l and O must be multiplied by."""
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """The names of what is not right: m, l, O."""
+        pairs = (("m", [self.got.m], [self.right.m]), ("l", [self.got.l], [self.right.l]))
+        found = [name for name, got, right in pairs if not _close(got, right)]
+        return (*found, *(["O"] if not _close(self.got.o, self.right.o) else []))
+
+
+class Partial(NamedTuple):
+    """The state that the exercise's `softmax_step` takes: arrays m [1], l [1] and o [1, 3]."""
+
+    m: Any
+    l: Any  # noqa: E741 (the exercise's name)
+    o: Any
+
+
+@cache
+def scaled_row(times: float) -> Row:
+    """The stored row, its scores multiplied by `times`."""
+    stored = json.loads(ROW.read_text())["figures"]
+    scores = tuple(times * score for score in stored["scores"])
+    return Row(tuple(stored["tokens"]), scores, tuple(map(tuple, stored["values"])), stored["layer"], stored["head"])
+
+
+def walked(row: Row, keys_a_tile: int, softmax_step: Callable[..., Any] | None = None) -> tuple[Step, ...]:
+    """The row taken in tile by tile, with the reader's `softmax_step` if there is one.
+
+    Raises:
+        MinivllmError: the reader's code gives no state, or does not come to an end.
+    """
+    right = online_softmax(row.scores, row.values, keys_a_tile)
+    cuts = [*range(0, len(row.scores), keys_a_tile), len(row.scores)]
+    got = right if softmax_step is None else _readers(row, cuts, softmax_step)
+    tiles = zip(pairwise(cuts), pairwise(got), pairwise(right), strict=True)
+    return tuple(_step(row, *ends, both, true) for ends, both, true in tiles)
+
+
+def _step(row: Row, first: int, end: int, got: Sequence[RunningSoftmax], right: Sequence[RunningSoftmax]) -> Step:
+    weights = [_exp(score - got[1].m) for score in row.scores[first:end]]
+    added = sum(weight * value[0] for weight, value in zip(weights, row.values[first:end], strict=True))
+    factor, factor_o = _ratio(got[1].l - sum(weights), got[0].l), _ratio(got[1].o[0] - added, got[0].o[0])
+    return Step(first, end, got[1], right[1], factor, factor_o, _exp(right[0].m - right[1].m))
+
+
+def _readers(row: Row, cuts: Sequence[int], softmax_step: Callable[..., Any]) -> list[RunningSoftmax]:
+    """The states before and after each tile, as the reader's code makes them of NumPy arrays."""
+    import numpy as np  # not at the top: a widget without the reader's code needs no NumPy
+
+    state: Any = Partial(np.full(1, -np.inf), np.zeros(1), np.zeros((1, len(row.values[0]))))
+    states = [_read(state, 0)]
+    for tile, (first, end) in enumerate(pairwise(cuts), 1):
+        scores, values = np.array([row.scores[first:end]]), np.array(row.values[first:end])
+        with np.errstate(all="ignore"), _bounded("softmax_step", MOST_LINES):
+            state = softmax_step(state, scores, values)
+        states.append(_read(state, tile))
+    return states
+
+
+def _read(state: Any, tile: int) -> RunningSoftmax:
+    try:
+        numbers = [float(part.reshape(-1)[0]) for part in state[:2]]
+        output = tuple(float(x) for x in state[2].reshape(-1))
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise MinivllmError(
+            f"your softmax_step gave {type(state).__name__} at tile {tile}; it gives a Partial of arrays: m [rows], "
+            "l [rows], o [rows, head_dim]"
+        ) from error
+    if len(output) != 3:
+        raise MinivllmError(f"your softmax_step gave an o of {len(output)} numbers at tile {tile}; it holds 3 here")
+    return RunningSoftmax(*numbers, output)
+
+
+@contextmanager
+def _bounded(name: str, lines: int) -> Iterator[None]:
+    """Stops code inside that runs more than `lines` lines of Python."""
+    left, before = lines, sys.gettrace()
+
+    def trace(_frame: Any, event: str, _argument: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left < 0:
+            raise MinivllmError(f"your {name} has run {lines:,} lines and does not come to an end")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _close(got: Sequence[float], right: Sequence[float]) -> bool:
+    return all(a == b or abs(a - b) <= CLOSE * max(1.0, abs(b)) for a, b in zip(got, right, strict=True))
+
+
+def _exp(exponent: float) -> float:
+    return math.exp(min(exponent, 700.0)) if not math.isnan(exponent) else math.nan
+
+
+def _ratio(new: float, old: float) -> float:
+    return new / old if old else 0.0
