@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from minivllm.errors import MinivllmError
 from widgets.knobs import Knob, Value
 from widgets.session import Session
 from widgets.spec import Spec
@@ -48,6 +49,9 @@ def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEW
         axes: the knobs that differ between views.
         values: all knobs at the start.
         views: one for each setting; its picture is a list of indices into `pieces`.
+
+    Raises:
+        MinivllmError: the widget breaks on a setting.
     """
     session = Session(spec, **settings)
     start = dict(session.values)
@@ -58,6 +62,8 @@ def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEW
     views = []
     for values in map(dict, wanted):
         view = session.settle(**values)
+        if view["trace"]:
+            raise MinivllmError(f"the widget {spec.name} breaks where {values}: {view['words']}")
         indices = [pieces.setdefault(piece, len(pieces)) for piece in PIECE.split(view["svg"]) if piece]
         views.append({**view, "svg": indices})
     described = _described(session, turned)

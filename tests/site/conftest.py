@@ -26,7 +26,7 @@ from widgets import tiny
 tiny.show()
 ```
 """
-VIEWS = 30
+VIEWS = 16
 
 
 def repository(folder: Path) -> Path:

@@ -40,8 +40,8 @@ def test_a_widget_turns_by_keyboard_without_a_kernel(opened):
         slider.focus()
         site.page.keyboard.press("ArrowRight")
         assert picture.inner_html() != before
-        assert (said, words.inner_text()) == ("At load 0.5 this is fine.", "At load 0.6 this is fine.")
-        assert slider.get_attribute("aria-valuetext") == "0.6"
+        assert (said, words.inner_text()) == ("At load 0.5 this is fine.", "At load 0.7 this is fine.")
+        assert slider.get_attribute("aria-valuetext") == "0.7"
         site.page.keyboard.press("End")
         assert words.inner_text() == "At load 1.5 this is broken."
         assert site.page.locator(f"{WIDGET} [id$='-loud']").is_disabled()

@@ -7,7 +7,7 @@ from widgets.plot import Axes, Scale
 from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
 from widgets.svg import Box, Drawing
 
-LOADS = [index / 10 for index in range(1, 16)]
+LOADS = [index / 10 for index in range(1, 16, 2)]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ SPEC = Spec(
     title="A queue",
     lead="Raise the load.",
     knobs={
-        "Work": {"load": slider("Load", 0.1, 1.5, 0.1, 0.5), "note": entry("Note")},
+        "Work": {"load": slider("Load", 0.1, 1.5, 0.2, 0.5), "note": entry("Note")},
         "Machine": {"servers": choice("Servers", [1, 2], 1), "loud": switch("Loud", False)},
     },
     presets={
