@@ -1,8 +1,13 @@
-// What the pages do beside reading: widgets from their tables, and hints at links into the glossary.
+// What the pages do beside reading: widgets from their tables, hints at links into the glossary, and two things that the
+// theme leaves out for those who read with a screen reader or without a mouse.
 
 document.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll(".lesson-widget").forEach(mountWidget);
   hintAtTerms();
+  document.querySelectorAll(".caption[role=heading]").forEach((caption) => caption.setAttribute("aria-level", "2"));
+  document.querySelectorAll("pre, .table-wrapper, .mermaid, div.math").forEach((box) => {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0; // else the arrow keys cannot scroll it
+  });
 });
 
 function mountWidget(place) {

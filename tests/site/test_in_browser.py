@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 pytestmark = pytest.mark.browser
 LESSON = "lessons/01_kv_cache.html"
@@ -125,6 +126,13 @@ def test_the_page_and_its_pictures_follow_the_theme(opened, theme: str):
         assert site.page.locator(f"{WIDGET} .lw-dark").count() == dark
         label = site.page.locator(".mermaid .nodeLabel").first.evaluate("label => getComputedStyle(label).color")
         assert (sum(map(int, re.findall(r"\d+", label)[:3])) > 500) == dark
+
+
+@pytest.mark.parametrize("name", ["index.html", LESSON])
+def test_nothing_serious_is_in_the_way_of_a_screen_reader(opened, name: str):
+    with opened(name) as site:
+        violations = Axe().run(site.page).response["violations"]
+        assert [v["id"] for v in violations if v["impact"] in ("serious", "critical")] == []
 
 
 def test_no_page_scrolls_sideways_on_a_telephone_or_complains(opened, site: Path):
