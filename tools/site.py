@@ -89,13 +89,14 @@ def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = si
         raise MinivllmError(f"{out} holds something that is no site: name another folder, or empty this one")
     pages = site_pages.pages_of(root, repository(root))
     with tempfile.TemporaryDirectory() as folder:
-        source, static = Path(folder, "source"), Path(folder, "static")
+        source, static, built = (Path(folder, part) for part in ("source", "static", "built"))
         static.mkdir()
         site_pages.stage(pages, source, Embedded(specs, static, most_views))
         (static / "shell.css").write_text(shell_style())
         (static / "glossary.js").write_text(f"window.glossary = {json.dumps(site_pages.definitions(pages))};\n")
+        run_sphinx(pages, source, built, static)
         shutil.rmtree(out, ignore_errors=True)
-        run_sphinx(pages, source, out, static)
+        shutil.copytree(built, out, ignore=shutil.ignore_patterns(".buildinfo"))
     return out / "index.html"
 
 
