@@ -11,6 +11,15 @@ LESSON = "lessons/01_kv_cache.html"
 PICTURE = ".lesson-widget[data-table=tiny] .lw-picture"
 WIDGET = ".lesson-widget[data-table=tiny]"
 
+# What sticks out of a narrow page, unless it scrolls inside a box of its own.
+STICKS_OUT = """() => {
+  const scrolls = element => element && element.tagName !== 'ARTICLE'
+    && (getComputedStyle(element).overflowX !== 'visible' || scrolls(element.parentElement));
+  return [...document.querySelectorAll('article *:not(svg *):not(math *)')]
+    .filter(element => element.getBoundingClientRect().right > innerWidth + 1 && !scrolls(element.parentElement))
+    .map(element => `${element.tagName} ${element.className.baseVal ?? element.className}`);
+}"""
+
 
 def test_the_search_finds_a_word_and_leads_to_it(opened):
     with opened("index.html") as site:
@@ -135,14 +144,14 @@ def test_nothing_serious_is_in_the_way_of_a_screen_reader(opened, name: str):
         assert [v["id"] for v in violations if v["impact"] in ("serious", "critical")] == []
 
 
-def test_no_page_scrolls_sideways_on_a_telephone_or_complains(opened, site: Path):
+def test_nothing_sticks_out_of_a_page_on_a_telephone_and_none_complains(opened, site: Path):
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
     wide = {}
     with opened("index.html", width=400) as tab:
         for name in pages:
             tab.page.goto(f"{site.as_uri()}/{name}")
-            width = tab.page.evaluate("document.documentElement.scrollWidth")
-            if width > 400:
-                wide[name] = width
+            found = tab.page.evaluate(STICKS_OUT)
+            if found or tab.page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                wide[name] = found
         assert wide == {}
         assert tab.complaints() == []
