@@ -1,4 +1,4 @@
-"""Lesson 04's widget: the slots of a batch under two policies, with requests that keep coming.
+"""Lesson 04's widget: the load that static and continuous batching can carry, on the same arrivals.
 
 The engine's own scheduler decides every step, under a virtual clock; a step's time is that of Llama-3.1-8B on an H100,
 modelled. Load is given as a share of what the slots could serve if none ever stood empty.
@@ -8,267 +8,166 @@ The picture in the lesson's text: `uv run python -P -m widgets.continuous_batchi
 
 from __future__ import annotations
 
-import random
-import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from typing import Any
 
-from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.errors import MinivllmError
-from minivllm.lab.palette import BLUE, GREEN, PURPLE, SKY, VERMILLION
-from minivllm.simulate.cost_model import RooflineCost, StepShape
-from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.slots import seat
-from minivllm.simulate.virtual_clock import SimulatedRequest, Simulation, percentile, simulate
-from minivllm.simulate.workloads import gamma_arrivals
-from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, require_numbers, slider, steps
-from widgets.svg import QUIET, Axes, Box, Drawing, Scale, Segment, legend
-
-REQUESTS, MEAN_OUTPUT, PROMPT, LONGEST = 60, 24, 32, 240
-POLICIES = ("static", "continuous")
-MOST = {"load": 100.0, "spread": 10.0, "slots": 256, "burstiness": 100.0}
-START = {"load": 0.7, "spread": 1.0, "slots": 4, "policy": "static", "burstiness": 1.0}
-
-
-@dataclass(frozen=True)
-class State:
-    """One run. Utilization is the share of slot-steps in which a slot held a request that got a token."""
-
-    policy: str
-    slots: int
-    load: float
-    spread: float
-    rows: list[list[str]]
-    """What sat in each slot in each step, "" for nothing: [slots][steps]."""
-    times: list[float]
-    """When each step ended, in seconds."""
-    queue: list[int]
-    """Requests that wait, in each step."""
-    arrivals: list[float]
-    utilization: float
-    """Over the steps up to the last arrival."""
-    waiting_utilization: float
-    """The same over those steps in which somebody waited; 1 where nobody ever did."""
-    waiting_share: float
-    """Of the steps up to the last arrival, those in which somebody waited."""
-    formula: float
-    """What a static batch of these lengths uses of its slots: mean / mean longest of the batches."""
-    median_wait: float
-    """Seconds to the first token."""
-    queue_at_end: int
-    """Requests that wait when the last one has come."""
-    seconds: float
-
-
-def sweep(
-    load: float = START["load"],
-    spread: float = START["spread"],
-    slots: int = START["slots"],
-    policy: str = START["policy"],
-    burstiness: float = START["burstiness"],
-) -> State:
-    """Serve 60 requests that arrive one after another.
-
-    Args:
-        load: arrivals, as a share of what the slots could serve if all were always in use.
-        spread: standard deviation of output lengths over their mean; 0 is all alike, 1 exponential.
-        slots: requests that may run at once.
-        policy: "static" or "continuous".
-        burstiness: of the arrivals; 1 is a Poisson process, less comes in bursts.
-
-    Raises:
-        MinivllmError: a value makes no sense.
-    """
-    if policy not in POLICIES:
-        raise MinivllmError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
-    require_numbers(MOST, load=load, spread=spread, slots=slots, burstiness=burstiness)
-    if load <= 0 or spread < 0 or slots < 1:
-        raise MinivllmError(f"load ({load}) and slots ({slots}) are above 0, spread ({spread}) is at least 0")
-    lengths = _lengths(spread)
-    rate = load * slots / (statistics.mean(lengths) * _cost().seconds(StepShape.of([(1, PROMPT)] * slots)))
-    arrivals = gamma_arrivals(rate, REQUESTS, burstiness, seed=4)
-    config = SchedulerConfig(max_model_len=512, max_num_seqs=slots, static_batching=policy == "static")
-    work = [SimulatedRequest(PROMPT, n, arrival=at) for n, at in zip(lengths, arrivals, strict=True)]
-    run = simulate(work, config, CacheConfig(num_gpu_blocks=4096, enable_prefix_caching=False), _cost())
-    return _state(run, policy, slots, load, spread, lengths, arrivals)
-
-
-def _state(
-    run: Simulation, policy: str, slots: int, load: float, spread: float, lengths: Sequence[int], arrivals: list[float]
-) -> State:
-    coming = [step for step in run.steps if step.start <= arrivals[-1]]
-    waited = [step for step in coming if step.num_waiting]
-    batches = [lengths[i : i + slots] for i in range(0, len(lengths), slots)]
-    return State(
-        policy=policy,
-        slots=slots,
-        load=load,
-        spread=spread,
-        rows=seat((step.scheduled for step in run.steps), slots),
-        times=[step.start + step.seconds for step in run.steps],
-        queue=[step.num_waiting for step in run.steps],
-        arrivals=arrivals,
-        utilization=_used(coming, slots),
-        waiting_utilization=_used(waited, slots),
-        waiting_share=len(waited) / len(coming),
-        formula=sum(lengths) / sum(slots * max(batch) for batch in batches),
-        median_wait=percentile(run.ttfts, 0.5),
-        queue_at_end=coming[-1].num_waiting,
-        seconds=run.seconds,
-    )
-
-
-def _used(steps: Sequence, slots: int) -> float:
-    return sum(step.shape.num_reqs for step in steps) / (slots * len(steps)) if steps else 1.0
-
-
-@cache
-def _cost() -> RooflineCost:
-    return RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100"))
-
-
-@cache
-def _lengths(spread: float) -> tuple[int, ...]:
-    """Output lengths with this spread around the same mean, gamma distributed, cut at the longest a request may be."""
-    if spread == 0:
-        return (MEAN_OUTPUT,) * REQUESTS
-    draw, shape = random.Random(7), 1 / spread**2
-    return tuple(min(LONGEST, max(1, round(draw.gammavariate(shape, MEAN_OUTPUT / shape)))) for _ in range(REQUESTS))
-
-
-WIDTH, HEIGHT, MARGIN = 720, 470, 20
-GANTT = Box(MARGIN + 44, 92, WIDTH - 2 * MARGIN - 56, 180)
-PLOT = Box(MARGIN + 44, 332, WIDTH - 2 * MARGIN - 56, 88)
-COLOURS = (BLUE, SKY, GREEN, PURPLE)
-IDLE, MISSED = "#EFEFEF", "#F3C29B"
-
-
-def figure(state: State) -> str:
-    """Who sits in which slot, over time; below, how many wait."""
-    drawing = Drawing(WIDTH, HEIGHT, f"{state.slots} slots under {state.policy} batching", verdict(state).words)
-    note = f"{state.utilization:.0%} in use while requests arrive"
-    drawing.heading((MARGIN, 26), f"{state.slots} slots, {state.policy} batching", note)
-    keys = [
-        Segment("a request, from its first step to its last", 0, BLUE),
-        Segment("an empty slot", 0, IDLE),
-        Segment("empty while somebody waits", 0, MISSED),
-    ]
-    legend(drawing, (MARGIN, 56), keys, WIDTH - 2 * MARGIN)
-    _draw_slots(drawing, state)
-    _draw_queue(drawing, state)
-    return drawing.render()
-
-
-def _draw_slots(drawing: Drawing, state: State) -> None:
-    scale = GANTT.width / state.seconds
-    high = GANTT.height / state.slots
-    starts = [0.0, *state.times[:-1]]
-    for slot, row in enumerate(state.rows):
-        y = GANTT.y + slot * high
-        drawing.rect(Box(GANTT.x, y, GANTT.width, high - 2), IDLE)
-        for who, first, last in _stretches(row, state.queue):
-            left, right = GANTT.x + starts[first] * scale, GANTT.x + state.times[last] * scale
-            if who == "!":
-                drawing.rect(Box(left, y, right - left, high - 2), MISSED)
-            else:
-                tip = f"request {int(who) + 1}: {last - first + 1} steps"
-                drawing.rect(Box(left, y, right - left - 0.5, high - 2), COLOURS[int(who) % len(COLOURS)], tip=tip)
-        if state.slots <= 16:
-            drawing.text((GANTT.x - 8, y + high / 2 + 4), str(slot + 1), size=11, colour=QUIET, anchor="end")
-
-
-def _stretches(row: Sequence[str], queue: Sequence[int]) -> list[tuple[str, int, int]]:
-    """(who, first step, last step) of every stay; "!" for an empty slot while somebody waits."""
-    found: list[tuple[str, int, int]] = []
-    for step, who in enumerate(row):
-        kind = who or ("!" if queue[step] else "")
-        if found and found[-1][0] == kind and found[-1][2] == step - 1:
-            found[-1] = (kind, found[-1][1], step)
-        elif kind:
-            found.append((kind, step, step))
-    return found
-
-
-def _draw_queue(drawing: Drawing, state: State) -> None:
-    drawing.heading((MARGIN, PLOT.y - 22), "Requests that wait", f"{state.queue_at_end} when the last one has arrived")
-    axes = Axes(drawing, PLOT, Scale(0, state.seconds), Scale(0, max(5, *state.queue) * 1.4))
-    axes.frame("seconds (modelled)", "", x_format=lambda value: f"{value:.3g}")
-    axes.step([0.0, *state.times], [0, *state.queue], VERMILLION)
-    axes.mark_x(state.arrivals[-1], "the last one arrives", QUIET, before=True)
+from widgets.continuous_batching_curves import SERVICE, START, Curve, State, seconds, share, sweep, title
+from widgets.continuous_batching_figure import figure
+from widgets.continuous_batching_runs import REQUESTS
+from widgets.knobs import choice, entry, slider, steps
+from widgets.shell import LessonWidget
+from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
 
 
 def verdict(state: State) -> Verdict:
-    """What this configuration means, in one line."""
-    wait = f"half of the requests wait more than {state.median_wait * 1e3:,.0f} ms for their first token"
-    if state.queue_at_end >= REQUESTS // 6:
-        ceiling = f" Full static batches of these lengths use {state.formula:.0%} of their slots." * (
-            state.policy == "static"
-        )
-        return Verdict(
-            f"The queue does not drain: {state.queue_at_end} of {REQUESTS} wait when the last one arrives, and {wait}."
-            f"{ceiling}",
-            "broken",
-        )
-    words = f"{state.utilization:.0%} of the slots in use; {wait}."
-    if state.waiting_share > 0.1 and state.waiting_utilization < 0.8:
-        missed = f" While somebody waited, {1 - state.waiting_utilization:.0%} of the slots stood empty."
-        return Verdict(words + missed, "tight")
-    return Verdict(words + " No slot stays empty while somebody waits.", "fine")
+    """What this load means for both policies, in one line."""
+    over = [curve for curve in state.curves if curve.stretch.rows > state.slots]
+    over += [curve for curve in state.curves if any(one.most_running > state.slots for one in curve.points.values())]
+    if over:
+        most = max(over[0].stretch.rows, *(one.most_running for one in over[0].points.values()), 0)
+        return Verdict(f"Your schedule lets {most} requests run at once, and max_num_seqs is {state.slots}.", "broken")
+    if not state.known:
+        return Verdict(f"{REQUESTS} requests are being served at this load, under one policy and the other.", "tight")
+    broken = [curve for curve in state.curves if curve.broken(state.load)]
+    fine = [curve for curve in state.curves if curve not in broken]
+    if not broken:
+        words = " and ".join(f"{_in_time(curve, state)} under {title(curve)}" for curve in fine)
+        return Verdict(f"Both carry this load: {words} have their first token in time.", "fine")
+    if not fine:
+        why = "More arrives than full slots can serve, so no policy helps. " * (state.load > 1)
+        return Verdict(why + " ".join(_breaks(curve, state) for curve in broken), "broken")
+    held = f"{title(fine[0]).capitalize()} serves the same arrivals, {_in_time(fine[0], state)} of them in time."
+    return Verdict(f"{_breaks(broken[0], state)} {held}", "tight" if fine[0].name != "static" else "broken")
 
 
-def _empty_though_wanted(state: State) -> Progress:
-    words = (
-        f"Somebody waits in {state.waiting_share:.0%} of the steps; in those, {state.waiting_utilization:.0%} of the "
-        "slots are in use."
+def _in_time(curve: Curve, state: State) -> str:
+    return share(curve.points[state.load].goodput(state.limit))
+
+
+def _breaks(curve: Curve, state: State) -> str:
+    point, name = curve.points[state.load], title(curve).capitalize()
+    in_time = f"{_in_time(curve, state)} have their first token within {seconds(state.limit)}"
+    if curve.queue_grows(state.load):
+        return f"{name} cannot keep up: {point.queue} of {REQUESTS} wait when the last one comes, and {in_time}."
+    return f"{name} keeps up, but too late: {in_time}, and {share(SERVICE)} is asked."
+
+
+def command(state: State) -> str:
+    """The server, and the load on it."""
+    goal = f"--goodput ttft:{state.limit * 1e3:g}"
+    return "\n".join(
+        [
+            "# Continuous batching is all that vLLM does; static batching has no flag.",
+            f"# Load {state.load:g} is {state.rate:.3g} requests a second of these lengths (modelled). From outside:",
+            f"# vllm bench serve --request-rate {state.rate:.3g} --burstiness {state.burstiness:g} {goal}",
+            f"vllm serve meta-llama/Llama-3.1-8B --max-num-seqs {state.slots}",
+        ]
     )
-    return Progress(state.waiting_share >= 0.75 and state.waiting_utilization < 0.25, words)
 
 
-CHALLENGE = Challenge(
-    goal="Find a configuration in which somebody waits in at least 75% of the steps, and yet fewer than 25% of the "
-    "slots are in use in those steps.",
-    check=_empty_though_wanted,
-    hint="Which policy keeps a door shut? It opens again when the longest request of a batch has ended: what makes the "
-    "longest of a batch so much longer than the mean?",
-    lesson="The hardware was there, and so was the work: only the rule who may enter kept them apart. Change nothing "
-    "but the policy.",
+def _carried(least: float, slots: int, spread: float, state: State) -> Progress:
+    """Whether static batching carries a load, in so many slots, with lengths so uneven."""
+    if not state.known:
+        return Progress(False, "The requests are being served.")
+    static, load = state.curves[0], state.load
+    words = f"Load {load:g}, {state.slots} slots: {_in_time(static, state)} in time under static batching."
+    alike = f"The lengths spread by {state.spread:.3g} of their mean: make them as uneven as {spread:g}."
+    asked = (
+        (state.slots < slots, f"Slots: {slots} or more are asked."),
+        (state.spread < spread, alike),
+        (load < least, f"Load: at least {least:g} is asked. What would a static batch have to look like to carry it?"),
+        (static.queue_grows(load), _too_much(state)),
+        (static.late(load), _too_late(state)),
+    )
+    advice = next((words for wrong, words in asked if wrong), "")
+    return Progress(not advice, words, advice)
+
+
+def _too_much(state: State) -> str:
+    used = f"{state.formula:.1%} of the slots' time, mean length / mean longest of {state.slots}"
+    if state.load > 1:
+        return "The load: above 1, no policy serves it."
+    return f"Not the service level: the queue grows, since full batches use {used}. Load, spread or slots must give."
+
+
+def _too_late(state: State) -> str:
+    wait = seconds(state.curves[0].points[state.load].ttft(SERVICE))
+    return (
+        f"The queue does not grow, but who comes waits for the batch to end, {wait} for one in twenty. Shorter "
+        f"batches, or a service level above {seconds(state.limit)}."
+    )
+
+
+CHALLENGES = (
+    Challenge(
+        "Find a load of at least 0.3 that static batching carries within the service level, in 8 slots or more.",
+        lambda state: _carried(0.3, 8, 0.0, state),
+        "A static batch has a knee too. It lies where its empty slots leave it, far below 1.",
+    ),
+    Challenge(
+        "Let static batching carry a load of at least 0.8, in 8 slots or more.",
+        lambda state: _carried(0.8, 8, 0.0, state),
+        "Static batching wastes nothing where all answers end together. It is the spread of the lengths that costs.",
+    ),
+    Challenge(
+        "Lengths are uneven: a spread of 0.5 at least. Let static batching carry a load of 0.6 or more, in as many "
+        "slots as it can, which is 4 or more.",
+        lambda state: _carried(0.6, 4, 0.5, state),
+        "Mean length / mean longest of the batch is the load at which the queue begins to grow: more slots lower it.",
+    ),
+)
+
+GUESS = Guess(
+    "The longest of 8 answers is 2.7 times the mean. From which load on is static batching broken?",
+    ("0.2", "0.35", "0.5", "0.65"),
+    1,
+    "A batch lasts as long as its longest answer, so 8 slots do the work of 8 / 2.7. Continuous batching holds to 1.",
+)
+
+SPREADS = [("all alike", 0.0), ("0.25", 0.25), ("0.5", 0.5), ("1", 1.0), ("1.5", 1.5)]
+LIMITS = [(seconds(limit), limit) for limit in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)]
+BURSTS = [("in bursts", 0.25), ("at random", 1.0), ("evenly", 16.0)]
+KNOBS = {
+    "The server": {
+        "load": slider("Load", 0.1, 1.5, 0.1, START["load"], "arrivals, as a share of what full slots could serve"),
+        "slots": steps("Slots", [1, 2, 4, 8, 16], START["slots"], "max_num_seqs: requests that may run at once"),
+        "limit": steps("First token in", LIMITS, START["limit"], "the service level: for 95 % of the requests"),
+    },
+    "The requests": {
+        "spread": steps("Length spread", SPREADS, START["spread"], "of outputs: deviation / mean; 1 is exponential"),
+        "burstiness": choice("They come", BURSTS, START["burstiness"], "gaps between arrivals; at random: Poisson"),
+        "file": entry(
+            "Own lengths", "", "a file, or azure-code", "a file, or a workload's name: in place of the spread"
+        ),
+    },
+}
+
+SPEC = Spec(
+    name="continuous_batching",
+    title="Who sits in the batch, and what load it carries",
+    lead="The same requests come to a static and to a continuous batch. Drag the load: where does each break?",
+    knobs=KNOBS,
+    presets={
+        "Start again": START,
+        "More than it can serve": START | {"load": 1.2},
+        "All alike": START | {"spread": 0.0, "load": 0.9},
+        "In a hurry": START | {"limit": 0.1, "load": 0.3},
+    },
+    sweep=sweep,
+    figure=figure,
+    verdict=verdict,
+    command=command,
+    challenges=CHALLENGES,
+    guess=GUESS,
+    own={"schedule": "decides who gets how many tokens in a step, in place of continuous batching"},
 )
 
 
-def show() -> LessonWidget:
-    """The widget: knobs for requests and batch, the picture, and the challenge."""
-    spreads = [("all alike", 0.0), ("0.25", 0.25), ("0.5", 0.5), ("1 (exponential)", 1.0), ("1.5", 1.5)]
-    bursts = [("in bursts", 0.25), ("Poisson", 1.0), ("evenly", 16.0)]
-    knobs = {
-        "The requests": {
-            "load": slider("Load", 0.1, 2.0, 0.05, START["load"], "arrivals against what full slots could serve"),
-            "spread": steps("Length spread", spreads, START["spread"], "standard deviation of lengths over their mean"),
-            "burstiness": choice("They arrive", bursts, START["burstiness"], "shape of the gaps between arrivals"),
-        },
-        "The batch": {
-            "slots": steps("Slots", [1, 2, 4, 8, 16], START["slots"], "max_num_seqs"),
-            "policy": choice("Policy", list(POLICIES), START["policy"], "who may enter when"),
-        },
-    }
-    return LessonWidget(
-        title="Who sits in the batch",
-        lead="Requests of different lengths come and go. Change the policy and nothing else, then raise the load until "
-        "the queue no longer drains.",
-        knobs=knobs,
-        presets={
-            "Start again": START,
-            "More than it can serve": {**START, "policy": "continuous", "load": 1.5},
-        },
-        sweep=sweep,
-        figure=figure,
-        verdict=verdict,
-        challenge=CHALLENGE,
-    )
+def show(**knobs: Any) -> LessonWidget:
+    """The widget; `schedule=` is your own from exercise 04."""
+    return LessonWidget(SPEC, **knobs)
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(figure(sweep()))
+    Path(sys.argv[1]).write_text(figure(list(sweep())[-1], width=720))

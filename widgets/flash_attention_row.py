@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -14,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minivllm.errors import MinivllmError
+from minivllm.lab.bounded import bounded
 from minivllm.simulate.online_softmax import RunningSoftmax, online_softmax
 
 ROW = Path(__file__).with_name("attention_row.json")
-MOST_LINES = 20_000
-"""Lines of Python that the reader's code may run for one tile: a loop without an end stops there."""
+PATIENCE = 1.0
+"""Seconds of the processor that one step of the reader's may take."""
 CLOSE = 1e-4
 """Relative difference from the right answer up to which a figure counts as right."""
 
@@ -103,7 +102,7 @@ def _readers(row: Row, cuts: Sequence[int], softmax_step: Callable[..., Any]) ->
     states = [_read(state, 0)]
     for tile, (first, end) in enumerate(pairwise(cuts), 1):
         scores, values = np.array([row.scores[first:end]]), np.array(row.values[first:end])
-        with np.errstate(all="ignore"), _bounded("softmax_step", MOST_LINES):
+        with np.errstate(all="ignore"), bounded(PATIENCE, "your softmax_step"):
             state = softmax_step(state, scores, values)
         states.append(_read(state, tile))
     return states
@@ -121,25 +120,6 @@ def _read(state: Any, tile: int) -> RunningSoftmax:
     if len(output) != 3:
         raise MinivllmError(f"your softmax_step gave an o of {len(output)} numbers at tile {tile}; it holds 3 here")
     return RunningSoftmax(*numbers, output)
-
-
-@contextmanager
-def _bounded(name: str, lines: int) -> Iterator[None]:
-    """Stops code inside that runs more than `lines` lines of Python."""
-    left, before = lines, sys.gettrace()
-
-    def trace(_frame: Any, event: str, _argument: Any) -> Any:
-        nonlocal left
-        left -= event == "line"
-        if left < 0:
-            raise MinivllmError(f"your {name} has run {lines:,} lines and does not come to an end")
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def _close(got: Sequence[float], right: Sequence[float]) -> bool:

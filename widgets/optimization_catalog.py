@@ -1,8 +1,7 @@
-"""Lesson 05: switch an engine's levers on one after another; what each buys, as a waterfall of tokens per second.
+"""Lesson 05: an engine's levers, switched on one after another in two orders; what each buys depends on what is on.
 
 The engine's own scheduler and block pool serve a workload under every set of levers; the time of a step is modelled
-(`minivllm.simulate.levers`), for Llama-3.1-8B on a GPU of your choice. Prefix caching has a picture of its own:
-`widgets.prefix_caching`.
+(`minivllm.simulate.levers`), for Llama-3.1-8B on a GPU of your choice. One axis is swept: requests that run at once.
 
 The picture in the lesson's text: `uv run python -P -m widgets.optimization_catalog lessons/figures/05_levers.svg`
 """
@@ -10,406 +9,283 @@ The picture in the lesson's text: `uv run python -P -m widgets.optimization_cata
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ipywidgets
-
-from minivllm.config import ModelConfig
-from minivllm.config.checks import require, require_flags
-from minivllm.errors import MinivllmError
-from minivllm.lab.palette import BLUE, GREEN, INK, VERMILLION
 from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.known_models import known_model
-from minivllm.simulate.lever_checks import median_error
-from minivllm.simulate.levers import (
-    LADDER,
-    Lever,
-    LeverResult,
-    Levers,
-    LeverWorkload,
-    long_and_short,
-    shared_chat,
-    throughput,
+from minivllm.simulate.levers import LeverResult
+from widgets.knobs import Knob, choice, steps, switch
+from widgets.optimization_catalog_figure import ACTS, factor_words, figure
+from widgets.optimization_catalog_runs import (
+    FIELDS,
+    GPUS,
+    LEVELS,
+    MAX_MODEL_LEN,
+    REQUESTS,
+    SLOTS,
+    START,
+    TITLES,
+    Row,
+    State,
+    settled,
+    sweep,
+    weight_bytes,
 )
-from widgets.base import Challenge, LessonWidget, Progress, Verdict, choice, require_numbers, slider, steps
-from widgets.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Scale, Segment, ink_on, legend, short, text_width
+from widgets.shell import LessonWidget
+from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
 
-MODEL = "Llama-3.1-8B"
-GPUS = ("H100", "A100", "L4")
-WORKLOADS = {"chats": "chats behind one prompt", "mixed": "long and short"}
-SLOTS = (1, 2, 4, 8, 16)
-RESERVATIONS = (2048, 4096, 8192, 16384)
-SHORTER = 4
-"""Factor by which answers are shorter than ShareGPT's, to keep redraws fast; their relative spread is unchanged."""
-ORDERS = {"ranking": "as the ranking has them", "reversed": "the other way round"}
-ON: dict[str, Any] = {rung.field: rung.on for rung in LADDER}
-OFF: dict[str, Any] = {rung.field: getattr(Levers(), rung.field) for rung in LADDER}
-MOST = {
-    "slots": 64,
-    "max_model_len": 2**20,
-    "acceptance": 1.0,
-    "weight_bits": 16,
-    "speculative_tokens": 16,
-    "tensor_parallel": 64,
+LABELS = {
+    "kv_cache": "KV cache",
+    "paging": "Paging",
+    "continuous_batching": "Contin. batching",
+    "flash_attention": "Flash attention",
+    "gqa": "Grouped heads",
+    "chunked_prefill": "Chunked prefill",
+    "prefix_caching": "Prefix caching",
+    "kv_dtype": "fp8 KV cache",
+    "weight_bits": "4-bit weights",
+    "speculative_tokens": "Speculation",
+    "tensor_parallel": "Two GPUs",
+    "cuda_graphs": "CUDA graphs",
 }
-KV_DTYPES = {"16 bits": "auto", "int8, a scale a head": "int8", "fp8": "fp8"}
-SERVER: dict[str, Any] = {
-    "gpu": "L4",
-    "requests": "chats",
-    "slots": 8,
-    "max_model_len": 4096,
-    "acceptance": 0.6,
-    "order": "ranking",
-}
-START: dict[str, Any] = {**SERVER, **ON, "speculative_tokens": 0, "tensor_parallel": 1}
-IN_THE_LESSON: dict[str, Any] = {**ON, "slots": 16}
-NOTHING_SEEN = 0.01
-"""A lever that changes the throughput by less is drawn as one that buys nothing."""
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One lever in its place: what it is set to, and what came of switching it on after those before it."""
-
-    field: str
-    title: str
-    is_on: bool
-    result: LeverResult | None
-    """With this lever and all before it; None where the server cannot start, or the lever is off."""
-    factor: float
-    """Tokens per second against the rung before; 1 where it is off or cannot be told."""
-    refusal: str = ""
-    """Why the server does not start."""
-
-
-@dataclass(frozen=True)
-class State:
-    """The levers as they stand, from nothing to all that are on."""
-
-    gpu: str
-    workload: LeverWorkload
-    order: str
-    start: LeverResult | None
-    rungs: tuple[Rung, ...]
-
-    @property
-    def end(self) -> LeverResult | None:
-        """With all levers that are on; None where the server cannot start."""
-        last = next((rung for rung in reversed(self.rungs) if rung.is_on), None)
-        return last.result if last else self.start
-
-    @property
-    def refusal(self) -> str:
-        """Why the server does not start with all levers that are on; empty where it does."""
-        last = next((rung for rung in reversed(self.rungs) if rung.is_on), None)
-        return last.refusal if last else ""
-
-    def factor(self, *fields: str) -> float:
-        """What these levers buy together, each in its place."""
-        product = 1.0
-        for rung in self.rungs:
-            product *= rung.factor if rung.field in fields else 1.0
-        return product
-
-    def is_on(self, *fields: str) -> bool:
-        """Are all of these levers on?"""
-        return all(rung.is_on for rung in self.rungs if rung.field in fields)
-
-
-def sweep(
-    gpu: str = SERVER["gpu"],
-    requests: str = SERVER["requests"],
-    slots: int = SERVER["slots"],
-    max_model_len: int = SERVER["max_model_len"],
-    acceptance: float = SERVER["acceptance"],
-    order: str = SERVER["order"],
-    **levers: bool | int | str,
-) -> State:
-    """Serve a workload with no lever on, then with one after another.
-
-    Args:
-        gpu: a name in the hardware table.
-        requests: "chats" (ShareGPT's lengths behind one system prompt) or "mixed" (long and short, nothing shared).
-        slots: requests that may run at once; twice as many, and at least four, wait at the start.
-        max_model_len: tokens that a request may have, and reserves without paging.
-        acceptance: the chance that a draft is accepted.
-        order: "ranking" or "reversed".
-        levers: fields of `minivllm.simulate.levers.Levers`; those that are not named are as in START.
-
-    Raises:
-        MinivllmError: a value makes no sense.
-    """
-    if requests not in WORKLOADS or order not in ORDERS:
-        raise MinivllmError(f"requests is one of {', '.join(WORKLOADS)}, order one of {', '.join(ORDERS)}")
-    unknown = sorted(set(levers) - set(OFF))
-    if unknown:
-        raise MinivllmError(f"no such lever: {', '.join(unknown)}; there are {', '.join(OFF)}")
-    wanted: dict[str, Any] = {field: levers.get(field, START[field]) for field in OFF}
-    numbers = {field: value for field, value in wanted.items() if field in MOST}
-    require_numbers(MOST, slots=slots, max_model_len=max_model_len, acceptance=acceptance, **numbers)
-    require(acceptance >= 0, f"acceptance is from 0 to 1, not {acceptance}")
-    for name, value in (("slots", slots), ("max_model_len", max_model_len), ("GPUs", wanted["tensor_parallel"])):
-        require(value >= 1, f"{name} must be at least 1, not {value}")
-    require_flags(Levers(**wanted), *(field for field in OFF if isinstance(OFF[field], bool)))
-    require(wanted["kv_dtype"] in KV_DTYPES.values(), f"kv_dtype is one of {', '.join(KV_DTYPES.values())}")
-    work = _workload(requests, slots, max_model_len, acceptance)
-    so_far = Levers()
-    start, refusal = _served(gpu, work, so_far)
-    before, rungs = start, []
-    for rung in LADDER if order == "ranking" else reversed(LADDER):
-        value = wanted[rung.field]
-        if value == OFF[rung.field]:
-            rungs.append(Rung(rung.field, _title(rung, value), False, None, 1.0))
-            continue
-        so_far = replace(so_far, **{rung.field: value})
-        after, refusal = _served(gpu, work, so_far)
-        factor = after.tokens_per_second / before.tokens_per_second if after and before else 1.0
-        rungs.append(Rung(rung.field, _title(rung, value), True, after, factor, refusal))
-        before = after
-    return State(gpu, work, order, start, tuple(rungs))
-
-
-def _served(gpu: str, work: LeverWorkload, levers: Levers) -> tuple[LeverResult | None, str]:
-    """The result with these levers, or the reason why the server does not start."""
-    hardware = get_hardware(gpu)
-    try:
-        return throughput(levers, _model(), hardware, work), ""
-    except MinivllmError as error:
-        return None, str(error)
-
-
-@cache
-def _model() -> ModelConfig:
-    return known_model(MODEL)
-
-
-@cache
-def _workload(requests: str, slots: int, max_model_len: int, acceptance: float) -> LeverWorkload:
-    make = shared_chat if requests == "chats" else long_and_short
-    work = make(max(4, 2 * slots), shorter=SHORTER)
-    fitting = tuple(one for one in work.requests if one.prompt_tokens + one.output_tokens <= max_model_len)
-    return replace(work, requests=fitting, max_model_len=max_model_len, max_num_seqs=slots, acceptance=acceptance)
-
-
-def _title(rung: Lever, value: bool | int | str) -> str:
-    if rung.field == "kv_dtype":
-        return "8-bit KV cache" if value == "auto" else f"KV cache in {value}"
-    if rung.field == "weight_bits":
-        return f"{4 if value == 16 else value}-bit weights"
-    if rung.field == "speculative_tokens":
-        return f"speculation, {value or 3} drafts"
-    if rung.field == "tensor_parallel":
-        return f"tensor parallel, {2 if value == 1 else value} GPUs"
-    return rung.title
-
-
-WIDTH, MARGIN, ROW = 720, 20, 25
-LABELS = 178
-PLOT = Box(MARGIN + LABELS, 70, WIDTH - 2 * MARGIN - LABELS - 62, ROW * (len(LADDER) + 2))
-HEIGHT = PLOT.bottom + 46
-GAIN, LOSS = GREEN, VERMILLION
-
-
-def figure(state: State) -> str:
-    """A row for each lever: from what there was before it to what there is with it, on a logarithmic scale."""
-    drawing = Drawing(WIDTH, HEIGHT, f"What each lever buys on {state.gpu}", verdict(state).words)
-    note = f"{MODEL} on {state.gpu}, {state.workload.title}, {_at_once(state)}"
-    drawing.heading((MARGIN, 26), "Which lever bought what", note)
-    keys = [Segment("faster", 0, GAIN), Segment("slower", 0, LOSS), Segment("tokens per second", 0, BLUE)]
-    legend(drawing, (MARGIN, 52), keys, WIDTH - 2 * MARGIN)
-    scale = _scale(state)
-    _draw_axis(drawing, scale)
-    _draw_whole(drawing, scale, 0, "nothing on", state.start)
-    reached = state.start
-    for row, rung in enumerate(state.rungs, start=1):
-        _draw_rung(drawing, scale, row, rung, reached)
-        reached = rung.result if rung.is_on else reached
-    _draw_whole(drawing, scale, len(LADDER) + 1, "all that is on", state.end)
-    return drawing.render()
-
-
-def _at_once(state: State) -> str:
-    seats = state.workload.max_num_seqs
-    return f"{seats} at once" if seats > 1 else "one at a time"
-
-
-def _scale(state: State) -> Scale:
-    results = [state.start, *(rung.result for rung in state.rungs)]
-    rates = [result.tokens_per_second for result in results if result] or [1.0, 10.0]
-    return Scale(min(rates) / 1.6, max(max(rates), 4 * min(rates)) * 1.15, log=True)
-
-
-def _x(scale: Scale, rate: float) -> float:
-    return PLOT.x + scale.share(rate) * PLOT.width
-
-
-def _draw_axis(drawing: Drawing, scale: Scale) -> None:
-    for tick in scale.ticks():
-        x = _x(scale, tick)
-        drawing.line((x, PLOT.y), (x, PLOT.bottom), colour=RULE)
-        drawing.text((x, PLOT.bottom + 17), short(tick), size=SMALL, colour=QUIET, anchor="middle")
-    words = f"output tokens per second of all GPUs, modelled: off by {median_error():.0%} (median) on published figures"
-    drawing.text((PLOT.x + PLOT.width / 2, PLOT.bottom + 36), words, size=SMALL, colour=QUIET, anchor="middle")
-
-
-def _draw_whole(drawing: Drawing, scale: Scale, row: int, title: str, result: LeverResult | None) -> None:
-    """A bar from the axis, with its rate: where the ladder starts and where it ends."""
-    y = PLOT.y + row * ROW
-    drawing.text((PLOT.x - 10, y + 16), title, anchor="end", bold=True)
-    if result is None:
-        drawing.text((PLOT.x + 6, y + 16), "does not start", size=SMALL, colour=LOSS)
-        return
-    right = _x(scale, result.tokens_per_second)
-    drawing.rect(Box(PLOT.x, y + 3, right - PLOT.x, ROW - 7), BLUE, tip=_tip(result))
-    drawing.text((right + 6, y + 16), f"{short(result.tokens_per_second)}", colour=INK, bold=True, halo=True)
-
-
-def _draw_rung(drawing: Drawing, scale: Scale, row: int, rung: Rung, before: LeverResult | None) -> None:
-    y = PLOT.y + row * ROW
-    drawing.text((PLOT.x - 10, y + 16), rung.title, anchor="end", colour=INK if rung.is_on else QUIET)
-    if not rung.is_on:
-        drawing.text((WIDTH - MARGIN, y + 16), "off", size=SMALL, colour=QUIET, anchor="end")
-        return
-    if rung.result is None:
-        drawing.text((PLOT.x + 6, y + 16), "does not start: too little memory", size=SMALL, colour=LOSS, halo=True)
-        return
-    to = _x(scale, rung.result.tokens_per_second)
-    since = _x(scale, before.tokens_per_second) if before else PLOT.x
-    words, colour = _change(rung, before)
-    bar = Box(min(since, to), y + 3, max(abs(to - since), 2.0), ROW - 7)
-    drawing.rect(bar, colour, tip=f"{rung.title}: {_tip(rung.result)}")
-    drawing.line((to, y + ROW - 4), (to, y + ROW + 3), colour=MID)
-    if before and bar.width > text_width(words, SMALL) + 14:
-        place, ink = (bar.x + bar.width / 2, y + 16), ink_on(colour)
-        drawing.text(place, words, size=SMALL, colour=ink, anchor="middle", bold=True)
-    else:
-        drawing.text((bar.right + 6, y + 16), words, size=SMALL, colour=INK, halo=True)
-
-
-def _change(rung: Rung, before: LeverResult | None) -> tuple[str, str]:
-    """What a rung did, in a word and a colour."""
-    assert rung.result is not None
-    if before is None:
-        return f"starts: {short(rung.result.tokens_per_second)}", BLUE
-    words = f"×{rung.factor:.2f}" if rung.factor < 9.95 else f"×{rung.factor:.0f}"
-    if abs(rung.factor - 1) < NOTHING_SEEN:
-        return words, MID
-    return words, GAIN if rung.factor > 1 else LOSS
-
-
-def _tip(result: LeverResult) -> str:
-    batch = f"{result.steps:,} steps of {result.mean_batch:.1f} requests"
-    cache = f"a KV cache of {result.kv_tokens:,} tokens" if result.kv_tokens else "no KV cache"
-    more = f", {result.preemptions} preemptions" if result.preemptions else ""
-    hits = f", {result.prefix_hit_rate:.0%} of the prompts found" if result.prefix_hit_rate else ""
-    gpus = f", {result.gpus} GPUs" if result.gpus > 1 else ""
-    return f"{result.tokens_per_second:,.1f} tokens/s in {batch}, {cache}{hits}{more}{gpus}"
 
 
 def verdict(state: State) -> Verdict:
-    """What this set of levers comes to, in one line."""
-    if state.end is None:
-        return Verdict(f"The server does not start: {state.refusal}.", "broken")
-    on = [rung for rung in state.rungs if rung.is_on and rung.result]
-    needed = _needed_to_start(state)
-    if not on:
-        return Verdict(f"Nothing is on: {state.end.tokens_per_second:,.1f} tokens/s, modelled.", "tight")
-    best = [rung for rung in sorted(on, key=lambda rung: -rung.factor)[:2] if rung.factor > 1 + NOTHING_SEEN]
-    words = f"{short(state.end.tokens_per_second)} tokens/s, modelled"
-    if state.start:
-        words += f", {state.end.tokens_per_second / state.start.tokens_per_second:,.3g} times nothing"
-    words += "; most by " * bool(best) + " and ".join(f"{rung.title} (×{rung.factor:.3g})" for rung in best) + "."
-    if needed:
-        return Verdict(f"{words} Before {needed} is on, there is too little memory to start.", "tight")
-    worse = [rung for rung in on if rung.factor < 1 - NOTHING_SEEN]
-    idle = [rung.title for rung in on if abs(rung.factor - 1) < NOTHING_SEEN]
-    if worse:
-        named = ", ".join(f"{rung.title} (×{rung.factor:.2f})" for rung in worse)
-        return Verdict(f"{words} Slower here: {named}.{_why_paging_costs(state, worse)}", "tight")
-    return Verdict(words + f" Nothing here: {', '.join(idle)}." * bool(idle), "fine")
+    """What this set of levers comes to."""
+    end = state.everything
+    if isinstance(end, str):
+        return Verdict(f"The server does not start: {end.split(': ')[0]}.", "broken")
+    if end is None:
+        return Verdict("Being computed.", "tight")
+    wait = apart(end.inter_token_latency * 1e3, state.level * 1e3)
+    words = f"{end.tokens_per_second:,.0f} tokens/s, modelled{_against_nothing(state, end)}; {wait} ms between tokens"
+    trouble = state.trouble(end)
+    if trouble == "late":
+        return Verdict(f"{words}, and at most {state.level * 1e3:g} are asked for.", "broken")
+    if trouble == "preempts":
+        lost = f"{end.preemptions} preemptions" if end.preemptions > 1 else "one preemption"
+        return Verdict(f"{words}. The KV cache is full: {lost}, each of a request that starts over.", "broken")
+    turned = [row for row in state.on if _effects(row) >= {"slower"}]
+    idle = [row for row in state.on if _effects(row) == {"nothing"}]
+    edge = _edge(state)
+    words += "."
+    if turned:
+        words += f" Slower, in one order at least: {_named(turned)}."
+    if idle:
+        words += f" In both orders for nothing: {_named(idle)}."
+    return Verdict(words + edge, "tight" if turned or edge else "fine")
 
 
-def _needed_to_start(state: State) -> str:
-    """The lever that made a server start which did not start before; empty where there is none."""
-    on = [rung for rung in state.rungs if rung.is_on]
-    starts = [later.title for earlier, later in pairwise(on) if earlier.result is None and later.result]
-    return starts[0] if starts else ""
-
-
-def _why_paging_costs(state: State, worse: list[Rung]) -> str:
-    fields = [rung.field for rung in state.rungs if rung.is_on]
-    if all(rung.field != "paging" for rung in worse) or "flash_attention" in fields[: fields.index("paging")]:
+def _against_nothing(state: State, end: LeverResult) -> str:
+    if not state.on or not isinstance(state.nothing, LeverResult):
         return ""
-    return " Blocks are copied together in every step until a kernel walks them."
+    return f", {end.tokens_per_second / state.nothing.tokens_per_second:,.3g} times nothing on"
+
+
+def _effects(row: Row) -> set[str]:
+    return {step.effect for step in row.steps}
+
+
+def _named(rows: Sequence[Row]) -> str:
+    return ", ".join(row.title for row in rows)
+
+
+def _edge(state: State) -> str:
+    """Said where the next number of slots breaks."""
+    further = dict(zip(SLOTS, state.curves[0].outcomes, strict=True))
+    later = next((slots for slots in SLOTS if slots > state.slots), state.slots)
+    return f" With {later} at once it breaks." if state.trouble(further[later]) else ""
+
+
+def apart(value: float, limit: float) -> str:
+    """`value` with as many digits as it takes to tell it from `limit`."""
+    digits = next((digits for digits in range(1, 7) if round(value, digits) != limit), 7)
+    return f"{value:,.{digits}f}"
+
+
+def command(state: State) -> str:
+    """The `vllm serve` line; what vLLM always does, or leaves to the model, is said in comments."""
+    on = {row.field for row in state.on}
+    flags = ["vllm serve meta-llama/Llama-3.1-8B", f"--max-model-len {MAX_MODEL_LEN[state.requests]}"]
+    flags += [f"--max-num-seqs {state.slots}"]
+    flags += [with_it if field in on else without for field, (with_it, without) in FLAGS.items()]
+    notes = [f"# one {state.gpu}" if "tensor_parallel" not in on else f"# two {state.gpu}"]
+    notes += [f"# {words}" for field, words in NO_FLAG.items() if field not in on]
+    notes += ["# --quantization awq takes a checkpoint with AWQ's 4-bit weights"] * ("weight_bits" in on)
+    return "\n".join([*notes, " ".join(flag for flag in flags if flag)])
+
+
+FLAGS = {
+    "chunked_prefill": ("--enable-chunked-prefill", "--no-enable-chunked-prefill"),
+    "prefix_caching": ("--enable-prefix-caching", "--no-enable-prefix-caching"),
+    "kv_dtype": ("--kv-cache-dtype fp8", ""),
+    "weight_bits": ("--quantization awq", ""),
+    "speculative_tokens": ("""--speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'""", ""),
+    "tensor_parallel": ("--tensor-parallel-size 2", ""),
+    "cuda_graphs": ("", "--enforce-eager"),
+}
+"""Lever -> the flag with it, and without it."""
+NO_FLAG = {
+    "kv_cache": "no KV cache: vLLM always has one",
+    "paging": "no paging: vLLM always pages",
+    "continuous_batching": "static batches: vLLM has continuous batching only",
+    "flash_attention": "scores in memory: all attention backends of vLLM are fused",
+    "gqa": "no grouped heads: that is another model",
+}
 
 
 FIRST, ELEVENTH = ("paging", "continuous_batching"), "cuda_graphs"
+WAIT = 50
+"""Milliseconds between two tokens in the goals, wherever the service level stands."""
+
+
+def _faster_on_l4(state: State) -> Progress:
+    return _fast_enough(state, rate=1500, levers=len(FIELDS))
+
+
+def _few_levers(state: State) -> Progress:
+    return _fast_enough(state, rate=450, levers=5)
+
+
+def _fast_enough(state: State, rate: float, levers: int) -> Progress:
+    """On L4s: at least this rate, with a token within WAIT and no more levers on than this."""
+    if state.gpu != "L4":
+        return Progress(False, f"This is another GPU, the {state.gpu}.", "GPU: the goal is for L4s.")
+    end, count = state.everything, len(state.on)
+    if not isinstance(end, LeverResult):
+        return _not_running(state)
+    wait = end.inter_token_latency * 1e3
+    words = f"{count} levers, {end.tokens_per_second:,.1f} tokens/s, {apart(wait, WAIT)} ms between tokens."
+    met = end.tokens_per_second >= rate and wait <= WAIT and count <= levers
+    return Progress(met, words, _too_many(state) if count > levers else _too_slow(state, wait > WAIT))
+
+
+def _too_many(state: State) -> str:
+    """Which lever can go."""
+    gains = {row.field: max(step.factor or 1 for step in row.steps) for row in state.on}
+    least = min(gains, key=lambda field: gains[field])
+    return f"Levers: too many are on. {LABELS[least]} buys at most ×{factor_words(gains[least])} here, in either order."
+
+
+def _too_slow(state: State, late: bool) -> str:
+    if not state.levers.kv_cache:
+        return "KV cache: without it, every step computes all earlier tokens again."
+    read = weight_bytes(state.levers) / get_hardware(state.gpu).bandwidth * 1e3
+    if late and state.levers.tensor_parallel == 1:
+        return (
+            f"Two GPUs: every token waits for a step, and one {state.gpu} reads the weights in {read:.0f} ms at best."
+        )
+    if late and state.levers.weight_bits == 16:
+        return f"4-bit weights: every token waits for a step, and reading the weights takes {read:.0f} ms of it."
+    if late:
+        return (
+            "At once: the more requests share a step, the longer it is. Or what they do in it: their caches are read."
+        )
+    if isinstance(state.everything, LeverResult) and state.everything.mean_batch < state.slots / 4:
+        return "Levers: most places stay empty. Which levers let requests in sooner, or make room for more of them?"
+    return "At once: there is time left between tokens. More requests in a step share one reading of the weights."
+
+
+def _not_running(state: State) -> Progress:
+    if state.everything is None:
+        return Progress(False, "Being computed.")
+    return Progress(False, "The server does not start.", "Memory: fewer bits, grouped heads or a second GPU make room.")
 
 
 def _ranking_turned_over(state: State) -> Progress:
-    if not state.is_on(*FIRST, ELEVENTH) or state.end is None:
-        return Progress(False, "Switch paging, continuous batching and CUDA graphs on, on a server that starts.")
-    first, eleventh = state.factor(*FIRST), state.factor(ELEVENTH)
-    words = f"Paging and continuous batching buy ×{first:.2f} together, CUDA graphs ×{eleventh:.2f}."
-    return Progress(abs(first - 1) < 0.05 and eleventh >= 2, words)
+    missing = [TITLES[field] for field in (*FIRST, ELEVENTH) if field not in {row.field for row in state.on}]
+    if missing:
+        return Progress(False, f"Off: {', '.join(missing)}.", "Levers: what is off cannot be ranked.")
+    paging, batching, graphs = (state.factor(field) for field in (*FIRST, ELEVENTH))
+    if paging is None or batching is None or graphs is None:
+        advice = "Requests: before all levers are on, there is too little memory for them on this GPU."
+        return Progress(False, "Not to be told as long as the server does not start.", advice)
+    first = paging * batching
+    words = f"Paging and continuous batching buy ×{first:.3f} together, CUDA graphs ×{graphs:.3f}."
+    return Progress(abs(first - 1) < 0.05 and graphs >= 2, words, _advice_for_ranking(state, first, graphs))
 
 
-CHALLENGE = Challenge(
-    goal="The ranking has paging and continuous batching as first and second, CUDA graphs as eleventh. With all three "
-    "on, find a server where the first two together change less than 5%, and CUDA graphs alone at least double it.",
-    check=_ranking_turned_over,
-    hint="What do paging and batching do for somebody who is alone? And on which GPU is the work of a step done before "
-    "the host has launched its kernels?",
-    lesson="A ranking of levers is a ranking for one load on one machine, in one order.",
+def _advice_for_ranking(state: State, first: float, graphs: float) -> str:
+    if abs(first - 1) >= 0.05:
+        return "At once: whoever is alone shares no memory and waits for nobody."
+    if graphs < 2 and state.gpu != GPUS[-1]:
+        return (
+            f"GPU: a step of the {state.gpu} is long beside its launches. Which GPU has done it before they are made?"
+        )
+    return "Levers: the step is still long beside its launches. What makes it shorter, before the graphs come?"
+
+
+CHALLENGES = (
+    Challenge(
+        goal=f"Easy. On L4s, serve at least 1,500 tokens/s with at most {WAIT} ms between tokens.",
+        check=_faster_on_l4,
+        lesson="More at once buys throughput as long as a step stays short, and a step is short if a GPU reads little.",
+    ),
+    Challenge(
+        goal="The ranking has paging and continuous batching first and second, CUDA graphs eleventh. Find a server on "
+        "which the first two, in the ranking's order, change less than 5 % together, and CUDA graphs at least double "
+        "the throughput.",
+        check=_ranking_turned_over,
+        lesson="A ranking of levers is a ranking for one load on one machine, in one order.",
+    ),
+    Challenge(
+        goal=f"Hard. On L4s, at least 450 tokens/s with at most {WAIT} ms between tokens, and no more than five levers "
+        "on.",
+        check=_few_levers,
+        lesson="A step takes at least bytes ÷ bandwidth: two levers cut the weights' bytes, the others fill the batch.",
+    ),
+)
+GUESS = Guess(
+    question="Switched on first, the KV cache buys × 1.8. Switched on last (on the right, hidden), how much?",
+    options=("less than × 1", "the same × 1.8", "about × 5", "more than × 15"),
+    right=3,
+    because="Last, it finds all else on: without it, each step of each request would compute its whole context again.",
+)
+PRESETS = {
+    "Start again": START,
+    "All off": {**START, **dict.fromkeys(FIELDS, False)},
+    "Does not start": {**START, "requests": "code", "gqa": False, "kv_dtype": False, "weight_bits": False},
+    "Cache full": {**START, "slots": 32, "level": 200, "gqa": False, "kv_dtype": False, "weight_bits": False},
+}
+
+
+def _lever_knob(field: str) -> Knob:
+    return switch(LABELS[field], START[field], f"{TITLES[field]}: {ACTS[field]}")
+
+
+SPEC = Spec(
+    name="optimization_catalog",
+    title="Which lever bought what",
+    lead="Switch levers, or drag “at once”: what a lever buys depends on what is on before it, and on the load.",
+    knobs={
+        "The server": {
+            "gpu": choice("GPU", GPUS, START["gpu"], "data-sheet rates, modelled"),
+            "requests": choice("Requests", [(words, key) for key, words in REQUESTS.items()], START["requests"]),
+            "slots": steps("At once", SLOTS, START["slots"], "max_num_seqs: requests that may run at once"),
+            "level": steps(
+                "Token within",
+                [(f"{level} ms", level) for level in LEVELS],
+                START["level"],
+                "the service level: mean time between two tokens of a request, at most",
+            ),
+        },
+        "The levers": {field: _lever_knob(field) for field in FIELDS},
+    },
+    presets=PRESETS,
+    sweep=sweep,
+    figure=figure,
+    verdict=verdict,
+    command=command,
+    challenges=CHALLENGES,
+    guess=GUESS,
 )
 
 
-def show() -> LessonWidget:
-    """The widget: knobs for the server, a switch for every lever, the waterfall, and the challenge."""
-    titles = {rung.field: rung.title for rung in LADDER}
-    bits = [("16 bits", 16), ("8 bits", 8), ("4 bits", 4)]
-    valued = {
-        "kv_dtype": choice(
-            "KV cache in", list(KV_DTYPES.items()), START["kv_dtype"], "what keys and values are stored in"
-        ),
-        "weight_bits": choice("Weights in", bits, START["weight_bits"], "of the linear layers, weight-only"),
-        "speculative_tokens": choice("Drafts", [("none", 0), ("3", 3), ("5", 5)], 0, "verified in one step"),
-        "tensor_parallel": choice("GPUs", [1, 2, 4], 1, "tensor parallel: they share the model"),
-    }
-    knobs = {
-        "The server": {
-            "gpu": choice("GPU", GPUS, START["gpu"], "data-sheet rates, modelled"),
-            "requests": choice("Requests", [(title, key) for key, title in WORKLOADS.items()], START["requests"]),
-            "slots": steps("At once", SLOTS, START["slots"], "max_num_seqs: requests that may run at once"),
-            "max_model_len": steps("max_model_len", RESERVATIONS, START["max_model_len"], "reserved without paging"),
-            "order": choice("Order of levers", [(title, key) for key, title in ORDERS.items()], START["order"]),
-        },
-        "The levers": {
-            rung.field: valued.get(rung.field) or _switch(titles[rung.field], bool(START[rung.field]))
-            for rung in LADDER
-        },
-        "Drafts are accepted": {"acceptance": slider("Chance", 0, 1, 0.1, START["acceptance"], "each, after the last")},
-    }
-    return LessonWidget(
-        title="Which lever bought what",
-        lead="Switch levers on and off, then change the server or the order: what a lever buys depends on what is on "
-        "before it, and on the load.",
-        knobs=knobs,
-        presets={"Start again": START, "All off": {**START, **OFF}},
-        sweep=sweep,
-        figure=figure,
-        verdict=verdict,
-        challenge=CHALLENGE,
-    )
-
-
-def _switch(label: str, value: bool) -> ipywidgets.Checkbox:
-    return ipywidgets.Checkbox(description=label, value=value, indent=False, layout={"width": "318px", "margin": "0"})
+def show(**knobs: Any) -> LessonWidget:
+    """The widget; `knobs` are those that do not stand as at the start: `show(gpu="H100", slots=1)`."""
+    return LessonWidget(SPEC, **knobs)
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(figure(sweep(**IN_THE_LESSON)))
+    Path(sys.argv[1]).write_text(figure(settled(), width=720))

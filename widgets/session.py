@@ -160,10 +160,10 @@ class Session:
             "stale": False,
         }
 
-    def ahead(self) -> Iterator[dict[str, Any]]:
+    def ahead(self) -> Iterator[dict[str, Any] | None]:
         """The views for all other values of the knob that the pointer drags, the nearest first.
 
-        A page that has them needs nobody while its handle is dragged.
+        A page that has them needs nobody while its handle is dragged. None stands for a step of an unfinished sweep.
         """
         dragged = re.search(r'data-drag="(\w+)"', self.picture)
         if self.state is None or not dragged:
@@ -174,7 +174,11 @@ class Session:
         for index in sorted(range(len(places)), key=lambda index: abs(index - here))[1:]:
             values = {**now, name: places[index]}
             with suppress(MinivllmError):
-                yield self._view_of(values, _last(self.spec.sweep(**values, **self.own)))
+                complete = None
+                for state in _states(self.spec.sweep(**values, **self.own)):
+                    complete = state
+                    yield None
+                yield self._view_of(values, complete)
 
     def _failed(self, verdict: Verdict, trace: str = "") -> dict[str, Any]:
         """The picture stays, faded: it no longer fits the knobs."""
@@ -196,8 +200,9 @@ class Session:
         }
 
 
-def _last(swept: Any) -> Any:
-    """The complete state of a sweep."""
+def _states(swept: Any) -> Iterator[Any]:
+    """The states of a sweep, the last one complete."""
     if isgenerator(swept):
-        *_, swept = swept
-    return swept
+        yield from swept
+    else:
+        yield swept

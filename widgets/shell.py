@@ -107,14 +107,17 @@ class LessonWidget(anywidget.AnyWidget):
             self._post(view)
         asyncio.get_running_loop().call_later(0, self._go_on, ahead)
 
-    def _draw_ahead(self, ahead: Iterator[dict[str, Any]]) -> None:
+    def _draw_ahead(self, ahead: Iterator[dict[str, Any] | None]) -> None:
         """While nobody turns anything: the pictures along the swept axis, so that dragging needs no kernel."""
         if ahead is not self._ahead:
             return
-        view = next(ahead, None)
+        try:
+            view = next(ahead)
+        except StopIteration:
+            return
         if view is not None:
             self.send({"ahead": view, "width": self.session.width})
-            asyncio.get_running_loop().call_later(0, self._draw_ahead, ahead)
+        asyncio.get_running_loop().call_later(0, self._draw_ahead, ahead)
 
     def _post(self, view: Mapping[str, Any]) -> None:
         self.view = {**view, "serial": self._serial}

@@ -19,6 +19,10 @@ MISSED = "#F3C29B"
 """What stands empty though somebody wants it."""
 BROKEN = "#FBE9DF"
 """The ground of a plot where the system is broken."""
+RAMP = ("#EDF3F9", "#D3E3F1", "#AFCDE6", "#86B4DA", "#2A75B0", "#005A94")
+"""Cells of a map, from little to much, in one hue."""
+RAMP_WORDS = (INK, INK, INK, INK, "#FFFFFF", "#FFFFFF")
+"""The words in them: as light or as dark as the cell asks, on a dark page too."""
 
 WORDS = {
     BLUE: "#00639B",
@@ -57,6 +61,7 @@ DARK = {
     "#1F6FA8": "#82C7F2",
     "#6B6B6B": "#ADADAD",
     "#6F6600": "#E6DD62",
+    **dict(zip(RAMP, ("#22282E", "#24384A", "#25486A", "#27557A", "#2B679A", "#3079B4"), strict=True)),
 }
 """Light colour -> the colour on a dark page; the palette's own colours and black and white words on them stay."""
 

@@ -1,99 +1,388 @@
-"""Lesson 04's widget shows what the scheduler decides, and breaks where it should."""
+"""Lesson 04's widget breaks where queueing theory says, and its picture shows what the scheduler decided."""
 
+import itertools
+import math
+import re
 import statistics
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ET
+from collections import deque
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
+from minivllm.lab.exercise import load as load_lesson
 from widgets import continuous_batching as widget
+from widgets import continuous_batching_runs as runs
+from widgets.continuous_batching_curves import LOADS, SERVICE, Curve
+from widgets.session import Session
+from widgets.theme import COLOURS
 
-STATIC = {"policy": "static"}
-MET = {"policy": "static", "slots": 8, "spread": 1.5, "load": 0.9}
+SLOTS = [value for _, value in widget.SPEC.flat()["slots"].options]
+SPREADS = [value for _, value in widget.SPREADS]
+ALL = {
+    "load": st.sampled_from(LOADS),
+    "slots": st.sampled_from(SLOTS),
+    "spread": st.sampled_from(SPREADS),
+    "burstiness": st.sampled_from([value for _, value in widget.BURSTS]),
+    "limit": st.sampled_from([value for _, value in widget.LIMITS]),
+}
 
 
-@given(
-    st.sampled_from([0.1, 0.7, 1.0, 2.0]),
-    st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5]),
-    st.sampled_from([1, 2, 4, 8, 16]),
-    st.sampled_from(widget.POLICIES),
-    st.sampled_from([0.25, 1.0, 16.0]),
+def settled(**knobs) -> widget.State:
+    return list(widget.sweep(**knobs))[-1]
+
+
+def here(**knobs) -> widget.State:
+    """The first state that knows what becomes of the reader's own load: the rest of the curves is not waited for."""
+    return next(state for state in widget.sweep(**knobs) if state.known)
+
+
+def knee_of(curve: Curve) -> float:
+    assert curve.knee is not None
+    return curve.knee.load
+
+
+# ---- theory
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_a_load_above_1_is_broken_at_every_slot_count_and_under_both_policies(slots: int, spread: float):
+    for load in (1.1, 1.5):
+        state = here(load=load, slots=slots, spread=spread, limit=5.0)
+        assert [curve.queue_grows(load) for curve in state.curves] == [True, True]
+        assert widget.verdict(state).tone == "broken"
+        assert "no policy helps" in widget.verdict(state).words
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("spread", SPREADS)
+def test_each_queue_begins_to_grow_where_theory_says(slots: int, spread: float):
+    """Static at mean / mean longest of a batch, continuous at 1; the lengths decide, not the hardware."""
+    experiment = runs.experiment(slots, spread, 1.0)
+    for policy in runs.POLICIES:
+        list(experiment.run(policy, runs.SATURATED))
+    outputs = experiment.outputs
+    longest = [max(outputs[index : index + slots]) for index in range(0, len(outputs), slots)]
+    formula = statistics.mean(outputs) / statistics.mean(longest)
+    assert experiment.ceilings["static"] == pytest.approx(formula, rel=0.03)
+    assert experiment.ceilings["continuous"] == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(("slots", "spread"), [(2, 1.5), (4, 0.5), (8, 1.0), (16, 1.5)])
+def test_the_knees_lie_near_the_formula_and_near_1(slots: int, spread: float):
+    state = settled(slots=slots, spread=spread, limit=5.0)
+    static, continuous = map(knee_of, state.curves)
+    assert static == pytest.approx(state.formula, abs=0.05)
+    assert continuous == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("slots", [2, 4, 8, 16])
+def test_well_below_the_static_ceiling_nothing_is_broken(slots: int):
+    state = settled(slots=slots, spread=0.5, limit=1.0)
+    load = max(load for load in LOADS if load <= 0.8 * state.formula)
+    assert widget.verdict(here(slots=slots, spread=0.5, limit=1.0, load=load)).tone == "fine"
+    assert all(point.queue < 5 * slots for curve in state.curves for at, point in curve.points.items() if at <= load)
+
+
+def test_one_slot_is_the_same_under_both_policies():
+    static, continuous = settled(slots=1).curves
+    assert static.points == continuous.points
+    assert static.knee == continuous.knee
+
+
+def test_beyond_its_ceiling_a_queue_grows_with_the_load_and_below_it_stays_short():
+    for curve in settled().curves:
+        assert curve.ceiling is not None
+        above = [curve.points[load].queue for load in LOADS if load > curve.ceiling + 0.05]
+        # of 400 requests, those that a server of this ceiling cannot have served when the last one comes
+        for load, queue in zip([load for load in LOADS if load > curve.ceiling + 0.05], above, strict=True):
+            assert queue == pytest.approx(runs.REQUESTS * (1 - curve.ceiling / load), abs=40)
+        assert max(curve.points[load].queue for load in LOADS if load < curve.ceiling - 0.05) < 20
+
+
+def test_every_point_is_400_requests_and_both_policies_serve_the_same_arrivals():
+    state = settled()
+    assert all(len(point.ttfts) == 400 for curve in state.curves for point in curve.points.values())
+    assert set(state.curves[0].points) == set(state.curves[1].points) == set(LOADS)
+    by_policy = [{stay.request: stay.start - stay.waited for stay in curve.stretch.stays} for curve in state.curves]
+    shared = by_policy[0].keys() & by_policy[1].keys()
+    assert len(shared) > 5
+    assert all(by_policy[0][one] == pytest.approx(by_policy[1][one]) for one in shared)
+
+
+def test_a_looser_service_level_never_moves_a_knee_down():
+    for slots in (1, 8):
+        knees = [[knee_of(curve) for curve in settled(slots=slots, limit=limit).curves] for _, limit in widget.LIMITS]
+        for tighter, looser in itertools.pairwise(knees):
+            assert all(low <= high for low, high in zip(tighter, looser, strict=True))
+
+
+def test_the_lengths_of_a_workload_replace_the_spread():
+    state = settled(file="azure-code")
+    assert "divided by" in state.note
+    assert "prompts cut" in state.note
+    assert state.note in " ".join(ET.fromstring(widget.figure(state, 760)).itertext())
+    assert state.curves[0].ceiling == pytest.approx(state.formula, rel=0.08)
+    assert settled(file=" azure-code ", spread=0.25).curves[0].points == state.curves[0].points
+    with pytest.raises(MinivllmError, match="nonsense"):
+        settled(file="nonsense")
+
+
+# ---- the start, the guess, the challenges
+
+
+def test_the_start_shows_static_beyond_its_knee_while_continuous_is_fine():
+    state = settled()
+    static, continuous = state.curves
+    assert static.broken(state.load)
+    assert static.queue_grows(state.load)
+    assert not continuous.broken(state.load)
+    assert widget.verdict(state).tone == "tight"
+
+
+def test_the_right_guess_is_nearest_to_the_knee():
+    knee = knee_of(settled().curves[0])
+    off = [abs(float(option) - knee) for option in widget.GUESS.options]
+    assert off.index(min(off)) == widget.GUESS.right
+    outputs = runs.experiment(8, 1.0, 1.0).outputs
+    longest = statistics.mean(max(outputs[index : index + 8]) for index in range(0, 400, 8))
+    assert f"{longest / statistics.mean(outputs):.1f} times" in widget.GUESS.question
+
+
+@pytest.mark.parametrize(
+    ("index", "solution"),
+    [(0, {"load": 0.3}), (1, {"load": 0.8, "spread": 0.0}), (2, {"load": 0.6, "spread": 0.5, "slots": 4})],
 )
-@settings(max_examples=25, deadline=None)
-def test_every_position_of_the_knobs_is_drawn(load, spread, slots, policy, burstiness):
-    state = widget.sweep(load, spread, slots, policy, burstiness)
-    ET.fromstring(widget.figure(state))
-    assert widget.verdict(state).words
-    assert 0 < state.utilization <= 1
-    served = {who for row in state.rows for who in row if who}
-    assert served == {str(index) for index in range(widget.REQUESTS)}
-    if policy == "continuous":
-        assert state.waiting_utilization == 1.0, "no slot is empty while somebody waits"
+def test_each_challenge_can_be_met_and_not_by_one_key_but_the_first(index: int, solution: dict):
+    session = Session(widget.SPEC)
+    assert not session.settle()["challenges"][index]["met"]
+    for name in solution:
+        if len(solution) > 1:
+            without = {**widget.START, **solution, name: widget.START[name]}
+            progress = widget.CHALLENGES[index].check(here(**without))
+            assert not progress.met
+            assert progress.advice
+    solved = widget.CHALLENGES[index].check(here(**solution))
+    assert solved.met
+    assert not solved.advice
 
 
-def test_the_rows_hold_what_the_requests_asked_for():
-    """A request sits for as many steps as it generates tokens: its prompt fits into its first step."""
-    state = widget.sweep(spread=1.0, slots=4, policy="continuous")
-    lengths = widget._lengths(1.0)
-    sat = [sum(row.count(str(index)) for row in state.rows) for index in range(widget.REQUESTS)]
-    assert sat == list(lengths)
-    assert statistics.mean(lengths) == pytest.approx(widget.MEAN_OUTPUT, rel=0.25)
+def test_advice_names_the_knob_that_is_wrong():
+    check = widget.CHALLENGES[2].check
+    assert "Slots" in check(here(slots=2)).advice
+    assert "uneven" in check(here(slots=4, spread=0.25, load=0.6)).advice
+    assert check(here(slots=4, spread=0.5, load=0.3)).advice.startswith("Load")
+    assert "queue grows" in check(here(slots=8, spread=0.5, load=0.6)).advice
+    assert "0.05" not in check(here(slots=4, spread=0.5, load=0.6, limit=0.05)).advice
+    assert "batch to end" in check(here(slots=4, spread=0.5, load=0.6, limit=0.05)).advice
+    assert "above 1" in check(here(slots=4, spread=0.5, load=1.2)).advice
 
 
-def test_requests_that_are_all_alike_leave_no_gap_in_a_full_static_batch():
-    state = widget.sweep(load=2.0, spread=0.0, slots=4, policy="static")
-    assert state.formula == 1.0
-    assert state.waiting_utilization > 0.9
+@pytest.mark.parametrize("in_time", [379, 380, 381])
+def test_a_service_level_that_is_missed_is_never_rounded_to_one_that_is_met(in_time: int):
+    point = runs.Point([0.1] * in_time + [1.0] * (400 - in_time), 0, 1)
+    curve = Curve("static", {0.5: point}, 1.0, settled().curves[0].stretch, 0.5)
+    assert curve.late(0.5) == (in_time < 380)
+    assert (widget.share(point.goodput(0.5)) == widget.share(SERVICE)) == (in_time == 380)
+    assert curve.late(0.5) == (point.ttft(SERVICE) > 0.5)
 
 
-@pytest.mark.parametrize("slots", [2, 4, 8])
-def test_continuous_batching_uses_more_of_its_slots_and_waits_less(slots):
-    static, continuous = (widget.sweep(load=0.8, slots=slots, policy=policy) for policy in widget.POLICIES)
-    assert continuous.utilization > static.utilization
-    assert continuous.median_wait < static.median_wait
-    assert continuous.seconds < static.seconds
+# ---- the picture
 
 
-def test_above_capacity_no_policy_helps():
-    state = widget.sweep(load=2.0, policy="continuous")
+@given(**ALL)
+@settings(max_examples=6, deadline=None)
+def test_every_position_of_the_knobs_is_drawn(**knobs):
+    states = list(widget.sweep(**knobs))
+    for state, width in ((states[0], 640), (states[-1], 400), (states[-1], 640)):
+        picture = widget.figure(state, width)
+        root = ET.fromstring(picture)
+        assert "nan" not in picture.lower().replace("finance", "")
+        assert len(picture) < 64_000
+        assert not re.search(r'width="-|height="-|d="[^"]*--|h-[^z]*v', picture), "no shape runs backwards"
+        assert float(root.get("height", 0)) <= (470 if width >= 600 else 900)
+        used = {value for part in root.iter() for key in ("fill", "stroke") if (value := part.get(key))}
+        assert used - {"none", "transparent"} <= COLOURS
+        assert min(float(part.get("font-size", 12)) for part in root.iter() if part.tag.endswith("text")) >= 12
+    last, said = states[-1], widget.verdict(states[-1])
+    broken = [curve.broken(last.load) for curve in last.curves]
+    assert said.tone == ("fine" if not any(broken) else "broken" if all(broken) or broken[1] else "tight")
+    assert last.complete
+    assert "nan" not in said.words
+
+
+def test_the_hidden_answer_is_the_static_curve_and_every_broken_region():
+    root = ET.fromstring(widget.figure(settled()))
+    hidden = [part for part in root.iter() if part.get("data-answer")]
+    inside = {id(part) for group in hidden for part in group.iter()}
+    regions = [part for part in root.iter() if part.get("data-broken")]
+    assert len(regions) == 2
+    assert all(id(part) in inside for part in regions)
+    assert "static breaks at 0.34" in regions[0].get("data-broken", "")
+    assert "continuous breaks at 1.00: its queue grows without end" in regions[1].get("data-broken", "")
+    assert all(id(part) in inside for part in root.iter() if "Load 0." in part.get("data-tip", ""))
+
+
+def test_a_file_and_a_policy_that_is_broken_at_every_load_fit_the_picture():
+    state = settled(file="azure-code", limit=0.05, load=0.1)
+    picture = widget.figure(state)
+    assert "static breaks below 0.1" in picture
+    assert float(ET.fromstring(picture).get("height", 0)) <= 470
+    assert "nobody" in "".join(ET.fromstring(picture).itertext())
+
+
+def test_the_slots_play_and_each_bar_tells_its_request():
+    state = settled()
+    root = ET.fromstring(widget.figure(state))
+    frames = re.findall(r"have come", root.get("data-frames", ""))
+    assert len(frames) == 24
+    tips = [part.get("data-tip", "") for part in root.iter() if part.get("data-group")]
+    assert len(tips) == sum(len(curve.stretch.stays) for curve in state.curves)
+    assert all(re.search(r"Request \d+: a prompt of \d+, .*wait.*, then \d+ token", tip) for tip in tips)
+    last = [part.get("data-at", "") for part in root.iter() if part.get("data-group")]
+    assert all(at.endswith(" 23") for at in last)
+
+
+def test_a_slot_is_empty_while_somebody_waits_under_static_batching_only():
+    for slots in (2, 8):
+        static, continuous = (curve.stretch for curve in settled(slots=slots).curves)
+        assert static.missed(slots)
+        assert not continuous.missed(slots)
+        assert static.used_while_waiting(slots) < 0.8
+        assert continuous.used_while_waiting(slots) == 1.0
+
+
+def test_a_request_stays_for_as_many_steps_as_it_generates_tokens():
+    stretch, lengths = settled().curves[1].stretch, runs.experiment(8, 1.0, 1.0).outputs
+    ends = {moment.end for moment in stretch.moments}
+    done = [stay for stay in stretch.stays if stay.end in ends and stay.end < max(ends)]
+    for stay in done:
+        steps = [one for one in stretch.moments if stay.start <= one.start and one.end <= stay.end]
+        assert len(steps) == lengths[stay.request] == stay.output_tokens
+
+
+def test_a_pinned_state_is_drawn_behind():
+    pinned = settled(slots=2)
+    assert widget.figure(settled(), pinned=pinned).count('data-group="pinned"') == 2
+
+
+def test_the_command_says_slots_load_and_service_level():
+    said = widget.command(here(slots=4, burstiness=0.25))
+    assert said.splitlines()[-1].endswith("--max-num-seqs 4")
+    assert "--burstiness 0.25 --goodput ttft:500" in said
+    assert "Load 0.7" in said
+
+
+# ---- how it runs
+
+
+def test_the_first_state_is_soon_there_and_a_load_that_is_known_costs_little():
+    runs.experiment.cache_clear()
+    states = widget.sweep(slots=4, burstiness=16.0)
+    start = time.process_time()
+    widget.figure(next(states))
+    assert time.process_time() - start < 0.06
+    list(states)
+    spent = []
+    for load in LOADS:
+        start = time.process_time()
+        widget.figure(settled(slots=4, burstiness=16.0, load=load))
+        spent.append(time.process_time() - start)
+    assert statistics.median(spent) < 0.03
+
+
+def test_runs_that_were_left_are_taken_up_again_and_give_the_same():
+    runs.experiment.cache_clear()
+    expected = settled(slots=16).curves
+    runs.experiment.cache_clear()
+    for _ in range(300):  # as when the load is dragged: each sweep is left after three steps
+        states = widget.sweep(slots=16)
+        for _ in range(3):
+            last = next(states, None)
+        if last is None or last.complete:
+            break
+    state = settled(slots=16)
+    assert [curve.points for curve in state.curves] == [curve.points for curve in expected]
+
+
+def test_importing_and_showing_need_no_torch():
+    code = (
+        "import sys; from widgets import continuous_batching as widget; widget.show(); "
+        "print({'torch', 'triton', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert run.stdout.strip().endswith("set()"), run.stderr
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"load": 0.0}, {"slots": 0}, {"spread": -1.0}, {"burstiness": 0.0}, {"limit": math.nan}, {"slots": 2.5}],
+)
+def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
+    with pytest.raises(MinivllmError, match=next(iter(knobs))):
+        settled(**knobs)
+
+
+# ---- the reader's own schedule
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    return load_lesson("vllm/04_continuous_batching.py")
+
+
+def test_the_lessons_own_schedule_gives_the_curve_of_continuous_batching(lesson):
+    mine, ours = settled(schedule=lesson.schedule).curves[1], settled().curves[1]
+    assert mine.name == "yours"
+    assert mine.points == ours.points
+    assert mine.knee == ours.knee
+    assert "yours" in widget.figure(settled(schedule=lesson.schedule))
+
+
+def test_a_schedule_that_admits_into_an_empty_batch_only_breaks_where_static_does(lesson):
+    def shut(running, waiting, pool, token_budget, chunk_limit, max_num_seqs):
+        places = len(running) if running else max_num_seqs
+        return lesson.schedule(running, waiting, pool, token_budget, chunk_limit, places)
+
+    state = settled(schedule=shut)
+    assert state.curves[1].points == state.curves[0].points
     assert widget.verdict(state).tone == "broken"
-    assert "does not drain" in widget.verdict(state).words
-    assert widget.verdict(widget.sweep(load=0.5, policy="continuous")).tone == "fine"
+    assert "Your schedule cannot keep up" in widget.verdict(state).words
 
 
-@pytest.mark.parametrize(
-    ("knobs", "words"),
-    [
-        (STATIC, ["4 slots, static batching", "empty while somebody waits", "Requests that wait"]),
-        ({"policy": "continuous"}, ["4 slots, continuous batching", "the last one arrives", "in use while"]),
-    ],
-)
-def test_the_picture_says_what_happens(knobs: dict, words: list[str]):
-    picture = widget.figure(widget.sweep(**knobs))
-    assert [word for word in words if word not in picture] == []
+def test_a_schedule_that_forgets_the_slots_is_seen(lesson):
+    def greedy(running, waiting, pool, token_budget, chunk_limit, max_num_seqs):
+        return lesson.schedule(running, waiting, pool, token_budget, chunk_limit, 300)
+
+    state = here(schedule=greedy, load=1.2)
+    assert widget.verdict(state).tone == "broken"
+    assert "requests run at once, and max_num_seqs is 8" in widget.verdict(state).words
+    ET.fromstring(widget.figure(state))
 
 
-@pytest.mark.parametrize(
-    ("knobs", "words"),
-    [
-        ({"load": 0.0}, "load"),
-        ({"slots": 0}, "slots"),
-        ({"spread": -1.0}, "spread"),
-        ({"policy": "magic"}, "magic"),
-        ({"burstiness": 0.0}, "burstiness"),
-    ],
-)
-def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict, words: str):
-    with pytest.raises(MinivllmError, match=words):
-        widget.sweep(**knobs)
+def never(running: list, waiting: deque, *_):
+    while waiting:
+        pass
+    return {}
 
 
-def test_the_challenge_is_open_at_first_and_can_be_met():
-    shown = widget.show()
-    assert "Not yet." in shown.progress.value
-    shown.set(**MET)
-    assert "Met." in shown.progress.value
-    shown.set(policy="continuous")
-    assert "Not yet." in shown.progress.value
+def nobody(*_):
+    return {}
+
+
+@pytest.mark.parametrize(("schedule", "words"), [(never, "did not return"), (nobody, "gives nobody a token")])
+def test_a_schedule_that_leads_nowhere_is_stopped_and_told_why(schedule, words, monkeypatch):
+    monkeypatch.setattr(runs, "PATIENCE", 0.2)
+    session = Session(widget.SPEC, schedule=schedule)
+    start = time.process_time()
+    view = session.settle()
+    assert words in view["words"]
+    assert view["tone"] == "broken"
+    assert time.process_time() - start < 5
+    assert words in session.settle(load=0.8)["words"], "and again, at the next turn of a knob"

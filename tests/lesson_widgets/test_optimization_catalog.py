@@ -1,7 +1,11 @@
-"""Lesson 05's waterfall shows what the lever model says, in the order that is asked for."""
+"""Lesson 05's levers: both orders say what the lever model says, and where a server breaks is drawn and said."""
 
+import inspect
 import math
+import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -11,133 +15,313 @@ from minivllm.errors import MinivllmError
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.lever_checks import median_error
-from minivllm.simulate.levers import LADDER, Levers, ladder
+from minivllm.simulate.levers import LADDER, LeverResult, Levers, ladder, throughput
 from widgets import optimization_catalog as widget
+from widgets import optimization_catalog_runs as runs
+from widgets.optimization_catalog_figure import breaks
+from widgets.session import Session
+from widgets.theme import COLOURS
 
-MET = {"gpu": "H100", "slots": 1}
-VALUES = {
-    "kv_dtype": ["auto", "int8", "fp8"],
-    "weight_bits": [16, 8, 4],
-    "speculative_tokens": [0, 3],
-    "tensor_parallel": [1, 2, 4],
-}
+ALL_OFF = dict.fromkeys(runs.FIELDS, False)
+ALL_ON = dict.fromkeys(runs.FIELDS, True)
+FIVE = {**ALL_OFF} | dict.fromkeys(("kv_cache", "continuous_batching", "gqa", "weight_bits", "tensor_parallel"), True)
+LEVERS = st.fixed_dictionaries(dict.fromkeys(runs.FIELDS, st.booleans()))
+
+
+def end_of(state: runs.State) -> LeverResult:
+    assert isinstance(state.everything, LeverResult)
+    return state.everything
+
+
+def words_in(picture: str) -> list[str]:
+    return [text.text or "" for text in ET.fromstring(picture).iter() if text.tag.endswith("text")]
+
+
+# What is run
+
+
+def test_the_ranking_is_the_simulators_ladder():
+    state = runs.settled(**ALL_ON)
+    work = runs._workload("chats", state.slots)
+    expected = [result for _, _, result in ladder(known_model(runs.MODEL), get_hardware("L4"), work)]
+    assert state.nothing == expected[0]
+    assert [row.steps[0].after for row in state.rows] == expected[1:]
+    assert [row.title for row in state.rows] == [rung.title for rung in LADDER]
+
+
+def test_the_reverse_pulls_the_same_levers_from_the_end_and_both_end_alike():
+    state = runs.settled(**ALL_ON)
+    levers, work = Levers(), runs._workload("chats", state.slots)
+    for rung, row in zip(reversed(LADDER), reversed(state.rows), strict=True):
+        before, levers = levers, rung.pull(levers)
+        got = [throughput(one, known_model(runs.MODEL), get_hardware("L4"), work) for one in (before, levers)]
+        assert list(row.steps[1]) == got
+    assert state.rows[0].steps[1].after == state.rows[-1].steps[0].after == state.everything
 
 
 @given(
-    st.fixed_dictionaries({rung.field: st.sampled_from(VALUES.get(rung.field, [True, False])) for rung in LADDER}),
-    st.sampled_from(widget.GPUS),
-    st.sampled_from(list(widget.WORKLOADS)),
-    st.sampled_from([1, 4]),
-    st.sampled_from(widget.RESERVATIONS),
-    st.sampled_from(list(widget.ORDERS)),
-)
+    LEVERS, st.sampled_from(runs.GPUS), st.sampled_from([*runs.REQUESTS]), st.sampled_from((1, 8)),
+    st.sampled_from(runs.LEVELS), st.sampled_from((360, 559, 560, 640, 760)),
+)  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_every_position_of_the_knobs_is_drawn(levers, gpu, requests, slots, max_model_len, order):
-    state = widget.sweep(gpu, requests, slots, max_model_len, order=order, **levers)
-    ET.fromstring(widget.figure(state))
-    assert widget.verdict(state).words
-    assert [rung.is_on for rung in state.rungs] == [
-        levers[rung.field] != widget.OFF[rung.field] for rung in state.rungs
-    ]
-    on = [rung for rung in state.rungs if rung.is_on]
-    if state.start and all(rung.result for rung in on):
-        product = math.prod(rung.factor for rung in on)
-        end = state.end
-        assert end is not None
-        assert end.tokens_per_second == pytest.approx(product * state.start.tokens_per_second)
-    assert (state.end is None) == bool(state.refusal)
+def test_every_position_of_the_knobs_is_drawn_and_told(levers, gpu, requests, slots, level, width):
+    state = runs.settled(gpu=gpu, requests=requests, slots=slots, level=level, **levers)
+    assert state.complete
+    for reverse in (False, True):
+        factors = [state.factor(row.field, reverse) for row in state.on]
+        if isinstance(state.nothing, LeverResult) and None not in factors:
+            assert end_of(state).tokens_per_second == pytest.approx(
+                math.prod(factor or 0 for factor in factors) * state.nothing.tokens_per_second
+            )
+    said = widget.verdict(state)
+    assert (said.tone == "broken") == bool(state.trouble(state.everything))
+    picture = widget.figure(state, width=width)
+    root = ET.fromstring(picture)
+    assert "nan" not in picture
+    colours = {mark.get(key) for mark in root.iter() for key in ("fill", "stroke")} - {None, "none", "transparent"}
+    assert colours <= COLOURS
+    assert min(float(mark.get("font-size", "13")) for mark in root.iter() if mark.tag.endswith("text")) >= 12
+    assert width < 600 or float(root.get("height", "0")) <= 470
+    for mark in root.iter():
+        if mark.tag.endswith("rect") and mark.get("x"):
+            assert float(mark.get("x", "")) >= 0
+            assert float(mark.get("x", "")) + float(mark.get("width", "")) <= width
+    for challenge in widget.CHALLENGES:
+        assert challenge.check(state).words
 
 
-def test_the_rungs_are_the_simulators_ladder():
-    state = widget.sweep(**widget.ON)
-    expected = ladder(known_model(widget.MODEL), get_hardware("L4"), state.workload)
-    assert state.start == expected[0][2]
-    assert [rung.result for rung in state.rungs] == [result for _, _, result in expected[1:]]
-    assert [rung.field for rung in state.rungs] == [rung.field for rung in LADDER]
+def test_states_become_more_complete_and_nothing_is_run_twice():
+    runs._RUNS.clear()
+    swept = runs.sweep(gpu="A100", slots=8)
+    assert inspect.isgenerator(swept)
+    states = list(swept)
+    first = states[0]
+    assert isinstance(first.everything, LeverResult)
+    assert isinstance(first.nothing, LeverResult)
+    assert "…" in "".join(words_in(widget.figure(first)))
+    known = [sum(run is not None for one in state.curves for run in one.outcomes) for state in states]
+    assert known == sorted(known)
+    assert states[-1].complete
+    assert isinstance(runs.sweep(gpu="A100", slots=8), runs.State), "all its runs are known"
+    assert isinstance(runs.sweep(gpu="A100", slots=8, level=10), runs.State), "a level needs no run"
 
 
-def test_the_other_way_round_ends_at_the_same_place_by_other_steps():
-    one, other = (widget.sweep(order=order) for order in widget.ORDERS)
-    assert [rung.field for rung in other.rungs] == [rung.field for rung in reversed(one.rungs)]
-    assert one.end == other.end
-    assert other.factor("kv_cache") > 5 * one.factor("kv_cache"), "last, it finds a large batch to serve"
-    assert other.factor("paging") == pytest.approx(1.0), "there is nothing to page before there is a cache"
+# Held against theory
 
 
-def test_a_lever_that_is_off_changes_nothing_and_is_said_to_be_off():
-    state = widget.sweep(paging=False, weight_bits=16)
-    off = {rung.field: rung for rung in state.rungs if not rung.is_on}
-    assert set(off) == {"paging", "weight_bits", "speculative_tokens", "tensor_parallel"}
-    assert all(rung.factor == 1 and rung.result is None for rung in off.values())
-    assert widget.figure(state).count(">off<") == 4
-    nothing = widget.sweep(**widget.OFF)
-    assert nothing.end == nothing.start
-    assert "Nothing is on" in widget.verdict(nothing).words
+@pytest.mark.parametrize("gpu", runs.GPUS)
+def test_no_token_comes_sooner_than_the_weights_are_read(gpu):
+    for knobs in ({"slots": 1}, {"slots": 1, "weight_bits": False}, {"slots": 8, **ALL_ON}):
+        state = runs.settled(gpu=gpu, **knobs)
+        assert end_of(state).inter_token_latency > runs.weight_bytes(state.levers) / get_hardware(gpu).bandwidth
 
 
-def test_where_memory_is_scarce_paging_pays_and_where_it_is_ample_it_does_not():
-    scarce, ample = widget.sweep(gpu="L4"), widget.sweep(gpu="H100", slots=16)
-    assert scarce.factor("paging") > 1.8
-    assert ample.factor("paging") < 1, "blocks are gathered as long as no kernel walks them"
-    assert "Blocks are copied" in widget.verdict(ample).words
-    assert widget.verdict(ample).tone == "tight"
+def test_one_alone_gets_as_many_tokens_as_there_are_steps():
+    """A batch of one without drafts: its rate is one token a step."""
+    state = runs.settled(slots=1, speculative_tokens=False)
+    assert end_of(state).tokens_per_second == pytest.approx(1 / end_of(state).inter_token_latency, rel=1e-6)
 
 
-def test_a_server_that_does_not_start_says_so_and_which_lever_lets_it():
-    state = widget.sweep(max_model_len=8192)
-    refused = [rung.field for rung in state.rungs if rung.is_on and rung.result is None]
-    assert refused == ["kv_cache", "paging", "continuous_batching", "flash_attention"]
-    assert "Before grouped-query attention is on" in widget.verdict(state).words
-    assert widget.figure(state).count("does not start") == 4
-    hopeless = widget.sweep(max_model_len=16384, gqa=False, weight_bits=16)
-    assert widget.verdict(hopeless).tone == "broken"
-    assert "max_model_len" in widget.verdict(hopeless).words
+def test_the_wait_grows_with_the_requests_at_once():
+    waits = [run.inter_token_latency for run in runs.settled().curves[0].outcomes if isinstance(run, LeverResult)]
+    assert len(waits) == len(runs.SLOTS)
+    assert all(one < more for one, more in pairwise(waits))
 
 
-def test_the_picture_says_that_it_is_modelled_and_names_every_lever():
-    picture = widget.figure(widget.sweep(**widget.ON))
-    words = [
-        f"modelled: off by {median_error():.0%}",
-        "nothing on",
-        "all that is on",
-        "L4",
-        "8 at once",
-        *(rung.title for rung in LADDER[:7]),
-    ]
-    assert [word for word in words if word not in picture] == []
-    assert "speculation, 3 drafts" in picture
-    assert "2 GPUs" in picture
+@pytest.mark.parametrize(
+    ("knobs", "trouble"),
+    [
+        ({}, ""),
+        ({"slots": 32}, "late"),  # steps of 55 ms
+        ({"slots": 24}, "late"),  # 50.04 ms, which is more than 50
+        ({"weight_bits": False}, "late"),  # 15 GiB at 300 GB/s are 54 ms
+        ({"weight_bits": False, "level": 100}, ""),
+        ({"gpu": "H100", "weight_bits": False}, ""),
+        ({**ALL_OFF}, "late"),
+        (widget.PRESETS["Cache full"], "preempts"),
+        (widget.PRESETS["Does not start"], "refused"),
+        ({**widget.PRESETS["Does not start"], "gpu": "H100", "level": 200}, ""),
+    ],
+)
+def test_verdicts_against_configurations_whose_outcome_is_known(knobs, trouble):
+    state = runs.settled(**knobs)
+    assert state.trouble(state.everything) == trouble
+    said = widget.verdict(state)
+    assert (said.tone == "broken") == bool(trouble)
+    words = {"late": "are asked for", "preempts": "preemptions", "refused": "does not start", "": "tokens/s"}
+    assert words[trouble] in said.words
+
+
+def test_what_is_just_too_late_is_not_rounded_to_in_time():
+    said = widget.verdict(runs.settled(slots=24)).words
+    wait = float(re.findall(r"([\d.]+) ms between", said)[0])
+    assert 50 < wait < 50.1
+    assert widget.apart(50.0004, 50) == "50.0004"
+    assert widget.apart(44.68, 50) == "44.7"
+
+
+def test_what_a_lever_needs_decides_what_it_buys():
+    state = runs.settled()
+    assert state.factor("kv_cache", reverse=True) > 10 * state.factor("kv_cache")  # pyright: ignore
+    for field in ("paging", "prefix_caching"):
+        assert state.factor(field) > 1.05  # pyright: ignore
+        assert state.factor(field, reverse=True) == pytest.approx(1), f"{field} has no cache to act on"
+    assert state.factor("weight_bits") > 1.5  # pyright: ignore
+    assert state.factor("weight_bits", reverse=True) < 1, "without a cache a step waits for arithmetic"  # pyright: ignore
+    assert "4-bit weights" in widget.verdict(state).words
+    strangers = runs.settled(requests="mixed")
+    assert strangers.factor("prefix_caching") == pytest.approx(1), "nobody shares a beginning"
+    alone = runs.settled(gpu="H100", slots=1)
+    assert alone.factor("paging") == pytest.approx(1, abs=0.01)
+    assert alone.factor("continuous_batching") == pytest.approx(1)
+    assert state.factor("cuda_graphs") == pytest.approx(1, abs=0.01)
+    assert alone.factor("cuda_graphs") > 2  # pyright: ignore
+
+
+def test_a_server_that_starts_late_in_an_order_says_where():
+    state = runs.settled(requests="code")
+    effects = {row.field: row.steps[0].effect for row in state.on}
+    assert [field for field, effect in effects.items() if effect == "refused"] == list(runs.FIELDS[:4])
+    assert effects["gqa"] == "starts"
+    words = words_in(widget.figure(state))
+    assert sum("does not start" in word for word in words) == 4
+    assert any("starts:" in word for word in words)
+
+
+# What is drawn
+
+
+def test_the_broken_region_begins_between_the_last_that_holds_and_the_first_that_does_not():
+    assert breaks(runs.settled()) == [(math.sqrt(16 * 24), None, "late")]
+    assert breaks(runs.settled(level=200)) == []
+    assert breaks(runs.settled(level=10)) == [(None, None, "late")]
+    assert breaks(runs.settled(**widget.PRESETS["Does not start"])) == [(None, None, "refused")]
+    (low, high, trouble), *more = breaks(runs.settled(**widget.PRESETS["Cache full"]))
+    assert (high, trouble, more) == (None, "preempts", [])
+    assert low == math.sqrt(16 * 24)
+
+
+def test_the_picture_says_its_error_its_levers_and_what_each_does_without_colour():
+    picture = widget.figure(runs.settled())
+    words = words_in(picture)
+    assert any(f"modelled, off by {median_error():.0%}" in word for word in words)
+    assert {"▲ ×1.77", "▲ ×23.1", "▼ ×0.94", "= ×1.00", "off"} <= set(words)
+    assert words.count("off") == 2
+    assert {"all 11 on", "nothing on", "speculation alone", "KV cache alone"} <= set(words)
+    for row in runs.settled().on:
+        assert picture.count(f'data-group="{row.field}"') == 3, "its name and its two bars light up together"
+    assert 'data-drag="slots"' in picture
+    assert 'data-answer="1"' in picture
+
+
+def test_a_tip_has_before_and_after_and_why():
+    tips = re.findall(r'data-tip="([^"]*)"', widget.figure(runs.settled()))
+    (last,) = (tip for tip in tips if tip.startswith("KV cache, number 11 of 11 in the reverse"))
+    for words in ("▲ ×23.1", "Before: 19.5 tokens/s", "With it: 450.1 tokens/s", "In the ranking's order: ▲ ×1.77"):
+        assert words in last.replace("&#x27;", "'")
+    (paging,) = (tip for tip in tips if tip.startswith("Paging, number 10 of 11"))
+    assert "It needs the KV cache on before it" in paging
+
+
+def test_a_pinned_state_is_drawn_behind():
+    one = Session(widget.SPEC)
+    one.settle()
+    one.pin()
+    assert 'data-group="pinned"' in one.settle(tensor_parallel=True)["svg"]
+
+
+# What can be met, guessed and carried away
+
+
+@pytest.mark.parametrize(
+    ("challenge", "met"),
+    [
+        (0, {"tensor_parallel": True, "slots": 48}),
+        (1, {"gpu": "H100", "slots": 1}),
+        (2, {**FIVE, "slots": 32}),
+    ],
+)
+def test_each_challenge_can_be_met_but_not_by_one_move_nor_by_a_preset(challenge, met):
+    check = widget.CHALLENGES[challenge].check
+    assert check(runs.settled(**met)).met
+    for preset in widget.PRESETS.values():
+        assert not check(runs.settled(**preset)).met
+    for name, knob in widget.SPEC.flat().items():
+        for value in (not knob.value,) if knob.kind == "switch" else [value for _, value in knob.options]:
+            found = check(runs.settled(**{**runs.START, name: value}))
+            assert not found.met, f"{name} = {value} alone meets it"
+            assert found.advice
+
+
+@pytest.mark.parametrize(
+    ("challenge", "knobs", "advice"),
+    [
+        (0, {"gpu": "H100"}, "GPU: the goal is for L4s"),
+        (0, {"slots": 64}, "Two GPUs: every token waits for a step, and one L4 reads the weights in 19 ms"),
+        (0, {"weight_bits": False, "tensor_parallel": True, "slots": 64}, "4-bit weights"),
+        (0, {"tensor_parallel": True}, "At once: there is time left"),
+        (0, {**ALL_OFF}, "KV cache"),
+        (0, {**widget.PRESETS["Does not start"]}, "Memory"),
+        (1, {"cuda_graphs": False}, "Levers: what is off"),
+        (1, {"gpu": "H100"}, "At once: whoever is alone"),
+        (1, {"slots": 1}, "GPU: a step of the L4 is long"),
+        (1, {"gpu": "H100", "slots": 1, "weight_bits": False, "speculative_tokens": False}, "Levers: the step"),
+        (1, {"requests": "code"}, "Requests: before all levers"),
+        (2, {}, "Levers: too many are on. CUDA graphs buys at most ×1.00"),
+    ],
+)
+def test_advice_names_the_knob_that_is_wrong(challenge, knobs, advice):
+    found = widget.CHALLENGES[challenge].check(runs.settled(**knobs))
+    assert not found.met
+    assert advice in found.advice
+
+
+def test_the_guess_is_what_the_sweep_says():
+    factor = runs.settled().factor("kv_cache", reverse=True)
+    assert factor is not None
+    first = runs.settled().factor("kv_cache")
+    assert first == pytest.approx(1.8, abs=0.05)
+    assert [factor < 1, abs(factor - 1.8) < 1, 4 < factor < 7, factor > 15].index(True) == widget.GUESS.right
+
+
+def test_the_command_has_the_flags_of_what_is_on_and_comments_for_the_rest():
+    line = widget.command(runs.settled(**ALL_ON, slots=4))
+    for flag in (
+        "--max-num-seqs 4",
+        "--enable-chunked-prefill",
+        "--enable-prefix-caching",
+        "--kv-cache-dtype fp8",
+        "--quantization awq",
+        '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 3}\'',
+        "--tensor-parallel-size 2",
+    ):
+        assert flag in line
+    assert "--enforce-eager" not in line
+    off = widget.command(runs.settled(**ALL_OFF))
+    assert "--no-enable-chunked-prefill --no-enable-prefix-caching --enforce-eager" in off
+    assert off.count("\n# ") == 5, "what vLLM cannot switch off"
 
 
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"gpu": "abacus"}, "abacus"),
+        ({"gpu": "abacus"}, "gpu"),
         ({"requests": "songs"}, "requests"),
-        ({"order": "random"}, "order"),
-        ({"slots": 0}, "slots"),
-        ({"acceptance": 1.5}, "acceptance"),
+        ({"slots": 5}, "slots"),
+        ({"level": math.nan}, "level"),
         ({"lever": True}, "lever"),
-        ({"weight_bits": 3}, "weight_bits"),
+        ({"weight_bits": 4}, "weight_bits"),
     ],
 )
 def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict, words: str):
     with pytest.raises(MinivllmError, match=words):
-        widget.sweep(**knobs)
+        runs.sweep(**knobs)
 
 
-def test_the_challenge_is_open_at_first_and_can_be_met():
-    shown = widget.show()
-    assert "Not yet." in shown.progress.value
-    shown.set(**MET)
-    assert "Met." in shown.progress.value
-    shown.set(cuda_graphs=False)
-    assert "Switch paging" in shown.progress.value
-
-
-def test_every_lever_has_a_knob_and_the_buttons_turn_them():
-    shown = widget.show()
-    assert set(shown.knobs) == {*widget.SERVER, *(rung.field for rung in LADDER)}
-    shown.set(**{**widget.START, **widget.OFF})
-    assert shown.state.end == shown.state.start
-    assert Levers(**{name: shown.values()[name] for name in widget.OFF}) == Levers()
+def test_a_lever_that_is_on_is_pulled_as_in_the_ladder():
+    levers = runs.settled(tensor_parallel=True).levers
+    expected = Levers()
+    for rung in LADDER:
+        expected = rung.pull(expected)
+    assert levers == expected
+    assert runs.settled(gqa=False, tensor_parallel=True).levers == replace(expected, gqa=False)

@@ -1,119 +1,296 @@
-"""Lesson 05's prefix cache shows what the block pool finds, and falls off its cliff where it should."""
+"""Lesson 05's prefix cache shows what the block pool finds, falls off its cliff where it should, and says why."""
 
+import hashlib
+import json
+import struct
 import xml.etree.ElementTree as ET
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig
+from minivllm.core.block_hash import hash_block_tokens
 from minivllm.errors import MinivllmError
+from minivllm.simulate.prefix_reuse import CONFIG
 from minivllm.simulate.sharing import SHARING, sessions
-from minivllm.simulate.virtual_clock import simulate
+from minivllm.simulate.virtual_clock import percentile, simulate
 from widgets import prefix_caching as widget
+from widgets import prefix_caching_state as states
+from widgets.prefix_caching_figure import COLUMNS, ROWS
+from widgets.session import Session
+from widgets.spec import Progress
+from widgets.theme import COLOURS
 
-MET = {"kind": "system", "users": 16, "turns": 4, "prefix": 1024}
+LESSON = Path(__file__).resolve().parents[2] / "vllm" / "05_optimization_catalog.py"
+START = widget.START
 
 
-@given(
-    st.sampled_from(list(SHARING)),
-    st.sampled_from([1, 2, 3, 4]),
-    st.sampled_from(widget.TURNS),
-    st.sampled_from([128, 256]),
-    st.sampled_from(widget.POOLS),
-)
-@settings(max_examples=20, deadline=None)
-def test_every_position_of_the_knobs_is_drawn(kind, users, turns, prefix, pool):
-    state = widget.sweep(kind, users, turns, prefix, pool)
-    ET.fromstring(widget.figure(state))
-    assert widget.verdict(state).words
-    assert 0 <= state.hit_rate <= state.endless_hit_rate < 1
-    assert all(0 <= rate <= could < 1 for _, rate, could in state.curve)
-    assert min(min(turn.found, turn.again, turn.first) for turn in state.turns) >= 0
-    prompts = sum(one.prompt_tokens for one in sessions(SHARING[kind], users, turns, prefix))
-    assert sum(turn.total for turn in state.turns) == prompts
+def last(**knobs) -> widget.State:
+    *_, state = widget.sweep(**{**START, **knobs})
+    return state
+
+
+def first(**knobs) -> widget.State:
+    return next(widget.sweep(**{**START, **knobs}))
+
+
+def without_the_parent(parent, token_ids, extra_keys=b""):
+    return hashlib.sha256(struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()
+
+
+# ---- the state
 
 
 def test_what_is_found_is_what_the_engines_pool_found():
-    knobs = {"kind": "chat", "users": 8, "turns": 3, "prefix": 256, "pool": 2048}
-    state = widget.sweep(**knobs)
-    run = simulate(
-        sessions(SHARING["chat"], 8, 3, 256),
-        SchedulerConfig(max_model_len=4096, max_num_batched_tokens=8192),
-        CacheConfig(num_gpu_blocks=1 + 2048 // 16),
-        widget._cost(),
-    )
-    assert sum(turn.found for turn in state.turns) == sum(step.prefix_hits for step in run.steps)
+    state = first(kind="chat", prefix=256, pool=2048)
+    work = sessions(SHARING["chat"], 8, 3, 256)
+    run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + 2048 // 16), states._cost())
+    assert sum(state.here.found) == sum(step.prefix_hits for step in run.steps)
     assert state.hit_rate == sum(step.prefix_hits for step in run.steps) / sum(s.prefix_queries for s in run.steps)
-    assert {users: rate for users, rate, _ in state.curve}[8] == state.hit_rate
+    later = [one.ttft for index, one in enumerate(run.requests) if index % 3]
+    assert state.ttft(state.here) == percentile(later, 0.95)
 
 
-def test_the_cliff_is_where_what_must_stay_no_longer_fits():
-    """A document of 512 tokens for each user in a pool of 4,096: four users fit beside whoever runs, sixteen do not."""
-    state = widget.sweep(**widget.THRASH)
-    rates = {users: rate for users, rate, _ in state.curve}
-    endless = {users: could for users, _, could in state.curve}
-    assert rates[4] == endless[4] > 0.7
-    assert rates[16] == 0
-    assert state.kept == 16 * 512 > state.pool
-    assert widget.verdict(state).tone == "broken"
-    assert "thrashes" in widget.verdict(state).words
-    assert state.ttft > 1.3 * state.endless_ttft
-    assert widget.verdict(widget.sweep(**{**widget.THRASH, "users": 4})).tone == "fine"
+def test_the_map_grows_and_the_readers_own_cell_comes_first():
+    states._runs.cache_clear()
+    seen = list(widget.sweep(**START))
+    sizes = [len(state.cells) for state in seen]
+    assert sizes == sorted(sizes)
+    assert (8, 6144) in seen[0].cells
+    assert seen[0].endless is None, "the first picture waits for one cell only"
+    assert len(seen) > 3
+    assert set(seen[-1].cells) == {(users, pool) for users in widget.USERS for pool in widget.POOLS}
+    moved: dict = START | {"pool": 16384, "users": 12}
+    assert len(list(widget.sweep(**moved))) == 1, "moving in the map computes nothing"
 
 
-def test_one_prompt_for_all_survives_in_a_small_pool_and_agents_that_do_not_pause_keep_theirs():
-    pool = {"users": 16, "turns": 4, "prefix": 512, "pool": 2048}
-    for kind in ("system", "agent"):
-        state = widget.sweep(kind, **pool)
-        assert state.hit_rate == state.endless_hit_rate > 0.75
-    assert widget.sweep("chat", **pool).hit_rate < widget.sweep("agent", **pool).endless_hit_rate
-    assert "do not pause" in widget.figure(widget.sweep("agent", **pool))
+def test_cells_of_one_size_hold_their_values():
+    for edges, values in ((COLUMNS, widget.POOLS), (ROWS, widget.USERS)):
+        ratios = [high / low for low, high in pairwise(edges)]
+        assert ratios == pytest.approx([2**0.5] * len(values))
+        assert all(low < value < high for low, value, high in zip(edges, values, edges[1:], strict=False))
 
 
-def test_more_users_behind_one_prompt_find_more_and_users_of_their_own_do_not():
-    shared = [rate for _, rate, _ in widget.sweep("system", pool=32768).curve]
-    own = [rate for _, rate, _ in widget.sweep("documents", pool=32768).curve]
-    assert shared == sorted(shared)
-    assert shared[-1] > shared[0] + 0.2
-    assert len(set(own)) == 1
-    assert widget.sweep("none").hit_rate == 0
-    assert "nothing to find" in widget.verdict(widget.sweep("none")).words
+# ---- held against theory
 
 
-@pytest.mark.parametrize(
-    ("knobs", "words"),
-    [
-        ({}, ["Share of prompt tokens found", "never evicts", "What must stay", "turn 3", "prefill skipped"]),
-        (widget.THRASH, ["a document for each user", "the pool ends here", "evicted, computed again", "turn 4"]),
-    ],
-)
-def test_the_picture_says_what_happens(knobs: dict, words: list[str]):
-    picture = widget.figure(widget.sweep(**knobs))
-    assert [word for word in words if word not in picture] == []
+def test_the_cliff_is_where_the_documents_no_longer_fit():
+    """A document of 1,024 tokens for each user: a pool below users × 1,024 finds nothing, one with room to run all."""
+    state = last()
+    for (users, pool), cell in state.cells.items():
+        if users * 1024 > pool:
+            assert cell.hit_rate == 0
+            assert state.missed(cell)
+        elif users * 1024 + 1100 < pool and cell.evicted == 0:
+            assert cell.hit_rate == pytest.approx(2 / 3 * 1024 / 1056)
+    assert state.kept == 8 * 1024
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("knobs", "tone", "words"),
     [
-        ({"kind": "songs"}, "songs"),
-        ({"users": 0}, "users"),
-        ({"turns": 0}, "turns"),
-        ({"prefix": 0}, "prefix"),
-        ({"pool": 3}, "pool"),
-        ({"pool": 512, "prefix": 1024}, "blocks"),
+        ({}, "broken", "The cache thrashes: 0.0%"),
+        ({"pool": 8192}, "tight", "a cache that never evicts finds 64.6 %"),
+        ({"pool": 12288}, "fine", "all that a cache without end would find. p95"),
+        ({"target": 20}, "tight", "19.2 ms (modelled); 20 ms are asked"),
+        ({"kind": "none", "pool": 24576}, "broken", "no pool helps"),
+        ({"kind": "none", "target": 20}, "fine", "nothing to find"),
+        ({"kind": "documents", "turns": 1, "target": 30}, "fine", "nothing to find"),
+        ({"kind": "system", "users": 16, "pool": 2048}, "fine", "none of them wanted again"),
+        ({"kind": "chat", "users": 16, "turns": 4, "prefix": 256, "pool": 2048}, "tight", "never evicts finds 82"),
+        ({"kind": "agent", "users": 16, "turns": 4, "pool": 2048}, "broken", "the others wait for room"),
+        ({"order": "at random", "users": 16, "pool": 24576, "target": 10}, "broken", "even a cache that never evicts"),
     ],
 )
-def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict, words: str):
-    with pytest.raises(MinivllmError, match=words):
-        widget.sweep(**knobs)
+def test_verdicts_are_those_of_theory(knobs: dict, tone: str, words: str):
+    verdict = widget.verdict(last(**knobs))
+    assert verdict.tone == tone
+    assert words in verdict.words
 
 
-def test_the_challenge_is_open_at_first_and_can_be_met():
-    shown = widget.show()
-    assert [name for _, name in shown.knobs["kind"].options] == list(SHARING)
-    assert "Not yet." in shown.progress.value
-    shown.set(**MET)
-    assert "Met." in shown.progress.value
-    shown.set(kind="chat")
-    assert "Not yet." in shown.progress.value
+knobs = st.fixed_dictionaries(
+    {name: st.sampled_from([value for _, value in knob.options]) for name, knob in widget.SPEC.flat().items()}
+)
+
+
+@given(knobs, st.sampled_from([360, 400, 640, 760]))
+@settings(max_examples=25, deadline=None)
+def test_every_position_of_the_knobs_is_drawn_and_judged_by_its_numbers(values: dict, width: int):
+    state = next(widget.sweep(**values))
+    root = ET.fromstring(widget.figure(state, width))
+    assert float(root.get("width", "0")) == width
+    assert width < 600 or float(root.get("height", "0")) <= 470
+    texts = [mark for mark in root.iter() if mark.tag.endswith("text")]
+    assert min(float(mark.get("font-size", "13")) for mark in texts) >= 12
+    assert all(0 <= float(mark.get("x", "0")) <= width for mark in texts)
+    colours = {mark.get(key) for mark in root.iter() for key in ("fill", "stroke")} - {None, "none", "transparent"}
+    assert colours <= COLOURS
+    tone = widget.verdict(state).tone
+    assert (tone == "broken") == (state.ttft(state.here) > state.target)
+    assert tone != "fine" or state.lost == 0
+    assert "as many" not in widget.verdict(state).words
+    assert all(isinstance(challenge.check(state), Progress) for challenge in widget.CHALLENGES)
+    assert 0 <= state.hit_rate <= state.endless_rate < 1
+
+
+# ---- the picture
+
+
+def test_the_picture_shows_the_break_its_cause_and_the_level_missed():
+    picture = widget.figure(last())
+    wanted = ["all contexts together exceed", "p95 TTFT above 15 ms", "all contexts together = the pool"]
+    wanted += ["8 users, 6K tokens of KV cache: 0.0% found, 1,201 evictions; p95 TTFT 19.2 ms, target missed."]
+    wanted += ["User 1, turn 2: 0 of 1,056 tokens found; 1,024 evicted and computed again, 32 new."]
+    root = ET.fromstring(picture)
+    words = " ".join(mark.text or "" for mark in root.iter())
+    said = words + "".join(mark.get(key, "") for mark in root.iter() for key in ("data-tip", "data-broken"))
+    assert [one for one in wanted if one not in said] == []
+    assert len(picture) < 60_000
+    assert "all contexts together exceed" not in widget.figure(last(kind="system"))
+
+
+def test_hatching_and_frame_follow_the_target_and_the_handle():
+    def hatched(state) -> int:
+        return widget.figure(state).count('stroke="#F3C29B"')
+
+    assert hatched(last(target=10)) > hatched(last()) > hatched(last(target=20))
+
+
+def test_a_request_is_a_frame_and_lights_its_user():
+    root = ET.fromstring(widget.figure(last(pool=12288)))
+    assert len(json.loads(root.get("data-frames", ""))) == 24
+    groups = {mark.get("data-group") for mark in root.iter()} - {None}
+    assert groups == {f"user {user}" for user in range(8)}
+
+
+def test_what_is_pinned_is_drawn_behind():
+    one = Session(widget.SPEC)
+    before = one.settle()["svg"]
+    one.pin()
+    assert one.settle(users=16)["svg"] != Session(widget.SPEC, users=16).settle()["svg"]
+    assert "pinned" not in before
+
+
+# ---- challenges and the guess
+
+
+SOLVED = (
+    {"pool": 8192},
+    {"kind": "system", "users": 16, "turns": 4},
+    {"users": 16, "turns": 4, "prefix": 512, "pool": 12288},
+)
+
+
+@pytest.mark.parametrize(("index", "values"), list(enumerate(SOLVED)))
+def test_each_challenge_can_be_met_and_is_open_at_the_start(index: int, values: dict):
+    challenge = widget.CHALLENGES[index]
+    assert not challenge.check(last()).met
+    assert challenge.check(last(**values)).met
+    if index == 0:
+        return
+    for name, knob in widget.SPEC.flat().items():
+        for _, value in knob.options:
+            assert not challenge.check(first(**{name: value})).met, f"{name} alone meets it"
+
+
+@pytest.mark.parametrize(
+    ("index", "values", "advice"),
+    [
+        (0, {"pool": 4096}, "The pool is too small"),
+        (0, {"pool": 12288}, "Go down"),
+        (0, {"pool": 12288, "users": 2}, "put users back"),
+        (1, {}, "Change who shares it"),
+        (1, {"kind": "chat"}, "every turn adds"),
+        (1, {"kind": "system", "prefix": 256}, "always new"),
+        (1, {"kind": "system", "users": 16}, "48 requests are too few"),
+        (2, {"kind": "chat", "users": 16}, "who shares what"),
+        (2, {"users": 12}, "12 users"),
+        (2, {"users": 16, "pool": 24576}, "at most 12K"),
+        (2, {"users": 16, "pool": 12288}, "too small, or the prefix too long"),
+        (2, {"users": 16, "pool": 12288, "prefix": 256, "turns": 4}, "More turns, or a longer prefix"),
+        (2, {"users": 16, "pool": 12288, "prefix": 512, "turns": 4, "order": "at random"}, ""),
+    ],
+)
+def test_advice_names_the_knob_that_is_wrong(index: int, values: dict, advice: str):
+    progress = widget.CHALLENGES[index].check(last(**values))
+    assert progress.met == (not advice)
+    assert advice in progress.advice
+
+
+def test_rounding_never_meets_a_goal():
+    nearly = widget.CHALLENGES[1].check(last(kind="system", users=16))
+    assert not nearly.met
+    assert nearly.words.startswith("94.9")
+    assert states.told(0.94996, 0.95, 100, "%") == "94.996 %"
+    assert states.told(0.0150001, 0.015, 1e3, "ms") == "15.0001 ms"
+
+
+def test_the_guess_is_right():
+    state = last()
+    assert widget.GUESS.options[widget.GUESS.right] == "nothing"
+    assert state.hit_rate == 0
+    assert widget.GUESS.options[0].startswith(f"{state.endless_rate * 100:.0f} %")
+    assert state.pool // 1024 == 6
+    assert state.users == 8
+    assert round(state.endless_rate * 0.75 * 100) == 48
+
+
+# ---- what it means elsewhere, and the reader's own code
+
+
+def test_the_command_gives_vllm_the_same_pool():
+    assert "--enable-prefix-caching --block-size 16 --num-gpu-blocks-override 385 " in widget.command(last())
+    assert "# no flag" in widget.command(first(hash_block_tokens=hash_block_tokens))
+
+
+def test_the_lessons_own_names_change_nothing():
+    from minivllm.lab.exercise import load
+
+    own = load(LESSON).hash_block_tokens
+    mine = Session(widget.SPEC, hash_block_tokens=own, pool=8192)
+    assert mine.settle()["words"] == Session(widget.SPEC, pool=8192).settle()["words"]
+    assert mine.state.cells[16, 2048].wrong == (0,) * 48
+
+
+def test_names_without_the_parent_are_seen_to_find_other_texts():
+    one = Session(widget.SPEC, hash_block_tokens=without_the_parent, pool=12288)
+    view = one.settle()
+    assert view["tone"] == "broken"
+    assert "Your names lead to the wrong blocks" in view["words"]
+    for sign in ("✕ 65%", "of another text (▲)", "in blocks of another text"):
+        assert sign in view["svg"]
+    assert not any(challenge["met"] for challenge in view["challenges"])
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (lambda *_: 5, "bytes"),
+        (lambda *_: [].pop(), "Your hash_block_tokens broke"),
+    ],
+)
+def test_names_that_fail_are_reported(names, words):
+    assert words in Session(widget.SPEC, hash_block_tokens=names).settle()["words"]
+
+
+def test_names_that_never_come_are_given_up(monkeypatch):
+    monkeypatch.setattr(states, "OWN_SECONDS", 0.1)
+
+    def endless(*_):
+        while True:
+            pass
+
+    assert "did not return" in Session(widget.SPEC, hash_block_tokens=endless).settle()["words"]
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize("name", ["kind", "users", "turns", "prefix", "order", "pool", "target"])
+@pytest.mark.parametrize("value", [None, "songs", 0, 10**9, -3, float("nan")])
+def test_input_that_makes_no_sense_is_refused_by_name(name: str, value):
+    with pytest.raises(MinivllmError, match="sharing" if name == "kind" else name):
+        last(**{name: value})

@@ -329,6 +329,24 @@ def test_weights_of_quantized_checkpoints_are_not_guessed():
     assert ledger.rows[0].bytes == int(5.7 * GIB)
 
 
+def test_deepseeks_checkpoint_is_fp8_in_blocks():
+    """The hub counts the numbers of each dtype in its files (the API's `safetensors.parameters` of the model).
+
+    They hold one layer more than the model, for drafts, with two norms, a projection, and copies of embedding and head.
+    """
+    held = 680_571_043_840 * 1 + 3_918_786_560 * 2 + 41_555_600 * 4
+    with_draft_layer = {**CONFIGS["deepseek-ai/DeepSeek-V3"], "num_hidden_layers": 62}
+    hidden, vocab = 7168, 129280
+    beside = (2 * hidden * hidden + 2 * vocab * hidden + 3 * hidden) * 2
+    assert weight_bytes(with_draft_layer) + beside == pytest.approx(held, rel=1e-5)
+    deepseek = known_model("DeepSeek-V3")
+    assert weight_bytes(deepseek) / GIB == pytest.approx(627, abs=1)  # not 1,250: eight H200 hold it
+    assert memory_ledger(deepseek, "H200", tp=8, max_model_len=8192).tokens > 100_000
+    other = {**CONFIGS["deepseek-ai/DeepSeek-V3"], "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(MinivllmError, match="does not follow from its shape"):
+        weight_bytes(other)
+
+
 def test_parameters_of_unknown_types_are_not_guessed():
     with pytest.raises(UnsupportedModelError, match="olmo2"):
         num_parameters({**LLAMA, "model_type": "olmo2", "vocab_size": 1000, "intermediate_size": 100})

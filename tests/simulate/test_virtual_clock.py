@@ -13,7 +13,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.simulate.cost_model import FittedCost, StepShape
 from minivllm.simulate.slots import seat
-from minivllm.simulate.virtual_clock import GENERATED, SimulatedRequest, percentile, simulate
+from minivllm.simulate.virtual_clock import GENERATED, SimulatedRequest, percentile, simulate, simulate_in_parts
 
 COST = FittedCost(per_step=1.0, per_request=0.1, per_token=0.01, per_pair=0.0)
 
@@ -272,3 +272,28 @@ def test_no_step_takes_less_than_no_time(seconds):
 
     with pytest.raises(MinivllmError, match="the cost model says"):
         simulate([SimulatedRequest(1, 2)], SchedulerConfig(max_model_len=16), CacheConfig(num_gpu_blocks=9), Wrong())
+
+
+@given(workloads(), st.integers(1, 9))
+@settings(max_examples=30, deadline=None)
+def test_a_simulation_in_parts_is_the_same_as_one_in_one_go(case, steps):
+    *pauses, last = simulate_in_parts(*case, COST, steps=steps)
+    whole = simulate(*case, COST)
+    assert last == whole
+    assert pauses == [None] * -(-len(whole.steps) // steps)
+
+
+def test_a_workload_without_requests_is_refused_in_parts_too():
+    with pytest.raises(MinivllmError, match="at least one request"):
+        next(simulate_in_parts([], SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=8), COST, steps=1))
+
+
+def test_another_scheduler_can_decide():
+    class OneAtATime(Scheduler):
+        def _schedule_waiting(self, step, chunk_limit):
+            if not self.running:
+                self._admit(self.waiting.peek_request(), step, chunk_limit)
+
+    config, blocks = SchedulerConfig(max_model_len=16, max_num_seqs=4), CacheConfig(num_gpu_blocks=12, block_size=4)
+    run = simulate([SimulatedRequest(4, 3)] * 3, config, blocks, COST, scheduler=OneAtATime)
+    assert {len(step.scheduled) for step in run.steps} == {1}

@@ -46,14 +46,16 @@ def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
     """Return the bytes of the weights on one of `tp` GPUs, with every parameter in `dtype`.
 
     A quantized checkpoint keeps some parts in 16 bits and adds scales, so its size does not follow from the shape, and
-    "auto" is rejected for it.
+    "auto" is rejected for it. DeepSeek V3's is known: fp8 in blocks, with all but the large matrices in 16 bits.
 
     Raises:
         UnsupportedModelError: the structure of this model type is not known here.
-        MinivllmError: unknown dtype, "auto" for a quantized checkpoint, a missing field, or indivisible heads.
+        MinivllmError: unknown dtype, "auto" for another quantized checkpoint, a missing field, or indivisible heads.
     """
     config = as_config(model)
     if dtype == "auto":
+        if _in_fp8_blocks(config):
+            return _bytes_in_fp8_blocks(config, tp)
         if config.quantization:
             raise MinivllmError(
                 f"the size of a checkpoint quantized with {config.quantization!r} does not follow from its shape; "
@@ -61,6 +63,25 @@ def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
             )
         dtype = serving_dtype(config)
     return sum(parameter_groups(config, tp).values()) * bytes_of_dtype(dtype)
+
+
+def _in_fp8_blocks(config: ModelConfig) -> bool:
+    blocks = (config.quantization_config or {}).get("weight_block_size")
+    return config.quantization == "fp8" and blocks == [128, 128] and COUNTERS.get(config.model_type) is _latent_decoder
+
+
+def _bytes_in_fp8_blocks(config: ModelConfig, tp: int) -> int:
+    """Bytes where each 128 x 128 numbers of a matrix are fp8 with one float32 scale.
+
+    Embedding, head, norms and routers stay in 16 bits (DeepSeek-V3's README_WEIGHTS.md, and the tensors of its
+    checkpoint). Blocks at a matrix's edge count by their share, which is off by less than 0.001 %.
+    """
+    groups = parameter_groups(config, tp)
+    latent_norms = (config.q_lora_rank or 0) + (config.kv_lora_rank or 0)
+    routers = (config.num_hidden_layers - config.num_dense_layers) * _router(config)
+    wide = groups["embedding"] + groups["norm"] + groups["head"] + config.num_hidden_layers * latent_norms + routers
+    narrow = sum(groups.values()) - wide
+    return narrow + narrow // 128**2 * 4 + wide * 2
 
 
 def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
@@ -103,10 +124,14 @@ def _mlp_layers(config: ModelConfig, tp: int) -> dict[str, int]:
     if not experts:
         return {"mlp": config.num_hidden_layers * dense}
     expert = 3 * hidden * _share(config.moe_intermediate_size, tp)
-    router = experts * hidden + (experts if config.model_type in WITH_ROUTER_BIAS else 0)
-    sparse = (experts + config.num_shared_experts) * expert + router
+    sparse = (experts + config.num_shared_experts) * expert + _router(config)
     dense_layers = config.num_dense_layers
     return {"mlp": dense_layers * dense, "experts": (config.num_hidden_layers - dense_layers) * sparse}
+
+
+def _router(config: ModelConfig) -> int:
+    bias = config.num_experts if config.model_type in WITH_ROUTER_BIAS else 0
+    return config.num_experts * config.hidden_size + bias
 
 
 def _latent_decoder(config: ModelConfig, tp: int) -> dict[str, int]:

@@ -42,6 +42,7 @@ QWEN25 = {"max_position_embeddings": 32768, "rope_theta": 1e6, "use_sliding_wind
 QWEN25_LONG = {**QWEN25, "max_position_embeddings": 131072}
 QWEN3 = {"max_position_embeddings": 40960, "rope_theta": 1e6, "head_dim": 128, "use_sliding_window": False}
 TIED = {"tie_word_embeddings": True}
+FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 
 # fmt: off
@@ -87,7 +88,7 @@ CONFIGS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
     "deepseek-ai/DeepSeek-V3": _decoder(
         "deepseek_v3", 129280, 7168, 18432, 61, 128, 128, **LATENT, max_position_embeddings=163840, q_lora_rank=1536,
         n_routed_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1,
-        first_k_dense_replace=3,
+        first_k_dense_replace=3, **FP8_BLOCKS,
     ),
 })
 # fmt: on

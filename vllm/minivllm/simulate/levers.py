@@ -160,6 +160,8 @@ class LeverResult:
     """Share of the prompt tokens that the prefix cache held."""
     preemptions: int
     gpus: int
+    inter_token_latency: float
+    """Seconds of the step that a running request waits for: the mean over requests and steps."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,9 @@ def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Leve
         levers.kv_cache,
         workload.acceptance if levers.speculative_tokens else 0.0,
     )
-    seconds, prompts = plan.seconds(cost), sum(request.prompt_tokens for request in workload.requests)
+    times = [stretch.seconds(cost) for stretch in plan.stretches]
+    waited = sum(time * stretch.first.num_reqs for time, stretch in zip(times, plan.stretches, strict=True))
+    seconds, prompts = sum(times), sum(request.prompt_tokens for request in workload.requests)
     return LeverResult(
         tokens_per_second=workload.output_tokens / seconds,
         seconds=seconds,
@@ -305,6 +309,7 @@ def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Leve
         prefix_hit_rate=plan.prefix_hits / prompts,
         preemptions=plan.preemptions,
         gpus=levers.tensor_parallel,
+        inter_token_latency=waited / plan.request_steps,
     )
 
 

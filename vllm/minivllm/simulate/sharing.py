@@ -1,18 +1,20 @@
 """Workloads whose prompts share prefixes: prefix cache hits depend on who shares what with whom, and when.
 
 A session is one user's turns, each sent some time after the answer to the one before. Token ids are made up: a shared
-beginning is the same ids, all else begins with an id of its own, which is enough, since block hashes are chained.
+beginning is the same ids. All else begins with an id of its own and goes on with the same ids in every prompt, which is
+enough, since block hashes are chained; hashes that are not chained find the wrong blocks.
 """
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from minivllm.errors import MinivllmError
 from minivllm.simulate.virtual_clock import GENERATED, SimulatedRequest
 
 FILLER = 1
-"""Stands for any token whose id does not matter."""
+"""Tokens that tell nobody apart have ids from here on, by their position."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +77,35 @@ def sharing(name: str) -> Sharing:
     return SHARING[name]
 
 
-def sessions(kind: Sharing, users: int, turns: int, prefix: int) -> list[SimulatedRequest]:
+def sessions(kind: Sharing, users: int, turns: int, prefix: int, *, at_random: bool = False) -> list[SimulatedRequest]:
     """The requests of all users, user by user: request `user * turns + turn`. Users come a tenth of a second apart.
+
+    Args:
+        kind: who shares what.
+        users: sessions.
+        turns: requests of each session.
+        prefix: tokens of the shared beginning.
+        at_random: pauses are drawn from an exponential distribution (reproducible) of the same mean; users come back
+            in any order. Otherwise all pauses are equal, and users come in turn.
 
     Raises:
         MinivllmError: fewer than one user, turn or token.
     """
     if min(users, turns, prefix) < 1:
         raise MinivllmError(f"users ({users}), turns ({turns}) and the prefix ({prefix}) are at least 1")
-    return [request for user in range(users) for request in _session(kind, user, users, turns, prefix)]
+    draw = random.Random("pauses").expovariate
+    pauses = [draw(1.0) if at_random else 1.0 for _ in range(users * turns)]
+    return [request for user in range(users) for request in _session(kind, user, users, prefix, pauses[user::users])]
 
 
-def _session(kind: Sharing, user: int, users: int, turns: int, prefix: int) -> list[SimulatedRequest]:
+def _session(kind: Sharing, user: int, users: int, prefix: int, pauses: list[float]) -> list[SimulatedRequest]:
+    turns = len(pauses)
     history, requests = list(_beginning(kind, user, user * turns, prefix)), []
-    for turn in range(turns):
+    for turn, pause in enumerate(pauses):
         index = user * turns + turn
         beginning = history if kind.grows else _beginning(kind, user, index, prefix)
-        prompt = (*beginning, -1 - index, *[FILLER] * (kind.question - 1))
-        arrival = kind.pause * users if turn else 0.1 * user
+        prompt = (*beginning, -1 - index, *range(FILLER, kind.question))
+        arrival = kind.pause * users * pause if turn else 0.1 * user
         after = index - 1 if turn else None
         requests.append(SimulatedRequest(len(prompt), kind.answer, arrival, prompt_token_ids=prompt, after=after))
         history = [*prompt, *[GENERATED] * kind.answer]
@@ -101,4 +114,4 @@ def _session(kind: Sharing, user: int, users: int, turns: int, prefix: int) -> l
 
 def _beginning(kind: Sharing, user: int, index: int, prefix: int) -> tuple[int, ...]:
     whose = {"all": 2, "user": 3 + 2 * user, "request": 4 + 2 * index}[kind.prefix_of]
-    return (whose, *[FILLER] * (prefix - 1))
+    return (whose, *range(FILLER, prefix))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minivllm.config import CacheConfig, SchedulerConfig
@@ -155,6 +155,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 ShapeOf = Callable[[Iterable[tuple[int, int]]], StepShape]
+SchedulerClass = Callable[[SchedulerConfig, CacheConfig], Scheduler]
 
 
 def simulate(
@@ -166,6 +167,7 @@ def simulate(
     *,
     acceptance: float = 0.0,
     shape_of: ShapeOf = StepShape.of,
+    scheduler: SchedulerClass = Scheduler,
 ) -> Simulation:
     """Run a workload to its end, or for `max_steps` steps.
 
@@ -177,6 +179,7 @@ def simulate(
         max_steps: stop after this many steps.
         acceptance: the probability that a draft is accepted if all drafts before it were.
         shape_of: computes a step's shape from (new tokens, tokens computed before) of each request.
+        scheduler: the engine's, or one derived from it that decides otherwise.
 
     Raises:
         MinivllmError: the workload is empty or waits for a request that never comes, `acceptance` is outside [0, 1],
@@ -184,8 +187,31 @@ def simulate(
     """
     if not workload:
         raise MinivllmError("a simulation needs at least one request")
-    clock = _Clock(workload, Scheduler(scheduler_config, cache_config), cost, Acceptance(acceptance), shape_of)
-    return clock.run(max_steps)
+    made = scheduler(scheduler_config, cache_config)
+    return _Clock(workload, made, cost, Acceptance(acceptance), shape_of).run(max_steps)
+
+
+def simulate_in_parts(
+    workload: Sequence[SimulatedRequest],
+    scheduler_config: SchedulerConfig,
+    cache_config: CacheConfig,
+    cost: Cost,
+    *,
+    steps: int,
+    scheduler: SchedulerClass = Scheduler,
+) -> Iterator[Simulation | None]:
+    """`simulate` with a pause after every `steps` steps, in which None is given; the last is the result.
+
+    Raises:
+        MinivllmError: as `simulate`.
+    """
+    if not workload:
+        raise MinivllmError("a simulation needs at least one request")
+    clock = _Clock(workload, scheduler(scheduler_config, cache_config), cost, Acceptance(0.0), StepShape.of)
+    while clock.has_work():
+        clock.run(len(clock.steps) + steps)
+        yield None
+    yield clock.run(None)
 
 
 class Acceptance:
@@ -223,7 +249,8 @@ class _Clock:
         self.acceptance = acceptance
         self.timelines = [RequestTimeline(request.arrival) for request in workload]
         self.live: dict[str, Request] = {}
-        self.prefix_counts = scheduler.make_stats().prefix_cache_stats
+        self.prefix_counts = scheduler.kv_cache_manager.prefix_cache_stats
+        self.steps: list[StepRecord] = []
         self.now = 0.0
         self.coming = [(one.arrival, index) for index, one in enumerate(workload) if one.after is None]
         heapq.heapify(self.coming)
@@ -232,10 +259,14 @@ class _Clock:
             if request.after is not None:
                 self.followers.setdefault(request.after, []).append(index)
 
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or still to come."""
+        return bool(self.coming) or self.scheduler.has_unfinished_requests()
+
     def run(self, max_steps: int | None) -> Simulation:
-        """Run steps until no request is left."""
-        steps: list[StepRecord] = []
-        while self.coming or self.scheduler.has_unfinished_requests():
+        """Run steps until no request is left, or there are `max_steps` of them."""
+        steps = self.steps
+        while self.has_work():
             if max_steps is not None and len(steps) >= max_steps:
                 break
             if not self.scheduler.has_unfinished_requests():
@@ -259,7 +290,7 @@ class _Clock:
         live, scheduler = self.live, self.scheduler
         output = scheduler.schedule()
         scheduled = output.num_scheduled_tokens
-        shape = self.shape_of((new, live[key].num_computed_tokens - new) for key, new in scheduled.items())
+        shape = self.shape_of([(new, live[key].num_computed_tokens - new) for key, new in scheduled.items()])
         for key in output.preempted_req_ids:
             self.timelines[int(key)].num_preemptions += 1
         for new_request in output.scheduled_new_reqs:
@@ -269,19 +300,16 @@ class _Clock:
             raise MinivllmError(f"the cost model says {seconds} seconds for {shape}; a step takes 0 or more")
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
         usage = scheduler.kv_cache_manager.usage
-        prefix, before = scheduler.make_stats().prefix_cache_stats, self.prefix_counts
+        prefix, before = scheduler.kv_cache_manager.prefix_cache_stats, self.prefix_counts
         self.prefix_counts = prefix
-        drafts = output.scheduled_spec_decode_tokens
-        sampled = {
-            key: [GENERATED] * (1 + self.acceptance.draw(len(drafts.get(key, ()))))
-            for key in scheduled
-            if live[key].num_computed_tokens >= live[key].num_tokens
-        }
+        caught_up = [key for key in scheduled if live[key].num_computed_tokens >= live[key].num_tokens]
+        sampled = self._sampled(caught_up, output.scheduled_spec_decode_tokens)
+        now = self.now + seconds
         for request_output in scheduler.update_from_output(output, ModelRunnerOutput(sampled)):
             index = int(request_output.request_id)
-            self.timelines[index].token_times += [self.now + seconds] * len(request_output.new_token_ids)
+            self.timelines[index].token_times += [now] * len(request_output.new_token_ids)
             if request_output.finish_reason:
-                self._finished(index, self.now + seconds)
+                self._finished(index, now)
         self._propose(sampled)
         return StepRecord(
             self.now,
@@ -295,6 +323,12 @@ class _Clock:
             prefix.queries - before.queries,
             prefix.hits - before.hits,
         )
+
+    def _sampled(self, caught_up: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+        """What each request samples: the drafts that are accepted, and one more."""
+        if not drafts:
+            return {key: [GENERATED] for key in caught_up}
+        return {key: [GENERATED] * (1 + self.acceptance.draw(len(drafts.get(key, ())))) for key in caught_up}
 
     def _propose(self, sampled: Iterable[str]) -> None:
         num_drafts = self.scheduler.config.num_speculative_tokens

@@ -3,7 +3,8 @@
 Each distribution matches the quantiles and the mean published by its source. Between two quantiles the curve is a power
 of the rank, with one exponent for the whole, chosen so that the mean agrees. If a source publishes only a mean, the
 shape is exponential: the weakest assumption about a positive number.
-Prompt and output length are drawn independently, which the traces themselves are not.
+Prompt and output length are drawn independently, which the traces themselves are not; a file of one's own is drawn
+row by row, so there they belong together.
 
 Sources: Kwon et al. 2023 (arXiv 2309.06180, figure 11) for ShareGPT and Alpaca; the traces of Patel et al. 2024
 (Splitwise, github.com/Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv.csv and _code.csv) for Azure.
@@ -11,10 +12,13 @@ Sources: Kwon et al. 2023 (arXiv 2309.06180, figure 11) for ShareGPT and Alpaca;
 
 import math
 import random
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import cycle, islice
 
 from minivllm.errors import MinivllmError
+from minivllm.simulate.length_files import LengthTable, is_path, read_lengths
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,30 @@ class Lengths:
 
     def quantile(self, share: float) -> int:
         """Tokens that this share of the requests does not exceed; at least 1. `share` is in [0, 1)."""
-        if not 0 <= share < 1:
-            raise MinivllmError(f"a share of requests is at least 0 and less than 1, not {share}")
+        _require_share(share)
         if not self.knots:
             return max(1, round(-self.mean * math.log(1 - share)))
         (left, low), (right, high) = next(
             pair for pair in zip(self.knots, self.knots[1:], strict=False) if share < pair[1][0]
         )
         return max(1, round(low + (high - low) * ((share - left) / (right - left)) ** self.bend))
+
+
+@dataclass(frozen=True)
+class CountedLengths(Lengths):
+    """The token counts of a file, from the least to the greatest."""
+
+    counts: Sequence[int] = field(default=(), compare=False)
+
+    def quantile(self, share: float) -> int:
+        """Tokens that this share of the requests does not exceed. `share` is in [0, 1)."""
+        _require_share(share)
+        return self.counts[max(0, math.ceil(share * len(self.counts)) - 1)]
+
+
+def _require_share(share: float) -> None:
+    if not 0 <= share < 1:
+        raise MinivllmError(f"a share of requests is at least 0 and less than 1, not {share}")
 
 
 @dataclass(frozen=True)
@@ -73,10 +93,28 @@ class Workload:
 
     def sample(self, count: int, seed: int = 0) -> list[RequestLengths]:
         """Draw `count` requests; the same seed draws the same ones."""
-        if count < 1:
-            raise MinivllmError(f"a workload needs at least one request, not {count}")
+        _require_requests(count)
         draw = random.Random(f"{self.name}-{seed}").random
         return [RequestLengths(self.prompt.quantile(draw()), self.output.quantile(draw())) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class FileWorkload(Workload):
+    """The requests of a file."""
+
+    table: LengthTable | None = None
+
+    def sample(self, count: int, seed: int = 0) -> list[RequestLengths]:
+        """The file's first `count` requests in its order, and again from its beginning after the last; no chance."""
+        _require_requests(count)
+        assert self.table is not None
+        rows = zip(cycle(self.table.prompts), cycle(self.table.outputs), strict=False)
+        return [RequestLengths(prompt, output) for prompt, output in islice(rows, count)]
+
+
+def _require_requests(count: int) -> None:
+    if count < 1:
+        raise MinivllmError(f"a workload needs at least one request, not {count}")
 
 
 def poisson_arrivals(rate: float, count: int, seed: int = 0) -> list[float]:
@@ -135,11 +173,24 @@ WORKLOADS = {
 
 
 def workload(name: str) -> Workload:
-    """The workload of that name.
+    """The workload of that name, or that of a file of one's own: a path to a CSV or JSON file, see `length_files`.
 
     Raises:
-        MinivllmError: there is none; the message lists those there are.
+        MinivllmError: there is none; the message lists those there are, or says what is wrong with the file.
     """
-    if name not in WORKLOADS:
-        raise MinivllmError(f"unknown workload {name!r}: use one of {', '.join(WORKLOADS)}")
-    return WORKLOADS[name]
+    name = str(name)
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    if not is_path(name):
+        raise MinivllmError(f"unknown workload {name!r}: use one of {', '.join(WORKLOADS)}, or the path of a CSV file")
+    return _of_file(read_lengths(name))
+
+
+@lru_cache(maxsize=8)
+def _of_file(table: LengthTable) -> FileWorkload:
+    lengths = (
+        CountedLengths(sum(counts) / len(counts), counts=sorted(counts)) for counts in (table.prompts, table.outputs)
+    )
+    left_out = f"; {table.left_out:,} without a prompt or an output are left out" if table.left_out else ""
+    source = f"{table.path}: {len(table.prompts):,} requests{left_out}"
+    return FileWorkload(str(table.path), table.path.name, *lengths, source, table=table)

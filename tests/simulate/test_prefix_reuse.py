@@ -1,0 +1,131 @@
+"""What a prefix cache found, evicted and found wrongly is what the engine's own scheduler and pool did."""
+
+import hashlib
+import struct
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.config import CacheConfig
+from minivllm.core.block_hash import hash_block_tokens
+from minivllm.errors import MinivllmError
+from minivllm.simulate.cost_model import FittedCost
+from minivllm.simulate.prefix_reuse import BLOCK_SIZE, CONFIG, SHARED, Load, reuse
+from minivllm.simulate.sharing import SHARING, sessions, sharing
+from minivllm.simulate.virtual_clock import simulate
+
+COST = FittedCost(per_step=6e-3, per_request=0.0, per_token=1e-5, per_pair=0.0)
+DOCUMENTS = Load(sharing("documents"), 8, 3, 512)
+
+
+def without_the_parent(parent, token_ids, extra_keys=b""):
+    return hashlib.sha256(struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()
+
+
+loads = st.builds(
+    Load,
+    st.sampled_from(list(SHARING.values())),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.sampled_from([48, 100, 256]),
+    st.booleans(),
+)
+
+
+@given(loads, st.integers(80, 400))
+@settings(max_examples=40, deadline=None)
+def test_watching_changes_nothing(load, blocks):
+    work = sessions(load.kind, load.users, load.turns, load.prefix, at_random=load.at_random)
+    run = simulate(work, CONFIG, CacheConfig(num_gpu_blocks=1 + blocks), COST)
+    watched = reuse(load, blocks, COST)
+    assert watched.found == tuple(one.num_cached_tokens for one in run.requests)
+    assert watched.ttfts == tuple(one.ttft for one in run.requests)
+    assert watched.prompts == tuple(one.prompt_tokens for one in work)
+    assert not any(watched.wrong)
+    assert all(found <= could for found, could in zip(watched.found, load.findable(), strict=True))
+
+
+@given(loads)
+@settings(max_examples=40, deadline=None)
+def test_an_ample_pool_evicts_nothing_and_a_larger_one_changes_nothing(load):
+    ample = reuse(load, load.ample_blocks, COST)
+    assert ample.evicted == 0
+    assert ample == reuse(load, load.ample_blocks + 500, COST)
+    assert list(ample.found) == load.findable()
+    assert all(not admission.lost for admission in ample.admissions)
+
+
+def test_what_is_lost_is_lost_block_by_block_and_never_more_than_there_was():
+    tight = reuse(DOCUMENTS, 4 * 32, COST)
+    served = [index for admission in tight.admissions for index in admission.requests]
+    assert sorted(served) == list(range(24))
+    held: Counter[int] = Counter()
+    for admission in tight.admissions:
+        for user, blocks in admission.lost:
+            held[user] -= blocks
+            assert held[user] >= 0
+        for index in admission.requests:
+            held[index // 3] = 32
+    assert 0 < sum(blocks for one in tight.admissions for _, blocks in one.lost) <= tight.evicted
+    assert set(tight.found) == {0}
+
+
+def test_the_shared_beginning_belongs_to_all():
+    chats = reuse(Load(sharing("chat"), 8, 4, 256), 112, COST)
+    losers = {user for admission in chats.admissions for user, _ in admission.lost}
+    assert losers <= {SHARED, *range(8)}
+    assert losers - {SHARED}
+    assert SHARED not in losers, "what everybody uses is never the longest unused"
+
+
+def test_users_who_return_at_random_find_some_of_what_users_in_turn_do_not():
+    rates = [reuse(Load(sharing("documents"), 8, 4, 512, order), 6 * 32, COST).hit_rate for order in (False, True)]
+    assert rates[0] == 0
+    assert 0.15 < rates[1] < 0.6
+    pauses = [one.arrival for one in sessions(sharing("documents"), 8, 4, 512, at_random=True) if one.after is not None]
+    assert len(set(pauses)) == len(pauses)
+    assert 0.5 < sum(pauses) / len(pauses) / 0.8 < 2
+
+
+def other_names(parent, token_ids, extra_keys=b""):
+    return hash_block_tokens(parent, [*token_ids, 7], extra_keys)
+
+
+def test_names_of_ones_own_that_are_right_change_nothing():
+    for blocks in (128, 320):
+        own = Load(sharing("documents"), 8, 3, 512, False, other_names)
+        assert reuse(own, blocks, COST) == reuse(DOCUMENTS, blocks, COST)
+
+
+def test_names_without_the_parent_find_another_users_blocks():
+    own = reuse(Load(sharing("documents"), 8, 3, 512, False, without_the_parent), 400, COST)
+    assert own.hit_rate == reuse(DOCUMENTS, 400, COST).hit_rate
+    # The first block of a document is its user's own; of the 31 others, only those of one user are.
+    later = [(wrong, index) for index, wrong in enumerate(own.wrong) if index % 3]
+    assert {wrong for wrong, index in later if index // 3} == {31 * BLOCK_SIZE}
+    assert {wrong for wrong, index in later if index // 3 == 0} == {0}
+
+
+def test_one_name_for_all_finds_all_and_nearly_all_of_it_wrongly():
+    own = reuse(Load(sharing("documents"), 8, 3, 512, False, lambda *_: b"one for all"), 36, COST)
+    assert own.hit_rate > 0.9
+    assert sum(own.wrong) > 0.9 * sum(own.found)
+
+
+def test_a_name_that_is_not_bytes_is_refused():
+    with pytest.raises(MinivllmError, match="bytes"):
+        reuse(Load(sharing("documents"), 8, 3, 512, False, lambda *_: "a name"), 50, COST)  # pyright: ignore
+
+
+def test_a_pool_too_small_for_one_request_is_refused():
+    with pytest.raises(MinivllmError, match="blocks"):
+        reuse(DOCUMENTS, 20, COST)
+
+
+def test_the_first_requests_of_users_do_not_count_as_returns():
+    run = reuse(DOCUMENTS, 400, COST)
+    assert run.later_ttft(3, 1.0) == max(ttft for index, ttft in enumerate(run.ttfts) if index % 3)
+    assert run.later_ttft(3, 1.0) < min(run.ttfts[::3])
+    assert run.later_ttft(1, 1.0) == max(run.ttfts)
