@@ -88,7 +88,7 @@ def test_every_widget_of_every_lesson_lives(opened, site: Path):
         if not names:
             continue
         with opened(f"lessons/{path.name}") as lesson:
-            lesson.page.locator(".lesson-widget .lw-picture svg").nth(len(names) - 1).wait_for()
+            lesson.page.locator(".lesson-widget .lw-picture > svg").nth(len(names) - 1).wait_for()
             for name in names:
                 controls = lesson.page.locator(f".lesson-widget[data-table={name}] .lw-knob :enabled[id]")
                 picture = lesson.page.locator(f".lesson-widget[data-table={name}] .lw-picture")
