@@ -14,7 +14,7 @@ WORKERS ?= 2
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check bugs lab notebooks claims measure bench peers ablation gpu doctor lint format card
+.PHONY: help setup setup-cpu run test lesson check bugs lab notebooks claims measure bench peers ablation gpu doctor lint format card site
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -77,6 +77,9 @@ gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch
 	export PYTHONPATH=vllm; \
 	$$python -P -m pytest $$(cat tests/gpu.txt) -m gpu && \
 	$$python -P benchmarks/kernels.py --device cuda
+
+site: setup ## the lessons as a site, into out/site: open its index.html, no server is needed
+	@$(UV_RUN) python tools/site.py
 
 doctor: ## what this machine can run, and what to do about the rest
 	@if command -v uv >/dev/null; then $(UV_RUN) python tools/doctor.py; else python3 tools/doctor.py; fi

@@ -1,13 +1,20 @@
 """Tests that this machine cannot run are left out, and one line for each kind of them says so at the end."""
 
+from __future__ import annotations
+
 import os
 import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from e2e.chromium import HOW_TO_GET_IT, find_chromium
 
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
@@ -17,6 +24,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a kernel in Triton's interpreter")
     config.stash[LEFT_OUT] = {}
     compute_on_one_thread()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """The one Chromium of a process, in which playwright cannot be started twice."""
+    from e2e.browser import start_browser
+    from playwright.sync_api import sync_playwright
+
+    chromium = find_chromium()
+    assert chromium, f"no Chromium on this machine: {HOW_TO_GET_IT}"
+    with sync_playwright() as playwright:
+        yield start_browser(playwright, chromium)
 
 
 def compute_on_one_thread() -> None:

@@ -3,7 +3,8 @@
 // A host stands between this page and whoever draws: a kernel, or a table of pictures that were drawn before.
 //   described          texts and knobs, which never change
 //   view()             the present picture, verdict and challenges
-//   turn(values, width, serial), pin(), unpin(), load(text)
+//   turn(values, width, serial)
+//   pin(), unpin(), load(text)   missing where the host cannot do them
 //   onView(callback)   called whenever view() is a new one
 //   onAhead(callback)  called with views that were drawn ahead of time
 //   fixed(knob)        true where the host cannot turn this knob
@@ -32,7 +33,8 @@ function kernelHost(model) {
   };
 }
 
-// A host without a kernel: `table.views` holds a view for each setting of `table.axes`, under their values as JSON.
+// A host without a kernel: `table.views` holds a view for each setting of `table.axes`, under their values as JSON, and
+// `table.turns` names the knobs that can be turned. From a preset that was drawn alone, they lead back to the start.
 export function tableHost(table) {
   const key = (values) => JSON.stringify(table.axes.map((name) => values[name]));
   let values = { ...table.values };
@@ -42,20 +44,18 @@ export function tableHost(table) {
     described: table.described,
     view: () => ({ ...table.views[key(values)], values, serial }),
     turn: (turned, _width, asked) => {
-      const wanted = { ...values, ...turned };
-      if (table.views[key(wanted)]) values = wanted;
+      const near = { ...values, ...turned };
+      const home = { ...table.values, ...Object.fromEntries(table.turns.map((name) => [name, near[name]])) };
+      values = [near, home].find((one) => table.views[key(one)]) ?? values;
       serial = asked;
       heard();
     },
-    pin: () => {},
-    unpin: () => {},
-    load: () => {},
     onView: (callback) => {
       heard = callback;
       return () => {};
     },
     onAhead: () => () => {},
-    fixed: (knob) => !table.axes.includes(knob),
+    fixed: (knob) => !table.turns.includes(knob),
   };
 }
 
@@ -195,9 +195,8 @@ class Shell {
     this.compared = make("p", { class: "lw-compared", hidden: true });
     this.unpin = button("Unpin", () => this.host.unpin(), { hidden: true });
     this.compare = button("Show pinned", () => this.flip(), { hidden: true, "aria-pressed": "false" });
-    const live = !this.host.fixed(this.knobs.keys().next().value) || this.described.still;
-    const pins = live ? [button("Pin to compare", () => this.host.pin()), this.unpin, this.compare] : [];
-    const load = live ? [button("Load", () => this.host.load(this.saved.value))] : [];
+    const pins = this.host.pin ? [button("Pin to compare", () => this.host.pin()), this.unpin, this.compare] : [];
+    const load = this.host.load ? [button("Load", () => this.host.load(this.saved.value))] : [];
     const take = make(
       "details",
       {},

@@ -1,24 +1,13 @@
-"""One Chromium and one JupyterLab for all tests of this folder."""
+"""One JupyterLab for all tests of this folder."""
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.browser import start_browser
-from e2e.chromium import HOW_TO_GET_IT, find_chromium
 from e2e.jupyter import jupyterlab
-from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    chromium = find_chromium()
-    assert chromium, f"no Chromium on this machine: {HOW_TO_GET_IT}"
-    with sync_playwright() as playwright:
-        yield start_browser(playwright, chromium)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,71 @@
+"""How Sphinx makes the site. `tools/site.py` gives it the pages, and what it can read from the repository."""
+
+from docutils import nodes
+from docutils.utils.math import latex2mathml
+from sphinx.application import Sphinx
+from sphinx.writers.html5 import HTML5Translator
+
+project = "vLLM from first principles"
+extensions = ["myst_parser"]
+source_suffix = {".md": "markdown"}
+highlight_language = "text"
+root_doc = "index"
+
+# GitHub's Markdown, and nothing more: MyST's own syntax would read meaning into a line that begins with a percentage.
+myst_enable_extensions = ["dollarmath", "strikethrough"]
+myst_disable_syntax = ["myst_line_comment", "myst_block_break", "myst_target", "myst_role"]
+myst_heading_anchors = 6
+myst_dmath_double_inline = True
+suppress_warnings = ["myst.header", "misc.highlighting_failure"]
+
+html_theme = "furo"
+html_title = project
+html_css_files = ["site.css", "shell.css"]
+html_js_files = [("glossary.js", {"defer": ""}), ("page.js", {"defer": ""})]
+templates_path = ["templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/to_come.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#00639b", "color-brand-content": "#00639b"},
+    "dark_css_variables": {"color-brand-primary": "#6cb8ee", "color-brand-content": "#6cb8ee"},
+}
+html_copy_source = False
+html_show_copyright = False
+html_use_index = False
+html_show_search_summary = False  # a page opened from disk may not fetch others to quote them
+html_math_renderer = "mathml"
+
+REPLACED = {r"\ln ": r"\ln\, ", r"\dots": r"\ldots ", "½": r"{\tfrac{1}{2}}", "¼": r"{\tfrac{1}{4}}"}
+"""What docutils does not know -> what it does."""
+
+
+def mathml(source: str, display: bool) -> str:
+    """A formula for the browser's own typesetting; raises docutils' MathError where it is not understood."""
+    for unknown, known in REPLACED.items():
+        source = source.replace(unknown, known)
+    return latex2mathml.tex2mathml(source, as_block=display).replace("\n", "")
+
+
+def inline(page: HTML5Translator, node: nodes.math) -> None:
+    """A formula in a line."""
+    page.body.append(mathml(node.astext(), display=False))
+    raise nodes.SkipNode
+
+
+def block(page: HTML5Translator, node: nodes.math_block) -> None:
+    """A formula of its own."""
+    page.body.append(f'<div class="math">{mathml(node.astext(), display=True)}</div>')
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this."""
+    app.add_html_math_renderer("mathml", (inline, None), (block, None))

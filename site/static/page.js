@@ -1,0 +1,50 @@
+// What the pages do beside reading: widgets from their tables, hints at links into the glossary, and two things that the
+// theme leaves out for those who read with a screen reader or without a mouse.
+
+document.addEventListener("DOMContentLoaded", () => {
+  document.querySelectorAll(".lesson-widget").forEach(mountWidget);
+  hintAtTerms();
+  document.querySelectorAll(".caption[role=heading]").forEach((caption) => caption.setAttribute("aria-level", "2"));
+  document.querySelectorAll("pre, .table-wrapper, .mermaid, div.math").forEach((box) => {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0; // else the arrow keys cannot scroll it
+  });
+});
+
+function mountWidget(place) {
+  const { views, pieces, ...table } = window.widgetTables[place.dataset.table];
+  const keyed = views.map((view) => [
+    JSON.stringify(table.axes.map((name) => view.values[name])),
+    { ...view, svg: view.svg.map((index) => pieces[index]).join("") },
+  ]);
+  place.replaceChildren();
+  window.lessonWidgets.mount(place, window.lessonWidgets.tableHost({ ...table, views: Object.fromEntries(keyed) }));
+}
+
+function hintAtTerms() {
+  const hint = document.createElement("div");
+  hint.className = "term-hint";
+  hint.id = "term-hint";
+  hint.setAttribute("role", "tooltip");
+  hint.hidden = true;
+  document.body.append(hint);
+  const hide = () => (hint.hidden = true);
+  for (const link of document.querySelectorAll('article a[href*="GLOSSARY.html#"]')) {
+    const words = window.glossary[decodeURIComponent(link.hash.slice(1))];
+    if (!words) continue;
+    const show = () => {
+      hint.textContent = words;
+      hint.hidden = false;
+      const box = link.getBoundingClientRect();
+      const above = box.top - hint.offsetHeight - 6;
+      hint.style.left = `${Math.max(8, Math.min(box.left, innerWidth - hint.offsetWidth - 12))}px`;
+      hint.style.top = `${above > 0 ? above : box.bottom + 6}px`;
+    };
+    link.setAttribute("aria-describedby", hint.id);
+    link.addEventListener("pointerenter", (event) => event.pointerType === "mouse" && show());
+    link.addEventListener("focus", show);
+    link.addEventListener("pointerleave", hide);
+    link.addEventListener("blur", hide);
+  }
+  addEventListener("scroll", hide, { passive: true });
+  addEventListener("keydown", (event) => event.key === "Escape" && hide());
+}

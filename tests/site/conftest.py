@@ -1,0 +1,86 @@
+"""The site, built once for all tests of a run, also where several processes share them."""
+
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from e2e.browser import Seen
+from filelock import FileLock
+from playwright.sync_api import Browser, Page
+from sphinx.deprecation import RemovedInSphinx11Warning
+
+from minivllm.lab.exercise import load
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))  # its programs import each other
+SPEC = load(ROOT / "tests" / "site" / "tiny.py").SPEC
+CELL = """
+```python exec
+from widgets import tiny
+
+tiny.show()
+```
+"""
+VIEWS = 16
+
+
+def repository(folder: Path) -> Path:
+    """This repository, with one more widget in its first lesson."""
+    for path in ROOT.iterdir():
+        if path.name not in (".git", ".venv", "out", "lessons"):
+            (folder / path.name).symlink_to(path)
+    shutil.copytree(ROOT / "lessons", folder / "lessons")
+    lesson = folder / "lessons" / "01_kv_cache.md"
+    before, heading, after = lesson.read_text().partition("\n## Measured\n")
+    lesson.write_text(before + CELL + heading + after)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The folder of the built site."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
+    with FileLock(shared / "site.lock"):
+        if not (shared / "site").is_dir():
+            import site_widgets
+
+            program = load(ROOT / "tools" / "site.py")
+            specs = {**site_widgets.specs(ROOT / "widgets"), "tiny": SPEC}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser
+                program.build(repository(tmp_path_factory.mktemp("repository")), shared / "building", specs, VIEWS)
+            (shared / "building").rename(shared / "site")
+    return shared / "site"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A page of the site, opened from disk."""
+
+    page: Page
+    seen: Seen
+
+    def complaints(self) -> list[str]:
+        """Errors of the page, and requests that left the machine."""
+        return self.seen.errors + [url for url in self.seen.elsewhere if not url.startswith("file:")]
+
+
+@pytest.fixture
+def opened(site: Path, browser: Browser):
+    """`opened("lessons/01_kv_cache.html", width=400)` as a context manager."""
+
+    @contextmanager
+    def opening(name: str, width: int = 1366, theme: str = "light") -> Iterator[Opened]:
+        with browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme) as context:
+            page, seen = context.new_page(), Seen()
+            seen.watch(page)
+            page.goto(f"{site.as_uri()}/{name}")
+            yield Opened(page, seen)
+
+    return opening

@@ -1,0 +1,157 @@
+"""The site opened from disk in Chromium: it is searched, turned and read, and asks nobody."""
+
+import re
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+pytestmark = pytest.mark.browser
+LESSON = "lessons/01_kv_cache.html"
+PICTURE = ".lesson-widget[data-table=tiny] .lw-picture"
+WIDGET = ".lesson-widget[data-table=tiny]"
+
+# What sticks out of a narrow page, unless it scrolls inside a box of its own.
+STICKS_OUT = """() => {
+  const scrolls = element => element && element.tagName !== 'ARTICLE'
+    && (getComputedStyle(element).overflowX !== 'visible' || scrolls(element.parentElement));
+  return [...document.querySelectorAll('article *:not(svg *):not(math *)')]
+    .filter(element => element.getBoundingClientRect().right > innerWidth + 1 && !scrolls(element.parentElement))
+    .map(element => `${element.tagName} ${element.className.baseVal ?? element.className}`);
+}"""
+
+
+def test_the_search_finds_a_word_and_leads_to_it(opened):
+    with opened("index.html") as site:
+        site.page.locator("input[name=q]").fill("preemption")
+        site.page.keyboard.press("Enter")
+        result = site.page.locator("#search-results a", has_text="Glossary > preemption")
+        result.wait_for()
+        result.click()
+        site.page.wait_for_url("**/lessons/GLOSSARY.html*#preemption")
+        assert site.complaints() == []
+
+
+def test_formulas_and_diagrams_are_seen(opened):
+    with opened(LESSON) as site:
+        for selector in ("div.math math msqrt", "article p math", ".mermaid .nodeLabel"):
+            box = site.page.locator(selector).first.bounding_box()
+            assert box, selector
+            assert min(box["width"], box["height"]) > 4, selector
+        assert site.page.locator("div.math math mfrac").first.bounding_box()["height"] > 25, "a fraction is two lines"
+        assert site.complaints() == []
+
+
+def test_a_widget_turns_by_keyboard_without_a_kernel(opened):
+    with opened(LESSON) as site:
+        picture, words = site.page.locator(PICTURE), site.page.locator(f"{WIDGET} .lw-says span")
+        slider = site.page.locator(f"{WIDGET} [id$='-load']")
+        before, said = picture.inner_html(), words.inner_text()
+        slider.focus()
+        site.page.keyboard.press("ArrowRight")
+        assert picture.inner_html() != before
+        assert (said, words.inner_text()) == ("At load 0.5 this is fine.", "At load 0.7 this is fine.")
+        assert slider.get_attribute("aria-valuetext") == "0.7"
+        site.page.keyboard.press("End")
+        assert words.inner_text() == "At load 1.5 this is broken."
+        assert site.page.locator(f"{WIDGET} [id$='-loud']").is_disabled()
+        assert site.page.locator(f"{WIDGET} [id$='-servers']").is_enabled()
+        assert site.complaints() == []
+
+
+def test_a_preset_beyond_the_knobs_is_shown_and_a_knob_leads_back(opened):
+    with opened(LESSON) as site:
+        note, words = site.page.locator(f"{WIDGET} [id$='-note']"), site.page.locator(f"{WIDGET} .lw-says span")
+        site.page.locator(f"{WIDGET} button", has_text="Said").click()
+        assert (note.input_value(), words.inner_text()) == ("said", "At load 1.5 this is broken.")
+        site.page.locator(f"{WIDGET} [id$='-load']").focus()
+        site.page.keyboard.press("Home")
+        assert (note.input_value(), words.inner_text()) == ("", "At load 0.1 this is fine.")
+
+
+def test_the_plot_is_dragged(opened):
+    with opened(LESSON) as site:
+        picture = site.page.locator(PICTURE)
+        picture.scroll_into_view_if_needed()
+        box = site.page.locator(f"{PICTURE} [data-drag]").bounding_box()
+        site.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+        site.page.mouse.down()
+        site.page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 40, steps=4)
+        site.page.mouse.up()
+        assert site.page.locator(f"{WIDGET} .lw-says span").inner_text() == "At load 1.5 this is broken."
+        assert site.complaints() == []
+
+
+def test_every_widget_of_every_lesson_lives(opened, site: Path):
+    for path in sorted(site.glob("lessons/*.html")):
+        names = re.findall(r'data-table="([^"]+)"', path.read_text())
+        if not names:
+            continue
+        with opened(f"lessons/{path.name}") as lesson:
+            lesson.page.locator(".lesson-widget .lw-picture > svg").nth(len(names) - 1).wait_for()
+            for name in names:
+                controls = lesson.page.locator(f".lesson-widget[data-table={name}] .lw-knob :enabled[id]")
+                picture = lesson.page.locator(f".lesson-widget[data-table={name}] .lw-picture")
+                before = picture.inner_html()
+                controls.first.focus()
+                lesson.page.keyboard.press("ArrowRight")
+                if picture.inner_html() == before:
+                    lesson.page.keyboard.press("ArrowLeft")
+                assert picture.inner_html() != before, name
+            assert lesson.complaints() == []
+
+
+def test_a_link_into_the_glossary_says_what_the_term_means(opened):
+    with opened(LESSON) as site:
+        link, hint = (
+            site.page.locator("article a[href$='GLOSSARY.html#kv-cache']").first,
+            site.page.locator("#term-hint"),
+        )
+        assert not hint.is_visible()
+        link.focus()
+        assert hint.is_visible()
+        assert len(hint.inner_text()) > 20
+        site.page.keyboard.press("Escape")
+        assert not hint.is_visible()
+        link.hover()
+        assert hint.is_visible()
+
+
+def test_the_opening_figure_is_stepped_through_by_keyboard(opened):
+    with opened(LESSON) as site:
+        steps = site.page.locator(".steps .step")
+        site.page.locator(".steps input").first.focus()
+        assert [steps.nth(index).is_visible() for index in (0, 1)] == [True, False]
+        site.page.keyboard.press("ArrowRight")
+        assert [steps.nth(index).is_visible() for index in (0, 1)] == [False, True]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_page_and_its_pictures_follow_the_theme(opened, theme: str):
+    with opened(LESSON, theme=theme) as site:
+        dark = theme == "dark"
+        ground = site.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == dark
+        assert site.page.locator(f"{WIDGET} .lw-dark").count() == dark
+        label = site.page.locator(".mermaid .nodeLabel").first.evaluate("label => getComputedStyle(label).color")
+        assert (sum(map(int, re.findall(r"\d+", label)[:3])) > 500) == dark
+
+
+@pytest.mark.parametrize("name", ["index.html", LESSON])
+def test_nothing_serious_is_in_the_way_of_a_screen_reader(opened, name: str):
+    with opened(name) as site:
+        violations = Axe().run(site.page).response["violations"]
+        assert [v["id"] for v in violations if v["impact"] in ("serious", "critical")] == []
+
+
+def test_nothing_sticks_out_of_a_page_on_a_telephone_and_none_complains(opened, site: Path):
+    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    wide = {}
+    with opened("index.html", width=400) as tab:
+        for name in pages:
+            tab.page.goto(f"{site.as_uri()}/{name}")
+            found = tab.page.evaluate(STICKS_OUT)
+            if found or tab.page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                wide[name] = found
+        assert wide == {}
+        assert tab.complaints() == []

@@ -1,0 +1,76 @@
+"""A widget of our own, small enough to know by heart: a queue whose wait grows with the load until it breaks at 1."""
+
+from dataclasses import dataclass
+
+from widgets.knobs import choice, entry, slider, switch
+from widgets.plot import Axes, Scale
+from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
+from widgets.svg import Box, Drawing
+
+LOADS = [index / 10 for index in range(1, 16, 2)]
+
+
+@dataclass(frozen=True)
+class State:
+    load: float
+    servers: int
+    loud: bool
+    note: str
+
+    @property
+    def broken(self) -> bool:
+        return self.load >= self.servers
+
+
+def sweep(load: float, servers: int, loud: bool, note: str) -> State:
+    return State(load, servers, loud, note)
+
+
+def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
+    drawing = Drawing(width, 240, "The wait of a queue", f"{state.servers} servers")
+    drawing.heading((12, 24), "How long one waits" + "!" * state.loud, f"{state.servers} servers")
+    axes = Axes(drawing, Box(60, 50, width - 90, 130), Scale(0.1, 1.5), Scale(0, 10))
+    axes.broken(state.servers, None, "more work than servers · nobody is ever served")
+    axes.frame("load", "wait")
+    loads = [load for load in LOADS if load < state.servers]
+    waits = [load / (state.servers - load) for load in loads]
+    axes.line(
+        loads, waits, "#0072B2", tips=[f"load {load:g}: {wait:.1f}" for load, wait in zip(loads, waits, strict=True)]
+    )
+    axes.here(state.load, "load", f"load {state.load:g}")
+    return drawing.render()
+
+
+def verdict(state: State) -> Verdict:
+    return Verdict(
+        f"At load {state.load:g} this is {'broken' if state.broken else 'fine'}.", "broken" if state.broken else "fine"
+    )
+
+
+def command(state: State) -> str:
+    return f"vllm serve --max-num-seqs {state.servers}"
+
+
+def check(state: State) -> Progress:
+    return Progress(state.broken, f"The load is {state.load:g}.", "Raise the load.")
+
+
+SPEC = Spec(
+    name="tiny",
+    title="A queue",
+    lead="Raise the load.",
+    knobs={
+        "Work": {"load": slider("Load", 0.1, 1.5, 0.2, 0.5), "note": entry("Note")},
+        "Machine": {"servers": choice("Servers", [1, 2], 1), "loud": switch("Loud", False)},
+    },
+    presets={
+        "Start again": {"load": 0.5, "servers": 1, "loud": False, "note": ""},
+        "Said": {"load": 1.5, "note": "said"},
+    },
+    sweep=sweep,
+    figure=figure,
+    verdict=verdict,
+    command=command,
+    challenges=tuple(Challenge(f"Break it, {way}.", check, "It breaks at 1.") for way in ("once", "twice", "for good")),  # type: ignore[arg-type]
+    guess=Guess("Where does it break?", ("0.5", "1", "never"), 1, "There is as much work as the server can do."),
+)

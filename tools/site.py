@@ -1,0 +1,139 @@
+"""Build the site: the repository's lessons as pages for a browser, with search, formulas, diagrams and live widgets.
+
+    uv run python tools/site.py                  # into out/site; open out/site/index.html, no server is needed
+    uv run python tools/site.py --out FOLDER
+
+Neither the build nor a page asks the network. Sphinx makes the pages (its settings, style and scripts: `site/`) from
+what `site_pages` makes of the Markdown; `site_widgets` draws each widget's views in advance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import site_pages
+import site_widgets
+from site_pages import Pages
+from sphinx.application import Sphinx
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser, run
+from widgets.shell import script as shell_script
+from widgets.shell import style as shell_style
+from widgets.spec import Spec
+
+ROOT = Path(__file__).resolve().parents[1]
+UNKNOWN = "https://example.org/vllm-from-first-principles"
+"""Stands for the repository's address until pyproject.toml says it."""
+
+
+class Embedded:
+    """What stands below the cells that show something, and the scripts that it needs.
+
+    Args:
+        specs: the widgets, by module.
+        static: the folder for scripts.
+        most_views: views of each widget.
+    """
+
+    def __init__(self, specs: Mapping[str, Spec], static: Path, most_views: int) -> None:
+        self.specs, self.static, self.most_views = specs, static, most_views
+
+    def __call__(self, module: str, function: str, arguments: Mapping[str, Any]) -> str:
+        """The HTML of one call, "" where nothing is shown."""
+        package, _, name = module.rpartition(".")
+        if (package, function) == ("widgets", "show") and name in self.specs:
+            return self.widget(name, arguments)
+        if (package, function) == ("minivllm.lab.opening", "frames"):
+            return f'<div class="steps">{site_pages.one_line(import_module(module).frames(**arguments).html())}</div>'
+        return ""
+
+    def widget(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """A widget: its first picture, which the script takes the place of."""
+        table = site_widgets.table(self.specs[name], arguments, self.most_views)
+        known = "-".join([name, *(f"{key}-{value}" for key, value in arguments.items())])
+        path = self.static / "widgets" / f"{known}.js"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(site_widgets.script(known, table))
+        (self.static / "shell.js").write_text(site_widgets.front_end(shell_script()))
+        return site_pages.one_line(
+            f'<div class="lesson-widget" data-table="{known}"><figure>{site_widgets.still(table)}</figure></div>'
+            f'<p class="widget-note">{site_widgets.note(table)}</p>'
+            '<script src="../_static/shell.js" defer></script>'
+            f'<script src="../_static/widgets/{path.name}" defer></script>'
+        )
+
+
+def repository(root: Path) -> str:
+    """The repository's address, which pyproject.toml says."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    return project.get("urls", {}).get("Repository", UNKNOWN)
+
+
+def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = site_widgets.MOST_VIEWS) -> Path:
+    """Build the site of a repository; returns the page to open.
+
+    Raises:
+        MinivllmError: a page has a broken link, a formula that is not understood or the like; Sphinx has said which.
+    """
+    if out.exists() and any(out.iterdir()) and not (out / "searchindex.js").is_file():
+        raise MinivllmError(f"{out} holds something that is no site: name another folder, or empty this one")
+    pages = site_pages.pages_of(root, repository(root))
+    with tempfile.TemporaryDirectory() as folder:
+        source, static, built = (Path(folder, part) for part in ("source", "static", "built"))
+        static.mkdir()
+        site_pages.stage(pages, source, Embedded(specs, static, most_views))
+        (static / "shell.css").write_text(shell_style())
+        (static / "glossary.js").write_text(f"window.glossary = {json.dumps(site_pages.definitions(pages))};\n")
+        run_sphinx(pages, source, built, static)
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(built, out, ignore=shutil.ignore_patterns(".buildinfo"))
+    return out / "index.html"
+
+
+def run_sphinx(pages: Pages, source: Path, out: Path, static: Path) -> None:
+    """Make HTML of the staged pages."""
+    settings = {
+        "html_static_path": [str(pages.root / "site" / "static"), str(static)],
+        "html_context": {"to_come": site_pages.to_come(pages)},
+    }
+    app = Sphinx(
+        srcdir=source,
+        confdir=ROOT / "site",
+        outdir=out,
+        doctreedir=source / ".doctrees",
+        buildername="html",
+        confoverrides=settings,
+        status=None,
+        warning=sys.stderr,
+        freshenv=True,
+    )
+    app.build(force_all=True)
+    if app.statuscode or app._warncount:
+        raise MinivllmError(f"Sphinx warned {app._warncount} times, as said above: mend that and run it again")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Build the site of this repository, and say where it is."""
+    front = build(ROOT, arguments.out.resolve(), site_widgets.specs(ROOT / "widgets"))
+    print(f"the site is built: open {front.as_uri()}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--out", type=Path, default=ROOT / "out" / "site", help="folder of the site (default: out/site)")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

@@ -1,0 +1,228 @@
+"""The site's pages: the repository's Markdown with links, diagrams and widgets as a page in a browser needs them.
+
+Nothing of the repository is changed. Each page is written again below a folder that the generator reads: links to files
+that are no pages of the site lead to the repository, Mermaid becomes SVG, and below the cells that show a widget or the
+steps of a picture stands what they show.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import glossary
+import mermaidx
+
+from minivllm.errors import MinivllmError
+from notebooks import CODE_SPAN, LINKS, Fence, read_lesson
+
+INDEX = "index.md"
+PICTURES = (".svg", ".png")
+ELSEWHERE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:|#|/")
+TO_COME = re.compile(r"^\| (?P<number>\d\d) \| (?P<title>[^|\[]+?) \|.*\*to come\*", re.MULTILINE)
+MARKDOWN_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+BEING_WRITTEN = "*being written*"
+IDS = re.compile(r' id="(?!diagram)[^"]*"')
+DIAGRAM = {
+    "fontFamily": "system-ui, sans-serif",
+    "themeVariables": {"fontSize": "12px"},
+    "flowchart": {"nodeSpacing": 22, "rankSpacing": 22, "padding": 8, "wrappingWidth": 180},
+}
+"""Mermaid's settings. Colours are the style sheet's, so that they follow the page's theme, and so is the font: one no
+wider than DejaVu Sans, with which texts are measured."""
+
+Embed = Callable[[str, str, Mapping[str, Any]], str]
+"""`embed("widgets.kv_cache", "show", {})` -> the HTML of what this call shows, "" where that is nothing."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Which files of a repository are pages, and where everything else of it is to be found."""
+
+    root: Path
+    repository: str
+    """Its address, without a slash at the end."""
+    names: tuple[str, ...]
+    """The Markdown files that are pages, as paths from the root."""
+
+    def staged(self, name: str) -> str:
+        """Where a page is written, as a path from the top of the site."""
+        return INDEX if name == "README.md" else name
+
+    def target(self, page: str, target: str) -> str:
+        """A link of `page` as the site has it.
+
+        Raises:
+            MinivllmError: it leads to no file.
+        """
+        if ELSEWHERE.match(target):
+            return target
+        path, mark, anchor = target.partition("#")
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
+        if not (self.root / name).exists():
+            raise MinivllmError(f"{page}: the link {target} leads nowhere")
+        if name in self.names:
+            return posixpath.relpath(self.staged(name), posixpath.dirname(self.staged(page))) + mark + anchor
+        if name.endswith(PICTURES):
+            return posixpath.relpath(name, posixpath.dirname(self.staged(page)))
+        kind = "tree" if (self.root / name).is_dir() else "blob"
+        return f"{self.repository}/{kind}/main/{name}{mark}{anchor}"
+
+
+def pages_of(root: Path, repository: str) -> Pages:
+    """The pages of a repository: its README, the lessons with what belongs to them, and what explains the engine."""
+    wanted = ["README.md", "lessons/[0-9][0-9]_*.md", "lessons/README.md", "lessons/GLOSSARY.md", "site/exercises.md"]
+    wanted += ["lessons/bugs/README.md", "lessons/notes/*.md", "ARCHITECTURE.md", "benchmarks/PERFORMANCE.md"]
+    wanted += ["vllm/models/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+    found = [path.relative_to(root).as_posix() for pattern in wanted for path in sorted(root.glob(pattern))]
+    return Pages(root, repository.rstrip("/"), tuple(found))
+
+
+def stage(pages: Pages, folder: Path, embed: Embed) -> None:
+    """Write every page, and the lessons' pictures, below `folder`."""
+    for name in pages.names:
+        path = folder / pages.staged(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(page_lines(pages, name, embed)) + "\n"
+        path.write_text(text + contents(pages) if name == "README.md" else text)
+    for path in sorted(pages.root.glob("lessons/figures/*")):
+        copy = folder / path.relative_to(pages.root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def page_lines(pages: Pages, name: str, embed: Embed) -> list[str]:
+    """A page's Markdown, as the generator reads it. What is live takes the place of its own still picture."""
+    lines: list[str] = []
+    diagrams, embedded = 0, False
+    for part in read_lesson(pages.root / name).parts:
+        if isinstance(part, str):
+            if embedded and part.startswith("!["):
+                embedded = False
+                continue
+            embedded = embedded and not part
+            lines.append(relinked(part, lambda target: pages.target(name, target)).replace("*to come*", BEING_WRITTEN))
+        elif part.language == "mermaid":
+            diagrams += 1
+            lines += ["", diagram(part, diagrams), ""]
+        else:
+            live = list(calls(part)) if part.kind == "exec" else []
+            shown = [html for call in live if (html := embed(*call))]
+            opening = bool(shown) and live[0][1] == "frames"
+            removed = bool(shown) and remove_still(lines, opening)
+            embedded = bool(shown) and not opening and not removed
+            lines += [] if opening else [part.opening, *part.body, part.closing]
+            lines += [line for html in shown for line in ("", html, "")]
+    return lines
+
+
+def remove_still(lines: list[str], opening: bool) -> bool:
+    """Remove the picture right above, or of an opening the one in the same section; tells whether there was one."""
+    for index in range(len(lines) - 1, -1, -1):
+        is_picture = lines[index].startswith("![") and (not opening or "_opening.svg" in lines[index])
+        if is_picture:
+            del lines[index]
+            return True
+        if lines[index].startswith("## ") or (lines[index] and not opening):
+            break
+    return False
+
+
+def relinked(line: str, turn: Callable[[str], str]) -> str:
+    """The line with `turn` applied to the target of each link; code spans are left alone."""
+
+    def replaced(match: re.Match[str]) -> str:
+        spans = (span.span() for span in CODE_SPAN.finditer(match.string))
+        if any(start <= match.start("target") < end for start, end in spans):
+            return match[0]
+        return match["before"] + turn(match["target"])
+
+    for pattern in LINKS:
+        line = pattern.sub(replaced, line)
+    return line
+
+
+def calls(cell: Fence) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Calls `imported_module.function(name=literal)` that stand alone in a cell; others are the reader's to run."""
+    modules = {}
+    for statement in ast.parse("\n".join(cell.body)).body:
+        match statement:
+            case ast.ImportFrom(module=package, names=names):
+                modules |= {name.asname or name.name: f"{package}.{name.name}" for name in names}
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), function), args=[], keywords=keys)) if name in modules:
+                try:
+                    yield modules[name], function, {str(key.arg): ast.literal_eval(key.value) for key in keys}
+                except ValueError:
+                    continue
+
+
+def diagram(fence: Fence, number: int) -> str:
+    """A Mermaid diagram as SVG in one line.
+
+    Raises:
+        MinivllmError: Mermaid does not understand it.
+    """
+    source = "\n".join(fence.body)
+    try:
+        svg = mermaidx.render(source, config=DIAGRAM).svg()
+    except Exception as error:
+        raise MinivllmError(f"Mermaid does not draw the diagram that starts with {fence.body[:2]}: {error}") from error
+    svg = IDS.sub("", svg.replace("my-svg", f"diagram-{number}"))
+    width = float(re.findall(r'viewBox="\S+ \S+ (\S+) ', svg)[0])
+    words = "; ".join(re.findall(r'\["?([^"\]]+)"?\]', source)).replace("<br>", " ").replace("<br/>", ": ")
+    said = f'role="img" aria-label="Diagram. {escape(words)}"'
+    return f'<div class="mermaid" style="--width: {width:.0f}px" {said}>{one_line(svg)}</div>'
+
+
+def one_line(html: str) -> str:
+    """HTML that a blank line would end, as Markdown reads it."""
+    return re.sub(r"\s*\n\s*", " ", html)
+
+
+def to_come(pages: Pages) -> list[tuple[str, str]]:
+    """Number and title of each lesson that is still being written, from the README's table."""
+    return [(match["number"], match["title"]) for match in TO_COME.finditer((pages.root / "README.md").read_text())]
+
+
+def contents(pages: Pages) -> str:
+    """The order of all pages, for the side bar and for `previous` and `next`."""
+
+    def these(pattern: str) -> list[str]:
+        return [name.removesuffix(".md") for name in pages.names if re.fullmatch(pattern, name)]
+
+    parts = {
+        "Lessons": [*these(r"lessons/README\.md"), *these(r"lessons/\d\d_.*")],
+        "Beside the lessons": [
+            *these(r"lessons/GLOSSARY\.md"),
+            *these(r"site/exercises\.md"),
+            *these(r"lessons/bugs/.*"),
+        ],
+        "Notes": these(r"lessons/notes/.*"),
+        "The engine": [
+            *these(r"ARCHITECTURE\.md"),
+            *these(r"benchmarks/.*"),
+            *these(r"vllm/.*"),
+            *these(r"CONTRIBUTING\.md"),
+            *these(r"CHANGELOG\.md"),
+            f"The repository <{pages.repository}>",
+        ],
+    }
+    tree = "```{{toctree}}\n:hidden:\n:caption: {}\n\n{}\n```\n"
+    return "\n" + "\n".join(tree.format(caption, "\n".join(names)) for caption, names in parts.items())
+
+
+def definitions(pages: Pages) -> dict[str, str]:
+    """Anchor of each entry of the glossary -> its words without links, for the hint beside a link to it."""
+    text = (pages.root / "lessons" / glossary.GLOSSARY).read_text()
+    found = {}
+    for term, match in zip(glossary.read_glossary(text), glossary.ENTRY.finditer(text), strict=True):
+        words = re.sub(r"<!--.*?-->|\(\[lesson \d\d\]\([^)]*\)\)", "", match["text"], flags=re.DOTALL)
+        found[term.anchor] = " ".join(MARKDOWN_LINK.sub(r"\1", words).replace("`", "").replace("*", "").split())
+    return found

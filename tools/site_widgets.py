@@ -1,0 +1,162 @@
+"""The site's widgets: each with views drawn in advance, so that no kernel is needed to turn its knobs.
+
+A view is drawn for every value of the swept axis, for those of further knobs as far as `MOST_VIEWS` go, and for the
+presets. What a knob then cannot reach is greyed on the page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from html import escape
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import MinivllmError
+from widgets.knobs import Knob, Value
+from widgets.session import Session
+from widgets.spec import Spec
+
+MOST_VIEWS = 120
+MOST_SWEPT = 40
+"""Values of the swept axis, where a slider has more."""
+MOST_OTHER = 10
+"""Values of a further knob: one with more is left out."""
+SWEPT = re.compile(r'data-drag="(\w+)"')
+PIECE = re.compile(r"(?=<)")
+
+
+def specs(folder: Path) -> dict[str, Spec]:
+    """The widgets of the package `widgets`, by module: those whose module defines `SPEC`."""
+    names = [path.stem for path in sorted(folder.glob("*.py")) if _defines_spec(path)]
+    return {name: import_module(f"widgets.{name}").SPEC for name in names}
+
+
+def _defines_spec(path: Path) -> bool:
+    lines = path.read_text().splitlines()
+    return any(re.match(r"SPEC\b[^=]*=", line) for line in lines)
+
+
+def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEWS) -> dict[str, Any]:
+    """All that a page needs to show a widget without a kernel; `tableHost` in `shell.js` reads it.
+
+    Returns:
+        described: the texts and knobs; a knob that can be turned has only the values for which there are views.
+        turns: the knobs that can be turned.
+        axes: the knobs that differ between views.
+        values: all knobs at the start.
+        views: one for each setting; its picture is a list of indices into `pieces`.
+
+    Raises:
+        MinivllmError: the widget breaks on a setting.
+    """
+    session = Session(spec, **settings)
+    start = dict(session.values)
+    turned = choose(spec, start, session.settle()["svg"], most_views)
+    wanted = list(dict.fromkeys(tuple(values.items()) for values in settings_of(spec, start, turned, most_views)))
+    axes = [name for name in start if len({dict(values)[name] for values in wanted}) > 1]
+    pieces: dict[str, int] = {}
+    views = []
+    for values in map(dict, wanted):
+        view = session.settle(**values)
+        if view["trace"]:
+            raise MinivllmError(f"the widget {spec.name} breaks where {values}: {view['words']}")
+        indices = [pieces.setdefault(piece, len(pieces)) for piece in PIECE.split(view["svg"]) if piece]
+        views.append({**view, "svg": indices})
+    described = _described(session, turned)
+    return {
+        "described": described,
+        "turns": [*turned],
+        "axes": axes,
+        "values": start,
+        "views": views,
+        "pieces": [*pieces],
+    }
+
+
+def choose(spec: Spec, start: Mapping[str, Value], picture: str, most_views: int) -> dict[str, list[Value]]:
+    """The knobs that can be turned, each with its values: the swept one first, then those that still fit, in order."""
+    knobs = spec.flat()
+    swept = next((name for name in SWEPT.findall(picture) if name in knobs), None)
+    chosen, views = {}, 1
+    for name in sorted(knobs, key=lambda name: name != swept):
+        most = min(MOST_SWEPT, most_views) if name == swept else MOST_OTHER
+        values = values_of(knobs[name], start[name], [preset.get(name) for preset in spec.presets.values()], most)
+        if 1 < len(values) <= most and views * len(values) <= most_views:
+            chosen[name] = values
+            views *= len(values)
+    return chosen
+
+
+def values_of(knob: Knob, start: Value, needed: list[Any], most: int) -> list[Value]:
+    """The values of a knob. A slider with more than `most` is thinned evenly, but stands where it must."""
+    if knob.kind == "entry":
+        return []
+    if knob.kind == "switch":
+        return [False, True]
+    if knob.kind != "slider":
+        return [value for _, value in knob.options]
+    steps = round((knob.high - knob.low) / knob.step)
+    needed = sorted({start, *(value for value in needed if value is not None)})
+    room = max(most - len(needed), 1)
+    stride = max(1, -(-(steps + 1) // room))
+    even = (round(knob.low + index * knob.step, 10) for index in range(0, steps + 1, stride))
+    return sorted({float(value) if not float(value).is_integer() else int(value) for value in (*even, *needed)})
+
+
+def settings_of(
+    spec: Spec, start: Mapping[str, Value], turned: Mapping[str, list[Value]], most_views: int
+) -> Iterator[dict[str, Value]]:
+    """The knobs of every view: all combinations of those that can be turned, then the presets, swept if that fits."""
+    names = [*turned][::-1]  # the swept one last, so that it changes fastest: sweeps keep what it does not change
+    grid = [dict(zip(names, values, strict=True)) for values in itertools.product(*(turned[name] for name in names))]
+    yield from ({**start, **values} for values in grid)
+    room = most_views - len(grid)
+    swept = next(iter(turned), None)
+    for preset in ({**start, **values} for values in spec.presets.values()):
+        if all(preset[name] == start[name] for name in start if name not in turned):
+            continue
+        yield preset
+        if swept and room >= len(turned[swept]):
+            room -= len(turned[swept])
+            yield from ({**preset, swept: value} for value in turned[swept])
+
+
+def _described(session: Session, turned: Mapping[str, list[Value]]) -> dict[str, Any]:
+    """The texts and knobs; a slider that can be turned becomes steps over the values for which there are views."""
+    described, knobs = session.described(), session.spec.flat()
+    for group in described["groups"]:
+        for knob in group["knobs"]:
+            if knob["kind"] == "slider" and knob["name"] in turned:
+                own = knobs[knob["name"]]
+                options = [{"name": own.words(value), "value": value} for value in turned[knob["name"]]]
+                knob.update(kind="steps", options=options)
+    return described
+
+
+def script(name: str, table: Mapping[str, Any]) -> str:
+    """A table as a script, which a page opened from disk may load, while it may not fetch data."""
+    return f"(window.widgetTables ??= {{}})[{json.dumps(name)}] = {json.dumps(table, ensure_ascii=False)};\n"
+
+
+def front_end(source: str) -> str:
+    """The shell's module as a plain script: a page opened from disk may not import modules."""
+    body = re.sub(r"^export default ", "const anywidget = ", source, count=1, flags=re.MULTILINE)
+    body = re.sub(r"^export ", "", body, flags=re.MULTILINE)
+    return f"(() => {{\n{body}\nwindow.lessonWidgets = {{ mount, tableHost }};\n}})();\n"
+
+
+def still(table: Mapping[str, Any]) -> str:
+    """The picture at the start."""
+    first = next(view for view in table["views"] if view["values"] == table["values"])
+    return "".join(table["pieces"][index] for index in first["svg"])
+
+
+def note(table: Mapping[str, Any]) -> str:
+    """A line below the widget: what turns here, and where everything does."""
+    labels = {knob["name"]: knob["label"] for group in table["described"]["groups"] for knob in group["knobs"]}
+    turned = ", ".join(f"<em>{escape(labels[name])}</em>" for name in table["turns"])
+    return f"Drawn in advance for this page: {turned} can be turned here, and in the notebook all the rest."
