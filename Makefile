@@ -90,6 +90,7 @@ lint: setup ## style, types, spelling, links, and that what is built is fresh
 	@$(UV_RUN) pyright
 	@$(UV_RUN) codespell
 	@$(UV_RUN) python tools/links.py
+	@$(UV_RUN) python tools/address.py --check
 	@$(UV_RUN) python tools/glossary.py --check
 	@$(UV_RUN) python tools/claims.py --check
 	@$(UV_RUN) python tools/notebooks.py --check

@@ -55,7 +55,8 @@ def _exercise(line: str, cell: str) -> None:
     assert shell is not None
     if not name.isidentifier():
         raise UsageError(f"%%{MAGIC} NAME: {name!r} is no name for a module")
-    code = "\n" + shell.transform_cell(cell)  # an empty line in place of the magic's: lines count as in the cell
+    above = 1 + cell[: len(cell) - len(cell.lstrip())].count("\n")  # the magic's line, and empty ones, which get lost
+    code = "\n" * above + shell.transform_cell(cell)  # so lines count as in the cell
     filename = shell.compile.cache(code, shell.execution_count)
     module = ModuleType(name)
     module.__file__ = filename
