@@ -412,7 +412,7 @@ def write(root: Path, numbers: list[str]) -> list[str]:
 
 
 def execute(path: Path, again: bool = False) -> float:
-    """Run every cell of a notebook in a fresh kernel, in the notebook's folder; the file stays as it is.
+    """Run every cell of a notebook in a fresh kernel; the file stays as it is.
 
     With `again`, the cells that only show something run a second time, after the last one.
 
@@ -422,12 +422,17 @@ def execute(path: Path, again: bool = False) -> float:
     Raises:
         MinivllmError: a cell raised; the message holds the cell and its traceback.
     """
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError
-
     notebook = nbformat.read(path, as_version=4)
     if again:
         notebook.cells += [nbformat.v4.new_code_cell(cell.source) for cell in demos(notebook)]
+    return run_cells(notebook, path)
+
+
+def run_cells(notebook: nbformat.NotebookNode, path: Path) -> float:
+    """`execute` for cells in memory, in the folder of `path`: their outputs are put into them."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
     where = {"metadata": {"path": str(path.parent)}}
     start = time.perf_counter()
     try:

@@ -73,7 +73,28 @@ def test_no_picture_stands_beside_the_widget_that_draws_it(path: Path):
     assert len(notebooks._pictures_of_widgets(lesson.parts)) == len(shown), "each widget has its picture in the lesson"
 
 
+def outputs_of(cell: nbformat.NotebookNode) -> str:
+    """All that a cell shows, as text."""
+    shown = [output.get("text") or output.get("data", {}) for output in cell.outputs]
+    return "\n".join(part if isinstance(part, str) else "\n".join(map(str, part.values())) for part in shown)
+
+
 @pytest.mark.slow
 @each_notebook
-def test_every_cell_runs_and_every_demo_again(path: Path):
-    assert notebooks.execute(path, again=True) < 2 * notebooks.SECONDS_PER_CELL
+def test_every_cell_runs_every_demo_again_and_the_widget_takes_a_solution(path: Path):
+    """In one kernel: all cells in order, the demos a second time, then the exercise with the lesson's script in it."""
+    notebook = nbformat.read(path, as_version=4)
+    kinds = [cell.metadata.get("tags", [None])[0] for cell in notebook.cells]
+    place = kinds.index("check")
+    check, own = notebook.cells[place], next(cell for cell in notebook.cells[place + 1 :] if cell.cell_type == "code")
+    solution = f"{notebooks.IN_ITS_MODULE}\n{(ROOT / 'vllm' / path.stem).with_suffix('.py').read_text()}"
+    more = [*notebooks.demos(notebook), nbformat.v4.new_code_cell(solution), check, own]
+    more = [nbformat.v4.new_code_cell(cell.source) for cell in more]
+    notebook.cells += more
+    notebooks.run_cells(notebook, path)
+    assert "checks to go" in outputs_of(check)
+    assert "not written yet" in outputs_of(own)
+    *_, checked, shown = more
+    assert re.search(r"all \d+ checks pass", outputs_of(checked)), outputs_of(checked)
+    assert "<svg" in outputs_of(shown)
+    assert " broke. " not in outputs_of(shown)
