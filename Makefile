@@ -45,8 +45,8 @@ check: setup ## your solution of one exercise: make check N=01
 bugs: setup ## the bug museum: make bugs; make bugs B=7, then with HINT=1, LINE=core/stop.py:12 or TRY=1
 	@$(UV_RUN) python -m minivllm.lab.museum $(if $(B),--bug '$(B)') $(if $(HINT),--hint '$(HINT)') $(if $(LINE),--line '$(LINE)') $(if $(filter-out 0,$(TRY)),--try)
 
-lab: setup ## JupyterLab on the notebooks
-	@$(UV_RUN) jupyter lab --LabApp.default_url=/lab/tree/notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
+lab: setup ## JupyterLab on the list of notebooks; its settings are in .jupyter, and yours stay as they are
+	@JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(UV_RUN) jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root)
 
 notebooks: setup ## build the notebooks from the lessons
 	@$(UV_RUN) python tools/notebooks.py --write
@@ -93,6 +93,7 @@ lint: setup ## style, types, spelling, links, and that what is built is fresh
 	@$(UV_RUN) pyright
 	@$(UV_RUN) codespell
 	@$(UV_RUN) python tools/links.py
+	@$(UV_RUN) python tools/address.py --check
 	@$(UV_RUN) python tools/glossary.py --check
 	@$(UV_RUN) python tools/claims.py --check
 	@$(UV_RUN) python tools/notebooks.py --check

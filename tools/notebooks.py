@@ -2,18 +2,19 @@
 
     uv run python tools/notebooks.py --write       # refresh quoted code in lessons/*.md, write notebooks/*.ipynb
     uv run python tools/notebooks.py --check       # fail where --write would change something
-    uv run python tools/notebooks.py --run 01      # execute notebooks (all, or those of the numbers given)
+    uv run python tools/notebooks.py --run 01      # execute notebooks, demos twice (all, or those of the numbers given)
 
 In a lesson's Markdown, the words after a fence's language say what becomes of it:
 
     ```python exec                                 a cell
-    ```python exercise                             the cell that holds the exercise's stub
+    ```python exercise                             the cell that holds the exercise's stub, a module of its own: `mine`
     ```python check                                the cell that checks the exercise
     ```python script=vllm/01_kv_cache.py region=N  text that must equal that region of the script
     ```python                                      text, like every other fence
 
 `script=` goes with the first three as well; without `region=` it quotes the whole file. A region lies between the
-lines `# region: NAME` and `# endregion`.
+lines `# region: NAME` and `# endregion`. A picture that stands beside a widget's cell shows what the widget draws: the
+notebook has the widget alone. `notebooks/README.md`, the page on which `make lab` opens, is built too.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import posixpath
 import re
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import jupytext
@@ -33,8 +35,10 @@ import nbformat
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, run
+from minivllm.lab.exercise import load
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+ADDRESS = load(REPOSITORY / "tools" / "address.py")
 MEND = "uv run python tools/notebooks.py --write"
 CELL_KINDS = ("exec", "exercise", "check")
 SECONDS_PER_CELL = 300
@@ -55,17 +59,15 @@ KERNEL = {
     "language_info": {"name": "python"},
 }
 HOW_TO_GET_HERE = """\
-<details><summary><b>How to run this notebook</b> (your machine, Colab)</summary>
+[![Open in Colab](../lessons/figures/open_in_colab.svg)]({colab})
 
-**On your machine**, in a clone of the repository: `make lab`, then open `notebooks/{stem}.ipynb`.
+<details><summary><b>How to run this notebook</b> (your machine, VS Code, Colab)</summary>
 
-**On Colab** or another hosted Jupyter: run these two lines in a cell, with the address of the repository, restart the
-session so that the packages are seen, and go on with the next cell.
+**On your machine**, in a clone of the repository: `make lab` opens the list of notebooks in JupyterLab.
 
-```python .noeval
-!git clone ADDRESS-OF-THE-REPOSITORY first-principles
-%pip install -q -e first-principles
-```
+**In VS Code**: open the repository's folder, then this file, and choose the kernel of `.venv` (`make setup` makes it).
+
+**In Colab**: the button above opens this notebook there, and the next cell installs the course.
 
 The text and the code come from [`lessons/{stem}.md`](../lessons/{stem}.md): change that file, then run
 `{mend}`.
@@ -73,11 +75,39 @@ The text and the code come from [`lessons/{stem}.md`](../lessons/{stem}.md): cha
 </details>
 """
 SETUP = """\
-# Are the lessons' packages here? If not, the cell above says how to get them.
+# Is the course here? In Colab, this cell installs it.
+import sys
 from importlib.util import find_spec
 
+if "google.colab" in sys.modules:
+    ![ -d /content/course ] || git clone --quiet --depth 1 {address} /content/course
+    %run /content/course/tools/colab.py
 missing = [name for name in ("minivllm", "widgets") if find_spec(name) is None]
-assert not missing, f"cannot import {' and '.join(missing)}: see the cell above, then restart the kernel"
+assert not missing, f"cannot import {{' and '.join(missing)}}: see the cell above, then restart the kernel"
+
+from minivllm.lab import notebook
+
+notebook.begin()
+"""
+IN_ITS_MODULE = "%%exercise mine"
+SHOWS_WIDGET = re.compile(r"^\w+\.show\(")
+PICTURE = re.compile(r"!\[[^\]]*\]\([^)\s]+\)")
+ROW_OF_README = re.compile(r"^\| (\d\d) \| [^|]* \| ([^|]*?) \|", re.MULTILINE)
+MINUTES_ALONE = re.compile(r"^\*\*Time:\*\* .*alone, about (\d+)", re.MULTILINE)
+INDEX = """\
+# The notebooks
+
+In order: each lesson uses only what the ones before it built. A notebook is the lesson's text with its code to run, its
+widget to play with, and its exercise, whose checks say what is missing.
+
+| | notebook | the question | minutes, alone | without set-up |
+| --- | --- | --- | ---: | --- |
+{rows}
+
+Run a cell with Shift+Enter, or all of them with *Run* > *Run All Cells*: nothing is downloaded, and no GPU is needed.
+Any cell can run again at any time. What you write in an exercise's cell is a module of its own, `mine`.
+
+<!-- Built by tools/notebooks.py from the lessons. -->
 """
 
 
@@ -245,20 +275,36 @@ def notebook_text(lesson: Lesson) -> str:
 
 def _jupytext_lines(lesson: Lesson) -> Iterator[str]:
     """The lesson as jupytext reads it: code fences are cells, but for those that say NO_CELL."""
-    headings = _heading_ids(lesson)
-    yield HOW_TO_GET_HERE.format(stem=lesson.path.stem, mend=MEND)
-    yield f'```python tags=["setup"]\n{SETUP}```\n'
-    for part in lesson.parts:
+    headings, stem, drawn_live = _heading_ids(lesson), lesson.path.stem, _pictures_of_widgets(lesson.parts)
+    yield HOW_TO_GET_HERE.format(stem=stem, mend=MEND, colab=ADDRESS.colab(stem))
+    yield f'```python tags=["setup"]\n{SETUP.format(address=ADDRESS.address())}```\n'
+    for index, part in enumerate(lesson.parts):
         if isinstance(part, str):
-            yield _relinked(part, headings)
+            yield "" if index in drawn_live else _relinked(part, headings)
             continue
         marks = part.closing.strip()
         if part.kind:
             tags = "" if part.kind == "exec" else f' tags=["{part.kind}"]'
             marks = marks.replace("~", "`")  # jupytext makes no cells of tildes
-            yield "\n".join([f"{marks}python{tags}", *part.body, marks])
+            magic = [IN_ITS_MODULE] if part.kind == "exercise" else []
+            yield "\n".join([f"{marks}python{tags}", *magic, *part.body, marks])
         else:
             yield "\n".join([f"{part.indent}{marks}{part.language} {NO_CELL}", *part.body, part.closing])
+
+
+def _pictures_of_widgets(parts: Sequence[str | Fence]) -> set[int]:
+    """Which parts are a picture with only blank lines between it and a cell that shows a widget."""
+    filled = [index for index, part in enumerate(parts) if part != ""]
+    beside = [pair for one, other in pairwise(filled) for pair in ((one, other), (other, one))]
+    return {index for index, near in beside if _is_picture(parts[index]) and _shows_widget(parts[near])}
+
+
+def _is_picture(part: str | Fence) -> bool:
+    return isinstance(part, str) and PICTURE.fullmatch(part) is not None
+
+
+def _shows_widget(part: str | Fence) -> bool:
+    return isinstance(part, Fence) and part.kind == "exec" and any(map(SHOWS_WIDGET.match, part.body))
 
 
 def _heading_ids(lesson: Lesson) -> dict[str, str]:
@@ -314,18 +360,41 @@ def outputs(path: Path) -> dict[Path, str]:
     return {path: lesson_text(lesson), lesson.notebook: notebook_text(lesson)}
 
 
+def index_page(root: Path) -> str:
+    """The list of notebooks: titles and minutes from the lessons, questions from the repository's README."""
+    readme = root / "README.md"
+    questions = dict(ROW_OF_README.findall(readme.read_text(encoding="utf-8") if readme.is_file() else ""))
+    rows = []
+    for path in lessons_in(root, []):
+        text = path.read_text(encoding="utf-8")
+        number, title = path.name[:2], re.sub(r"^# +\d+\W*", "", text.split("\n", 1)[0])
+        minutes = match[1] if (match := MINUTES_ALONE.search(text)) else ""
+        link, colab = f"[{title}]({path.stem}.ipynb)", f"[in Colab]({ADDRESS.colab(path.stem)})"
+        rows.append(f"| {number} | {link} | {questions.get(number, '')} | {minutes} | {colab} |")
+    return INDEX.format(rows="\n".join(rows))
+
+
+def everything(root: Path, numbers: list[str]) -> dict[Path, tuple[str, str]]:
+    """All that is built, for the lessons of these numbers: file to (its text, what to say where it has another)."""
+    built = {}
+    for path in lessons_in(root, numbers):
+        for target, text in outputs(path).items():
+            what = "quotes code that its script no longer has" if target == path else f"differs from {path.name}"
+            built[target] = text, what
+    if not numbers:
+        built[root / "notebooks" / "README.md"] = index_page(root), "differs from the lessons"
+    return built
+
+
 def drift(root: Path, numbers: list[str]) -> list[str]:
     """One line for each file that is not what `--write` would write, and for each notebook without a lesson."""
-    paths = lessons_in(root, numbers)
     found = []
-    for path in paths:
-        for target, text in outputs(path).items():
-            name = target.relative_to(root).as_posix()
-            if not target.is_file():
-                found.append(f"{name} is missing")
-            elif target.read_bytes() != text.encode():
-                what = "quotes code that its script no longer has" if target == path else f"differs from {path.name}"
-                found.append(f"{name} {what}")
+    for target, (text, what) in everything(root, numbers).items():
+        name = target.relative_to(root).as_posix()
+        if not target.is_file():
+            found.append(f"{name} is missing")
+        elif target.read_bytes() != text.encode():
+            found.append(f"{name} {what}")
     stems = {path.stem for path in (root / "lessons").glob("*.md")}
     orphans = [path for path in sorted((root / "notebooks").glob("*.ipynb")) if path.stem not in stems]
     return found + [f"notebooks/{path.name} has no lesson: delete it" for path in orphans if not numbers]
@@ -334,17 +403,18 @@ def drift(root: Path, numbers: list[str]) -> list[str]:
 def write(root: Path, numbers: list[str]) -> list[str]:
     """Write what differs; returns the names of the files written."""
     written = []
-    for path in lessons_in(root, numbers):
-        for target, text in outputs(path).items():
-            if not target.is_file() or target.read_bytes() != text.encode():
-                target.parent.mkdir(exist_ok=True)
-                target.write_bytes(text.encode())
-                written.append(target.relative_to(root).as_posix())
+    for target, (text, _) in everything(root, numbers).items():
+        if not target.is_file() or target.read_bytes() != text.encode():
+            target.parent.mkdir(exist_ok=True)
+            target.write_bytes(text.encode())
+            written.append(target.relative_to(root).as_posix())
     return written
 
 
-def execute(path: Path) -> float:
-    """Run every cell of a notebook in a fresh kernel, in the notebook's folder; the file stays as it is.
+def execute(path: Path, again: bool = False) -> float:
+    """Run every cell of a notebook in a fresh kernel; the file stays as it is.
+
+    With `again`, the cells that only show something run a second time, after the last one.
 
     Returns:
         The seconds it took.
@@ -352,10 +422,17 @@ def execute(path: Path) -> float:
     Raises:
         MinivllmError: a cell raised; the message holds the cell and its traceback.
     """
+    notebook = nbformat.read(path, as_version=4)
+    if again:
+        notebook.cells += [nbformat.v4.new_code_cell(cell.source) for cell in demos(notebook)]
+    return run_cells(notebook, path)
+
+
+def run_cells(notebook: nbformat.NotebookNode, path: Path) -> float:
+    """`execute` for cells in memory, in the folder of `path`: their outputs are put into them."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError
 
-    notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(path.parent)}}
     start = time.perf_counter()
     try:
@@ -363,6 +440,11 @@ def execute(path: Path) -> float:
     except (CellExecutionError, CellTimeoutError) as error:
         raise MinivllmError(f"{path.name}: {error}") from error
     return time.perf_counter() - start
+
+
+def demos(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The code cells that only show something: not the set-up, the exercise and its checks."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and "tags" not in cell.metadata]
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -378,7 +460,7 @@ def main(arguments: argparse.Namespace) -> None:
     else:
         for path in lessons_in(REPOSITORY, numbers):
             notebook = Lesson(path, ()).notebook
-            print(f"{notebook.name}: {execute(notebook):.1f} s", flush=True)
+            print(f"{notebook.name}: {execute(notebook, again=True):.1f} s", flush=True)
 
 
 def _say(lines: list[str], form: str, otherwise: str) -> None:
@@ -391,7 +473,9 @@ def parser() -> argparse.ArgumentParser:
     action = flags.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="write the notebooks, and quoted code into the lessons")
     action.add_argument("--check", action="store_true", help="fail where --write would change something")
-    action.add_argument("--run", action="store_true", help="execute the notebooks and print how long each took")
+    action.add_argument(
+        "--run", action="store_true", help="execute the notebooks, demos twice, and print how long each took"
+    )
     flags.add_argument("lessons", nargs="*", metavar="NN", help="numbers of lessons (default: all)")
     return flags
 

@@ -26,7 +26,7 @@ from minivllm.lab.cli import run
 from minivllm.lab.device_rates import measure_device
 from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
-from minivllm.lab.progress import track
+from minivllm.lab.progress import track, working
 from minivllm.lab.proof import furthest, prove, show_errors
 from minivllm.lab.reports import kv_cache as report
 from minivllm.lab.roofline import measure_share, ridge, share_table
@@ -127,8 +127,9 @@ class KVCache:
 def compare_generation(model, prompt: list[int], new_tokens: int, max_model_len: int) -> tuple[list[int], dict]:
     """The same text twice, without and with a cache: equal tokens, work counted, time per token against length."""
     cache = KVCache(model.config, max_model_len, model.embed_tokens.weight)
-    generate(model, prompt, 2)  # warm up
-    without, cached = generate(model, prompt, new_tokens), generate(model, prompt, new_tokens, cache)
+    with working("the same text, without a cache and with one"):
+        generate(model, prompt, 2)  # warm up
+        without, cached = generate(model, prompt, new_tokens), generate(model, prompt, new_tokens, cache)
     assert without.tokens == cached.tokens, "the cache changed the text"
     parts = min(5, new_tokens)
     windows = [slice(new_tokens * part // parts, new_tokens * (part + 1) // parts) for part in range(parts)]
@@ -286,13 +287,13 @@ def measure_intensity(device: torch.device) -> dict:
     """FLOPs per byte of the two things that a decode step reads, and what share of this device's rates they reach."""
     rates, shares = measure_device(device, ("bfloat16",)), {}
     weight = torch.randn(16384, 4096, device=device).bfloat16()  # larger than any cache on the way
-    for count in COUNTS:
+    for count in track(COUNTS, "reading weights"):
         x = torch.randn(count, 4096, device=device).bfloat16()
         moved, flops = 2 * (weight.numel() + x.numel() + count * 16384), 2 * count * weight.numel()
         shares[f"weights_{count}"] = measure_share(partial(F.linear, x, weight), moved, flops, rates, device)
     count, slots, dtype = (64, 4096, torch.bfloat16) if device.type == "cuda" else (2, 2048, torch.float32)
     lengths = torch.full((count,), slots - 1, dtype=torch.int32, device=device)
-    for group in (1, 4):
+    for group in track((1, 4), "reading caches"):
         cached = torch.randn(2, count, slots, 32 // group, 128, device=device, dtype=dtype)
         q, k = (torch.randn(count, heads, 128, device=device, dtype=dtype) for heads in (32, 32 // group))
         step, flops = partial(timed_batch, q, k, k, *cached, lengths), 4 * count * slots * q[0].numel()
@@ -327,7 +328,7 @@ def measure_sequences(model, context: int = 128) -> dict:
 def replay(max_model_len: int, seed: int) -> dict:
     """Reserve for 20,000 requests of each of four kinds, with lengths as published, and count what stays empty."""
     found, slots = {}, sorted({2048, 4096, 8192, max_model_len})
-    for name, workload in WORKLOADS.items():
+    for name, workload in track(WORKLOADS.items(), "reserving"):
         lengths = [request.total for request in workload.sample(20_000, seed)]
         fitting = {n: [length for length in lengths if length <= n] for n in slots}
         unused = {str(n): 1 - statistics.mean(fit or [0]) / n for n, fit in fitting.items()}

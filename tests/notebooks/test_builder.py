@@ -1,10 +1,13 @@
 """Notebooks come from lessons byte for byte, and every way to get a lesson wrong is named."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.exercise import load
@@ -81,7 +84,7 @@ CHECK = """\
 ```python check
 from minivllm.lab.exercise import check_here
 
-check_here("07")
+check_here("07", mine)
 ```
 """
 
@@ -116,7 +119,7 @@ def prose(root: Path) -> str:
 
 
 def test_what_is_written_agrees_and_is_the_same_again(root: Path):
-    assert notebooks.write(root, []) == ["notebooks/07_circles.ipynb"]
+    assert notebooks.write(root, []) == ["notebooks/07_circles.ipynb", "notebooks/README.md"]
     first = (root / "notebooks" / "07_circles.ipynb").read_bytes()
     assert lesson(root).read_text() == LESSON + CHECK, "a fresh lesson is left as it is"
     assert notebooks.drift(root, []) == []
@@ -133,8 +136,8 @@ def test_every_kind_of_fence_becomes_what_it_says(root: Path):
         (None, "import math"),
         (None, "def area(radius):\n    return math.pi * radius**2"),
         (None, "area(1.0)"),
-        (["exercise"], 'def area(radius):\n    raise NotImplementedError("write it")'),
-        (["check"], 'from minivllm.lab.exercise import check_here\n\ncheck_here("07")'),
+        (["exercise"], '%%exercise mine\ndef area(radius):\n    raise NotImplementedError("write it")'),
+        (["check"], 'from minivllm.lab.exercise import check_here\n\ncheck_here("07", mine)'),
     ]
     text = prose(root)
     for kept in ("```bash", "```text", "```mermaid\ngraph LR; A-->B\n```", "$$a = \\pi r^2$$", "<details>"):
@@ -179,9 +182,23 @@ def test_each_kind_of_link(root: Path, line: str, expected: str):
 
 def test_the_first_cells_say_how_to_get_here_and_check_it(root: Path):
     first, setup = cells(root)[:2]
-    assert "Colab" in first.source
+    assert notebooks.ADDRESS.colab("07_circles") in first.source
     assert "lessons/07_circles.md" in first.source
-    exec(setup.source, {})
+    exec(TransformerManager().transform_cell(setup.source), {})
+
+
+def test_in_colab_the_first_cell_gets_the_course(root: Path, monkeypatch):
+    asked = []
+    shell = SimpleNamespace(
+        system=asked.append, run_line_magic=lambda *words: asked.append(" ".join(words)), register_magic_function=print
+    )
+    monkeypatch.setitem(sys.modules, "google.colab", ModuleType("colab"))
+    exec(TransformerManager().transform_cell(cells(root)[1].source), {"get_ipython": lambda: shell})
+    assert asked == [
+        f"[ -d /content/course ] || git clone --quiet --depth 1 {notebooks.ADDRESS.address()} /content/course",
+        "run /content/course/tools/colab.py",
+    ]
+    assert (ROOT / "tools" / "colab.py").is_file()
 
 
 def test_no_outputs_no_times_and_valid(root: Path):
@@ -274,6 +291,44 @@ def test_a_whole_file_can_be_quoted(root: Path):
     assert whole.startswith('"""A script."""')
 
 
+WIDGET = """\
+![what it draws](figures/circle.svg)
+
+```python exec
+from widgets import circles
+
+circles.show()
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (WIDGET, 0),
+        ("\n".join([*reversed(WIDGET.split("\n\n", 1))]), 0),  # the picture after the cell
+        (WIDGET.replace(")\n", ")\n\nOther words.\n"), 1),
+        (WIDGET.replace("circles.show()", "circles.frames()"), 1),
+        (WIDGET.replace("```python exec", "```python"), 1),
+    ],
+)
+def test_a_picture_beside_the_widget_that_draws_it_is_left_out(root: Path, text: str, kept: int):
+    change(lesson(root), "Promise", f"{text}\nPromise")
+    assert prose(root).count("![what it draws]") == kept
+    assert "![what it draws]" in lesson(root).read_text(), "the lesson keeps it: no widget is live there"
+
+
+def test_the_list_of_notebooks_has_titles_questions_and_minutes(root: Path):
+    change(lesson(root), "Promise", "**Time:** 2 minutes of talk, 3 of exercise; alone, about 70. **You need:** nothing")
+    (root / "README.md").write_text("| 07 | [Circles](lessons/07_circles.md) | How round? | `run` |\n")
+    notebooks.write(root, [])
+    page = (root / "notebooks" / "README.md").read_text()
+    assert "| 07 | [Circles](07_circles.ipynb) | How round? | 70 | [in Colab](https://colab" in page
+    change(root / "README.md", "How round?", "How big?")
+    assert notebooks.drift(root, []) == ["notebooks/README.md differs from the lessons"]
+    assert notebooks.drift(root, ["07"]) == [], "it belongs to all lessons together"
+
+
 def test_an_unknown_number_lists_the_lessons(root: Path):
     with pytest.raises(MinivllmError, match=r"09.*07"):
         notebooks.write(root, ["9"])
@@ -291,3 +346,13 @@ def test_executing_gives_seconds_or_the_cell_that_raised(root: Path):
     notebooks.write(root, [])
     with pytest.raises(MinivllmError, match=r"(?s)07_circles.ipynb.*area\('wide'\).*TypeError"):
         notebooks.execute(path)
+
+
+def test_demos_run_again_and_one_that_cannot_is_named(root: Path):
+    change(lesson(root), CHECK, "")
+    change(lesson(root), "area(1.0)\n", "once = globals().get('once', 0) + 1\nassert once < 2\n")
+    notebooks.write(root, [])
+    path = root / "notebooks" / "07_circles.ipynb"
+    assert notebooks.execute(path) > 0
+    with pytest.raises(MinivllmError, match="assert once < 2"):
+        notebooks.execute(path, again=True)

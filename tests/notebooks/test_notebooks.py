@@ -1,21 +1,100 @@
-"""The notebooks in this repository are what the lessons say, and all their cells run."""
+"""The notebooks in this repository are what the lessons say; all their cells run, and the demos at any time again."""
 
+import ast
+import re
 from pathlib import Path
 
+import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 from minivllm.lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[2]
 notebooks = load(ROOT / "tools" / "notebooks.py")
 PATHS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+
+
+def code_cells(path: Path) -> list[tuple[str, str]]:
+    """(kind, source) of each code cell, in order."""
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    return [(cell.metadata.get("tags", ["exec"])[0], cell.source) for cell in cells]
+
+
+def names_bound(source: str) -> set[str]:
+    """The names that a cell's top level defines, imports or assigns."""
+    bound = set()
+    for node in ast.walk(ast.parse(TransformerManager().transform_cell(source))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+    return bound
 
 
 def test_lessons_and_notebooks_agree():
     assert notebooks.drift(ROOT, []) == [], f"to mend: {notebooks.MEND}"
 
 
-@pytest.mark.without_browser
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_every_cell_runs(path: Path):
-    assert notebooks.execute(path) < notebooks.SECONDS_PER_CELL
+@each_notebook
+def test_no_cell_gives_the_exercise_away(path: Path):
+    """What the exercise asks for is defined in no cell before it, and `mine` is the exercise's cell alone."""
+    cells = code_cells(path)
+    kinds = [kind for kind, _ in cells]
+    place = kinds.index("exercise")
+    assert kinds.count("exercise") == kinds.count("check") == 1
+    stub = cells[place][1].removeprefix(f"{notebooks.IN_ITS_MODULE}\n")
+    asked = {node.name for node in ast.parse(stub).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert asked
+    for _, source in cells[:place]:
+        assert names_bound(source).isdisjoint(asked), source
+    for kind, source in cells:
+        assert kind == "exercise" or "mine" not in names_bound(source), source
+
+
+@each_notebook
+def test_after_the_checks_the_widget_takes_the_readers_own_part(path: Path):
+    cells = code_cells(path)
+    kind, source = cells[[kind for kind, _ in cells].index("check") + 1]
+    assert kind == "exec"
+    shown = re.search(r"if written\(mine\.(\w+)\):\n    display\(\w+\.show\(\w+=mine\.(\w+)\)\)", source)
+    assert shown, source
+    assert shown[1] == shown[2]
+
+
+@each_notebook
+def test_no_picture_stands_beside_the_widget_that_draws_it(path: Path):
+    lesson = notebooks.read_lesson(ROOT / "lessons" / f"{path.stem}.md")
+    shown = [part for part in lesson.parts if notebooks._shows_widget(part)]
+    assert shown
+    assert len(notebooks._pictures_of_widgets(lesson.parts)) == len(shown), "each widget has its picture in the lesson"
+
+
+def outputs_of(cell: nbformat.NotebookNode) -> str:
+    """All that a cell shows, as text."""
+    shown = [output.get("text") or output.get("data", {}) for output in cell.outputs]
+    return "\n".join(part if isinstance(part, str) else "\n".join(map(str, part.values())) for part in shown)
+
+
+@pytest.mark.slow
+@each_notebook
+def test_every_cell_runs_every_demo_again_and_the_widget_takes_a_solution(path: Path):
+    """In one kernel: all cells in order, the demos a second time, then the exercise with the lesson's script in it."""
+    notebook = nbformat.read(path, as_version=4)
+    kinds = [cell.metadata.get("tags", [None])[0] for cell in notebook.cells]
+    place = kinds.index("check")
+    check, own = notebook.cells[place], next(cell for cell in notebook.cells[place + 1 :] if cell.cell_type == "code")
+    solution = f"{notebooks.IN_ITS_MODULE}\n{(ROOT / 'vllm' / path.stem).with_suffix('.py').read_text()}"
+    more = [*notebooks.demos(notebook), nbformat.v4.new_code_cell(solution), check, own]
+    more = [nbformat.v4.new_code_cell(cell.source) for cell in more]
+    notebook.cells += more
+    notebooks.run_cells(notebook, path)
+    assert "checks to go" in outputs_of(check)
+    assert "not written yet" in outputs_of(own)
+    *_, checked, shown = more
+    assert re.search(r"all \d+ checks pass", outputs_of(checked)), outputs_of(checked)
+    assert "<svg" in outputs_of(shown)
+    assert " broke. " not in outputs_of(shown)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minivllm.errors import MinivllmError
+from minivllm.lab.progress import working
 from minivllm.lab.timing import median_seconds
 from minivllm.platforms.device import device_name
 
@@ -40,8 +41,9 @@ def measure_device(device: torch.device, dtypes: tuple[str, ...] = ("float32",))
     """
     if device.type not in COPY_BYTES:
         raise MinivllmError(f"devices of the type {device.type!r} are not measured; cuda and cpu are")
-    flops = {dtype: matmul_rate(device, dtype) for dtype in dtypes}
-    return DeviceRates(device_name(device), device_memory(device), copy_bandwidth(device), flops)
+    with working("measuring what this device can do"):
+        flops = {dtype: matmul_rate(device, dtype) for dtype in dtypes}
+        return DeviceRates(device_name(device), device_memory(device), copy_bandwidth(device), flops)
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -26,6 +26,7 @@ from rich.markup import escape
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, run
+from minivllm.lab.progress import track, working
 from minivllm.lab.tables import console, table
 
 if TYPE_CHECKING:
@@ -117,24 +118,22 @@ def run_plugged(number: str | int, module: ModuleType) -> bool:
         return True
     from minivllm.lab.plugged import compare  # the checks alone need no engine
 
-    return compare(plug(module))
+    with working("the engine with your part and without"):
+        return compare(plug(module))
 
 
 def run_checks(module: ModuleType, checks: Iterable[Check]) -> list[CheckResult]:
     """Run every check on `module`. Exceptions raised by the module's functions are caught."""
-    return [_run_check(module, check) for check in checks]
+    return [_run_check(module, check) for check in track([*checks], "checking")]
 
 
-def check_here(number: str | int) -> None:
-    """Check the functions defined in the calling notebook or script. Prints what is missing, never raises."""
-    frame = inspect.currentframe()
-    here = ModuleType("here")
-    here.__dict__.update(frame.f_back.f_globals if frame and frame.f_back else {})
+def check_here(number: str | int, module: ModuleType) -> None:
+    """In a notebook: check the module of an exercise (`mine`). Prints what is missing, never raises."""
     try:
-        results = run_checks(here, checks_of(number))
+        results = run_checks(module, checks_of(number))
         show(results, f"Exercise {number}")
         if all(result.passed for result in results):
-            run_plugged(number, here)
+            run_plugged(number, module)
     except MinivllmError as error:
         console.print(f"{error}", markup=False)
 
@@ -181,7 +180,7 @@ def _problem(error: BaseException, module: ModuleType) -> str:
         failed = traceback.extract_tb(error.__traceback__)[-1].line
         return _one_line(error) if str(error) else f"this must hold: {failed}"
     functions = [value for value in vars(module).values() if inspect.isfunction(value)]
-    learners = [function for function in functions if function.__module__ in (module.__name__, "__main__")]
+    learners = [function for function in functions if function.__module__ == module.__name__]
     return _described(error, {function.__code__.co_filename for function in learners})
 
 

@@ -1,0 +1,105 @@
+"""Where people open the notebooks: `make lab` in JupyterLab, Colab, a development container."""
+
+import json
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from e2e import jupyter
+from e2e.browser import OPEN_SECONDS, Seen, start_browser
+from e2e.chromium import find_chromium
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from playwright.sync_api import sync_playwright
+
+from minivllm.lab.exercise import load
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+colab = load(ROOT / "tools" / "colab.py")
+CONTAINER = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+CUT_OFF = "names => names.filter(name => name.scrollWidth > name.clientWidth).map(name => name.textContent)"
+
+
+def test_the_container_runs_commands_that_exist():
+    commands = {name: words for name, words in CONTAINER.items() if name.endswith("Command")}
+    assert set(commands) == {"onCreateCommand", "postAttachCommand"}
+    for words in commands.values():
+        make, target = words.split()
+        assert make == "make"
+        assert target in TARGETS
+
+
+def test_the_container_has_a_python_that_the_course_runs_on_and_its_port():
+    (wanted,) = re.findall(r"/python:(\d+\.\d+)$", CONTAINER["image"])
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert SpecifierSet(asked).contains(wanted)
+    assert set(CONTAINER["portsAttributes"]) == {str(port) for port in CONTAINER["forwardPorts"]}
+    assert CONTAINER["forwardPorts"] == [8888], "JupyterLab's own"
+    config = (ROOT / "Makefile").read_text() + (ROOT / ".jupyter" / "jupyter_lab_config.json").read_text()
+    assert not re.search(r"ServerApp\.port|\"port\"", config)
+
+
+def test_in_colab_only_what_is_missing_is_installed(monkeypatch):
+    there = {"numpy": "2.0.2", "jupyterlab": None, "ipywidgets": "7.7.1", "transformers": "4.57.0", "triton": "3.6.0"}
+
+    def version_there(name):
+        if there.get(name) is None:
+            raise PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(colab, "version", version_there)
+    names = {Requirement(text).name for text in colab.wanting()}
+    assert {"transformers", "anywidget", "msgspec"} <= names
+    assert names.isdisjoint({"numpy", "jupyterlab", "ipywidgets", "triton"})
+    monkeypatch.setattr(colab, "version", version)
+    assert colab.wanting() == [], "this Python has all"
+
+
+def test_colab_installs_then_goes_to_the_notebooks(monkeypatch):
+    ran, places = [], []
+    monkeypatch.setattr(colab, "wanting", lambda: ["anywidget>=0.9"])
+    monkeypatch.setattr(colab, "find_spec", lambda name: None)
+    monkeypatch.setattr(colab.subprocess, "run", lambda words, check: ran.append(words[3:]))
+    monkeypatch.setattr(colab.os, "chdir", places.append)
+    colab.main()
+    assert ran == [["install", "--quiet", "anywidget>=0.9"], ["install", "--quiet", "--no-deps", "--editable", str(ROOT)]]
+    assert places == [ROOT / "notebooks"]
+    ran.clear()
+    monkeypatch.setattr(colab, "wanting", list)
+    monkeypatch.setattr(colab, "find_spec", lambda name: object())
+    colab.main()
+    assert ran == [], "after a restart of the session all is there"
+
+
+@pytest.mark.browser
+@pytest.mark.xdist_group("browser")
+def test_make_lab_opens_the_list_of_notebooks(tmp_path: Path, monkeypatch):
+    """The rendered list, full names, nothing over it, and no question to the network; in a small window."""
+    recipe = re.search(r"^lab:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe
+    assert "JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter " in recipe[1]
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(ROOT / ".jupyter"))
+    monkeypatch.setattr(jupyter, "SETTINGS", {})
+    with jupyter.jupyterlab(ROOT, tmp_path) as server, sync_playwright() as playwright:
+        page, seen = start_browser(playwright, find_chromium() or "").new_page(
+            viewport={"width": 1366, "height": 768}
+        ), Seen()
+        seen.watch(page)
+        page.goto(server)
+        page.wait_for_selector(".jp-MarkdownViewer table", timeout=OPEN_SECONDS * 1000)
+        page.wait_for_selector(".jp-DirListing-itemText", timeout=OPEN_SECONDS * 1000)
+        page.wait_for_timeout(3000)  # the popup would come by itself
+        names = page.locator(".jp-DirListing-itemText")
+        shown = {name.strip() for name in names.all_text_contents()}
+        assert {path.name for path in (ROOT / "notebooks").glob("*.ipynb")} <= shown
+        assert names.evaluate_all(CUT_OFF) == []
+        assert page.locator(".Toastify__toast").count() == 0
+        page.screenshot(path=ROOT / "out" / "lab.png")
+        page.get_by_role("link", name="The KV cache").click()
+        page.wait_for_selector(".jp-NotebookPanel", timeout=OPEN_SECONDS * 1000)
+        assert page.url.endswith("/notebooks/01_kv_cache.ipynb")
+        assert seen.errors == []
+        assert seen.elsewhere == []
