@@ -7,6 +7,7 @@
 `{dotted.path:.1%}` is looked up in the figures of `benchmarks/results/<stem of the script>.<machine>.json`, once for
 each machine that has results.
 The table goes between `<!-- claims:NN -->` and `<!-- /claims -->`, in the lesson or on its page in `lessons/notes`.
+Between `<!-- published-checks -->` and its end goes the cost model beside published measurements, row by row.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser
 from minivllm.lab.marks import pages_of, put_between_marks
 from minivllm.lab.tables import markdown_table
+from minivllm.simulate.lever_checks import published_checks
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = ROOT / "lessons"
 CLAIMS = LESSONS / "claims.toml"
 RESULTS = ROOT / "benchmarks" / "results"
 REQUIRED = {"id", "lesson", "words", "source", "script", "measured", "verdict", "why"}
+PUBLISHED = "published-checks"
 HEADER = ("The claim", "Who says so", "Measured here", "Verdict")
 
 
@@ -102,6 +105,15 @@ def filled(text: str, number: str, rows: list[dict]) -> str:
     return put_between_marks(text, f"claims:{number}", claims_table(rows))
 
 
+def published_table() -> str:
+    """The Markdown table of the cost model beside published measurements that it was not calibrated on."""
+    rows = [
+        (check.what, check.source, f"{check.measured:.4g}", f"{check.modelled:.4g}", f"{check.error:+.0%}")
+        for check in published_checks()
+    ]
+    return markdown_table(("What", "Who measured", "Measured", "Modelled", "Off by"), rows)
+
+
 def main() -> int:
     """Fill the tables, or say which are stale."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,6 +126,8 @@ def main() -> int:
         page = page_with_claims(number)
         old = page.read_text()
         new = filled(old, number, [row for row in rows if row["lesson"] == number])
+        if f"<!-- {PUBLISHED} -->" in new:
+            new = put_between_marks(new, PUBLISHED, published_table())
         if new != old and write:
             page.write_text(new)
         elif new != old:

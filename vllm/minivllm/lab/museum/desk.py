@@ -56,7 +56,7 @@ def show_exhibit(one: Exhibit) -> None:
     if not fresh:
         _say(f"You have changed it, so it was left as it is. To start anew, delete {here}.")
     console.print(
-        f"  PYTHONPATH={here} uv run python  run it yourself\n"
+        f"  PYTHONPATH={here} uv run python -P FILE.py   a script of yours on this engine\n"
         f"  make bugs B={one.number} HINT=1                a hint, of {NUM_HINTS}\n"
         f"  make bugs B={one.number} LINE=core/stop.py:12  is it this line?\n"
         f"  make bugs B={one.number} TRY=1                 is the symptom gone after your edit?",
