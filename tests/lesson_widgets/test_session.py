@@ -25,8 +25,8 @@ def test_show_sets_any_knob_and_names_them_where_there_is_no_such():
         Session(SPEC, block=16, name="x").values | {"block": 16, "name": "x"}
         == Session(SPEC, block=16, name="x").values
     )
-    with pytest.raises(MinivllmError, match=r"no knob 'blok'; it has size, kind, block, name, on, square"):
-        Session(SPEC, blok=16)
+    with pytest.raises(MinivllmError, match=r"no knob 'width'; it has size, kind, block, name, on, square"):
+        Session(SPEC, width=16)
     with pytest.raises(MinivllmError, match="Block size is one of 1, 2, 4, 8, 16, not 3"):
         Session(SPEC, block=3)
     with pytest.raises(MinivllmError, match="Switched on is True or False, not 1"):

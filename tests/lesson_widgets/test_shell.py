@@ -58,8 +58,8 @@ def test_knobs_are_set_from_python():
     widget = LessonWidget(SPEC, size=3)
     widget.set(size=8)
     assert (widget.state.size, widget.view["busy"]) == (8, False)
-    with pytest.raises(MinivllmError, match="no knob 'siz'"):
-        LessonWidget(SPEC, siz=3)
+    with pytest.raises(MinivllmError, match="no knob 'width'"):
+        LessonWidget(SPEC, width=3)
 
 
 def test_a_still_picture_stands_beside_the_live_widget():
