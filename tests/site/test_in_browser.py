@@ -46,6 +46,7 @@ def test_a_widget_turns_by_keyboard_without_a_kernel(opened):
     with opened(LESSON) as site:
         picture, words = site.page.locator(PICTURE), site.page.locator(f"{WIDGET} .lw-says span")
         slider = site.page.locator(f"{WIDGET} [id$='-load']")
+        site.page.locator(f"{WIDGET} button", has_text="Show me").click()
         before, said = picture.inner_html(), words.inner_text()
         slider.focus()
         site.page.keyboard.press("ArrowRight")
