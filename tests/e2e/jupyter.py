@@ -1,6 +1,5 @@
 """A JupyterLab of its own for tests: on a free port, with all its files in a temporary folder."""
 
-import json
 import os
 import signal
 import socket
@@ -13,19 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 START_SECONDS = 120
-SETTINGS = {
-    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-    "notebook-extension/tracker": {"windowingMode": "none"},  # else cells out of sight have no widgets
-}
+CONFIG = Path(__file__).resolve().parents[2] / ".jupyter"
+"""The repository's settings for JupyterLab, which `make lab` takes too: no news, no popups, all cells drawn."""
 
 
 @contextmanager
 def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
     """Serve `folder`, keep everything else that Jupyter writes in `private`; gives the address."""
-    for name, values in SETTINGS.items():
-        path = private / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values))
     port = _free_port()
     log = private / "jupyterlab.log"
     with log.open("w") as output:
@@ -69,7 +62,8 @@ def _environment(private: Path) -> dict[str, str]:
         "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
         "IPYTHONDIR": "ipython",
     }
-    return {**os.environ, **{name: str(private / place) for name, place in places.items()}}
+    own = {name: str(private / place) for name, place in places.items()}
+    return {**os.environ, **own, "JUPYTER_CONFIG_PATH": str(CONFIG)}
 
 
 def _free_port() -> int:
