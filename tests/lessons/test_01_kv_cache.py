@@ -421,11 +421,13 @@ MUTANTS = {
 }
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("01", MUTANTS[mistake])
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("mistake", "says"),
     [

@@ -342,11 +342,13 @@ SAYS = {
 """What a check says of the usual mistakes."""
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("04", MUTANTS[mistake])
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("mistake", SAYS)
 def test_the_message_recognises_the_mistake(mistake):
     assert any(SAYS[mistake] in problem for problem in problems_of("04", MUTANTS[mistake]))

@@ -432,11 +432,13 @@ MESSAGES = {
 }
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("05", MUTANTS[mistake])
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("mistake", MESSAGES)
 def test_the_message_recognises_the_mistake(mistake):
     assert any(MESSAGES[mistake] in problem for problem in problems_of("05", MUTANTS[mistake]))
@@ -459,6 +461,7 @@ def test_the_engine_runs_with_the_learners_parts(plugged, as_it_is):
     assert yours.token_ids == as_it_is.token_ids
 
 
+@pytest.mark.interpreted
 def test_other_integers_that_pass_give_the_same_tokens(as_it_is):
     """Halves may be rounded either way: the integers of `torch.round` pass the checks and change no token."""
     mutant = load_mutant(script_path("05"), ("quantize", "torch.floor(... + 0.5)", "torch.round(...)"))
