@@ -1,6 +1,7 @@
 """`tensor_parallel_size=2`: the tokens of one process, the bytes that the formula says, and an end that is told of.
 
-One engine of two ranks serves all of these: what the scheduler decides is changed by giving it another scheduler.
+One engine of two ranks serves all of these: what the scheduler decides is changed by giving it another scheduler. Its
+ranks fail where they are told to, and only there.
 """
 
 import os
@@ -43,7 +44,9 @@ WISHES = [
 @pytest.fixture(scope="module")
 def engines():
     """One rank, and two."""
-    llms = [LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=size) for size in (1, 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minivllm.executor.multiproc_executor.worker_of_rank", failing_worker_of_rank)
+        llms = [LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=size) for size in (1, 2)]
     yield llms
     llms[1].shutdown()
 
@@ -55,6 +58,12 @@ def reschedule(llm: LLM, caching: bool, budget: int, num_blocks: int | None = No
     config, cache = core.scheduler.config, core.scheduler.cache_config
     cache = replace(cache, enable_prefix_caching=caching, num_gpu_blocks=num_blocks or core.ledger.num_blocks)
     core.scheduler = Scheduler(replace(config, max_num_batched_tokens=budget), cache)
+
+
+@pytest.fixture(scope="module")
+def expected(engines):
+    """The tokens of one rank."""
+    return tokens_of(engines[0])
 
 
 def tokens_of(llm: LLM) -> list[list[list[int]]]:
@@ -135,14 +144,11 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     check_devices(args.worker_settings(scheduler, "cpu", 2))
 
 
-@pytest.fixture(scope="module")
-def breakable():
-    """Two ranks that fail where they are told to, and the tokens of a run in which none does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minivllm.executor.multiproc_executor.worker_of_rank", failing_worker_of_rank)
-        llm = LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=2)
-    yield llm, tokens_of(llm)
-    llm.shutdown()
+@pytest.fixture
+def breakable(engines, expected):
+    """The engine of two ranks, and the tokens of a run in which none fails."""
+    reschedule(engines[1], True, 2048)
+    return engines[1], expected
 
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -31,13 +32,22 @@ def run(code, cache, **options):
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, **options)
 
 
-def test_a_second_process_compiles_nothing(tmp_path):
-    found = []
-    for _ in range(2):
-        run(COMPILE, tmp_path)
-        found.append({path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")})
-    assert len(found[0]) == 6 + 7, "an index for each of six functions, the code of each of their seven forms"
-    assert found[1] == found[0]
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The folder in which a process has left what it compiled."""
+    folder = tmp_path_factory.mktemp("numba")
+    run(COMPILE, folder)
+    return folder
+
+
+def test_a_second_process_compiles_nothing(compiled):
+    def files():
+        return {path.name: path.stat().st_mtime_ns for path in compiled.rglob("*.nb?")}
+
+    before = files()
+    assert len(before) == 6 + 7, "an index for each of six functions, the code of each of their seven forms"
+    run(COMPILE, compiled)
+    assert files() == before
 
 
 def assert_runs_and_warns_once(done):
@@ -53,8 +63,8 @@ def test_a_full_disk_does_not_stop_it(tmp_path):
     assert_runs_and_warns_once(run(NORMALISE, tmp_path, preexec_fn=allow_only_empty_files))
 
 
-def test_a_cache_that_was_cut_short_does_not_stop_it(tmp_path):
-    run(NORMALISE, tmp_path)
-    for index in tmp_path.rglob("*.nbi"):
+def test_a_cache_that_was_cut_short_does_not_stop_it(compiled, tmp_path):
+    cut = shutil.copytree(compiled, tmp_path / "cut")
+    for index in cut.rglob("*.nbi"):
         os.truncate(index, 3)
-    assert_runs_and_warns_once(run(NORMALISE, tmp_path))
+    assert_runs_and_warns_once(run(NORMALISE, cut))

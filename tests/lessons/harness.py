@@ -6,12 +6,17 @@ import io
 import itertools
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
+
+import torch
 
 from minivllm.lab.cli import run
 from minivllm.lab.exercise import CheckResult, checks_of, exercise_path, load, run_checks
@@ -28,12 +33,34 @@ def script_path(number: str) -> Path:
     return path
 
 
-def run_script(number: str, *arguments: str, seconds: int = 300) -> subprocess.CompletedProcess[str]:
-    """Run a lesson's script in a process of its own, without a GPU, on one thread: others use this machine too."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
+def run_script(number: str, *arguments: str) -> str:
+    """Run a lesson's script as a program and return what it printed. It must end well.
+
+    Without a GPU that is in this process, where torch is imported already. Beside one the script gets a process of its
+    own that does not see it.
+    """
+    if torch.cuda.is_available():
+        return _run_without_gpu(number, *arguments)
+    shown = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [str(script_path(number)), *arguments]),
+        mock.patch.dict(os.environ),
+        redirect_stdout(shown),
+    ):
+        try:
+            runpy.run_path(str(script_path(number)), run_name="__main__")
+        except SystemExit as end:
+            raise AssertionError(f"exit code {end.code}: {shown.getvalue()[-1000:]}") from end
+    return shown.getvalue()
+
+
+def _run_without_gpu(number: str, *arguments: str, seconds: int = 300) -> str:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, str(script_path(number)), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
+    return done.stdout
 
 
 def assert_refuses(lesson: ModuleType, *arguments: str, about: str) -> None:
@@ -58,30 +85,53 @@ def figures_of_quick_run(number: str, folder: Path) -> dict:
     On a busy machine one line stands for those that rest on timings.
     """
     results, picture = folder / "results.json", folder / "figure.svg"
-    done = run_script(number, "--quick", "--json", str(results), "--plot", str(picture))
-    assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
+    shown = run_script(number, "--quick", "--json", str(results), "--plot", str(picture))
     assert picture.read_text().startswith("<?xml")
     record = json.loads(results.read_text())
     assert record["machine"]["versions"]["torch"]
-    lines = done.stdout.split("What you saw")[1]
+    lines = shown.split("What you saw")[1]
     assert lines.count("•") == 3 or "This machine was disturbed" in lines
     return record["figures"]
 
 
 def solution_results(number: str) -> list[CheckResult]:
     """The exercise's checks on the lesson's script."""
-    return run_checks(load(script_path(number)), checks_of(number))
+    return run_checks(load(script_path(number)), _checks(number))
 
 
 def stub_results(number: str) -> list[CheckResult]:
     """The exercise's checks on the stub."""
-    return run_checks(load(exercise_path(number)), checks_of(number))
+    return run_checks(load(exercise_path(number)), _checks(number))
 
 
 def checks_that_catch(number: str, mutant: Mutant) -> list[str]:
     """The check that fails first on the script with the mutant's change, or none. One is enough."""
-    module = load_mutant(script_path(number), mutant)
-    results = (result for check in checks_of(number) for result in run_checks(module, [check]))
-    caught = list(itertools.islice((result.name for result in results if not result.passed), 1))
+    caught = [result.name for result in itertools.islice(_failures(number, mutant), 1)]
     noted.append(("mutant", [number, repr(mutant), bool(caught)]))
     return caught
+
+
+def problems_of(number: str, mutant: Mutant) -> Iterator[str]:
+    """What each check that fails on the mutant says. Checks run as far as one asks, and once in a process."""
+    return (result.problem or "" for result in _failures(number, mutant))
+
+
+_checks = cache(checks_of)
+
+
+def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:
+    found, left = _tried(number, mutant)
+    for index in itertools.count():
+        if index == len(found):
+            found.extend(itertools.islice(left, 1))
+        if index == len(found):
+            return
+        yield found[index]
+
+
+@cache
+def _tried(number: str, mutant: Mutant) -> tuple[list[CheckResult], Iterator[CheckResult]]:
+    """The checks that have failed on the mutant so far, and an iterator over those that still will."""
+    module = load_mutant(script_path(number), mutant)
+    results = (result for check in _checks(number) for result in run_checks(module, [check]))
+    return [], (result for result in results if not result.passed)

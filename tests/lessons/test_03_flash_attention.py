@@ -15,6 +15,7 @@ from lessons.harness import (
     assert_refuses,
     checks_that_catch,
     figures_of_quick_run,
+    problems_of,
     script_path,
 )
 
@@ -24,16 +25,15 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.aot import SHARED_MEMORY, compile_for
 from minivllm.lab.attention_in_model import attend_in_model
-from minivllm.lab.exercise import checks_of, exercise_path, load, run_checks, run_plugged
+from minivllm.lab.exercise import exercise_path, load, run_plugged
 from minivllm.lab.followed import PROMPT
-from minivllm.lab.mutants import load_mutant
 from minivllm.lab.opening import flash_attention as opening
 from minivllm.lab.reports import flash_attention as report
 from minivllm.lab.slow_memory import count_trips
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm.platforms.triton_utils import HAS_TRITON, triton
+from minivllm.platforms.triton_utils import INTERPRETED, triton
 from minivllm.simulate import attention_traffic
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
@@ -254,7 +254,7 @@ def test_the_tile_that_breaks_is_too_large_for_every_nvidia_gpu():
 
 def test_the_widgets_row_is_the_embedded_models():
     model, tokenizer = load_model(EMBEDDED_MODEL, dtype="float32")[0], load_tokenizer(EMBEDDED_MODEL)
-    kernel = partial(lesson.flash_attention, **lesson.SMALL_TILES) if HAS_TRITON else None
+    kernel = partial(lesson.flash_attention, **lesson.SMALL_TILES) if INTERPRETED else None
     row = attend_in_model(model, tokenizer, report.TEXT, kernel, lesson.LIMITS["float16"]).row
     stored = json.loads(ROW.read_text())["figures"]
     how = f"run vllm/03_flash_attention.py --quick --row {Path('widgets') / ROW.name}"
@@ -420,18 +420,18 @@ MESSAGES = {
 """What the checks say about the usual mistakes."""
 
 
+@pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some mistakes make NaN
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_the_checks_catch(mistake):
     assert checks_that_catch("03", MUTANTS[mistake])
 
 
+@pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("mistake", MESSAGES)
 def test_the_message_recognises_the_mistake(mistake):
-    results = run_checks(load_mutant(script_path("03"), MUTANTS[mistake]), checks_of("03"))
-    said = [result.problem for result in results if not result.passed]
-    assert any(MESSAGES[mistake] in problem for problem in said), said
+    assert any(MESSAGES[mistake] in problem for problem in problems_of("03", MUTANTS[mistake]))
 
 
 @pytest.mark.parametrize("function", ["softmax_step", "merge"])

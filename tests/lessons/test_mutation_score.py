@@ -17,6 +17,7 @@ FROM_THE_MUSEUM = {f"{one.number:02d} {one.title}": one for one in exhibits().va
 TEST_FILES = sorted(Path(__file__).parent.glob("test_[0-9][0-9]_*.py"))
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("title", FROM_THE_MUSEUM)
 def test_the_checks_catch_the_museums_defects(title):
     one = FROM_THE_MUSEUM[title]
