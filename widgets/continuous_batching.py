@@ -151,7 +151,7 @@ SPEC = Spec(
     presets={
         "Start again": START,
         "More than it can serve": START | {"load": 1.2},
-        "All alike": START | {"spread": 0.0, "load": 0.9},
+        "More slots": START | {"slots": 16, "load": 0.3},
         "In a hurry": START | {"limit": 0.1, "load": 0.3},
     },
     sweep=sweep,

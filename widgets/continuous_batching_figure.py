@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from minivllm.lab.drawing import number, wrapped
+from minivllm.lab.drawing import number, text_width, wrapped
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.continuous_batching_curves import LOADS, SERVICE, Curve, Knee, State, seconds, share
 from widgets.continuous_batching_runs import REQUESTS, Point, Stay, Stretch
@@ -33,6 +33,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     if state.note:
         y = drawing.paragraph((MARGIN, y + 17), state.note, width - 2 * MARGIN)
     keys = [Segment(curve.name, 0, COLOURS[curve.name]) for curve in state.curves]
+    _draw_level_key(drawing, (MARGIN + sum(34 + text_width(key.label, SMALL) for key in keys), y + 20), state)
     y = legend(drawing, (MARGIN, y + 20), keys, width - 2 * MARGIN)
     main, goodput, queue = _boxes(width, y + 14, 138 if state.note else 150)
     _draw_ttft(Axes(drawing, main, LOAD, TTFT), state, pinned)
@@ -41,6 +42,13 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     _draw_queue(Axes(drawing, queue, LOAD, Scale(0, most * 1.1)), state)
     drawing.height = _draw_slots(drawing, state, max(main.bottom, queue.bottom) + 57)
     return drawing.render()
+
+
+def _draw_level_key(drawing: Drawing, place: tuple[float, float], state: State) -> None:
+    """The service level's dashes in the row of colour keys: in the plot, its words would stand on the curves."""
+    x, y = place
+    drawing.line((x, y - 4), (x + 24, y - 4), colour=GREEN, dash="4 3", width=1.5)
+    drawing.text((x + 30, y), f"asked: {seconds(state.limit)}", size=SMALL, colour=GREEN)
 
 
 def _boxes(width: float, y: float, high: float) -> tuple[Box, Box, Box]:
@@ -64,21 +72,20 @@ def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
         y_format=seconds,
     )
     static, other = state.curves
+    knees = _knees(state)
     with axes.drawing.answer():
-        _draw_knees(axes, state)
+        _draw_knees(axes, knees, state)
     for curve in pinned.curves if pinned else ():
         if curve.points:
             axes.pinned(curve.loads, curve.ttfts(SERVICE))
     axes.mark_y(state.limit, "", GREEN)
-    axes.drawing.text(
-        (axes.box.x + 4, axes.at(LOAD.low, state.limit)[1] - 5), f"asked: {seconds(state.limit)}", size=SMALL,
-        colour=GREEN, halo=True,
-    )  # fmt: skip
     _draw_curve(axes, other)
     with axes.drawing.answer():
         _draw_curve(axes, static)
     axes.here(state.load, "load", f"load {state.load:g}")
     with axes.drawing.answer():
+        if len(knees) == 2:
+            _draw_edge_words(axes, *knees[1], state)
         _draw_tips(axes, state, _ttft_tip)
 
 
@@ -88,34 +95,42 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
     axes.line(curve.loads, curve.ttfts(SERVICE), colour)
 
 
-def _draw_knees(axes: Axes, state: State) -> None:
-    """The broken region from where the first policy breaks, and the edge from which on both do."""
-    found = sorted(((curve.knee, curve) for curve in state.curves if curve.knee), key=lambda one: one[0].load)
-    if not found:
-        return
-    knees = [knee.load for knee, _ in found]
-    together = len(knees) == 2 and knees[1] - knees[0] < 0.03
-    knee, curve = found[0]
-    who = "both break" if together else f"{curve.name} breaks"
-    axes.broken(knee.load, None, f"{who} {_where(knee)}: {_cause(knee, state)}")
-    if len(found) == 2 and not together:
-        _draw_edge(axes, *found[1], state)
+def _knees(state: State) -> list[tuple[Knee, str]]:
+    """Where a policy breaks and which, the first one first; one for both where they break together."""
+    found = sorted(((curve.knee, curve.name) for curve in state.curves if curve.knee), key=lambda one: one[0].load)
+    together = len(found) == 2 and found[1][0].load - found[0][0].load < 0.03
+    return [(found[0][0], "both break")] if together else [(knee, f"{name} breaks") for knee, name in found]
 
 
-def _draw_edge(axes: Axes, knee: Knee, curve: Curve, state: State) -> None:
-    """The second knee: a denser region, below the words of the first, with words left of its edge."""
-    x, top = axes.at(knee.load, 1)[0], axes.box.y + 36
-    area = Box(x, top, axes.box.right - x, axes.box.bottom - top)
-    words = f"{curve.name} breaks {_where(knee)}: {_cause(knee, state)}"
-    with axes.drawing.layer(broken=words):
-        axes.drawing.hatch(area, VERMILLION, gap=12)
-        axes.drawing.line((x, top), (x, area.bottom), colour=VERMILLION, width=2)
+def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]], state: State) -> None:
+    """The broken region from where the first policy breaks, and a denser one from where both do."""
+    if knees:
+        axes.broken(knees[0][0].load, None, _edge_words(*knees[0], state))
+    if len(knees) == 2:
+        x, top = axes.at(knees[1][0].load, 1)[0], axes.box.y + 36
+        area = Box(x, top, axes.box.right - x, axes.box.bottom - top)
+        with axes.drawing.layer(broken=_edge_words(*knees[1], state)):
+            axes.drawing.hatch(area, VERMILLION, gap=12)
+            axes.drawing.line((x, top), (x, area.bottom), colour=VERMILLION, width=2)
+
+
+def _draw_edge_words(axes: Axes, knee: Knee, who: str, state: State) -> None:
+    """What the second edge means, on its wider side: above the curves, and off the line of the service level."""
+    x, level = axes.at(knee.load, state.limit)
     left = x - axes.box.x > axes.box.right - x
     room = max(x - axes.box.x, axes.box.right - x) - 14
-    for row, line in enumerate(wrapped(words, 0.92 * min(room, 200), SMALL)):
-        place = (x - 7 if left else x + 7, axes.box.y + 0.58 * axes.box.height + 15 * row)
-        anchor = "end" if left else "start"
+    lines = wrapped(_edge_words(knee, who, state), 0.92 * min(room, 200), SMALL)
+    y = axes.box.y + 0.58 * axes.box.height
+    if y - 13 < level < y + 15 * len(lines):
+        fits = level + 15 * len(lines) < axes.box.bottom - 9
+        y = level + 15 if fits else level + 9 - 15 * len(lines)
+    for row, line in enumerate(lines):
+        place, anchor = (x - 7 if left else x + 7, y + 15 * row), "end" if left else "start"
         axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
+
+
+def _edge_words(knee: Knee, who: str, state: State) -> str:
+    return f"{who} {_where(knee)}: {_cause(knee, state)}"
 
 
 def _where(knee: Knee) -> str:

@@ -43,7 +43,7 @@ LABELS = {
     "gqa": "Grouped heads",
     "chunked_prefill": "Chunked prefill",
     "prefix_caching": "Prefix caching",
-    "kv_dtype": "fp8 KV cache",
+    "kv_dtype": "8-bit KV cache",
     "weight_bits": "4-bit weights",
     "speculative_tokens": "Speculation",
     "tensor_parallel": "Two GPUs",

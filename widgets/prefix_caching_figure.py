@@ -102,6 +102,8 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
     boxes = {place: _cell_box(axes, *place) for place in state.cells}
     hidden = {place: box for place, box in boxes.items() if place[1] <= state.pool}
     seen = {place: box for place, box in boxes.items() if place not in hidden}
+    if len(hidden) == len(USERS) * (POOLS.index(state.pool) + 1):
+        _draw_cover(drawing, Box(plane.x, plane.y, max(box.right for box in hidden.values()) - plane.x, 2 * ROW))
     for draw in (_draw_cell, _draw_rate):
         for place, box in seen.items():
             draw(drawing, state, place, box)
@@ -120,6 +122,14 @@ def _draw_map(drawing: Drawing, state: State, plane: Box) -> None:
         place = (plane.x - 7, _cell_box(axes, users, POOLS[0]).bottom - 4)
         drawing.text(place, str(users), size=SMALL, colour=QUIET, anchor="end", bold=users == state.users)
     drawing.text((MARGIN + 4, plane.y + plane.height / 2), "users", size=SMALL, colour=QUIET, anchor="middle", turn=-90)
+
+
+def _draw_cover(drawing: Drawing, box: Box) -> None:
+    """Says why there is nothing; what the guess hides is opaque, and covers it later."""
+    words = "hidden until you guess"
+    if text_width(words, SMALL) < box.width:
+        middle = (box.x + box.width / 2, box.y + box.height / 2 + 4)
+        drawing.text(middle, words, size=SMALL, colour=QUIET, anchor="middle")
 
 
 def _cell_box(axes: Axes, users: int, pool: int) -> Box:
@@ -201,12 +211,14 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
             axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state), down=down)
     axes.frame(
         "KV cache, tokens",
-        f"… with {state.users} users; dashed grey: a cache that never evicts",
+        "",
         x_format=tokens,
         y_format=lambda value: f"{value:.0%}",
         x_ticks=POOLS,
         y_ticks=(0, 0.5, 1),
     )
+    note = f"… with {state.users} users; dashed grey: a cache that never evicts"
+    drawing.text((box.x, box.y - 10), note, size=SMALL, colour=QUIET, halo=True)
     axes.line([ACROSS.low, ACROSS.high], [state.endless_rate] * 2, GREY, width=2, dash="6 4")
     if pinned:
         axes.pinned([pool for pool, _ in pinned.row()], [cell.hit_rate for _, cell in pinned.row()])
@@ -219,9 +231,11 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     drawing.circle((x, box.bottom), 7, INK)
     with drawing.answer():
         drawing.circle((x, y), 6, BLUE, stroke=INK)
-        last = x > box.right - 70
-        place = (x - 10 if last else x + 10, y - 8 if y > box.y + 20 else y + 18)
-        drawing.text(place, f"{state.hit_rate:.1%}", bold=True, halo=True, anchor="end" if last else "start")
+        # Right below the curve, which never falls towards larger pools; at the bottom left above it.
+        low = y + 18 > box.bottom - 4
+        before = x > box.right - 70 or (low and x > box.x + 70)
+        place = (x - 10 if before else x + 10, y - 8 if low else y + 18)
+        drawing.text(place, f"{state.hit_rate:.1%}", bold=True, halo=True, anchor="end" if before else "start")
 
 
 def _draw_curve(axes: Axes, state: State, row: Sequence[tuple[int, Reuse]]) -> None:
@@ -256,6 +270,7 @@ def _draw_strip(drawing: Drawing, state: State, top: float) -> float:
     box = Box(MARGIN + GUTTER, y - 10, drawing.width - 2 * MARGIN - GUTTER, STRIP)
     strip = _Strip(drawing, state, box)
     drawing.play([strip.caption(index) for index in range(len(state.here.admissions))])
+    _draw_cover(drawing, box)
     with drawing.answer():
         strip.draw()
     return box.bottom + 10
@@ -299,8 +314,10 @@ class _Strip:
         found, all_tokens = sum(part[0] for part in parts), sum(sum(part[:3]) for part in parts)
         who = f"User {user + 1}, turn {turn + 1}" if len(parts) == 1 else f"{len(parts)} requests at once"
         lost = sum(blocks for _, blocks in one.lost)
-        whose = ", ".join("all" if user == SHARED else str(user + 1) for user, _ in one.lost)
-        evicts = f"; {lost} blocks of user {whose} evicted" if lost else ""
+        users = [str(user + 1) for user, _ in one.lost if user != SHARED]
+        whose = [f"user{'s' * (len(users) > 1)} {', '.join(users)}"] * bool(users)
+        whose = " and ".join(["all"] * (len(users) < len(one.lost)) + whose)
+        evicts = f"; {lost} block{'s' * (lost > 1)} of {whose} evicted" if lost else ""
         return f"{who}: {found:,} of {all_tokens:,} found{evicts}."
 
     def _of_request(self, index: int) -> str:

@@ -503,7 +503,8 @@ class Shell {
 }
 
 const keyOf = (values, width) => JSON.stringify([width, Object.entries(values).sort()]);
-const named = (knob, value) => knob.options.find((option) => option.value === value)?.name ?? `${value}${knob.unit || ""}`;
+const named = (knob, value) =>
+  knob.kind === "switch" ? (value ? "on" : "off") : (knob.options.find((option) => option.value === value)?.name ?? `${value}${knob.unit || ""}`);
 
 function valueOf(knob, control) {
   if (knob.kind === "switch") return control.checked;

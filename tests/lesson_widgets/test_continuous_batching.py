@@ -173,6 +173,18 @@ def test_each_challenge_can_be_met_and_not_by_one_key_but_the_first(index: int, 
     assert not solved.advice
 
 
+@pytest.mark.parametrize("preset", widget.SPEC.presets)
+def test_no_preset_meets_a_challenge(preset: str):
+    state = here(**widget.SPEC.presets[preset])
+    assert [challenge.check(state).met for challenge in widget.CHALLENGES] == [False, False, False]
+
+
+def test_more_slots_break_a_static_batch_that_fewer_carried():
+    more = widget.SPEC.presets["More slots"]
+    assert here(**more).curves[0].broken(more["load"])
+    assert not here(**{**more, "slots": widget.START["slots"]}).curves[0].broken(more["load"])
+
+
 def test_advice_names_the_knob_that_is_wrong():
     check = widget.CHALLENGES[2].check
     assert "Slots" in check(here(slots=2)).advice
@@ -227,6 +239,16 @@ def test_the_hidden_answer_is_the_static_curve_and_every_broken_region():
     assert "static breaks at 0.34" in regions[0].get("data-broken", "")
     assert "continuous breaks at 1.00: its queue grows without end" in regions[1].get("data-broken", "")
     assert all(id(part) in inside for part in root.iter() if "Load 0." in part.get("data-tip", ""))
+
+
+@pytest.mark.parametrize("limit", [limit for _, limit in widget.LIMITS])
+def test_the_words_of_the_second_edge_stand_clear_of_the_service_level(limit: float):
+    root = ET.fromstring(widget.figure(settled(limit=limit)))
+    texts = [(part, "".join(part.itertext())) for part in root.iter() if part.tag.endswith("text")]
+    head = next(part for part, words in texts if words.startswith("continuous breaks"))
+    rows = [float(part.get("y", 0)) for part, _ in texts if part.get("x") == head.get("x")]
+    level = next(part for part in root.iter() if part.get("stroke-dasharray") == "4 3" and part.get("x1") == "60")
+    assert all(not row - 10 < float(level.get("y1", 0)) < row + 3 for row in rows)
 
 
 def test_a_file_and_a_policy_that_is_broken_at_every_load_fit_the_picture():

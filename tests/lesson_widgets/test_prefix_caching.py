@@ -294,3 +294,33 @@ def test_names_that_never_come_are_given_up(monkeypatch):
 def test_input_that_makes_no_sense_is_refused_by_name(name: str, value):
     with pytest.raises(MinivllmError, match="sharing" if name == "kind" else name):
         last(**{name: value})
+
+
+def test_what_the_guess_hides_says_so_and_is_covered_by_the_answer():
+    root = ET.fromstring(widget.figure(last()))
+    parts = [part for part in root.iter() if part.tag.endswith(("text", "rect"))]
+    answer = {id(part) for group in root.iter() if group.get("data-answer") for part in group.iter()}
+    covers = [part for part in parts if "".join(part.itertext()) == "hidden until you guess"]
+    assert len(covers) == 2
+    for words in covers:
+        x, y = float(words.get("x", 0)), float(words.get("y", 0)) - 4
+        later = [part for part in parts[parts.index(words) :] if id(part) in answer and part.tag.endswith("rect")]
+        boxes = [[float(part.get(name, 0)) for name in ("x", "y", "width", "height")] for part in later]
+        assert any(left <= x <= left + wide and top <= y <= top + high for left, top, wide, high in boxes)
+
+
+def test_a_caption_counts_users_in_plain_english():
+    captions = json.loads(ET.fromstring(widget.figure(last())).get("data-frames", "[]"))
+    assert any("64 blocks of users 2, 3 evicted" in caption for caption in captions)
+    assert not any("of user 2, 3" in caption for caption in captions)
+
+
+@pytest.mark.parametrize("pool", states.POOLS)
+def test_the_rate_stands_off_the_curve(pool: int):
+    state = last(pool=pool)
+    root = ET.fromstring(widget.figure(state))
+    words = f"{state.hit_rate:.1%}"
+    place = next(part for part in root.iter() if part.text == words and part.get("font-weight"))
+    dot = next(part for part in root.iter() if part.tag.endswith("circle") and part.get("r") == "6")
+    below = float(place.get("y", 0)) > float(dot.get("cy", 0))
+    assert below or place.get("text-anchor") == "end" or pool == states.POOLS[0]
