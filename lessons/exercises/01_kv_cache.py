@@ -4,7 +4,7 @@ Fill in the functions, then ask what is still missing:
 
     make check N=01
 
-Needed: lesson 01 up to "The mechanism". When all checks pass, the engine runs with your parts.
+Needed: lesson 01 to the end of "The mechanism". When all checks pass, the engine runs with your parts.
 """
 
 import math
@@ -80,11 +80,11 @@ def append_heads(cache, new, slot, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
     any number; BLOCK is the power of two that is not below it.
 
     Trap: elements beyond HEAD_DIM belong to the next head, so to another program. `tl.load(..., mask=inside)` and
-    `tl.store(..., mask=inside)` leave out the lanes where `inside` is false.
+    `tl.store(..., mask=inside)` leave out the places where `inside` is false.
 
     >>> append_heads[(2,)](cache, new, slot=2, HEAD_DIM=3, BLOCK=4)   # head 0 writes 12 to 14, head 1 writes 15 to 17
     """
-    raise NotImplementedError("copy this program's head, HEAD_DIM elements of the BLOCK lanes")
+    raise NotImplementedError("copy this program's head, HEAD_DIM elements of the BLOCK places")
 
 
 @triton.jit

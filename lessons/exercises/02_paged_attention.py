@@ -4,7 +4,7 @@ Fill in the functions that raise, then ask what is still missing:
 
     make check N=02
 
-Needed: lesson 02 up to "The mechanism". No GPU: the pool and the table are bookkeeping on the host, and the kernels run
+Needed: lesson 02 to the end of "The mechanism". No GPU: the pool and the table are bookkeeping on the host, and the kernels run
 in Triton's interpreter. When all checks pass, the engine serves requests on your pool.
 """
 
@@ -163,8 +163,11 @@ def gather_cache_kernel(out, starts, cache, block_table, lengths, width, BLOCK_S
     Grid: (sequences, width of the table). block_table int32 [sequences, width], row after row in memory; lengths and
     starts int32 [sequences]. Sequence s has `lengths[s]` tokens, and its rows begin at row `starts[s]` of out.
 
+    Given: `row` and `column` as in step 2.
+
     Traps: a short sequence has programs with nothing to do; behind its last block the table is filled with 0, the null
     block, which must not be read. Two sequences must not write the same rows of out: rows count from `starts[s]`.
     """
     sequence, place = tl.program_id(0), tl.program_id(1)
+    row, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, WIDTH)[None, :]
     raise NotImplementedError("step 2 with this sequence's row of the table, its length, and its start in out")

@@ -4,7 +4,7 @@ Fill in the functions, in any order, then ask what is still missing:
 
     make check N=03
 
-Needed: lesson 03 up to "The mechanism". The kernels run in Triton's interpreter; no GPU is needed. When all checks
+Needed: lesson 03 to the end of "The mechanism". The kernels run in Triton's interpreter; no GPU is needed. When all checks
 pass, the engine serves requests with your `tiled_attention`.
 """
 

@@ -33,3 +33,9 @@ def test_script_notebook_and_exercise_are_linked(stem):
     for part in (f"../vllm/{stem}.py", f"../notebooks/{stem}.ipynb", f"exercises/{stem}.py"):
         assert f"]({part})" in row
         assert (LESSONS / part).exists()
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_each_lesson_ends_with_notes_for_whoever_teaches_it(stem):
+    ending = (LESSONS / f"{stem}.md").read_text().partition("## Further reading")[2]
+    assert "or whoever teaches this" in ending, "the index promises them: put them there, or a link to them"

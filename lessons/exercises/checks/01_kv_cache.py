@@ -112,7 +112,7 @@ def check_bytes_of_a_latent_cache(module):
         found = module.kv_bytes_per_token(_shape(layers, 128, 128, 56, 7168, latent), size)
         wanted = layers * sum(latent) * size
         hint = ". This vector serves as key and value: no factor 2" if found == 2 * wanted else ""
-        assert found == wanted, f"{_said(found)} for {layers} layers of {' + '.join(map(str, latent))}, not {wanted:,}{hint}"
+        assert found == wanted, f"{_said(found)} for {layers} layers of {' + '.join(map(str, latent))}; right is {wanted:,}{hint}"
 
 
 # ---- one step on a cache ---------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def check_append_heads(module):
         wanted[slot] = new
         sizes = {"HEAD_DIM": head_dim, "BLOCK": triton.next_power_of_2(head_dim)}
         trace = trace_kernel(module.append_heads, (kv_heads,), cache, new, slot, **sizes)
-        _runs_clean(trace, "Only HEAD_DIM of the BLOCK lanes are this head's: mask the load and the store")
+        _runs_clean(trace, "Only HEAD_DIM of the BLOCK places are this head's: mask the load and the store")
         _holds("the cache", cache, wanted)
         starts = [(slot * kv_heads + head) * head_dim for head in range(kv_heads)]
         _each_writes_its_own(trace, "cache", [range(first, first + head_dim) for first in starts], "one head")
