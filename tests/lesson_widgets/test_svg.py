@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import xml.etree.ElementTree as ET
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from minivllm.lab.drawing import QUIET, ink_on, luminance, text_width
 from minivllm.lab.palette import INK, SERIES
+from widgets import theme
 from widgets.plot import Axes, Scale, short, tokens
 from widgets.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.theme import CARD, DARK, WORDS
@@ -188,3 +191,10 @@ def test_words_can_be_read_on_both_grounds(light: bool, ground: str):
         shown = colour if light else DARK.get(colour, colour)
         lighter, darker = sorted((luminance(shown) + 0.05, luminance(ground) + 0.05), reverse=True)
         assert lighter / darker >= 4.5, shown
+
+
+def test_colours_have_their_names_in_the_theme():
+    """One written out in a widget would have no dark form, or drift apart from its twin. Black stays black."""
+    parts = (path for path in Path(theme.__file__).parent.glob("*.py") if path.stem != "theme")
+    written = {(path.name, colour) for path in parts for colour in re.findall(r'"(#[0-9A-Fa-f]{6})"', path.read_text())}
+    assert {(name, colour) for name, colour in written if colour != "#000000"} == set()
