@@ -20,6 +20,7 @@ from pathlib import Path
 import nbformat
 from playwright.sync_api import Browser, Page, sync_playwright
 
+import widgets
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.progress import track
@@ -32,7 +33,7 @@ from e2e.browser import Notebook, opened, start_browser  # noqa: E402
 from e2e.chromium import HOW_TO_GET_IT, find_chromium  # noqa: E402
 from e2e.jupyter import jupyterlab  # noqa: E402
 
-WIDGETS = sorted(path.stem for path in (ROOT / "widgets").glob("*.py") if "\nSPEC = Spec(" in path.read_text())
+WIDGETS = widgets.names()
 CONTROL = """\
 from widgets.knobs import slider
 from widgets.shell import LessonWidget

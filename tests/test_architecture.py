@@ -22,7 +22,7 @@ def hops(mark: str) -> list[tuple[str, str]]:
     return [(file, function) for _, file, function in rows]
 
 
-WAY, PROCESSES = hops("way"), hops("processes")
+WAY, PROCESSES, WIDGET = hops("way"), hops("processes"), hops("widget")
 SPINE = re.findall(r"`([\w/]+\.py)`", between("spine"))
 
 
@@ -40,6 +40,14 @@ def definitions(path: Path) -> set[str]:
 @pytest.mark.parametrize(("file", "function"), WAY + PROCESSES, ids=[function for _, function in WAY + PROCESSES])
 def test_every_hop_exists(file, function):
     assert function in definitions(ENGINE / file)
+
+
+@pytest.mark.parametrize(("file", "function"), WIDGET, ids=[f"{file}:{function}" for file, function in WIDGET])
+def test_every_hop_of_a_key_press_exists(file, function):
+    if file.endswith(".js"):
+        assert re.search(rf"^  {function}\(.*\) {{$", (ROOT / file).read_text(), re.MULTILINE)
+    else:
+        assert function in definitions(ROOT / file)
 
 
 def test_the_way_is_told_whole():

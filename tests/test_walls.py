@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import widgets
+
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ROOT / "vllm" / "minivllm"
 
@@ -30,6 +32,7 @@ ENGINE_FLOORS = (
 )
 BESIDE_THE_ENGINE = ("simulate", "lab")
 FLOORS = (*ENGINE_FLOORS, *BESIDE_THE_ENGINE)
+SHARED_BY_WIDGETS = ("theme", "svg", "plot", "knobs", "spec", "session", "plain", "shell")
 WITHOUT_TORCH = ("errors", "logger", "config", "sampling_params", "inputs", "outputs", "memory", "core", "simulate")
 HEAVY = {"torch", "triton", "transformers", "numba"}
 
@@ -71,6 +74,19 @@ def test_no_floor_imports_one_above_it(path):
         parts = module.split(".")
         if parts[0] == "minivllm" and len(parts) > 1 and parts[1] in FLOORS:
             assert FLOORS.index(parts[1]) <= own, f"{path.name} stands on floor {FLOORS[own]} and imports {module}"
+        assert parts[0] != "widgets", f"{path.name} imports {module}, which stands on it"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "widgets").glob("*.py")), ids=lambda path: path.stem)
+def test_a_widget_imports_what_all_widgets_share_and_its_own_parts(path):
+    own = next((name for name in widgets.names() if path.stem.startswith(name)), "")
+    below = SHARED_BY_WIDGETS[: SHARED_BY_WIDGETS.index(path.stem)] if path.stem in SHARED_BY_WIDGETS else ()
+    assert own or below or path.stem in ("theme", "__init__"), "a module that no floor is known of"
+    for module in imported_modules(path):
+        parts = module.split(".")
+        if parts[0] == "widgets" and len(parts) > 1:
+            fits = parts[1] in SHARED_BY_WIDGETS or parts[1].startswith(own) if own else parts[1] in below
+            assert fits, f"{path.name} imports {module}"
 
 
 @pytest.mark.parametrize("folder", [*WITHOUT_TORCH, "widgets"])

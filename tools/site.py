@@ -14,7 +14,6 @@ import json
 import shutil
 import sys
 import tempfile
-import tomllib
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import site_pages
 import site_widgets
+from address import address
 from site_pages import Pages
 from sphinx.application import Sphinx
 
@@ -32,8 +32,6 @@ from widgets.shell import style as shell_style
 from widgets.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
-UNKNOWN = "https://example.org/vllm-from-first-principles"
-"""Stands for the repository's address until pyproject.toml says it."""
 
 
 class Embedded:
@@ -73,12 +71,6 @@ class Embedded:
         )
 
 
-def repository(root: Path) -> str:
-    """The repository's address, which pyproject.toml says."""
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    return project.get("urls", {}).get("Repository", UNKNOWN)
-
-
 def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = site_widgets.MOST_VIEWS) -> Path:
     """Build the site of a repository; returns the page to open.
 
@@ -87,7 +79,7 @@ def build(root: Path, out: Path, specs: Mapping[str, Spec], most_views: int = si
     """
     if out.exists() and any(out.iterdir()) and not (out / "searchindex.js").is_file():
         raise MinivllmError(f"{out} holds something that is no site: name another folder, or empty this one")
-    pages = site_pages.pages_of(root, repository(root))
+    pages = site_pages.pages_of(root, address(root))
     with tempfile.TemporaryDirectory() as folder:
         source, static, built = (Path(folder, part) for part in ("source", "static", "built"))
         static.mkdir()
@@ -124,7 +116,7 @@ def run_sphinx(pages: Pages, source: Path, out: Path, static: Path) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Build the site of this repository, and say where it is."""
-    front = build(ROOT, arguments.out.resolve(), site_widgets.specs(ROOT / "widgets"))
+    front = build(ROOT, arguments.out.resolve(), site_widgets.specs())
     print(f"the site is built: open {front.as_uri()}")
 
 

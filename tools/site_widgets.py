@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+import widgets
 from minivllm.errors import MinivllmError
 from widgets.knobs import Knob, Value
 from widgets.session import Session
@@ -25,19 +25,12 @@ MOST_SWEPT = 40
 """Values of the swept axis, where a slider has more."""
 MOST_OTHER = 10
 """Values of a further knob: one with more is left out."""
-SWEPT = re.compile(r'data-drag="(\w+)"')
 PIECE = re.compile(r"(?=<)")
 
 
-def specs(folder: Path) -> dict[str, Spec]:
-    """The widgets of the package `widgets`, by module: those whose module defines `SPEC`."""
-    names = [path.stem for path in sorted(folder.glob("*.py")) if _defines_spec(path)]
-    return {name: import_module(f"widgets.{name}").SPEC for name in names}
-
-
-def _defines_spec(path: Path) -> bool:
-    lines = path.read_text().splitlines()
-    return any(re.match(r"SPEC\b[^=]*=", line) for line in lines)
+def specs() -> dict[str, Spec]:
+    """Every widget's specification, by its module."""
+    return {name: import_module(f"widgets.{name}").SPEC for name in widgets.names()}
 
 
 def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEWS) -> dict[str, Any]:
@@ -55,7 +48,8 @@ def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEW
     """
     session = Session(spec, **settings)
     start = dict(session.values)
-    turned = choose(spec, start, session.settle()["svg"], most_views)
+    session.settle()
+    turned = choose(spec, start, session.swept, most_views)
     wanted = list(dict.fromkeys(tuple(values.items()) for values in settings_of(spec, start, turned, most_views)))
     axes = [name for name in start if len({dict(values)[name] for values in wanted}) > 1]
     pieces: dict[str, int] = {}
@@ -77,10 +71,9 @@ def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEW
     }
 
 
-def choose(spec: Spec, start: Mapping[str, Value], picture: str, most_views: int) -> dict[str, list[Value]]:
+def choose(spec: Spec, start: Mapping[str, Value], swept: str | None, most_views: int) -> dict[str, list[Value]]:
     """The knobs that can be turned, each with its values: the swept one first, then those that still fit, in order."""
     knobs = spec.flat()
-    swept = next((name for name in SWEPT.findall(picture) if name in knobs), None)
     chosen, views = {}, 1
     for name in sorted(knobs, key=lambda name: name != swept):
         most = min(MOST_SWEPT, most_views) if name == swept else MOST_OTHER
@@ -98,12 +91,11 @@ def values_of(knob: Knob, start: Value, needed: list[Any], most: int) -> list[Va
     if knob.kind == "switch":
         return [False, True]
     if knob.kind != "slider":
-        return [value for _, value in knob.options]
-    steps = round((knob.high - knob.low) / knob.step)
+        return knob.places()
+    places = knob.places()
     needed = sorted({start, *(value for value in needed if value is not None)})
     room = max(most - len(needed), 1)
-    stride = max(1, -(-(steps + 1) // room))
-    even = (round(knob.low + index * knob.step, 10) for index in range(0, steps + 1, stride))
+    even = places[:: max(1, -(-len(places) // room))]
     return sorted({float(value) if not float(value).is_integer() else int(value) for value in (*even, *needed)})
 
 

@@ -12,10 +12,9 @@ from widgets.continuous_batching_curves import LOADS, SERVICE, Curve, Knee, Stat
 from widgets.continuous_batching_runs import REQUESTS, Point, Stay, Stretch
 from widgets.plot import Axes, Scale
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, legend
-from widgets.theme import CARD, MISSED
+from widgets.theme import CARD, IDLE, MISSED
 
 COLOURS = {"static": ORANGE, "continuous": BLUE, "yours": BLUE}
-IDLE = "#EFEFEF"
 MARGIN, WIDE = 16, 600
 FRAMES = 24
 NAMES = 86

@@ -63,7 +63,7 @@ class Knob:
         return next((name for name, own in self.options if own == value), str(value))
 
     def places(self) -> list[Any]:
-        """All values of a slider or of steps, in order."""
+        """All values of a slider, of steps or of a choice, in order."""
         if self.kind == "slider":
             count = round((self.high - self.low) / self.step)
             return [round(self.low + index * self.step, 10) for index in range(count + 1)]

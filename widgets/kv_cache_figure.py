@@ -144,14 +144,14 @@ def _draw_nothing_left(drawing: Drawing, state: State, box: Box) -> None:
     y = drawing.heading((box.x, box.y + 19), "No KV cache at all", note)
     if state.needed > state.hardware.memory_bytes:
         words = "The upright line in the bar marks where the memory ends."
-        drawing.paragraph((box.x, y + 28), words, box.width, colour="#B34700", size=13)
+        drawing.paragraph((box.x, y + 28), words, box.width, colour=VERMILLION, size=13)
 
 
 def _draw_refused(drawing: Drawing, state: State, box: Box) -> None:
     """What the model reads at most, against what is asked of it."""
     y = drawing.heading((box.x, box.y + 19), "Refused before any memory is taken")
     words = f"max_model_len asks for {state.max_model_len:,} tokens; {state.model} was made for {state.model_limit:,}"
-    y = drawing.paragraph((box.x, y + 24), words, box.width, colour="#B34700", size=13)
+    y = drawing.paragraph((box.x, y + 24), words, box.width, colour=VERMILLION, size=13)
     asked = Box(box.x, y + 12, box.width, 30)
     drawing.rect(asked, CARD, stroke=VERMILLION, dash="5 3", tip="What max_model_len asks for")
     drawing.hatch(asked, MISSED)

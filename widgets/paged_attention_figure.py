@@ -76,7 +76,7 @@ def _costs(drawing: Drawing, state: State, pinned: State | None, width: float) -
     axes.frame(
         "", "", x_ticks=sizes, x_format=lambda value: f"{value:.0f}", y_ticks=(0.001, 0.01, 0.1, 1), y_format=percent
     )
-    axes.mark_x(DEFAULT, "")
+    axes.mark_x(DEFAULT)
     if pinned:
         axes.pinned([float(size) for size in pinned.cost], [_shown(cost) for cost in pinned.cost.values()])
     _curves(axes, state, sizes)

@@ -135,45 +135,6 @@ class Axes:
             if self.box.y - 1 <= point[1] <= self.box.bottom + 1:
                 self.drawing.circle(point, HIT, "transparent", stroke="none", tip=tip, group=group)
 
-    def step(
-        self,
-        xs: Sequence[float],
-        ys: Sequence[float],
-        colour: str,
-        *,
-        width: float = 2.5,
-        dash: str = "",
-        group: str = "",
-    ) -> None:
-        """A curve that keeps each value until the next x."""
-        stepped_x = [x for x in xs for _ in range(2)][1:]
-        stepped_y = [y for y in ys for _ in range(2)][:-1]
-        self.line(stepped_x, stepped_y, colour, width=width, dash=dash, group=group)
-
-    def area(
-        self,
-        xs: Sequence[float],
-        lows: Sequence[float],
-        highs: Sequence[float],
-        colour: str,
-        *,
-        opacity: float = 0.18,
-        tip: str = "",
-    ) -> None:
-        """The surface between two curves; several of them on top of each other make a stacked plot."""
-        upper = [self.at(x, y) for x, y in zip(xs, highs, strict=True)]
-        lower = [self.at(x, y) for x, y in zip(xs, lows, strict=True)]
-        self._clipped(lambda: self.drawing.polygon([*upper, *reversed(lower)], colour, opacity=opacity, tip=tip))
-
-    def bars(
-        self, xs: Sequence[float], heights: Sequence[float], colour: str, *, width: float = 12, tips: Sequence[str] = ()
-    ) -> None:
-        """Upright bars of `width` pixels, standing on the lower edge, each around its x."""
-        for index, (x, height) in enumerate(zip(xs, heights, strict=True)):
-            across, top = self.at(x, min(height, self.y.high))
-            bar = Box(across - width / 2, top, width, self.box.bottom - top)
-            self.drawing.rect(bar, colour, tip=tips[index] if tips else "", radius=1)
-
     def points(
         self, xs: Sequence[float], ys: Sequence[float], colour: str, *, radius: float = 4.5, tips: Sequence[str] = ()
     ) -> None:
@@ -181,19 +142,10 @@ class Axes:
         for index, (x, y) in enumerate(zip(xs, ys, strict=True)):
             self.drawing.circle(self.at(x, y), radius, colour, tip=tips[index] if tips else "")
 
-    def mark_x(self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", before: bool = False) -> None:
-        """A dashed upright line at `value`; its text stands on top, right of it, or left if `before` or out of room.
-
-        Each line break in the text starts a new line.
-        """
+    def mark_x(self, value: float, colour: str = INK, *, dash: str = "4 3") -> None:
+        """A dashed upright line at `value`."""
         across = self.at(value, self.y.low)[0]
         self.drawing.line((across, self.box.y), (across, self.box.bottom), colour=colour, dash=dash, width=1.5)
-        rows = text.split("\n")
-        wide = max(text_width(row, SMALL) for row in rows) + 8
-        left = (before and across - wide > self.box.x) or across + wide > self.box.right
-        for index, row in enumerate(rows):
-            place = (across - 5 if left else across + 5, self.box.y + 11 + 15 * index)
-            self.drawing.text(place, row, size=SMALL, colour=colour, anchor="end" if left else "start", halo=True)
 
     def mark_y(self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", along: float = 1) -> None:
         """A dashed level line at `value` with its text above it, ending at `along`: 1 is the right end."""

@@ -55,6 +55,12 @@ class Session:
         self._pinned_view: dict[str, Any] | None = None
         self._view: dict[str, Any] = {}
 
+    @property
+    def swept(self) -> str | None:
+        """The knob that the pointer drags in the picture: its axis is the one along which the system breaks."""
+        dragged = re.search(r'data-drag="(\w+)"', self.picture)
+        return dragged[1] if dragged else None
+
     def turn(
         self, values: Mapping[str, Any], width: float | None = None, between: float = 0.1
     ) -> Iterator[dict[str, Any] | None]:
@@ -161,14 +167,13 @@ class Session:
         }
 
     def ahead(self) -> Iterator[dict[str, Any] | None]:
-        """The views for all other values of the knob that the pointer drags, the nearest first.
+        """The views for all other values of the swept knob, the nearest first.
 
         A page that has them needs nobody while its handle is dragged. None stands for a step of an unfinished sweep.
         """
-        dragged = re.search(r'data-drag="(\w+)"', self.picture)
-        if self.state is None or not dragged:
+        name, now = self.swept, dict(self.values)
+        if self.state is None or name is None:
             return
-        name, now = dragged[1], dict(self.values)
         places = self.spec.flat()[name].places()
         here = places.index(min(places, key=lambda place: abs(place - now[name])))
         for index in sorted(range(len(places)), key=lambda index: abs(index - here))[1:]:

@@ -269,6 +269,7 @@ class Shell {
     this.view = view;
     if (view.svg !== this.drawn) {
       this.drawn = view.svg;
+      this.compare.setAttribute("aria-pressed", "false"); // the pinned picture has made way
       this.draw(view.svg);
     }
     this.picture.classList.toggle("lw-stale", view.stale);

@@ -80,7 +80,7 @@ class Spec:
     """`{"label of a button": {"argument of sweep": value}}`; the first resets, others show where it breaks."""
     sweep: Callable[..., Any]
     figure: Callable[..., str]
-    """`figure(state, width=720, pinned=None)`: SVG of this width; `pinned` is the state to compare with."""
+    """`figure(state, width=640, pinned=None)`: SVG of this width; `pinned` is the state to compare with."""
     verdict: Callable[[Any], Verdict]
     command: Callable[[Any], str]
     challenges: tuple[Challenge, Challenge, Challenge]

@@ -1,4 +1,4 @@
-"""Drawings as SVG text: bars, grids of cells, legends. No dependency, and fast.
+"""Drawings as SVG text: shapes, stacked bars, legends. No dependency, and fast.
 
 Coordinates are pixels from the top left corner, as in SVG. A drawing has a title and a description that a screen
 reader can say. What the shell does with a drawing is written into it as data attributes, and no viewer without the
@@ -10,13 +10,12 @@ shell is disturbed by them:
     data-answer   hidden until the reader has guessed
     data-drag     a plot in which the pointer sets a knob
 
-Colours are those of `COLOURS`, each with the form that it takes on a dark page.
+Colours are those of `theme.COLOURS`, each with the form that it takes on a dark page.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -105,7 +104,8 @@ class Drawing:
         if box.width <= 0 or box.height <= 0:
             return
         shape = attributes(x=box.x, y=box.y, width=box.width, height=box.height, rx=radius or None)
-        style = attributes(fill=fill, stroke=stroke, stroke_dasharray=dash or None, fill_opacity=_unless_one(opacity))
+        style = attributes(fill=fill, stroke=stroke, stroke_dasharray=dash or None)
+        style += attributes(fill_opacity=None if opacity == 1 else opacity)
         self.add(f"<rect{shape}{style}{_data({'tip': tip, 'group': group, 'at': at})}/>")
 
     def line(self, start: Point, end: Point, colour: str = RULE, *, width: float = 1, dash: str = "") -> None:
@@ -129,10 +129,9 @@ class Drawing:
         style += ' fill="none" stroke-linejoin="round" stroke-linecap="round"'
         self.add(f'<polyline points="{corners(points)}"{style}{_data({"tip": tip, "group": group, "at": at})}/>')
 
-    def polygon(self, points: Iterable[Point], fill: str, *, opacity: float = 1, tip: str = "") -> None:
+    def polygon(self, points: Iterable[Point], fill: str) -> None:
         """A filled shape with these corners."""
-        style = attributes(fill=fill, fill_opacity=_unless_one(opacity))
-        self.add(f'<polygon points="{corners(points)}"{style}{_data({"tip": tip})}/>')
+        self.add(f'<polygon points="{corners(points)}"{attributes(fill=fill)}/>')
 
     def circle(
         self,
@@ -231,10 +230,6 @@ class Drawing:
         )
 
 
-def _unless_one(value: float) -> float | None:
-    return None if value == 1 else value
-
-
 def _data(values: Mapping[str, str]) -> str:
     """Data attributes, those without a value left out."""
     return "".join(f' data-{name}="{escape(value)}"' for name, value in values.items() if value)
@@ -284,23 +279,3 @@ def legend(drawing: Drawing, place: Point, entries: Sequence[Segment], width: fl
         drawing.text((x + 18, y), entry.label, size=SMALL, colour=QUIET)
         x += room
     return y + 19
-
-
-def cells(
-    drawing: Drawing, box: Box, colours: Sequence[str], columns: int, *, gap: float = 1, tips: Sequence[str] = ()
-) -> None:
-    """A grid of equal cells, filled row by row. Without `tips`, cells of a colour are one shape, which is cheap."""
-    rows = math.ceil(len(colours) / columns)
-    wide, high = box.width / columns, box.height / max(rows, 1)
-    if tips:
-        for index, (colour, tip) in enumerate(zip(colours, tips, strict=True)):
-            cell = Box(box.x + index % columns * wide, box.y + index // columns * high, wide - gap, high - gap)
-            drawing.rect(cell, colour, tip=tip)
-        return
-    shape = f"h{number(wide - gap)}v{number(high - gap)}h-{number(wide - gap)}z"
-    paths: dict[str, list[str]] = {}
-    for index, colour in enumerate(colours):
-        x, y = box.x + index % columns * wide, box.y + index // columns * high
-        paths.setdefault(colour, []).append(f"M{number(x)} {number(y)}{shape}")
-    for colour, steps in paths.items():
-        drawing.add(f'<path fill="{colour}" d="{"".join(steps)}"/>')

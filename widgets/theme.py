@@ -15,6 +15,8 @@ MID = "#B5B8BC"
 PINNED = "#7A7F85"
 """The state that was pinned, drawn behind the present one."""
 HELD, RESERVED, TINT, NOT_OURS = BLUE, "#C5DBEB", "#F1F7FB", "#F4F4F4"
+IDLE = "#EFEFEF"
+"""A slot in which nobody is."""
 MISSED = "#F3C29B"
 """What stands empty though somebody wants it."""
 BROKEN = "#FBE9DF"
@@ -47,7 +49,7 @@ DARK = {
     PINNED: "#9AA0A6",
     PALE: "#3A3E43",
     BLANK: "#2B2E32",
-    "#EFEFEF": "#2F3337",
+    IDLE: "#2F3337",
     RESERVED: "#24465E",
     TINT: "#20272D",
     NOT_OURS: "#26292D",

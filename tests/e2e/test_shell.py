@@ -163,6 +163,8 @@ def test_a_state_is_pinned_compared_exported_and_loaded(sizes: WidgetPage):
     sizes.page.get_by_role("button", name="Load").click()
     sizes.settled()
     assert sizes.words() == "The size is 9.5 < 100."
+    shows = sizes.page.get_by_role("button", name="Show pinned").get_attribute("aria-pressed")
+    assert shows == "false", "the present picture is back"
 
 
 def test_what_breaks_is_said_with_its_place(sizes: WidgetPage):

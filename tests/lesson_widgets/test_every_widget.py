@@ -19,15 +19,14 @@ from pathlib import Path
 
 import pytest
 
+import widgets
 from minivllm.errors import MinivllmError
-from widgets import session
 from widgets.knobs import Knob
 from widgets.session import Session
 from widgets.spec import Spec
 from widgets.theme import COLOURS
 
-FOLDER = Path(session.__file__).parent
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if "\nSPEC = Spec(" in path.read_text())
+NAMES = widgets.names()
 LESSONS = Path(__file__).resolve().parents[2] / "lessons"
 WIDTHS = (360, 640, 760)
 MOST_HEIGHT = 470

@@ -51,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
             import site_widgets
 
             program = load(ROOT / "tools" / "site.py")
-            specs = {**site_widgets.specs(ROOT / "widgets"), "tiny": SPEC}
+            specs = {**site_widgets.specs(), "tiny": SPEC}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser
                 program.build(repository(tmp_path_factory.mktemp("repository")), shared / "building", specs, VIEWS)

@@ -9,13 +9,14 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import site_pages
+from address import address
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.exercise import load
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("[0-9][0-9]_*.md"))
-ADDRESS = load(ROOT / "tools" / "site.py").repository(ROOT)
+ADDRESS = address()
 FENCE = re.compile(r"^( *)(```+)(?P<words>[^\n`]*)\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 
 

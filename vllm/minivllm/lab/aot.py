@@ -104,13 +104,6 @@ def compile_for(
     return Compiled(kernel=function.__name__, target=target, loads=loads, **answer)
 
 
-def compile_everywhere(
-    kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any] | None = None
-) -> dict[str, Compiled]:
-    """`compile_for` every target."""
-    return {target: compile_for(target, kernel, arguments, options) for target in TARGETS}
-
-
 def _python_function(kernel: Any) -> Any:
     """The function under `triton.jit`, `triton.autotune` and the interpreter's wrapper."""
     while not inspect.isfunction(kernel):
