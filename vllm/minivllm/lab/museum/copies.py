@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,9 @@ ROOMS = ENGINE.parents[1] / "out" / "bugs"
 RUNNER = Path(__file__).with_name("runner.py")
 NOT_THE_ENGINE = ("lab", "simulate")
 SECONDS, SECONDS_PER_WORKLOAD = 60, 10
-"""How long a process may run: an engine that never ends is a symptom too."""
+"""The processor's time that a process may take: an engine that never ends is a symptom too."""
+PATIENCE = 5
+"""So many times that long on the clock, since the machine may be busy with something else."""
 
 Observations = dict[str, dict[str, Any]]
 
@@ -71,19 +74,25 @@ def _observe(workloads: list[str], room: Path | None) -> Observations:
     environment = {**os.environ, "PYTHONPATH": str(room or ENGINE.parent)}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.setdefault(LEVEL_VARIABLE, "ERROR")
-    command = [sys.executable, "-P", str(RUNNER), *workloads]
     seconds = SECONDS + SECONDS_PER_WORKLOAD * len(workloads)
+    command = [sys.executable, "-P", str(RUNNER), str(seconds), *workloads]
+    clock = PATIENCE * seconds
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=clock, env=environment, check=False)
     except subprocess.TimeoutExpired:
-        problem = f"it was still running after {seconds} seconds"
+        problem = f"it was still running after {clock} seconds"
     else:
-        if done.returncode == 0:
+        if done.returncode == -signal.SIGXCPU:
+            problem = f"it was still running after {seconds} seconds of the processor"
+        elif done.returncode == 0:
             return json.loads(done.stdout.splitlines()[-1])
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"code {done.returncode}")
-        problem = f"it does not start: {last.strip()}"
+        else:
+            said = [line for line in done.stderr.splitlines() if line.strip()] or [f"code {done.returncode}"]
+            problem = f"it does not start: {said[-1].strip()}"
     if room is None:
-        raise MinivllmError(f"the sound engine cannot be compared with: {problem}")
+        raise MinivllmError(
+            f"the sound engine cannot be compared with: {problem}; if the machine is busy, try again when it is not"
+        )
     return {name: {"the engine as a whole": problem} for name in workloads}
 
 

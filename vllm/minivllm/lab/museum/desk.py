@@ -146,7 +146,7 @@ def _show_difference(sound: dict[str, Any], came: dict[str, Any]) -> None:
     rows = [(name, _value(sound, name), _value(came, name)) for name in differing]
     table("What was looked at", ["", "the sound engine", "this engine"], rows, words=True)
     if alike := len(names) - len(differing):
-        console.print(f"{alike} other things that were looked at are the same.")
+        console.print(f"Of what was looked at, {alike} more {'is' if alike == 1 else 'are'} the same.")
 
 
 def _value(seen: dict[str, Any], name: str) -> str:
