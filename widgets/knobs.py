@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from minivllm.config.checks import is_number, require
+from minivllm.config.checks import encodable, is_number, require
 
 Value = bool | int | float | str
 Kind = Literal["choice", "steps", "slider", "entry", "switch"]
@@ -44,6 +44,7 @@ class Knob:
         """
         if self.kind == "entry":
             require(isinstance(value, str), f"{self.label} is a line of text, not {value!r}")
+            encodable(value, self.label)
         elif self.kind == "switch":
             require(isinstance(value, bool), f"{self.label} is True or False, not {value!r}")
         elif self.kind == "slider":

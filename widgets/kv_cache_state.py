@@ -269,7 +269,7 @@ def _own_bytes(own: CountsBytes, config: ModelConfig, kv_dtype: str, counted: in
         MinivllmError: it gives no number above 0, or does not come to an end.
     """
     element = DTYPE_BYTES.get(memory.cache_dtype(config, kv_dtype), 2)
-    with bounded(PATIENCE, f"your {own.__name__}"):
+    with bounded(PATIENCE, "your kv_bytes_per_token"):
         given = own(config, element)
     fits = is_number(given) and given > 0
     require(fits, f"your kv_bytes_per_token gave {given!r}, and it is a number of bytes above 0")

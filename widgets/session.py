@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from inspect import isgenerator
 from typing import Any
 
-from minivllm.config.checks import require
+from minivllm.config.checks import is_number, require
 from minivllm.errors import MinivllmError
 from widgets.knobs import Value
 from widgets.spec import Progress, Spec, Verdict, refused
@@ -28,6 +29,11 @@ WIDTH = 640
 MOST_WIDTH, LEAST_WIDTH = 760, 360
 """Of a picture on a page; text in it keeps its size."""
 NOTHING = Progress(False, "There is nothing to check.")
+MOST_SAID, MOST_TRACED = 600, 20_000
+"""Characters of a verdict and of a trace: what the reader's code raises or returns can be of any size."""
+ONE_AT_A_TIME = threading.RLock()
+"""Held during each step of a sweep: runs are shared by all widgets, and JupyterLab's messages come in another thread
+than the cells."""
 
 
 class Session:
@@ -43,9 +49,10 @@ class Session:
 
     def __init__(self, spec: Spec, **settings: Any) -> None:
         self.spec = spec
-        self.own = {name: part for name, part in settings.items() if name in spec.own}
-        for name, part in self.own.items():
+        given = {name: part for name, part in settings.items() if name in spec.own}
+        for name, part in given.items():
             require(callable(part), f"{name} is a function or a class of yours ({spec.own[name]}), not {part!r}")
+        self.own = {name: _apart(part) for name, part in given.items()}
         knobs = {name: value for name, value in settings.items() if name not in spec.own}
         self.values: dict[str, Value] = spec.start() | spec.accept(knobs)
         self.width = WIDTH
@@ -54,6 +61,8 @@ class Session:
         self.pinned: Any = None
         self._pinned_view: dict[str, Any] | None = None
         self._view: dict[str, Any] = {}
+        self._turn = object()
+        """The newest turn; an older one that is still under way ends."""
 
     @property
     def swept(self) -> str | None:
@@ -69,15 +78,24 @@ class Session:
         A view is what a page needs: the picture, the verdict, the challenges; the last one has `busy` False. None
         stands for a step of the sweep that is not drawn, since the last drawing is less than `between` seconds old.
         """
-        if width:
+        return _in_turn(self._turned(values, width, between))
+
+    def _turned(
+        self, values: Mapping[str, Any], width: float | None, between: float
+    ) -> Iterator[dict[str, Any] | None]:
+        self._turn = object()
+        if is_number(width) and width:
             self.width = round(min(max(width, LEAST_WIDTH), MOST_WIDTH))
         try:
             self.values |= self.spec.accept(values)
             yield from self._views(between)
         except MinivllmError as error:
             yield self._failed(refused(error))
-        except Exception as error:
-            named = f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            yield self._failed(Verdict("Interrupted. Turn a knob to go on.", "broken"))
+            raise
+        except (Exception, SystemExit) as error:  # a cell that calls sys.exit() would end the kernel
+            named = "".join(traceback.format_exception_only(error)).strip()
             whose = f"Your {' and '.join(self.own)}" if self.own else "The widget"
             trace = "".join(traceback.format_exception(error))
             yield self._failed(Verdict(f"{whose} broke. {named}", "broken"), trace)
@@ -90,6 +108,8 @@ class Session:
 
     def pin(self) -> dict[str, Any]:
         """Keep this state to compare with; gives the view."""
+        if self._view.get("busy"):
+            self.settle()
         if self.state is not None:
             self.pinned = self.state
             self._pinned_view = {key: self._view[key] for key in ("words", "tone", "sign", "svg", "values")}
@@ -109,7 +129,7 @@ class Session:
         try:
             state = json.loads(text)
             name, knobs = state["widget"], dict(state["knobs"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             wanted = f'{{"widget": "{self.spec.name}", "knobs": {{…}}}}'
             raise MinivllmError(f"this is no saved state; one reads {wanted}") from error
         require(name == self.spec.name, f"this state is of the widget {name!r}, and this is {self.spec.name!r}")
@@ -139,7 +159,7 @@ class Session:
         }
 
     def _views(self, between: float) -> Iterator[dict[str, Any] | None]:
-        swept = self.spec.sweep(**self.values, **self.own)
+        turn, swept = self._turn, self.spec.sweep(**self.values, **self.own)
         if not isgenerator(swept):
             yield self._drawn(swept, busy=False)
             return
@@ -147,8 +167,12 @@ class Session:
         for state in swept:
             if time.monotonic() < due:
                 yield None
+                if turn is not self._turn:
+                    return
                 continue
             yield self._drawn(state, busy=True)
+            if turn is not self._turn:
+                return
             due = time.monotonic() + between
         yield self._drawn(state, busy=False)
 
@@ -171,6 +195,9 @@ class Session:
 
         A page that has them needs nobody while its handle is dragged. None stands for a step of an unfinished sweep.
         """
+        return _in_turn(self._ahead())
+
+    def _ahead(self) -> Iterator[dict[str, Any] | None]:
         name, now = self.swept, dict(self.values)
         if self.state is None or name is None:
             return
@@ -178,7 +205,7 @@ class Session:
         here = places.index(min(places, key=lambda place: abs(place - now[name])))
         for index in sorted(range(len(places)), key=lambda index: abs(index - here))[1:]:
             values = {**now, name: places[index]}
-            with suppress(MinivllmError):
+            with suppress(Exception, SystemExit):  # the reader hears of it once the knob stands there
                 complete = None
                 for state in _states(self.spec.sweep(**values, **self.own)):
                     complete = state
@@ -189,12 +216,13 @@ class Session:
         """The picture stays, faded: it no longer fits the knobs."""
         self.state = None
         said = self._said(self.values, verdict, [NOTHING] * len(self.spec.challenges))
-        self._view = said | {"svg": self.picture, "command": "", "busy": False, "stale": True, "trace": trace}
+        self._view = said | {"svg": self.picture, "command": "", "busy": False, "stale": True}
+        self._view["trace"] = _sent(trace, MOST_TRACED)
         return self._view
 
     def _said(self, values: Mapping[str, Value], verdict: Verdict, progress: list[Progress]) -> dict[str, Any]:
         return {
-            "words": verdict.words,
+            "words": _sent(verdict.words, MOST_SAID),
             "tone": verdict.tone,
             "sign": SIGNS[verdict.tone],
             "trace": "",
@@ -203,6 +231,32 @@ class Session:
             "saved": json.dumps({"widget": self.spec.name, "knobs": values}),
             "pinned": self._pinned_view,
         }
+
+
+def _apart(part: Callable[..., Any]) -> Callable[..., Any]:
+    """The reader's code as a function of this session: what is kept of its runs is not taken for another's.
+
+    The same function may do something else in the next cell, by what it calls; and not everything that can be called
+    can be hashed.
+    """
+    return lambda *arguments, **named: part(*arguments, **named)
+
+
+def _in_turn(views: Iterator[Any]) -> Iterator[Any]:
+    """`views`, no two of which are made at the same time."""
+    while True:
+        with ONE_AT_A_TIME:
+            try:
+                view = next(views)
+            except StopIteration:
+                return
+        yield view
+
+
+def _sent(text: str, most: int) -> str:
+    """`text` as a page can get it: neither endless nor with half a character."""
+    short = text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+    return short.encode(errors="backslashreplace").decode()
 
 
 def _states(swept: Any) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterator, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ class LessonWidget(anywidget.AnyWidget):
         self.session = Session(spec, **settings)
         self._ahead: Iterator[dict[str, Any] | None] = iter(())  # what is still to be drawn; another one ends it
         self._serial = 0
-        super().__init__(described=self.session.described(), view=self.session.settle())
+        self._still = f"lw-still-{uuid.uuid4().hex[:8]}"
+        described = self.session.described() | {"still": self._still}
+        super().__init__(described=described, view=self.session.settle())
         self.on_msg(self._heard)
 
     @property
@@ -70,16 +73,17 @@ class LessonWidget(anywidget.AnyWidget):
         self._post(self.session.settle(**values))
 
     def _heard(self, _widget: object, message: Mapping[str, Any], _buffers: object) -> None:
-        """What the page asks for: turn knobs, pin, unpin, load."""
-        self._serial, asked = message.get("serial", self._serial), message.get("do")
-        if asked == "pin":
-            self._post(self.session.pin())
-        elif asked == "unpin":
-            self._post(self.session.unpin())
-        elif asked == "load":
-            self._load(message["text"])
-        elif asked == "turn":
-            self._turn(message["values"], message.get("width"))
+        """What the page asks for: turn knobs, pin, unpin, load; what is none of these is left alone."""
+        match message:
+            case {"do": "pin"}:
+                self._post(self.session.pin())
+            case {"do": "unpin"}:
+                self._post(self.session.unpin())
+            case {"do": "load", "text": str(text)}:
+                self._load(text)
+            case {"do": "turn", "values": {**values}, "serial": int(serial)}:
+                self._serial = serial
+                self._turn(values, message.get("width"))
 
     def _load(self, text: str) -> None:
         try:
@@ -99,11 +103,13 @@ class LessonWidget(anywidget.AnyWidget):
             return
         try:
             view = next(ahead)
+        except KeyboardInterrupt:  # it is said in the view; the loop of the kernel would end by it
+            return
         except StopIteration:
             self._ahead = self.session.ahead()
             asyncio.get_running_loop().call_later(REST, self._draw_ahead, self._ahead)
             return
-        if view:
+        if view and ahead is self._ahead:
             self._post(view)
         asyncio.get_running_loop().call_later(0, self._go_on, ahead)
 
@@ -113,7 +119,7 @@ class LessonWidget(anywidget.AnyWidget):
             return
         try:
             view = next(ahead)
-        except StopIteration:
+        except (StopIteration, KeyboardInterrupt):
             return
         if view is not None:
             self.send({"ahead": view, "width": self.session.width})
@@ -125,7 +131,7 @@ class LessonWidget(anywidget.AnyWidget):
     def still(self) -> str:
         """The picture and the verdict as HTML, for where no kernel runs."""
         view = self.view
-        return f"<figure>{view['svg']}<figcaption>{view['sign']} {view['words']}</figcaption></figure>"
+        return f"<figure>{view['svg']}<figcaption>{view['sign']} {escape(view['words'])}</figcaption></figure>"
 
     def _ipython_display_(self) -> None:
         """The picture as it stands, then the live widget, which takes the still one away where it comes to life.
@@ -133,9 +139,8 @@ class LessonWidget(anywidget.AnyWidget):
         A page made from an executed notebook shows one of an output's forms only, and picks the live one, which is
         empty there: so the still picture is an output of its own.
         """
-        name = f"lw-still-{uuid.uuid4().hex[:8]}"
-        self.described = {**self.described, "still": name}
-        display({"text/html": f'<div class="{name}">{self.still()}</div>', "text/plain": self.view["words"]}, raw=True)
+        html = f'<div class="{self._still}">{self.still()}</div>'
+        display({"text/html": html, "text/plain": self.view["words"]}, raw=True)
         bundle = super()._repr_mimebundle_()
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, None)
         display(data, metadata=metadata, raw=True)

@@ -2,6 +2,8 @@
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -27,3 +29,36 @@ def test_what_returns_in_time_is_left_alone_and_so_is_what_comes_after():
     start = time.process_time()
     while time.process_time() - start < 0.1:
         pass
+
+
+def endless() -> None:
+    with bounded(0.1, "your function"):
+        while True:
+            with suppress(Exception):  # the end must not be caught by what is to end
+                sum(range(100))
+
+
+def test_a_loop_that_catches_every_error_is_stopped():
+    with pytest.raises(MinivllmError, match="your function did not return"):
+        endless()
+
+
+def test_a_loop_in_another_thread_is_stopped_and_the_thread_lives_on():
+    with ThreadPoolExecutor(1) as thread:
+        for _ in range(3):
+            with pytest.raises(MinivllmError, match="your function did not return"):
+                thread.submit(endless).result(timeout=60)
+            assert thread.submit(sum, [1, 2]).result() == 3
+
+
+def test_what_returns_in_time_in_another_thread_is_left_alone():
+    def quick() -> int:
+        with bounded(0.05, "your function"):
+            pass
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        return 1
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(quick).result() == 1

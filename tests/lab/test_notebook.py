@@ -86,6 +86,21 @@ def test_a_name_can_be_chosen_and_must_be_one(shell):
     assert "is no name for a module" in raised(shell, "%%exercise not so\nx = 1")
 
 
+def test_a_name_that_others_import_or_python_keeps_is_refused(shell):
+    before = sys.modules["torch"]
+    for name in ("torch", "class"):
+        assert f"{name!r} is " in raised(shell, f"%%exercise {name}\nx = 1")
+    assert sys.modules["torch"] is before
+
+
+def test_a_cell_that_raises_leaves_the_module_before_it(shell):
+    run(shell, "%%exercise mine\nx = 1")
+    before = sys.modules["mine"]
+    for broken in ("x = 1 / 0", "def f(:"):
+        raised(shell, f"%%exercise mine\n{broken}")
+        assert sys.modules["mine"] is shell.user_ns["mine"] is before
+
+
 def test_an_edited_cell_replaces_the_module(shell):
     run(shell, "%%exercise mine\nx = 1\ny = 1")
     run(shell, "%%exercise mine\nx = 2")

@@ -130,3 +130,50 @@ def test_nothing_is_drawn_ahead_where_nothing_can_be_drawn():
     session = Session(SPEC)
     session.settle(name="refuse")
     assert list(session.ahead()) == []
+
+
+class Unsayable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Unsayable(), ValueError("y" * 10**6), ValueError("\ud800")])
+def test_whatever_the_readers_code_raises_is_a_view_that_can_be_sent(error):
+    def square(_size):
+        raise error
+
+    view = Session(SPEC, square=square).settle()
+    assert view["words"].startswith("Your square broke. ")
+    assert len(json.dumps(view, ensure_ascii=False).encode()) < 100_000
+
+
+def test_an_interrupt_is_said_and_goes_on_to_who_asked():
+    def square(_size):
+        raise KeyboardInterrupt
+
+    views = Session(SPEC, square=square).turn({})
+    view = next(views)
+    assert view is not None
+    assert view["words"].startswith("Interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        next(views)
+
+
+def test_a_bug_elsewhere_on_the_axis_does_not_end_the_pictures_ahead():
+    session = Session(SPEC, square=lambda size: 1 / (size != 5) and size * size)
+    session.settle(size=4)
+    assert {view["values"]["size"] for view in session.ahead() if view} >= {0, 4.5, 5.5, 10}
+
+
+def test_a_turn_that_a_newer_one_has_overtaken_changes_nothing():
+    session = Session(SPEC, size=1)
+    older = session.turn({"size": 3}, between=0)
+    next(older)
+    newest = session.settle(size=8)
+    assert list(older) == []
+    assert session.settle() == newest
+    assert session.state.size == 8
+
+
+def test_half_a_character_is_no_line_of_text():
+    assert "is not a text" in Session(SPEC).settle(name="\ud800")["words"]

@@ -85,3 +85,32 @@ def test_the_plain_form_follows_its_controls():
     picture, says = right.children
     assert "size 7" in picture.value
     assert "✓ Make it 7." in says.value
+
+
+@pytest.mark.parametrize(
+    "message",
+    [None, 3, [], {}, {"do": "turn"}, {"do": "turn", "values": [1], "serial": 1}, {"do": "load", "text": None},
+     {"do": "turn", "values": {}, "serial": None}, {"do": ["pin"]}],
+)  # fmt: skip
+def test_a_message_of_another_shape_changes_nothing(message):
+    assert heard(message).view == LessonWidget(SPEC).view
+
+
+def test_a_width_that_is_none_leaves_the_width_as_it_is():
+    for width in ("wide", float("nan"), [], {}):
+        assert 'width="640"' in heard({"do": "turn", "values": {}, "width": width, "serial": 1}).view["svg"]
+
+
+def test_words_of_the_still_picture_are_no_markup():
+    assert "<b>" not in LessonWidget(SPEC, name="refuse").still()
+
+
+def test_a_widget_shown_twice_has_one_name_for_its_still_pictures():
+    InteractiveShell.instance()
+    widget = LessonWidget(SPEC)
+    with capture_output() as captured:
+        widget._ipython_display_()
+        widget._ipython_display_()
+    stills = [one.data["text/html"] for one in captured.outputs if "text/html" in one.data]
+    assert len(stills) == 2
+    assert all(f'class="{widget.described["still"]}"' in still for still in stills)

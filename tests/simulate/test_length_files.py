@@ -159,5 +159,6 @@ def test_no_file_and_no_text(tmp_path):
         str(tmp_path / "own.csv"): "no text in UTF-8",
         "poems": "unknown workload 'poems': use one of sharegpt, .* or the path of a CSV file",
     }.items():
-        with pytest.raises(MinivllmError, match=words):
+        with pytest.raises(MinivllmError, match=words) as refusal:
             workload(name)
+        assert str(refusal.value).count(words) <= 1  # said once

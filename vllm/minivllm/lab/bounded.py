@@ -2,34 +2,88 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from minivllm.errors import MinivllmError
+
+AGAIN = 0.05
+"""Seconds until code that has caught the end is told again."""
+
+
+class _Over(BaseException):
+    """The time is over. No `except Exception` of the code that runs catches it."""
 
 
 @contextmanager
 def bounded(seconds: float, whose: str) -> Iterator[None]:
     """Ends what runs inside after `seconds` of the processor's time.
 
-    Only the main thread of a process can be stopped like this, and not on Windows: elsewhere nothing is bounded.
+    The main thread is stopped by a signal, any other (JupyterLab's messages to widgets come in one) by a thread beside
+    it. Code that waits instead of computing is not stopped, nor a single call into C, before it returns.
 
     Raises:
         MinivllmError: the time is over; the message says that `whose` did not return.
     """
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    main = threading.current_thread() is threading.main_thread()
+    ended = _by_signal if main and hasattr(signal, "setitimer") else _by_thread
+    try:
+        with ended(seconds):
+            yield
+    except _Over:
+        message = f"{whose} did not return within {seconds:g} s: does a loop in it never end?"
+        raise MinivllmError(message) from None
+
+
+@contextmanager
+def _by_signal(seconds: float) -> Iterator[None]:
+    inside = True
 
     def stop(_signal: int, _frame: object) -> None:
-        raise MinivllmError(f"{whose} did not return within {seconds:g} s: does a loop in it never end?")
+        if inside:
+            raise _Over
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN)
     try:
         yield
     finally:
+        inside = False
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def _by_thread(seconds: float) -> Iterator[None]:
+    thread, left, now = ctypes.c_ulong(threading.get_ident()), threading.Event(), _clock()
+    over = now() + seconds
+
+    def watch() -> None:
+        while not left.wait(AGAIN):
+            if now() >= over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Over))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        while watcher.is_alive():
+            try:
+                left.set()
+                watcher.join()
+            except _Over:  # it was on its way already
+                continue
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
+
+
+def _clock() -> Callable[[], float]:
+    """This thread's time on the processor; the time of day where a system does not tell."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.monotonic
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+    return lambda: time.clock_gettime(clock)

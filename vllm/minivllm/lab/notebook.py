@@ -10,6 +10,7 @@ lesson's functions stay what they are, and every cell can run again at any time.
 from __future__ import annotations
 
 import ast
+import keyword
 import linecache
 import sys
 from types import ModuleType, TracebackType
@@ -27,6 +28,10 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 class CellSyntaxError(Exception):
     """The code of an exercise's cell is no Python. (IPython shows a SyntaxError with more frames than the reader's.)"""
+
+
+class _Cell(ModuleType):
+    """What the cell of an exercise defines."""
 
 
 def begin() -> None:
@@ -53,24 +58,38 @@ def _exercise(line: str, cell: str) -> None:
     """%%exercise NAME: run the cell in a module of its own, which the notebook knows as NAME (`mine`, if left out)."""
     shell, name = get_ipython(), line.strip() or MODULE
     assert shell is not None
-    if not name.isidentifier():
+    before = sys.modules.get(name)
+    if not name.isidentifier() or keyword.iskeyword(name):
         raise UsageError(f"%%{MAGIC} NAME: {name!r} is no name for a module")
+    if before is not None and not isinstance(before, _Cell):
+        raise UsageError(f"%%{MAGIC} NAME: {name!r} is a module that others import; take another name, as {MODULE}")
     above = 1 + cell[: len(cell) - len(cell.lstrip())].count("\n")  # the magic's line, and empty ones, which get lost
     code = "\n" * above + shell.transform_cell(cell)  # so lines count as in the cell
     filename = shell.compile.cache(code, shell.execution_count)
-    module = ModuleType(name)
+    module = _Cell(name)
     module.__file__ = filename
     sys.modules[name] = module  # dataclasses and `inspect` look a class's module up there
     try:
         _run(code, filename, module)
-    except SyntaxError as error:
+    except BaseException as error:
+        _give_back(name, before)
+        if not isinstance(error, Exception):
+            raise
+        if not isinstance(error, SyntaxError):
+            trace = _from_the_cell_on(error.__traceback__, filename)
+            _shown_as(shell.InteractiveTB.structured_traceback(type(error), error, trace, tb_offset=0), error)
+            raise
         lines = shell.SyntaxTB.structured_traceback(type(error), error)
         raise _shown_as(lines, CellSyntaxError(f"line {error.lineno}: {error.msg}")) from None
-    except Exception as error:
-        trace = _from_the_cell_on(error.__traceback__, filename)
-        _shown_as(shell.InteractiveTB.structured_traceback(type(error), error, trace, tb_offset=0), error)
-        raise
     shell.user_ns[name] = module
+
+
+def _give_back(name: str, before: ModuleType | None) -> None:
+    """What `name` stood for, where the cell that was to take its place has failed."""
+    if before is None:
+        del sys.modules[name]
+    else:
+        sys.modules[name] = before
 
 
 def _run(code: str, filename: str, module: ModuleType) -> None:

@@ -62,10 +62,12 @@ def read_lengths(name: str) -> LengthTable:
     """
     try:
         path = Path(name).expanduser()
-        require(path.is_file(), f"there is no file {name!r}")
-        status = path.stat()
+        is_file = path.is_file()
+        status = path.stat() if is_file else None
     except (OSError, ValueError, RuntimeError) as error:  # too long a name, a null character, an unknown home
         raise MinivllmError(f"there is no file {name[:80]!r}: {error}") from None
+    if status is None:
+        raise MinivllmError(f"there is no file {name!r}")
     require(status.st_size <= MOST_BYTES, f"{name} is larger than {MOST_BYTES // 2**20} MiB; give a part of it")
     return _read(path.resolve(), status.st_mtime_ns, status.st_size)
 
