@@ -54,6 +54,11 @@ def test_what_takes_the_focus_keeps_the_pages_shortcuts_off(sizes: WidgetPage):
     assert {kept for _, kept in reached} == {"true"}
 
 
+def test_a_click_on_its_words_keeps_the_pages_shortcuts_off_too(sizes: WidgetPage):
+    sizes.page.locator("h4").click()
+    assert sizes.page.evaluate("document.activeElement.dataset.lmSuppressShortcuts") == "true"
+
+
 def test_every_control_has_a_name(sizes: WidgetPage):
     for label in ("Size", "Kind", "Block size", "Name", "Switched on"):
         assert sizes.page.get_by_label(label, exact=True).count() == 1, label
