@@ -100,7 +100,7 @@ def _draw_sweep(drawing: Drawing, at: Box, state: State, pinned: State | None) -
         _draw_limits(axes, state)
     if state.few < state.launched:  # else all of the axis is broken already
         axes.broken(None, state.few, "more than T × T")
-    axes.mark_y(state.naive.moved, f"T × T stored: {size(state.naive.moved)}", VERMILLION)
+    axes.mark_y(state.naive.moved, f"T × T stored: {size(state.naive.moved)}", VERMILLION, below=True)
     axes.mark_y(state.least, "", QUIET, dash="2 3")
     place = (box.x + box.width / 5, axes.at(1, state.least)[1] - 5)
     drawing.text(place, f"every byte once: {size(state.least)}", size=SMALL, colour=QUIET, halo=True)
@@ -115,7 +115,7 @@ def _draw_limits(axes: Axes, state: State) -> None:
     if state.launched < state.queries[-1]:
         first = next(queries for queries in state.queries if queries > state.launched)
         asked, there = state.launched_at(first) / KIB, state.chip.shared_memory / KIB
-        words = f"{asked:.0f} of {there:.0f} KiB: not launched"
+        words = f"not launched: {asked:.0f} of {there:.0f} KiB"
         axes.broken(max(state.launched, state.queries[0]), None, words, down=1)
     left, right = max(state.kept, state.queries[0]), min(state.launched, state.queries[-1])
     if left < right:
@@ -152,7 +152,9 @@ def _draw_own_tile(axes: Axes, state: State) -> None:
     )
     axes.points([block_q], [moved], GREEN, tips=[tip])
     x, y = axes.at(block_q, moved)
-    axes.drawing.text((x + 7, y - 6), "FlashAttention's", size=SMALL, colour=GREEN, halo=True)
+    below = y + 15 < axes.at(1, state.least)[1] - 20  # else it would lie on the words there
+    place, anchor = ((x - 7, y + 15), "end") if below else ((x + 7, y - 6), "start")
+    axes.drawing.text(place, "FlashAttention's", size=SMALL, colour=GREEN, anchor=anchor, halo=True)
 
 
 def _tip(state: State, index: int) -> str:

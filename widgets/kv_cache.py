@@ -96,7 +96,10 @@ def _stopped(state: State) -> str:
     if not state.right_bytes:
         return "Your kv_bytes_per_token counts other bytes than the engine. Mend it first."
     if state.beyond_model:
-        return f"max_model_len: {state.model} reads {state.model_limit:,} tokens at most. Take a model that reads more."
+        return (
+            f"max_model_len: {state.model} reads {state.model_limit:,} tokens at most. Ask for no more than that, or "
+            "take a model that reads more."
+        )
     if state.ledger is None:
         return "GPU: the weights leave nothing for a cache. Take a larger one, or several, or a smaller model."
     if not state.fits:
@@ -116,6 +119,13 @@ def _whole_context(state: State) -> Progress:
         advice = "GPUs (TP): one is asked for."
     elif state.max_model_len < FULL_LENGTH:
         advice = "max_model_len: the requests reserve less than the model can read. Go up to 128K."
+    elif state.max_model_len > FULL_LENGTH:
+        advice = "max_model_len: the requests reserve more than the model can read. Go down to 128K."
+    elif state.right_bytes and not state.fits:
+        advice = (
+            f"GPU, KV dtype: the cache holds {state.tokens:,} tokens, fewer than one request reserves. Take more "
+            "memory in one GPU, or fewer bytes a token."
+        )
     else:
         advice = _stopped(state)
     return Progress(not advice, words, advice)
@@ -212,7 +222,7 @@ SPEC = Spec(
     knobs={
         "The card": {
             "model": choice("Model", [(name.split("/")[1], name) for name in CONFIGS], START["model"]),
-            "other_model": entry("or another", "", "a directory, or owner/name", "taken instead of the one above"),
+            "other_model": entry("or another", "", "directory, owner/name", "taken instead of the one above"),
             "gpu": choice("GPU", list(HARDWARE), START["gpu"], "whose memory is shared out"),
             "tp": steps("GPUs (TP)", [1, 2, 4, 8], START["tp"], "GPUs that share one copy of the model"),
             "kv_dtype": choice("KV dtype", KV_DTYPES, START["kv_dtype"], "what keys and values are stored in"),

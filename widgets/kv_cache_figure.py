@@ -312,7 +312,8 @@ def _draw_here(axes: Axes, state: State) -> None:
     drawing.circle((x, y), 6, colour, tip=_tips(state.pool, [state.max_model_len])[0])
     words = f"{state.slots:,}" if state.starts else "refused"
     left = x + 60 > axes.box.right
-    place = (x - 10 if left else x + 10, y + 14 if left or state.starts else y - 6)
+    below = (left or state.starts) and y + 18 < axes.box.bottom  # else it would lie on the axis
+    place = (x - 10 if left else x + 10, y + 14 if below else y - 6)
     drawing.text(place, words, colour=colour, bold=True, halo=True, anchor="end" if left else "start")
     if state.at_own_length:
         with drawing.answer():

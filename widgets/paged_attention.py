@@ -51,9 +51,9 @@ class Kernel:
 
 
 KERNELS = {
-    "sector": Kernel("once a block, 32 bytes each", SECTOR),
-    "line": Kernel("once a block, 128 bytes each", LINE),
-    "token": Kernel("once a token, 32 bytes each", SECTOR, per_token=True),
+    "sector": Kernel("once a block, 32 bytes", SECTOR),
+    "line": Kernel("once a block, 128 bytes", LINE),
+    "token": Kernel("once a token, 32 bytes", SECTOR, per_token=True),
 }
 ROWS = {256: "128 × bf16", 128: "128 × fp8", 64: "64 × fp8"}
 """Bytes of a token's keys in one KV head -> what they are."""

@@ -134,15 +134,21 @@ def _broken(axes: Axes, state: State) -> None:
     high = _crossing(flipped, state.empty_allowed, over[::-1])
     wide = axes.drawing.width >= WIDE
     most = f"over {state.factor_allowed:g} ×"
+    edges: list[tuple[float | None, float | None, str, int]] = []
     if high is not None:
         missed = f"over {percent(state.empty_allowed)}"
-        axes.broken(high, None, f"Last blocks stand empty: {missed} of the slots" if wide else f"Empty: {missed}")
+        words = f"Last blocks stand empty: {missed} of the slots" if wide else f"Empty: {missed}"
+        edges.append((high, None, words, 0))
     if low is not None:
         room = axes.at(low, LEAST)[0] - axes.box.x
-        inside = room >= LEAST_ROOM
+        inside, overlap = room >= LEAST_ROOM, high is not None and high < low
         long = wide and not (inside and room < 3 * LEAST_ROOM)
         words = f"Too many look-ups: {most} the bytes" if long else f"Look-ups: {most}"
-        axes.broken(None, low, words, down=0 if inside or high is None else 1 + wide)
+        edges.append((None, low, words, 0 if high is None or (inside and not overlap) else 1 + wide))
+    for left, right, words, _ in edges:
+        axes.shade(left, right, words)
+    for left, right, words, down in edges:
+        axes.edge(left, right, words, down=down)
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:

@@ -147,11 +147,13 @@ class Axes:
         across = self.at(value, self.y.low)[0]
         self.drawing.line((across, self.box.y), (across, self.box.bottom), colour=colour, dash=dash, width=1.5)
 
-    def mark_y(self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", along: float = 1) -> None:
-        """A dashed level line at `value` with its text above it, ending at `along`: 1 is the right end."""
+    def mark_y(
+        self, value: float, text: str, colour: str = INK, *, dash: str = "4 3", along: float = 1, below: bool = False
+    ) -> None:
+        """A dashed level line at `value` with its text above or below it, ending at `along`: 1 is the right end."""
         height = self.at(self.x.low, value)[1]
         self.drawing.line((self.box.x, height), (self.box.right, height), colour=colour, dash=dash, width=1.5)
-        place = (self.box.x + along * self.box.width - 2, height - 5)
+        place = (self.box.x + along * self.box.width - 2, height + 14 if below else height - 5)
         self.drawing.text(place, text, size=SMALL, colour=colour, anchor="end", halo=True)
 
     def broken(self, low: float | None, high: float | None, words: str, *, down: int = 0) -> None:
@@ -160,23 +162,42 @@ class Axes:
         `words` stand at the edge: the cause, and the service level that is missed. Nothing is drawn where no value of
         the axis is broken. `down` rows stay free above them, for the words of another edge. Call it before the curves.
         """
-        left = self.at(self.x.low if low is None else max(low, self.x.low), self.y.low)[0]
-        right = self.at(self.x.high if high is None else min(high, self.x.high), self.y.low)[0]
-        area = Box(left, self.box.y, right - left, self.box.height)
+        self.shade(low, high, words)
+        area = self._region(low, high)
+        if area.width > 0:
+            self._edge_words(area, words, high is None, down)
+
+    def shade(self, low: float | None, high: float | None, words: str) -> None:
+        """`broken` without its words: where regions overlap, all are shaded before `edge` is drawn for any."""
+        area = self._region(low, high)
         if area.width <= 0:
             return
         with self.drawing.layer(broken=words):
             self.drawing.rect(area, BROKEN)
             self.drawing.hatch(area, MISSED, gap=9)
-            edge = left if high is None else right
-            self.drawing.line((edge, area.y), (edge, area.bottom), colour=VERMILLION, width=2)
-        self._edge_words(area, words, after=high is None, down=down)
+            self._edge_line(area, high is None)
+
+    def edge(self, low: float | None, high: float | None, words: str, *, down: int = 0) -> None:
+        """The edge of a shaded region with its words, above the shading of others."""
+        area = self._region(low, high)
+        if area.width > 0:
+            self._edge_line(area, high is None)
+            self._edge_words(area, words, high is None, down)
+
+    def _edge_line(self, area: Box, after: bool) -> None:
+        edge = area.x if after else area.right
+        self.drawing.line((edge, area.y), (edge, area.bottom), colour=VERMILLION, width=2)
+
+    def _region(self, low: float | None, high: float | None) -> Box:
+        left = self.at(self.x.low if low is None else max(low, self.x.low), self.y.low)[0]
+        right = self.at(self.x.high if high is None else min(high, self.x.high), self.y.low)[0]
+        return Box(left, self.box.y, right - left, self.box.height)
 
     def _edge_words(self, area: Box, words: str, after: bool, down: int) -> None:
-        """Inside the broken region, or on the other side of its edge where the region is too narrow."""
+        """Inside the broken region, or with an arrow on the other side of its edge where the region is too narrow."""
         edge = area.x if after else area.right
-        if area.width < LEAST_ROOM:
-            after = not after
+        if words and area.width < LEAST_ROOM:
+            words, after = f"{words} →" if after else f"← {words}", not after
         room = (self.box.right - edge if after else edge - self.box.x) - 14
         x, anchor = (edge + 7, "start") if after else (edge - 7, "end")
         for row, line in enumerate(wrapped(words, max(room, 60) * 0.92, SMALL)):

@@ -104,6 +104,7 @@ class Shell {
 
   leave() {
     clearInterval(this.playing);
+    clearTimeout(this.resting);
     this.forget.forEach((stop) => stop());
   }
 
@@ -115,7 +116,7 @@ class Shell {
     this.spoken = make("div", { class: "lw-spoken", "aria-live": "polite" });
     const head = make("header", {}, make("h4", {}, title), make("p", {}, [lead, ...own].join(" · ")));
     const columns = make("div", { class: "lw-columns" }, this.buildControls(), this.buildStage());
-    this.el = make("section", { class: "lw", "aria-label": title }, head, columns, this.tip, this.spoken);
+    this.el = make("section", { class: "lw", "aria-label": title, tabindex: -1, ...KEYS }, head, columns, this.tip, this.spoken);
     root.append(this.el);
   }
 
@@ -196,7 +197,7 @@ class Shell {
     this.unpin = button("Unpin", () => this.host.unpin(), { hidden: true });
     this.compare = button("Show pinned", () => this.flip(), { hidden: true, "aria-pressed": "false" });
     const pins = this.host.pin ? [button("Pin to compare", () => this.host.pin()), this.unpin, this.compare] : [];
-    const load = this.host.load ? [button("Load", () => this.host.load(this.saved.value))] : [];
+    const load = this.host.load ? [button("Load", () => this.load())] : [];
     const take = make(
       "details",
       {},
@@ -213,9 +214,18 @@ class Shell {
   // ---- turning knobs: one turn is under way, and the newest that came meanwhile waits
 
   turn(values) {
+    this.answer();
+    this.ask(values, this.width);
+  }
+
+  load() {
+    this.answer();
+    this.host.load(this.saved.value);
+  }
+
+  answer() {
     this.asked = true; // who turns a knob wants to see
     this.question.hidden = true;
-    this.ask(values, this.width);
   }
 
   ask(values, width) {
@@ -267,10 +277,12 @@ class Shell {
   show(view) {
     if (JSON.stringify(view.pinned?.values) !== JSON.stringify(this.view?.pinned?.values)) this.known.clear();
     this.view = view;
-    if (view.svg !== this.drawn) {
+    const flipped = this.compare.getAttribute("aria-pressed") === "true";
+    if (view.svg !== this.drawn || (flipped && !view.pinned)) {
       this.drawn = view.svg;
       this.compare.setAttribute("aria-pressed", "false"); // the pinned picture has made way
       this.draw(view.svg);
+      this.compare.setAttribute("aria-pressed", "false");
     }
     this.picture.classList.toggle("lw-stale", view.stale);
     this.el.classList.toggle("lw-busy", view.busy);
@@ -283,7 +295,7 @@ class Shell {
     this.trace.textContent = view.trace || "";
     if (!view.busy && !secret) this.speak(view.words);
     this.command.textContent = view.command;
-    if (document.activeElement !== this.saved) this.saved.value = view.saved;
+    if (document.activeElement !== this.saved && view.saved !== this.stood) this.saved.value = this.stood = view.saved; // what could not be loaded stays
     if (!this.wanted && this.waiting === null) this.showKnobs((this.values = { ...view.values }));
     this.showChallenge(view);
     this.showPinned(view);
@@ -309,24 +321,31 @@ class Shell {
   }
 
   showChallenge(view) {
-    view.challenges.forEach((one, index) => {
-      if (one.met && !view.busy && this.asked) this.met.add(index);
+    clearTimeout(this.resting);
+    const met = view.challenges.flatMap((one, index) => (one.met && !this.met.has(index) ? [index] : []));
+    const rested = () => {
+      met.forEach((index) => this.met.add(index));
+      this.showChallenge(view);
+    };
+    if (met.length && !view.busy && this.asked) this.resting = setTimeout(rested, 800); // passing through is no solution
+    view.challenges.forEach((_, index) => {
       const solved = this.met.has(index);
       this.goals[index].textContent = `${index + 1}${solved ? " ✓" : ""}`;
       this.goals[index].setAttribute("aria-pressed", String(index === this.challenge));
       this.goals[index].setAttribute("aria-label", `Challenge ${index + 1}${solved ? ", met" : ""}`);
     });
     const { goal, lesson } = this.described.challenges[this.challenge];
-    const { met, words, advice } = view.challenges[this.challenge];
+    const { met: now, words, advice } = view.challenges[this.challenge];
     this.goal.textContent = goal;
     this.progress.hidden = !this.asked && !view.stale;
-    this.progress.textContent = met ? `✓ Met. ${words} ${lesson}` : `Not yet. ${words} ${advice}`;
-    this.progress.classList.toggle("lw-met", met);
+    this.progress.textContent = now ? `✓ Met. ${words} ${lesson}` : `Not yet. ${words} ${advice}`;
+    this.progress.classList.toggle("lw-met", now);
   }
 
   showPinned(view) {
     const pinned = view.pinned;
-    this.compared.hidden = this.unpin.hidden = this.compare.hidden = !pinned;
+    this.unpin.hidden = this.compare.hidden = !pinned;
+    this.compared.hidden = !pinned || !this.asked;
     if (!pinned) return;
     const turned = [...this.knobs.values()].filter(({ knob }) => pinned.values[knob.name] !== view.values[knob.name]);
     const changes = turned.map(({ knob }) => `${knob.label} ${named(knob, pinned.values[knob.name])}`).join(", ");

@@ -25,7 +25,7 @@ from html import escape
 from minivllm.lab.drawing import BODY, FONT, QUIET, RULE, Point, attributes, ink_on, number, text_width, wrapped
 from minivllm.lab.drawing import points as corners
 from minivllm.lab.palette import INK
-from widgets.theme import CARD, MID, WORDS
+from widgets.theme import CARD, DARK, MID, WORDS
 
 SMALL, HEADING = 12, 14.5
 """Sizes of text in pixels; drawings are not scaled down, but drawn for the width that there is."""
@@ -260,7 +260,10 @@ def stacked_bar(drawing: Drawing, box: Box, segments: Sequence[Segment], total: 
             drawing.hatch(part, MID)
         if text_width(segment.label, SMALL) + 12 <= part.width:
             place = (part.x + part.width / 2, part.y + part.height / 2 + 4)
-            drawing.text(place, segment.label, size=SMALL, colour=ink_on(segment.colour), anchor="middle")
+            colour = (
+                INK if segment.colour in DARK else ink_on(segment.colour)
+            )  # the ground turns dark, and the words light
+            drawing.text(place, segment.label, size=SMALL, colour=colour, anchor="middle")
         x = part.right
 
 

@@ -54,6 +54,11 @@ def test_what_takes_the_focus_keeps_the_pages_shortcuts_off(sizes: WidgetPage):
     assert {kept for _, kept in reached} == {"true"}
 
 
+def test_a_click_on_its_words_keeps_the_pages_shortcuts_off_too(sizes: WidgetPage):
+    sizes.page.locator("h4").click()
+    assert sizes.page.evaluate("document.activeElement.dataset.lmSuppressShortcuts") == "true"
+
+
 def test_every_control_has_a_name(sizes: WidgetPage):
     for label in ("Size", "Kind", "Block size", "Name", "Switched on"):
         assert sizes.page.get_by_label(label, exact=True).count() == 1, label
@@ -144,6 +149,7 @@ def test_a_challenge_says_what_is_missing_and_stays_met(sizes: WidgetPage):
     sizes.control("size").fill("7")
     sizes.settled()
     assert progress.inner_text() == "✓ Met. It is 7. So it was."
+    sizes.page.get_by_role("button", name="Challenge 1, met").wait_for()
     sizes.page.get_by_role("button", name="Start again").click()
     sizes.settled()
     assert sizes.page.get_by_role("button", name="Challenge 1, met").count() == 1
@@ -165,6 +171,44 @@ def test_a_state_is_pinned_compared_exported_and_loaded(sizes: WidgetPage):
     assert sizes.words() == "The size is 9.5 < 100."
     shows = sizes.page.get_by_role("button", name="Show pinned").get_attribute("aria-pressed")
     assert shows == "false", "the present picture is back"
+
+
+def test_a_challenge_is_not_met_by_passing_through(sizes: WidgetPage):
+    for size in ("6.5", "7", "7.5"):
+        sizes.control("size").fill(size)
+        sizes.settled()
+    sizes.page.wait_for_timeout(1000)
+    assert sizes.page.get_by_role("button", name="Challenge 1, met").count() == 0
+
+
+def test_what_cannot_be_loaded_says_so_before_the_guess_too_and_stays(sizes: WidgetPage):
+    sizes.page.locator("summary", has_text="As a command").click()
+    sizes.page.locator("textarea").fill('{"widget": "sizes", ')
+    sizes.page.get_by_role("button", name="Load").click()
+    sizes.settled()
+    assert sizes.words().startswith("this is no saved state")
+    assert sizes.page.locator("textarea").input_value() == '{"widget": "sizes", '
+
+
+def test_a_pinned_state_does_not_give_the_answer_away(sizes: WidgetPage):
+    sizes.page.get_by_role("button", name="Pin to compare").click()
+    sizes.settled()
+    assert not sizes.page.locator(".lw-compared").is_visible()
+    sizes.page.get_by_role("button", name="Show me").click()
+    assert sizes.page.locator(".lw-compared").is_visible()
+
+
+def test_the_present_state_is_shown_again_once_it_changes(sizes: WidgetPage):
+    sizes.page.get_by_role("button", name="Pin to compare").click()
+    press(sizes, "size", "ArrowRight")
+    shown = sizes.page.get_by_role("button", name="Show pinned")
+    shown.click()
+    press(sizes, "size", "ArrowRight")
+    assert shown.get_attribute("aria-pressed") == "false"
+    shown.click()
+    sizes.page.get_by_role("button", name="Unpin").click()
+    sizes.settled()
+    assert sizes.page.locator(".lw-picture > svg").get_attribute("aria-label") == "Sizes. size 3"
 
 
 def test_what_breaks_is_said_with_its_place(sizes: WidgetPage):

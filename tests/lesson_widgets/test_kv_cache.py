@@ -273,6 +273,31 @@ def test_following_the_advice_leads_to_the_goal():
     assert "819,200 tokens of 131,072 bytes take 100 GiB, and 56 GiB are left" in said[2]
 
 
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"max_model_len": 2**20}, "Go down to 128K."),
+        ({"max_model_len": 2**17}, "Take more memory in one GPU, or fewer bytes a token."),
+        ({"max_model_len": 2**17, "gpu": "A100-80"}, ""),
+    ],
+)
+def test_advice_never_leads_away_from_what_is_asked(knobs, words):
+    """The first challenge names the model, its length and one GPU: a knob that must stay is not to be turned."""
+    assert kv_cache.CHALLENGES[0].check(sweep(**knobs)).advice.endswith(words)
+
+
+@pytest.mark.parametrize("model_limit", [0, 2**20])
+def test_what_is_said_at_the_longest_request_stands_above_the_axis(model_limit):
+    state = dataclasses.replace(sweep(max_model_len=2**20), model_limit=model_limit)
+    root = ET.fromstring(kv_cache.figure(state, 680))
+    tick = next(
+        float(text.get("y", 0)) for text in root.iter("{http://www.w3.org/2000/svg}text") if text.text == "512K"
+    )
+    said = [float(text.get("y", 0)) for text in root.iter("{http://www.w3.org/2000/svg}text") if text.text == "refused"]
+    assert said
+    assert max(said) < tick - 18
+
+
 @given(share=st.floats(0, 1))
 def test_no_share_is_rounded_to_all_or_nothing(share):
     assert (percent(share) == "100.0 %") == (share == 1)

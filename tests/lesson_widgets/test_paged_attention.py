@@ -101,6 +101,18 @@ def test_verdicts(knobs: dict, tone: str, words: list[str]):
     assert "most" not in verdict.words.lower()
 
 
+@pytest.mark.parametrize("width", [560, 680])
+def test_where_both_costs_are_too_high_both_edges_and_their_words_are_seen(width: int):
+    """The regions overlap: what is drawn last may not hide an edge, and no words lie on others."""
+    root = picture(swept(block_size=1, kernel="line"), width)
+    order = list(root.iter())
+    shaded = [order.index(layer) for layer in root.iter(f"{SVG}g") if layer.get("data-broken")]
+    words = [text for text in root.iter(f"{SVG}text") if (text.text or "").startswith(("Last", "Empty", "Look"))]
+    assert (len(shaded), len(words)) == (2, 2)
+    assert min(order.index(text) for text in words) > max(shaded)
+    assert len({text.get("y") for text in words}) == 2
+
+
 def test_larger_blocks_are_emptier_and_looked_up_less():
     for name in WORKLOADS:
         for samples in widget.SAMPLES:

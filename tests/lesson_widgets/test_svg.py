@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.lab.drawing import QUIET, ink_on, luminance, text_width
-from minivllm.lab.palette import INK, SERIES
+from minivllm.lab.palette import BLUE, INK, SERIES
 from widgets import theme
 from widgets.plot import Axes, Scale, short, tokens
 from widgets.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
-from widgets.theme import CARD, DARK, WORDS
+from widgets.theme import CARD, DARK, NOT_OURS, WORDS
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROOM = Box(10, 10, 100, 20)
@@ -183,6 +183,20 @@ def test_no_region_is_broken_where_the_axis_ends_before_it():
     drawing = Drawing(400, 200, "t")
     Axes(drawing, Box(50, 10, 300, 100), Scale(0, 10), Scale(0, 1)).broken(10, None, "never")
     assert rendered(drawing).find(f"{SVG}g") is None
+
+
+def test_words_beside_a_narrow_region_point_at_it():
+    drawing = Drawing(400, 200, "t")
+    axes = Axes(drawing, Box(50, 10, 300, 100), Scale(0, 10), Scale(0, 1))
+    axes.broken(9.5, None, "too many")
+    axes.broken(None, 0.5, "too few")
+    assert [text.text for text in rendered(drawing).iter(f"{SVG}text")] == ["too many →", "← too few"]
+
+
+def test_words_on_a_part_that_turns_dark_turn_light():
+    drawing = Drawing(400, 200, "t")
+    stacked_bar(drawing, Box(0, 0, 300, 20), [Segment("spare", 1, NOT_OURS), Segment("weights", 1, BLUE)], 2)
+    assert [text.get("fill") for text in rendered(drawing).iter(f"{SVG}text")] == [INK, ink_on(BLUE)]
 
 
 @pytest.mark.parametrize(("light", "ground"), [(True, CARD), (False, DARK[CARD])])
