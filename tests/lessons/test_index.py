@@ -33,3 +33,21 @@ def test_script_notebook_and_exercise_are_linked(stem):
     for part in (f"../vllm/{stem}.py", f"../notebooks/{stem}.ipynb", f"exercises/{stem}.py"):
         assert f"]({part})" in row
         assert (LESSONS / part).exists()
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_timetable_adds_up_to_the_header(stem):
+    text = (LESSONS / f"{stem}.md").read_text()
+    timetable = re.search(r"\*\*Timetable\.\*\*(.*?);\s+then (.*?)\.\s", text, re.DOTALL)
+    if not timetable:
+        pytest.skip("no timetable in minutes")
+    sums = [sum(map(int, re.findall(r"\b\d+\b", part))) for part in timetable.groups()]
+    header = re.search(r"\*\*Time:\*\* (\d+) minutes of talk, (\d+) of exercise", text)
+    assert header, f"{stem}.md does not say its minutes"
+    assert sums == [int(minutes) for minutes in header.groups()]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_no_widget_is_offered_the_whole_exercise(stem):
+    """`mine` is the module of the exercise: a widget takes one function of it."""
+    assert not re.findall(r"show\(\w+=mine\b(?!\.)", (LESSONS / f"{stem}.md").read_text())
