@@ -280,9 +280,8 @@ class Shell {
     const flipped = this.compare.getAttribute("aria-pressed") === "true";
     if (view.svg !== this.drawn || (flipped && !view.pinned)) {
       this.drawn = view.svg;
-      this.compare.setAttribute("aria-pressed", "false"); // the pinned picture has made way
       this.draw(view.svg);
-      this.compare.setAttribute("aria-pressed", "false");
+      this.compare.setAttribute("aria-pressed", "false"); // the pinned picture has made way
     }
     this.picture.classList.toggle("lw-stale", view.stale);
     this.el.classList.toggle("lw-busy", view.busy);
