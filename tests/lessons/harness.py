@@ -21,6 +21,7 @@ import torch
 from minivllm.lab.cli import run
 from minivllm.lab.exercise import CheckResult, checks_of, exercise_path, load, run_checks
 from minivllm.lab.mutants import Mutant, load_mutant
+from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 noted: list[tuple[str, object]] = []
@@ -36,10 +37,10 @@ def script_path(number: str) -> Path:
 def run_script(number: str, *arguments: str) -> str:
     """Run a lesson's script as a program and return what it printed. It must end well.
 
-    Without a GPU that is in this process, where torch is imported already. Beside one the script gets a process of its
-    own that does not see it.
+    Without a GPU that is in this process, where torch is imported already. Beside one, or where this process compiles
+    its kernels, the script gets a process of its own that does not see the GPU.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or (HAS_TRITON and not INTERPRETED):
         return _run_without_gpu(number, *arguments)
     shown = io.StringIO()
     with (

@@ -234,6 +234,7 @@ def test_int4_packs_what_it_unpacks(columns, group):
     assert torch.equal(again[0], packed), "what it stands for is stored as itself"
 
 
+@pytest.mark.interpreted
 def test_the_lessons_weights_mean_to_the_engine_what_they_mean_here():
     """The engine's own rounding uses a sixteenth value and signed scales; codes and scales are read alike."""
     torch.manual_seed(0)
