@@ -200,9 +200,10 @@ class Axes:
             words, after = f"{words} →" if after else f"← {words}", not after
         room = (self.box.right - edge if after else edge - self.box.x) - 14
         x, anchor = (edge + 7, "start") if after else (edge - 7, "end")
-        for row, line in enumerate(wrapped(words, max(room, 60) * 0.92, SMALL)):
-            y = self.box.y + 14 + 15 * (row + down)
-            self.drawing.text((x, y), line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
+        with self.drawing.on_top():  # no curve runs through them
+            for row, line in enumerate(wrapped(words, max(room, 60) * 0.92, SMALL)):
+                y = self.box.y + 14 + 15 * (row + down)
+                self.drawing.text((x, y), line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
 
     def here(self, value: float, knob: str, words: str = "") -> None:
         """A handle at `value`: you are here. Dragging in the plot turns `knob`, an argument of the widget's sweep.

@@ -237,7 +237,7 @@ SPEC = Spec(
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget, with any knob set: `show(kind="chat")`, or with your own names: `show(hash_block_tokens=mine.hash_block_tokens)`.
+    """The widget, with any knob set: `show(kind="chat")`, or your own names: `show(hash_block_tokens=mine.hash_block_tokens)`.
 
     Raises:
         MinivllmError: there is no such knob, or it takes no such value.

@@ -60,6 +60,8 @@ class Drawing:
         self.width, self.height = width, height
         self.title, self.description = title, description
         self._parts: list[str] = []
+        self._layers: list[str] = []
+        self._on_top: list[str] = []
         self._frames: tuple[str, ...] = ()
         self._still = False
 
@@ -70,9 +72,19 @@ class Drawing:
     @contextmanager
     def layer(self, **data: str) -> Iterator[None]:
         """What is drawn inside belongs together: `layer(group="7")`, `layer(at="3 9")`."""
-        self.add(f"<g{_data(data)}>")
+        self._layers.append(f"<g{_data(data)}>")
+        self.add(self._layers[-1])
         yield
+        self._layers.pop()
         self.add("</g>")
+
+    @contextmanager
+    def on_top(self) -> Iterator[None]:
+        """What is drawn inside lies above all else, also above what is drawn later, and stays in its layers."""
+        below, self._parts = self._parts, []
+        yield
+        self._on_top += [*self._layers, *self._parts, "</g>" * len(self._layers)]
+        self._parts = below
 
     def answer(self) -> AbstractContextManager[None]:
         """What is drawn inside is hidden until the reader has answered the widget's question."""
@@ -220,7 +232,7 @@ class Drawing:
         view = f'viewBox="0 0 {number(self.width)} {number(self.height)}"'
         label = escape(f"{self.title}. {self.description}" if self.description else self.title)
         frames = _data({"frames": json.dumps(self._frames)}) if self._frames else ""
-        parts = "".join(self._parts)
+        parts = "".join([*self._parts, *self._on_top])
         if self._still:
             parts = AT.sub(lambda at: at[0] + HIDDEN * (int(at[1]) < len(self._frames) - 1), parts)
         return (

@@ -212,3 +212,13 @@ def test_colours_have_their_names_in_the_theme():
     parts = (path for path in Path(theme.__file__).parent.glob("*.py") if path.stem != "theme")
     written = {(path.name, colour) for path in parts for colour in re.findall(r'"(#[0-9A-Fa-f]{6})"', path.read_text())}
     assert {(name, colour) for name, colour in written if colour != "#000000"} == set()
+
+
+def test_what_lies_on_top_is_drawn_last_and_hidden_with_its_layer():
+    drawing = Drawing(400, 200, "t")
+    with drawing.answer(), drawing.on_top():
+        drawing.text((1, 2), "the edge")
+    drawing.line((0, 0), (1, 1))
+    *_, line, top = rendered(drawing)
+    assert line.tag == f"{SVG}line"
+    assert (top.get("data-answer"), top[0].text) == ("1", "the edge")
