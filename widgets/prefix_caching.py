@@ -237,7 +237,7 @@ SPEC = Spec(
 
 
 def show(**knobs: Any) -> LessonWidget:
-    """The widget, with any knob set: `show(kind="chat")`, or your own names: `show(hash_block_tokens=mine.hash_block_tokens)`.
+    """The widget: `show(kind="chat")` sets a knob, `show(hash_block_tokens=mine.hash_block_tokens)` runs your names.
 
     Raises:
         MinivllmError: there is no such knob, or it takes no such value.
