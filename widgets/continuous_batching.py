@@ -149,10 +149,9 @@ SPEC = Spec(
     lead="The same requests come to a static and to a continuous batch. Drag the load: where does each break?",
     knobs=KNOBS,
     presets={
-        "Start again": START,
-        "More than it can serve": START | {"load": 1.2},
-        "More slots": START | {"slots": 16, "load": 0.3},
-        "In a hurry": START | {"limit": 0.1, "load": 0.3},
+        "More than it can serve": {"load": 1.2},
+        "More slots": {"slots": 16, "load": 0.3},
+        "In a hurry": {"limit": 0.1, "load": 0.3},
     },
     sweep=sweep,
     figure=figure,

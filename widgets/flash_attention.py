@@ -332,17 +332,15 @@ KNOBS = {
         ),
     },
 }
-START = {name: knob.value for group in KNOBS.values() for name, knob in group.items()}
 SPEC = Spec(
     name="flash_attention",
     title="Attention in tiles",
     lead="Drag the tile through the plot; then play how its programs load, and how one row is summed.",
     knobs=KNOBS,
     presets={
-        "Start again": START,
-        "Spilled": {**START, "block_q": 256},
-        "Not launched": {**START, "block_q": 768},
-        "FlashAttention-3": {**START, "block_q": 128, "block_k": 128},
+        "Spilled": {"block_q": 256},
+        "Not launched": {"block_q": 768},
+        "FlashAttention-3": {"block_q": 128, "block_k": 128},
     },
     sweep=sweep,
     figure=figure,

@@ -245,10 +245,9 @@ SPEC = Spec(
         },
     },
     presets={
-        "Start again": START,
-        "Too long a request": {**START, "max_model_len": 2**15},
-        "Past the model": {**START, "model": "openai-community/gpt2", "max_model_len": 2**17},
-        "8 GPUs": {**START, "model": "deepseek-ai/DeepSeek-V3", "gpu": "H200", "tp": 8},
+        "Too long a request": {"max_model_len": 2**15},
+        "Past the model": {"model": "openai-community/gpt2", "max_model_len": 2**17},
+        "8 GPUs": {"model": "deepseek-ai/DeepSeek-V3", "gpu": "H200", "tp": 8},
     },
     sweep=sweep,
     figure=figure,

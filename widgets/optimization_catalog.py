@@ -243,10 +243,9 @@ GUESS = Guess(
     because="Last, it finds all else on: without it, each step of each request would compute its whole context again.",
 )
 PRESETS = {
-    "Start again": START,
-    "All off": {**START, **dict.fromkeys(FIELDS, False)},
-    "Does not start": {**START, "requests": "code", "gqa": False, "kv_dtype": False, "weight_bits": False},
-    "Cache full": {**START, "slots": 32, "level": 200, "gqa": False, "kv_dtype": False, "weight_bits": False},
+    "All off": dict.fromkeys(FIELDS, False),
+    "Does not start": {"requests": "code", "gqa": False, "kv_dtype": False, "weight_bits": False},
+    "Cache full": {"slots": 32, "level": 200, "gqa": False, "kv_dtype": False, "weight_bits": False},
 }
 
 

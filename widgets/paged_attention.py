@@ -364,17 +364,15 @@ _KNOBS = {
                                 "for each byte of keys and values that is needed"),
     },
 }  # fmt: skip
-_START = {name: knob.value for group in _KNOBS.values() for name, knob in group.items()}
 SPEC = Spec(
     name="paged_attention",
     title="What a block size costs, and who holds which block",
     lead="Drag the block size along the valley; then play the pool, and point at a request.",
     knobs=_KNOBS,
     presets={
-        "Start again": _START,
-        "Too large": {**_START, "block_size": 512},
-        "Too small": {**_START, "block_size": 1, "kernel": "line"},
-        "Long prompts, 8 samples": {**_START, "requests": "azure-code", "samples": 8},
+        "Too large": {"block_size": 512},
+        "Too small": {"block_size": 1, "kernel": "line"},
+        "Long prompts, 8 samples": {"requests": "azure-code", "samples": 8},
     },
     sweep=sweep,
     figure=figure,

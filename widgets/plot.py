@@ -211,8 +211,7 @@ class Axes:
         Call it after the curves; an axis has one handle.
         """
         scale = {"low": f"{self.x.low!r}", "high": f"{self.x.high!r}", "log": "1" if self.x.log else "0"}
-        place = {"left": f"{self.box.x:g}", "right": f"{self.box.right:g}"}
-        with self.drawing.layer(drag=knob, **scale, **place):
+        with self.drawing.layer(drag=knob, **scale):
             self.drawing.rect(self.box, "transparent")
         x = min(max(self.at(value, self.y.low)[0], self.box.x), self.box.right)
         self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=2)

@@ -221,10 +221,9 @@ SPEC = Spec(
         },
     },
     presets={
-        "Start again": START,
-        "In any order": START | {"order": "at random", "target": 20},
-        "One prompt for all": START | {"kind": "system", "users": 16, "pool": 2048},
-        "Agents in a small pool": START | {"kind": "agent", "users": 16, "turns": 4, "pool": 2048},
+        "In any order": {"order": "at random", "target": 20},
+        "One prompt for all": {"kind": "system", "users": 16, "pool": 2048},
+        "Agents in a small pool": {"kind": "agent", "users": 16, "turns": 4, "pool": 2048},
     },
     sweep=sweep,
     figure=figure,

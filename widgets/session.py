@@ -87,8 +87,12 @@ class Session:
         if is_number(width) and width:
             self.width = round(min(max(width, LEAST_WIDTH), MOST_WIDTH))
         try:
-            self.values |= self.spec.accept(values)
-            yield from self._views(between)
+            before, accepted = dict(self.values), self.spec.accept(values)
+            self.values |= accepted
+            if self.values == before and self.state is not None and not self._view["busy"]:
+                yield self._drawn(self.state, busy=False)  # only how it is shown has changed
+            else:
+                yield from self._views(between)
         except MinivllmError as error:
             yield self._failed(refused(error))
         except KeyboardInterrupt:
@@ -146,7 +150,7 @@ class Session:
                 {"heading": heading, "knobs": [{"name": name, **knob.described()} for name, knob in group.items()]}
                 for heading, group in spec.knobs.items()
             ],
-            "presets": [{"label": label, "values": dict(values)} for label, values in spec.presets.items()],
+            "presets": [{"label": label, "values": values} for label, values in spec.jumps().items()],
             "challenges": [{"goal": one.goal, "lesson": one.lesson} for one in spec.challenges],
             "guess": {
                 "question": spec.guess.question,
@@ -163,18 +167,20 @@ class Session:
         if not isgenerator(swept):
             yield self._drawn(swept, busy=False)
             return
-        state, due = None, 0.0
+        state, drawn, due = None, None, 0.0
         for state in swept:
             if time.monotonic() < due:
                 yield None
-                if turn is not self._turn:
-                    return
-                continue
-            yield self._drawn(state, busy=True)
+            else:
+                drawn = state
+                yield self._drawn(state, busy=True)
+                due = time.monotonic() + between
             if turn is not self._turn:
                 return
-            due = time.monotonic() + between
-        yield self._drawn(state, busy=False)
+        if drawn is not state:
+            self._drawn(state, busy=False)
+        self._view = self._view | {"busy": False}
+        yield self._view
 
     def _drawn(self, state: Any, busy: bool) -> dict[str, Any]:
         self._view = self._view_of(self.values, state) | {"busy": busy}

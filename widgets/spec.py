@@ -77,7 +77,7 @@ class Spec:
     knobs: Mapping[str, Group]
     """`{"heading": {"argument of sweep": knob}}`."""
     presets: Mapping[str, Mapping[str, Value]]
-    """`{"label of a button": {"argument of sweep": value}}`; the first resets, others show where it breaks."""
+    """`{"label of a button": {"argument of sweep": value}}`: what to change from the start to see where it breaks."""
     sweep: Callable[..., Any]
     figure: Callable[..., str]
     """`figure(state, width=640, pinned=None)`: SVG of this width; `pinned` is the state to compare with."""
@@ -95,6 +95,11 @@ class Spec:
     def start(self) -> dict[str, Value]:
         """The knobs' values at the start."""
         return {name: knob.value for name, knob in self.flat().items()}
+
+    def jumps(self) -> dict[str, dict[str, Value]]:
+        """All knobs' values by the label of a button: the first button resets them, the others are the presets."""
+        start = self.start()
+        return {"Start again": start} | {label: start | dict(values) for label, values in self.presets.items()}
 
     def accept(self, values: Mapping[str, Any]) -> dict[str, Value]:
         """`values` as the knobs hold them.

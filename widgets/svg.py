@@ -9,6 +9,8 @@ shell is disturbed by them:
     data-at       the first and the last frame in which a mark is seen, when the drawing plays
     data-answer   hidden until the reader has guessed
     data-drag     a plot in which the pointer sets a knob
+    data-broken   a region in which the system breaks, and why
+    data-frames   on the whole drawing: the captions of its frames
 
 Colours are those of `theme.COLOURS`, each with the form that it takes on a dark page.
 """

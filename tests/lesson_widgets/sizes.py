@@ -57,7 +57,7 @@ SPEC = Spec(
             "on": switch("Switched on", True),
         },
     },
-    presets={"Start again": {"size": 2, "block": 4}, "Break it": {"size": 9}},
+    presets={"Break it": {"size": 9}},
     sweep=sweep,
     figure=figure,
     verdict=lambda state: Verdict(f"The size is {state.size:g} < 100.", "broken" if state.size > 5 else "fine"),

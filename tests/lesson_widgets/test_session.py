@@ -177,3 +177,23 @@ def test_a_turn_that_a_newer_one_has_overtaken_changes_nothing():
 
 def test_half_a_character_is_no_line_of_text():
     assert "is not a text" in Session(SPEC).settle(name="\ud800")["words"]
+
+
+def test_what_is_only_shown_differently_is_not_swept_again():
+    runs = []
+    session = Session(SPEC, square=lambda size: runs.append(size) or size)
+    session.settle(size=4)
+    swept = len(runs)
+    *_, view = session.turn({"size": 4}, 500)
+    assert view["svg"] == session.picture
+    assert 'width="500"' in view["svg"]
+    assert 'data-group="pinned"' in session.pin()["svg"]
+    assert len(runs) == swept
+    session.settle(size=3)
+    assert len(runs) == 2 * swept
+
+
+def test_the_first_button_resets_and_the_others_start_from_there():
+    first, second = Session(SPEC).described()["presets"]
+    assert first == {"label": "Start again", "values": SPEC.start()}
+    assert second == {"label": "Break it", "values": SPEC.start() | {"size": 9}}

@@ -27,7 +27,7 @@ def figure(state, width=640, pinned=None):
 challenge = Challenge("g", lambda state: Progress(False, "w"), "l")
 SPEC = Spec(
     name="probe", title="A probe", lead="Turn it.", knobs={"Knobs": {"size": slider("size", 0, 5, 1, 0)}},
-    presets={"Start again": {"size": 0}}, sweep=lambda size: size, figure=figure,
+    presets={}, sweep=lambda size: size, figure=figure,
     verdict=lambda state: Verdict(f"the verdict on {state}"), command=lambda state: "vllm serve",
     challenges=(challenge,) * 3, guess=Guess("q", ("a", "b"), 0, "b"),
 )

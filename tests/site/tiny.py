@@ -64,7 +64,6 @@ SPEC = Spec(
         "Machine": {"servers": choice("Servers", [1, 2], 1), "loud": switch("Loud", False)},
     },
     presets={
-        "Start again": {"load": 0.5, "servers": 1, "loud": False, "note": ""},
         "Said": {"load": 1.5, "note": "said"},
     },
     sweep=sweep,

@@ -3,8 +3,8 @@
 While a batch only decodes and no request can join, consecutive steps are alike. The scheduler runs such a stretch as
 one step in which every request gets several tokens, as if that many drafts had been accepted; the block pool allocates
 what the single steps would have taken. The resulting steps equal those of `virtual_clock.simulate`
-(tests/simulate/test_offline.py), in a third to a half of the time where no drafts are verified. That keeps the redraws
-of `widgets/optimization_catalog.py` near 100 ms.
+(tests/simulate/test_offline.py), in a third to a half of the time where no drafts are verified. The sweeps of
+`widgets/optimization_catalog.py` run on it.
 """
 
 from __future__ import annotations
