@@ -100,6 +100,15 @@ class OutputProcessor:
         for request_id in request_ids:
             self.states.pop(request_id, None)
 
+    def aborted(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """The last outputs of these requests, which end here with the finish reason "abort"."""
+        states = [self.states.pop(request_id) for request_id in request_ids if request_id in self.states]
+        for state in states:
+            state.finish_reason = "abort"
+            self._detokenize(state)
+            state.finish_reason, state.stop_reason = "abort", None
+        return [output for state in states if (output := self._make_output(state)) is not None]
+
     def _observe(self, state: RequestState, output: EngineCoreOutput, now: float) -> None:
         state.token_ids += output.new_token_ids
         state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
