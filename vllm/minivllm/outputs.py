@@ -57,6 +57,7 @@ class RequestMetrics:
     """Timestamps in seconds of `time.monotonic()`. `num_cached_tokens` is in `RequestOutput`."""
 
     arrival_time: float
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
 

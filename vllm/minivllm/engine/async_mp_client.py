@@ -89,6 +89,10 @@ class AsyncMPClient(MPClient):
                     call.set_exception(error)
         self._calls.clear()
 
+    def _unreachable(self) -> Exception:
+        """Whoever receives outputs notices the core's end too, and gives everything back."""
+        return EngineDeadError(f"the engine's core (process {self.process.pid}) has ended")
+
     async def _next_message(self) -> list[bytes]:
         if self._dead is not None:
             raise self._dead

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from minivllm.config import ModelConfig
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
@@ -11,6 +12,7 @@ from minivllm.core.stats import SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.generation_config import GenerationConfig
 from minivllm.engine.input_processor import InputProcessor
+from minivllm.engine.iteration_stats import IterationStats
 from minivllm.engine.output_processor import OutputProcessor
 from minivllm.engine.parallel_sampling import ParentRequest, child_requests
 from minivllm.engine.throughput_log import ThroughputLog
@@ -19,6 +21,16 @@ from minivllm.inputs import Prompt
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
+
+
+class StatLogger(Protocol):
+    """Takes what was measured since it was last called; the scheduler's counts are since the start."""
+
+    def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats) -> None:
+        """After each step."""
+
+    def record_rejection(self, reason: str) -> None:
+        """A request was refused for this reason."""
 
 
 class FrontEnd:
@@ -37,6 +49,8 @@ class FrontEnd:
         self._children: dict[str, list[str]] = {}
         """The core's ids of each unfinished request, by the user's id."""
         self._throughput_log = ThroughputLog()
+        self.stat_logger: StatLogger | None = None
+        """Who else wants to know what was measured, after each step."""
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is unfinished."""
@@ -83,4 +97,7 @@ class FrontEnd:
                 self._children.pop(output.request_id, None)
         if outputs.scheduler_stats is not None:
             self.stats = outputs.scheduler_stats
-            self._throughput_log.observe(*self.output_processor.take_counts(), self.stats)
+            iteration = self.output_processor.take_stats()
+            self._throughput_log.observe(iteration.num_prompt_tokens, iteration.num_generation_tokens, self.stats)
+            if self.stat_logger is not None:
+                self.stat_logger.record(self.stats, iteration)

@@ -73,6 +73,7 @@ class LLMEngine(FrontEnd):
         self.engine_core.shutdown()
 
     def _take_in(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:
+        self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)
         shown, to_abort = self.output_processor.process_outputs(outputs.outputs)
         if to_abort:
             self.engine_core.abort_requests(to_abort)

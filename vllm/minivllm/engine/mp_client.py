@@ -98,7 +98,7 @@ class MPClient(EngineCoreClient):
             with InterruptsHeld(clean_up=True):  # a message is sent as a whole
                 self._input.send_multipart((IDENTITY, kind, encode(message)))
         except zmq.ZMQError:  # nobody is there any more
-            raise self._died() from None
+            raise self._unreachable() from None
 
     def _unpacked(self, kind: bytes, payload: bytes) -> EngineCoreOutputs:
         """The outputs in a message of the core; raises what it says instead, in its last one."""
@@ -117,6 +117,9 @@ class MPClient(EngineCoreClient):
         ready = dict(poller.poll())
         if socket not in ready and not socket.poll(0):
             raise self._died()
+
+    def _unreachable(self) -> Exception:
+        return self._died()
 
     def _died(self) -> Exception:
         """How the core's process has ended, as an error; everything is given back."""
