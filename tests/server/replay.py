@@ -19,13 +19,17 @@ FREE = {
     "text", "content", "tool", "arguments", "tokens", "token", "bytes", "token_ids", "logprobs", "finish_reason",
     "stop_reason", "end", "completion_tokens", "total_tokens",
 }  # fmt: skip
-FAMILIES = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
-prefix_cache_hits_total prompt_tokens_total generation_tokens_total num_preemptions_total request_success_total
-time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
-e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
-request_inference_time_seconds request_prompt_tokens request_generation_tokens request_params_n
-request_params_max_tokens iteration_tokens_total cache_config_info""".split()
+FAMILIES = [
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
+    "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total",
+    "request_success_total", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
+    "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
+    "iteration_tokens_total", "cache_config_info",
+]  # fmt: skip
 """What dashboards read, below `vllm:`."""
+LABELS = {"model_name", "engine", "finished_reason", "le"}
 
 
 def differences(entry: dict[str, Any], status: int, kind: str, body: str) -> list[str]:

@@ -18,7 +18,7 @@ MODEL = Path(__file__).parents[2] / "vllm" / "models" / "tiny-python"
 CHAT_TEMPLATE = Path(__file__).parent / "data" / "chat.jinja"
 FLAGS = (
     str(MODEL), "--max-model-len", "512", "--dtype", "float32", "--served-model-name", "tiny-python",
-    "--num-gpu-blocks-override", "600", "--host", "127.0.0.1",
+    "--num-gpu-blocks-override", "600", "--host", "127.0.0.1", "--disable-uvicorn-access-log",
 )  # fmt: skip
 SECONDS_TO_START = 120.0
 
@@ -91,5 +91,5 @@ def eventually(holds, seconds: float = 5.0) -> bool:
     """Whether it holds before this time is over."""
     end = time.monotonic() + seconds
     while not (found := holds()) and time.monotonic() < end:
-        time.sleep(0.02)
+        time.sleep(0.1)
     return found

@@ -25,10 +25,10 @@ class AsyncMPClient(MPClient):
     """For `AsyncLLM`. The constructor blocks until the core is ready; all else belongs to one running event loop."""
 
     def __init__(self, args: EngineArgs) -> None:
-        super().__init__(args)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._messages: zmq.asyncio.Socket | None = None
         self._ended: asyncio.Future[None] | None = None
+        super().__init__(args)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Returns the outputs of the next step, whenever there is one.

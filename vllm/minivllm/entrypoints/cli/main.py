@@ -1,7 +1,4 @@
-"""`minivllm serve MODEL [flags named as vLLM's]`. In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`.
-
-Flags are read before anything large is imported, so that a mistyped one is said at once.
-"""
+"""`minivllm serve MODEL [flags named as vLLM's]`. In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`."""
 
 import argparse
 import difflib

@@ -11,9 +11,10 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
 from minivllm.errors import EngineDeadError, EngineStoppedError, MinivllmError
 from minivllm.logger import init_logger
@@ -92,7 +93,11 @@ def register_exception_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error.__cause__, MinivllmError):  # FastAPI wraps whatever is raised while a body is read
+            return json_response(error.__cause__)
         status = HTTPStatus(error.status_code)
+        if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+            return JSONResponse({"detail": error.detail}, status, error.headers)
         return JSONResponse(_response(str(error.detail), status, status.phrase).model_dump(), status)
 
     @app.exception_handler(MinivllmError)

@@ -29,7 +29,7 @@ from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
-SECONDS_TO_TELL = 1.5
+SECONDS_TO_TELL = 1.0
 """How long a server without an engine still answers, so that clients and probes learn of it."""
 SECONDS_TO_CLOSE = 1
 """How long connections have to take their last bytes."""

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from tokenizers import Tokenizer
 
+from minivllm.config.checks import encodable
 from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
 from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render
 from minivllm.entrypoints.openai.errors import error_response, failed, unavailable
@@ -185,10 +186,8 @@ class OpenAIServing:
         def encode() -> list[int]:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-        try:
-            return encode() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode)
-        except UnicodeEncodeError:
-            raise MinivllmError("the prompt has half a character, as a wrongly decoded text has", "prompt") from None
+        encodable(text, "the prompt")
+        return encode() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode)
 
     def truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
         """Return what `truncate_prompt_tokens` leaves: the last tokens, or the first; -1: as many as fit."""
