@@ -237,7 +237,7 @@ def test_a_function_that_does_not_end_or_fails_is_given_up():
             size += 1
 
     view = Session(kv_cache.SPEC, kv_bytes_per_token=endless).settle()
-    assert "your endless did not return within 1 s" in view["words"]
+    assert "your kv_bytes_per_token did not return within 1 s" in view["words"]
     view = Session(kv_cache.SPEC, kv_bytes_per_token=lambda config, size: config.nothing).settle()
     assert "Your kv_bytes_per_token broke" in view["words"]
     for huge in (10**30, 1e-9):

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 from e2e import jupyter
-from e2e.browser import OPEN_SECONDS, Seen, start_browser
-from e2e.chromium import find_chromium
+from e2e.browser import OPEN_SECONDS, Seen
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, ViewportSize
 
 from minivllm.lab.exercise import load
 
@@ -76,17 +75,14 @@ def test_colab_installs_then_goes_to_the_notebooks(monkeypatch):
 
 @pytest.mark.browser
 @pytest.mark.xdist_group("browser")
-def test_make_lab_opens_the_list_of_notebooks(tmp_path: Path, monkeypatch):
+def test_make_lab_opens_the_list_of_notebooks(tmp_path: Path, browser: Browser):
     """The rendered list, full names, nothing over it, and no question to the network; in a small window."""
     recipe = re.search(r"^lab:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert recipe
     assert "JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter " in recipe[1]
-    monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(ROOT / ".jupyter"))
-    monkeypatch.setattr(jupyter, "SETTINGS", {})
-    with jupyter.jupyterlab(ROOT, tmp_path) as server, sync_playwright() as playwright:
-        page, seen = start_browser(playwright, find_chromium() or "").new_page(
-            viewport={"width": 1366, "height": 768}
-        ), Seen()
+    small = ViewportSize(width=1366, height=768)
+    with jupyter.jupyterlab(ROOT, tmp_path) as server, browser.new_context(viewport=small) as window:
+        page, seen = window.new_page(), Seen()
         seen.watch(page)
         page.goto(server)
         page.wait_for_selector(".jp-MarkdownViewer table", timeout=OPEN_SECONDS * 1000)
