@@ -19,6 +19,7 @@ CONFIG = Path(__file__).resolve().parents[2] / ".jupyter"
 @contextmanager
 def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
     """Serve `folder`, keep everything else that Jupyter writes in `private`; gives the address."""
+    private.mkdir(parents=True, exist_ok=True)
     port = _free_port()
     log = private / "jupyterlab.log"
     with log.open("w") as output:

@@ -132,6 +132,8 @@ async def _until_the_end(
         logger.info("Shutting down: %d requests are open", state.num_open)
         code = await _drain(state, engine, asked, settings.shutdown_timeout)
         engine.end_requests()
+        # uvicorn tells open requests that their client has left: they send their last events before.
+        await _drain(state, None, asked, SECONDS_TO_CLOSE)
     server.should_exit = True
     await _either(serving, asked, 2 * SECONDS_TO_CLOSE)
     server.force_exit = True
@@ -142,13 +144,16 @@ async def _until_the_end(
     return code
 
 
-async def _drain(state: ServerState, engine: AsyncLLM, asked: asyncio.Semaphore, seconds: float) -> int:
-    """Waits for open requests, at most so long, and not after a second signal. Returns the exit code."""
+async def _drain(state: ServerState, engine: AsyncLLM | None, asked: asyncio.Semaphore, seconds: float) -> int:
+    """Waits for open requests, at most so long, and not after a second signal. Returns the exit code.
+
+    With an engine, it also ends when that does.
+    """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
-    while state.num_open and asked.locked() and not engine.errored and loop.time() < end:
-        await asyncio.sleep(0.05)
-    return 1 if engine.errored else 0
+    while state.num_open and asked.locked() and not (engine and engine.errored) and loop.time() < end:
+        await asyncio.sleep(0.02)
+    return 1 if engine and engine.errored else 0
 
 
 async def _either(serving: asyncio.Task[None], asked: asyncio.Semaphore, seconds: float) -> None:
