@@ -160,3 +160,15 @@ def test_a_slow_reader_gets_the_deltas_joined():
     (only,) = joined.outputs
     assert (only.text, only.token_ids, len(only.logprobs), only.finish_reason) == ("abc", [1, 2, 3], 3, "stop")
     assert joined.finished
+
+
+def test_no_later_output_hides_that_the_engine_has_ended():
+    collector = RequestOutputCollector(RequestOutputKind.DELTA)
+    for coming in (output(1), EngineDeadError("it has ended"), output(2)):
+        collector.put(coming)
+    with pytest.raises(EngineDeadError, match="it has ended"):
+        in_a_loop(collector.get())
+
+
+def output(token: int) -> RequestOutput:
+    return RequestOutput("r", "p", [0], [CompletionOutput(0, "a", [token])], finished=False)

@@ -41,7 +41,12 @@ class RequestOutputCollector:
         self._there = asyncio.Event()
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Adds an output. Deltas are joined to those that wait; other kinds hold all there is, and replace them."""
+        """Adds an output. Deltas are joined to those that wait; other kinds hold all there is, and replace them.
+
+        An exception is the last that is read: what comes after it is dropped.
+        """
+        if isinstance(self._waiting, Exception):
+            return
         if self._merges and isinstance(output, RequestOutput) and isinstance(self._waiting, RequestOutput):
             self._waiting.add(output)
             return
