@@ -11,6 +11,9 @@ ENGINE = ROOT / "vllm" / "minivllm"
 PAGE = (ROOT / "ARCHITECTURE.md").read_text()
 
 
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
 def between(mark: str) -> str:
     return PAGE.split(f"<!-- {mark} -->")[1].split(f"<!-- /{mark} -->")[0]
 
@@ -22,7 +25,8 @@ def hops(mark: str) -> list[tuple[str, str]]:
     return [(file, function) for _, file, function in rows]
 
 
-WAY, PROCESSES, WIDGET = hops("way"), hops("processes"), hops("widget")
+WAY, PROCESSES, SERVED, WIDGET = hops("way"), hops("processes"), hops("served"), hops("widget")
+ALL = WAY + PROCESSES + SERVED
 SPINE = re.findall(r"`([\w/]+\.py)`", between("spine"))
 
 
@@ -30,14 +34,14 @@ def definitions(path: Path) -> set[str]:
     """Functions, classes and methods of a file; those of classes after the class's name and a dot."""
     found = set()
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, FUNCTIONS | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, FUNCTIONS)}
     return found
 
 
-@pytest.mark.parametrize(("file", "function"), WAY + PROCESSES, ids=[function for _, function in WAY + PROCESSES])
+@pytest.mark.parametrize(("file", "function"), ALL, ids=[function for _, function in ALL])
 def test_every_hop_exists(file, function):
     assert function in definitions(ENGINE / file)
 

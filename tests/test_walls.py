@@ -29,6 +29,7 @@ ENGINE_FLOORS = (
     "executor",
     "engine",
     "entrypoints",
+    "__main__",
 )
 BESIDE_THE_ENGINE = ("simulate", "lab")
 FLOORS = (*ENGINE_FLOORS, *BESIDE_THE_ENGINE)
@@ -114,6 +115,20 @@ def test_a_generation_loads_nothing_of_what_stands_beside_the_engine():
         "from minivllm.config import EMBEDDED_MODEL\n"
         "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64).generate('def', SamplingParams(max_tokens=4))\n"
         "print(sorted(name for name in sys.modules if name.startswith(('minivllm.simulate', 'minivllm.lab'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_generation_loads_nothing_of_the_server():
+    code = (
+        "import sys\n"
+        "from minivllm import LLM, SamplingParams\n"
+        "from minivllm.config import EMBEDDED_MODEL\n"
+        "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64).generate('def', SamplingParams(max_tokens=4))\n"
+        "server = {'fastapi', 'starlette', 'uvicorn', 'pydantic', 'prometheus_client', 'jinja2', 'llguidance'}\n"
+        "own = {name for name in sys.modules if name.startswith('minivllm.entrypoints.openai')}\n"
+        "print(sorted((server | own) & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -4,7 +4,14 @@ from collections.abc import Sequence
 
 
 class MinivllmError(ValueError):
-    """Input that cannot work. Scripts print it as one line and exit with code 2, without a traceback."""
+    """Input that cannot work. Scripts print it as one line and exit with code 2, without a traceback.
+
+    `parameter` is the field of a request that is wrong, where it is exactly one; a server tells its client.
+    """
+
+    def __init__(self, message: str = "", parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class UnsupportedModelError(MinivllmError):
@@ -33,6 +40,10 @@ class WorkerDiedError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """The process of the engine core has died; it can serve no more requests."""
+
+
+class EngineStoppedError(EngineDeadError):
+    """The engine was told to end while requests were under way."""
 
 
 class LostPeerError(RuntimeError):

@@ -42,12 +42,22 @@ class CompletionOutput:
         """Whether the completion is finished."""
         return self.finish_reason is not None
 
+    def extend(self, later: "CompletionOutput") -> None:
+        """Appends what came after this: `later` is the next delta of the same completion."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.cumulative_logprob = later.cumulative_logprob
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+
 
 @dataclass(slots=True)
 class RequestMetrics:
     """Timestamps in seconds of `time.monotonic()`. `num_cached_tokens` is in `RequestOutput`."""
 
     arrival_time: float
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
 
@@ -64,3 +74,15 @@ class RequestOutput:
     prompt_logprobs: Logprobs | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+
+    def add(self, next_output: "RequestOutput") -> None:
+        """Joins the next delta of the same request to this one, as if both had come at once."""
+        known = {completion.index: completion for completion in self.outputs}
+        for completion in next_output.outputs:
+            if completion.index in known:
+                known[completion.index].extend(completion)
+            else:
+                self.outputs.append(completion)
+        self.finished = next_output.finished
+        self.metrics, self.num_cached_tokens = next_output.metrics, next_output.num_cached_tokens
+        self.prompt_logprobs = next_output.prompt_logprobs or self.prompt_logprobs

@@ -141,6 +141,7 @@ class SamplingParams:
         require(
             self.max_tokens is None or is_count(self.max_tokens, 1),
             f"max_tokens is {self.max_tokens!r}; it must be at least 1, or None for all that the model allows",
+            "max_tokens",
         )
         require(is_count(self.min_tokens, 0), f"min_tokens is {self.min_tokens!r}; it must be 0 or more")
         require(
@@ -152,6 +153,7 @@ class SamplingParams:
             require(
                 value is None or is_count(value, -1),
                 f"{name} is {value!r}; it must be 0 or more, -1 for the whole vocabulary, or None",
+                name,
             )
         require(
             self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)),
@@ -162,10 +164,12 @@ class SamplingParams:
         require(
             is_number(self.temperature) and 0.0 <= self.temperature <= MAX_TEMPERATURE,
             f"temperature is {self.temperature!r}; it must be from 0 (greedy) to {MAX_TEMPERATURE:.0f}",
+            "temperature",
         )
         require(
             is_number(self.top_p) and 0.0 < self.top_p <= 1.0,
             f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1: off)",
+            "top_p",
         )
         require(is_count(self.top_k, 0), f"top_k is {self.top_k!r}; it must be at least 1, or 0 or -1 for off")
         require(
@@ -216,10 +220,12 @@ class SamplingParams:
             require(
                 ids is None or _are_token_ids(ids),
                 f"{name} is {ids!r}; it must hold token ids: whole numbers from 0 on",
+                name,
             )
         require(
             self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "allowed_token_ids is empty, so that no token could be generated; leave it out, or name some",
+            "allowed_token_ids",
         )
 
 

@@ -5,10 +5,10 @@ import sys
 from minivllm.errors import MinivllmError
 
 
-def require(holds: bool, message: str) -> None:
-    """Raise a `MinivllmError` with this message unless `holds`."""
+def require(holds: bool, message: str, parameter: str | None = None) -> None:
+    """Raise a `MinivllmError` with this message, about this parameter, unless `holds`."""
     if not holds:
-        raise MinivllmError(message)
+        raise MinivllmError(message, parameter)
 
 
 def require_flags(settings: object, *names: str) -> None:

@@ -4,7 +4,7 @@ In vLLM v0.33.0: `vllm/v1/engine/__init__.py` (`EngineCoreRequest`, `EngineCoreO
 `UtilityOutput`), `vllm/v1/outputs.py` (`LogprobsLists`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minivllm.core.limits import RequestLimits
@@ -67,6 +67,7 @@ class EngineCoreOutput:
 
     `stop_reason` is the id of the stop token that ended it; `error` says why it ended with an error.
     `num_cached_tokens` is the prefix hit at its first admission, in tokens. `new_logprobs` has one entry per new token.
+    `num_preemptions` is told at its end.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class EngineCoreOutput:
     new_logprobs: list[TokenLogprobs] | None = None
     new_prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    num_preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -90,11 +92,16 @@ class UtilityOutput:
 
 @dataclass(slots=True)
 class EngineCoreOutputs:
-    """The outputs of a step and the scheduler's state after it, or only the reply to a utility call."""
+    """The outputs of a step and the scheduler's state after it, or only the reply to a utility call.
+
+    `scheduled_req_ids`: the requests that the step has admitted, at `timestamp` in seconds of `time.monotonic()`.
+    """
 
     outputs: list[EngineCoreOutput]
     scheduler_stats: SchedulerStats | None = None
     utility_output: UtilityOutput | None = None
+    scheduled_req_ids: list[str] = field(default_factory=list)
+    timestamp: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,6 +318,7 @@ class Scheduler:
             if has_stopped:
                 stopped.append(request)
                 output.finish_reason, output.stop_reason = request.status.finish_reason, request.stop_reason
+                output.num_preemptions = request.num_preemptions
             if request_id in model_runner_output.logprobs:
                 output.new_logprobs = model_runner_output.logprobs[request_id][: len(new_token_ids)]
             output.new_prompt_logprobs = model_runner_output.prompt_logprobs.get(request_id)

@@ -9,6 +9,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.step`, `_initialize_kv_ca
 """
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -100,6 +101,7 @@ class EngineCore:
                 end with an error, which the next step returns; the others continue.
         """
         scheduled: Collection[str] | None = None
+        now = time.monotonic()
         try:
             with record_function_or_nullcontext("minivllm::schedule"):
                 scheduler_output = self.scheduler.schedule()
@@ -112,7 +114,13 @@ class EngineCore:
                 outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
                 if self._speculates:
                     self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
-                delivered = EngineCoreOutputs([*self._undelivered, *outputs], self.scheduler.make_stats())
+                admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+                delivered = EngineCoreOutputs(
+                    [*self._undelivered, *outputs],
+                    self.scheduler.make_stats(),
+                    scheduled_req_ids=admitted,
+                    timestamp=now,
+                )
                 self._undelivered = []
             return delivered
         except BaseException as failure:

@@ -95,6 +95,8 @@ class EngineCoreProc:
             core.add_request(decode(payload, EngineCoreRequest))
         elif kind == Kind.ABORT:
             core.abort_requests(decode(payload, list[str]))
+            if not core.has_unfinished_requests():  # no step will tell the front end that the blocks are free
+                self._outputs.put(EngineCoreOutputs([], core.scheduler.make_stats()))
         elif kind == Kind.UTILITY:
             call_id, method = decode(payload, tuple[int, str])
             answer = UtilityOutput(call_id, *_result_of(core, method))

@@ -110,7 +110,8 @@ class InputProcessor:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             outside = next((token for token in getattr(params, name) or () if token >= self.vocab_size), None)
             if outside is not None:
-                raise MinivllmError(f"{name} has the token id {outside}; the vocabulary is 0 to {self.vocab_size - 1}")
+                message = f"{name} has the token id {outside}; the vocabulary is 0 to {self.vocab_size - 1}"
+                raise MinivllmError(message, name)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise MinivllmError("stop and bad_words are texts, and skip_tokenizer_init is on; use stop_token_ids")
         allowed = frozenset(params.allowed_token_ids or ())

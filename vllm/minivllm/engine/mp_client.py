@@ -7,6 +7,8 @@ The process is a fresh interpreter that runs `minivllm.engine.core_entry`, so a 
 `if __name__ == "__main__"`. It ignores Ctrl-C, which the front end handles. Each side notices the other's end by a pipe
 that closes with it: the core's standard input, and the lifeline.
 
+`async_mp_client.py` has the client for an event loop.
+
 In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`MPClient`, `SyncMPClient`), `vllm/v1/engine/utils.py`
 (`CoreEngineProcManager`).
 """
@@ -38,13 +40,17 @@ SECONDS_TO_LEAVE = 10.0
 """A core told to leave is killed after this time. It is generous because the core ends its ranks first."""
 
 
-class SyncMPClient(EngineCoreClient):
-    """A blocking client, for `LLM`. It owns the sockets and the process, which end with it."""
+class MPClient(EngineCoreClient):
+    """What a blocking client and one for an event loop share. It owns the sockets and the process, which end with it.
+
+    Raises:
+        MinivllmError: the core rejects the arguments.
+        EngineDeadError: the core's process died before it was ready.
+    """
 
     def __init__(self, args: EngineArgs) -> None:
         self._dead: Exception | None = None
         self._call_ids = itertools.count()
-        self._early: list[EngineCoreOutputs] = []
         self._resources = _Resources()
         self._finalizer = weakref.finalize(self, self._resources.end)
         try:
@@ -65,25 +71,6 @@ class SyncMPClient(EngineCoreClient):
         """See `EngineCoreClient`; outputs already on their way still arrive, and the caller must ignore them."""
         if request_ids and self._dead is None:
             self._send(Kind.ABORT, list(request_ids))
-
-    def get_output(self) -> EngineCoreOutputs:
-        """See `EngineCoreClient`."""
-        return self._early.pop(0) if self._early else self._receive()
-
-    def call_utility(self, method: str) -> Any:
-        """See `EngineCoreClient`. Outputs that arrive before the reply are kept for `get_output`."""
-        assert method in UTILITIES
-        call_id = next(self._call_ids)
-        self._send(Kind.UTILITY, (call_id, method))
-        while True:
-            message = self._receive()
-            answer = message.utility_output
-            if answer is None:
-                self._early.append(message)
-            elif answer.call_id == call_id:  # other replies belong to interrupted calls
-                if answer.error is not None:
-                    raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
-                return answer.result
 
     def shutdown(self) -> None:
         """See `EngineCoreClient`."""
@@ -111,16 +98,14 @@ class SyncMPClient(EngineCoreClient):
             with InterruptsHeld(clean_up=True):  # a message is sent as a whole
                 self._input.send_multipart((IDENTITY, kind, encode(message)))
         except zmq.ZMQError:  # nobody is there any more
-            raise self._died() from None
+            raise self._unreachable() from None
 
-    def _receive(self) -> EngineCoreOutputs:
-        self._wait(self._output)
-        with InterruptsHeld(clean_up=True):  # and is taken in as a whole
-            kind, payload = self._output.recv_multipart()
-            if kind == Kind.FAILED:
-                self._dead = decode(payload, Failure).error()
-                raise self._dead
-            return decode(payload, EngineCoreOutputs)
+    def _unpacked(self, kind: bytes, payload: bytes) -> EngineCoreOutputs:
+        """The outputs in a message of the core; raises what it says instead, in its last one."""
+        if kind == Kind.FAILED:
+            self._dead = decode(payload, Failure).error()
+            raise self._dead
+        return decode(payload, EngineCoreOutputs)
 
     def _wait(self, socket: zmq.Socket) -> None:
         """Waits for the next message, or raises `EngineDeadError` if the core's process has ended without one."""
@@ -133,6 +118,9 @@ class SyncMPClient(EngineCoreClient):
         if socket not in ready and not socket.poll(0):
             raise self._died()
 
+    def _unreachable(self) -> Exception:
+        return self._died()
+
     def _died(self) -> Exception:
         """How the core's process has ended, as an error; everything is given back."""
         code = self.process.wait()
@@ -140,6 +128,38 @@ class SyncMPClient(EngineCoreClient):
         self._dead = EngineDeadError(f"the engine's core (process {self.process.pid}) {how}; its output says why")
         self._finalizer()
         return self._dead
+
+
+class SyncMPClient(MPClient):
+    """A blocking client, for `LLM`."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self._early: list[EngineCoreOutputs] = []
+        super().__init__(args)
+
+    def get_output(self) -> EngineCoreOutputs:
+        """See `EngineCoreClient`."""
+        return self._early.pop(0) if self._early else self._receive()
+
+    def call_utility(self, method: str) -> Any:
+        """See `EngineCoreClient`. Outputs that arrive before the reply are kept for `get_output`."""
+        assert method in UTILITIES
+        call_id = next(self._call_ids)
+        self._send(Kind.UTILITY, (call_id, method))
+        while True:
+            message = self._receive()
+            answer = message.utility_output
+            if answer is None:
+                self._early.append(message)
+            elif answer.call_id == call_id:  # other replies belong to interrupted calls
+                if answer.error is not None:
+                    raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
+                return answer.result
+
+    def _receive(self) -> EngineCoreOutputs:
+        self._wait(self._output)
+        with InterruptsHeld(clean_up=True):  # a message is taken in as a whole
+            return self._unpacked(*self._output.recv_multipart())
 
 
 class _Resources:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
 from minivllm.engine.detokenizer import IncrementalDetokenizer
+from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
 from minivllm.engine.parallel_sampling import ParentRequest
 from minivllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
 from minivllm.sampling_params import RequestOutputKind
@@ -52,7 +53,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.states: dict[str, RequestState] = {}
-        self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._stats = IterationStats()
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, index: int, parent: ParentRequest) -> None:
         """Registers a request, child `index` of `parent`."""
@@ -82,6 +83,7 @@ class OutputProcessor:
                 to_abort.append(output.request_id)
             if state.finish_reason is not None:
                 del self.states[output.request_id]
+                self._count_finished(state, state.finish_reason, output.num_preemptions)
             elif state.request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY:
                 continue
             request_output = self._make_output(state)
@@ -89,33 +91,86 @@ class OutputProcessor:
                 shown.append(request_output)
         return shown, to_abort
 
-    def take_counts(self) -> tuple[int, int]:
-        """Returns the numbers of prompt tokens and of generated tokens since the last call."""
-        counts = self._num_prompt_tokens, self._num_generation_tokens
-        self._num_prompt_tokens = self._num_generation_tokens = 0
-        return counts
+    def note_scheduled(self, request_ids: Iterable[str], now: float) -> None:
+        """Takes note of when the core has first admitted these requests; preempted ones are admitted again."""
+        for request_id in request_ids:
+            state = self.states.get(request_id)
+            if state is not None and state.metrics.scheduled_time is None:
+                state.metrics.scheduled_time = now
+
+    def num_prompt_tokens(self) -> int:
+        """Returns the number of prompt tokens of all unfinished requests."""
+        return sum(len(state.request.prompt_token_ids) for state in self.states.values())
+
+    def take_stats(self) -> IterationStats:
+        """Returns what was measured since the last call."""
+        stats, self._stats = self._stats, IterationStats()
+        return stats
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Forgets these requests; later outputs of theirs are ignored."""
         for request_id in request_ids:
-            self.states.pop(request_id, None)
+            state = self.states.pop(request_id, None)
+            if state is not None:
+                self._count_finished(state, "abort")
+
+    def aborted(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """The last outputs of these requests, which end here with the finish reason "abort"."""
+        states = [self.states.pop(request_id) for request_id in request_ids if request_id in self.states]
+        for state in states:
+            state.finish_reason = "abort"
+            self._detokenize(state)
+            state.finish_reason, state.stop_reason = "abort", None
+            self._count_finished(state, "abort")
+        return [output for state in states if (output := self._make_output(state)) is not None]
 
     def _observe(self, state: RequestState, output: EngineCoreOutput, now: float) -> None:
         state.token_ids += output.new_token_ids
         state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
         state.num_cached_tokens = output.num_cached_tokens
         state.error = output.error
-        self._num_generation_tokens += len(output.new_token_ids)
-        state.metrics.last_token_time = now
-        if state.metrics.first_token_time is None and output.error is None:
-            state.metrics.first_token_time = now
-            self._num_prompt_tokens += len(state.request.prompt_token_ids)
+        if output.error is None:
+            self._count_tokens(state, len(output.new_token_ids), now)
         if output.new_prompt_logprobs is not None:
             state.prompt_logprobs = [None, *(self._as_dict(entry) for entry in output.new_prompt_logprobs)]
         if state.logprobs is not None and output.new_logprobs is not None:
             for entry in output.new_logprobs:
                 state.logprobs.append(self._as_dict(entry))
                 state.cumulative_logprob = (state.cumulative_logprob or 0.0) + entry.logprobs[0]
+
+    def _count_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
+        stats, metrics = self._stats, state.metrics
+        stats.num_generation_tokens += num_tokens
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+            stats.num_prompt_tokens += len(state.request.prompt_token_ids)
+            stats.num_cached_prompt_tokens += state.num_cached_tokens
+            stats.time_to_first_tokens.append(now - metrics.arrival_time)
+        else:
+            stats.inter_token_latencies.append(now - (metrics.last_token_time or now))
+        metrics.last_token_time = now
+
+    def _count_finished(self, state: RequestState, reason: str, num_preemptions: int = 0) -> None:
+        arrival, now = state.metrics.arrival_time, time.monotonic()
+        scheduled = state.metrics.scheduled_time or now
+        first = state.metrics.first_token_time or max(scheduled, now)
+        self._stats.finished_requests.append(
+            FinishedRequestStats(
+                finish_reason=reason,
+                num_prompt_tokens=len(state.request.prompt_token_ids),
+                num_generation_tokens=len(state.token_ids),
+                max_tokens=state.request.sampling_params.max_tokens or 0,
+                num_cached_tokens=state.num_cached_tokens,
+                num_preemptions=num_preemptions,
+                e2e_latency=now - arrival,
+                queued_time=max(0.0, scheduled - arrival),
+                prefill_time=max(0.0, first - scheduled),
+                decode_time=max(0.0, (state.metrics.last_token_time or first) - first),
+            )
+        )
+        ended = state.parent.end(state.index, len(state.token_ids))
+        if ended is not None:
+            self._stats.finished_parents.append(ended)
 
     def _detokenize(self, state: RequestState) -> bool:
         """Turns new tokens into text. Returns whether a stop string ended a request that the core would continue.

@@ -14,7 +14,10 @@ class ParentRequest:
 
     def __init__(self, request_id: str, n: int) -> None:
         self.request_id = request_id
+        self.n = n
         self.unfinished = set(range(n))
+        self._running = set(range(n))
+        self._longest = 0
         self._completions: dict[int, CompletionOutput] = {}
 
     def observe(self, completion: CompletionOutput) -> None:
@@ -22,6 +25,12 @@ class ParentRequest:
         self._completions[completion.index] = completion
         if completion.finished():
             self.unfinished.discard(completion.index)
+
+    def end(self, index: int, num_tokens: int) -> tuple[int, int] | None:
+        """Takes note of one child's end. Returns (n, tokens of the longest) at the end of the last one, else None."""
+        self._longest = max(self._longest, num_tokens)
+        self._running.discard(index)
+        return None if self._running else (self.n, self._longest)
 
     def completions(self) -> list[CompletionOutput]:
         """Returns the completions seen so far, in order of index."""

@@ -1,0 +1,174 @@
+"""The engine for an event loop: the same answers, deltas that add up, readers that leave, a core that dies."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
+from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.outputs import CompletionOutput, Logprob, RequestOutput
+from minivllm.sampling_params import RequestOutputKind
+
+PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n", "for name in"]
+SETTINGS = {"model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 200}
+
+
+def in_a_loop(work: Coroutine):
+    """Run in a loop of its own, in a thread: browser tests leave one running in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, asyncio.wait_for(work, 120)).result()
+
+
+def with_engine(work, **settings):
+    """`work(engine)` in a loop, on an engine that is shut down afterwards; its processes must be gone."""
+
+    async def run():
+        engine = AsyncLLM(EngineArgs(**SETTINGS | settings))
+        process = engine.engine_core.process
+        try:
+            return await work(engine)
+        finally:
+            engine.shutdown()
+            assert process.poll() is not None
+
+    return in_a_loop(run())
+
+
+def params(kind: RequestOutputKind, **more) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 24, "output_kind": kind} | more)
+
+
+async def collected(engine: AsyncLLM, prompt: str, wanted: SamplingParams, name: str) -> list[RequestOutput]:
+    return [output async for output in engine.generate(prompt, wanted, name)]
+
+
+async def nothing_left(engine: AsyncLLM) -> None:
+    for _ in range(200):
+        if not engine.stats.num_running_reqs and not engine.stats.num_waiting_reqs and not engine.stats.kv_cache_usage:
+            break
+        await asyncio.sleep(0.01)
+        [_ async for _ in engine.generate("x", params(RequestOutputKind.FINAL_ONLY), f"probe-{time.monotonic()}")]
+    assert engine.get_num_unfinished_requests() == 0
+    assert not engine._children
+    assert not engine._collectors
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_the_same_answers_as_offline_side_by_side(kind: RequestOutputKind):
+    async def work(engine: AsyncLLM):
+        jobs = [collected(engine, prompt, params(kind, n=2, seed=1, temperature=1), prompt) for prompt in PROMPTS]
+        found = await asyncio.gather(*jobs)
+        await nothing_left(engine)
+        return found
+
+    found = with_engine(work)
+    offline = params(RequestOutputKind.FINAL_ONLY, n=2, seed=1, temperature=1)
+    sound = LLM(**SETTINGS).generate(PROMPTS, offline, use_tqdm=False)
+    for outputs, right in zip(found, sound, strict=True):
+        if kind is RequestOutputKind.DELTA:
+            whole = outputs[0]
+            for delta in outputs[1:]:
+                whole.add(delta)
+            outputs = [whole]
+        assert sorted((one.index, one.text, one.token_ids) for one in outputs[-1].outputs) == sorted(
+            (one.index, one.text, one.token_ids) for one in right.outputs
+        )
+
+
+def test_a_reader_who_leaves_frees_the_blocks():
+    async def work(engine: AsyncLLM):
+        for round_ in range(3):
+            reading = engine.generate("def f", params(RequestOutputKind.DELTA, ignore_eos=True), f"a{round_}")
+            await anext(reading)
+            await reading.aclose()
+            job = asyncio.create_task(collected(engine, "x", params(RequestOutputKind.DELTA), f"b{round_}"))
+            await asyncio.sleep(0.01)
+            job.cancel()
+        await asyncio.sleep(0)
+        await nothing_left(engine)
+
+    with_engine(work)
+
+
+def test_abort_ends_a_request_with_its_reason():
+    async def work(engine: AsyncLLM):
+        long = params(RequestOutputKind.DELTA, ignore_eos=True, max_tokens=200)
+        job = asyncio.create_task(collected(engine, "x", long, "a"))
+        while not engine.output_processor.states or not next(iter(engine.output_processor.states.values())).token_ids:
+            await asyncio.sleep(0.005)
+        await engine.abort("a")
+        outputs = await job
+        assert outputs[-1].finished
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        await engine.abort("nobody")
+        await nothing_left(engine)
+
+    with_engine(work)
+
+
+def test_what_is_refused_is_refused_where_the_caller_is_and_the_rest_goes_on():
+    async def work(engine: AsyncLLM):
+        with pytest.raises(MinivllmError, match="256"):
+            await collected(engine, "x " * 500, params(RequestOutputKind.DELTA), "long")
+        first = asyncio.create_task(collected(engine, "x", params(RequestOutputKind.DELTA), "same"))
+        await asyncio.sleep(0)
+        with pytest.raises(MinivllmError, match="exists already"):
+            await collected(engine, "y", params(RequestOutputKind.DELTA), "same")
+        assert (await first)[-1].finished
+        assert await engine.reset_prefix_cache() is True
+        await nothing_left(engine)
+
+    with_engine(work)
+
+
+def test_a_killed_core_is_told_to_all_readers_at_once():
+    async def work(engine: AsyncLLM):
+        long = params(RequestOutputKind.DELTA, ignore_eos=True, max_tokens=200)
+        jobs = [asyncio.create_task(collected(engine, "x", long, f"{index}")) for index in range(5)]
+        await asyncio.sleep(0.05)
+        begin = time.monotonic()
+        os.kill(engine.engine_core.process.pid, signal.SIGKILL)
+        ends = await asyncio.gather(*jobs, return_exceptions=True)
+        assert time.monotonic() - begin < 5
+        assert {type(end) for end in ends} == {EngineDeadError}
+        assert all("was killed by SIGKILL" in str(end) for end in ends)
+        assert engine.errored
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await collected(engine, "x", long, "late")
+
+    with_engine(work)
+
+
+def test_a_slow_reader_gets_the_deltas_joined():
+    collector = RequestOutputCollector(RequestOutputKind.DELTA)
+    for token, text in ((1, "a"), (2, "b"), (3, "c")):
+        completion = CompletionOutput(
+            0, text, [token], logprobs=[{token: Logprob(-1.0)}], finish_reason="stop" * (token == 3) or None
+        )
+        collector.put(RequestOutput("r", "p", [0], [completion], finished=token == 3))
+    joined = in_a_loop(collector.get())
+    (only,) = joined.outputs
+    assert (only.text, only.token_ids, len(only.logprobs), only.finish_reason) == ("abc", [1, 2, 3], 3, "stop")
+    assert joined.finished
+
+
+def test_no_later_output_hides_that_the_engine_has_ended():
+    collector = RequestOutputCollector(RequestOutputKind.DELTA)
+    for coming in (output(1), EngineDeadError("it has ended"), output(2)):
+        collector.put(coming)
+    with pytest.raises(EngineDeadError, match="it has ended"):
+        in_a_loop(collector.get())
+
+
+def output(token: int) -> RequestOutput:
+    return RequestOutput("r", "p", [0], [CompletionOutput(0, "a", [token])], finished=False)

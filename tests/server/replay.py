@@ -1,0 +1,132 @@
+"""Compares a server's answers with recorded ones.
+
+What may differ: ids, times, fingerprints, permissions, paths; a null field may be absent; log probabilities by 0.002;
+several tokens of a stream may come in one event; the wording of errors, but not their status, type, code and param.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EXCHANGES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "exchanges.json").read_text())
+OWN = {
+    "id", "created", "system_fingerprint", "permission", "root", "version", "service_tier", "kv_transfer_params",
+    "ec_transfer_params", "metrics", "routed_experts", "prompt_tokens_details", "completion_tokens_details",
+}  # fmt: skip
+FREE = {
+    "text", "content", "tool", "arguments", "tokens", "token", "bytes", "token_ids", "logprobs", "finish_reason",
+    "stop_reason", "end", "completion_tokens", "total_tokens",
+}  # fmt: skip
+FAMILIES = [
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
+    "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total",
+    "request_success_total", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
+    "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
+    "iteration_tokens_total", "cache_config_info",
+]  # fmt: skip
+"""What dashboards read, below `vllm:`."""
+LABELS = {"model_name", "engine", "finished_reason", "le"}
+
+
+def differences(entry: dict[str, Any], status: int, kind: str, body: str) -> list[str]:
+    """Where an answer differs from the recorded one; empty if it does not."""
+    if status != entry["status"]:
+        return [f"status {status} instead of {entry['status']}: {body[:200]}"]
+    if kind.split(";")[0] != entry["content_type"].split(";")[0]:
+        return [f"{kind!r} instead of {entry['content_type']!r}"]
+    free = entry.get("free_text", False)
+    if entry["path"] == "/metrics":
+        return list(_metrics(entry["response"], body))
+    if "event-stream" in kind:
+        return list(_values(_folded(entry["response"]), _folded(body), free))
+    if not entry["response"]:
+        return [] if not body else [f"a body: {body[:80]}"]
+    wanted, found = json.loads(entry["response"]), json.loads(body)
+    if "error" in wanted:
+        if not found["error"]["message"]:
+            return ["an error without a message"]
+        keys = ("type", "param", "code")
+        wanted, found = ({key: one["error"].get(key) for key in keys} for one in (wanted, found))
+    return list(_values(wanted, found, free))
+
+
+def _values(wanted: Any, found: Any, free: bool, path: str = "") -> Iterator[str]:
+    if free and path.rsplit(".", 1)[-1] in FREE:
+        return
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        for key in sorted(wanted.keys() | found.keys(), key=str):
+            if key not in OWN:
+                yield from _values(wanted.get(key), found.get(key), free, f"{path}.{key}")
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
+            yield from _values(one, other, free, f"{path}[{index}]")
+    elif isinstance(wanted, float) and isinstance(found, int | float):
+        if abs(wanted - found) > 0.002:
+            yield f"{path}: {found} instead of {wanted}"
+    elif wanted != found:
+        yield f"{path}: {str(found)[:200]!r} instead of {str(wanted)[:200]!r}"
+
+
+def _folded(body: str) -> dict[str, Any]:
+    """A stream as what counts of it: the order of its kinds of events, and each choice with its deltas joined."""
+    order: list[str] = []
+    choices: dict[int, dict[str, Any]] = {}
+    usage, ids = None, set()
+    for line in body.splitlines():
+        if not line.startswith("data: "):
+            assert not line, f"no event: {line!r}"
+            continue
+        event = {"last": True} if line == "data: [DONE]" else json.loads(line[len("data: ") :])
+        kinds = [_take_in(choices, choice) for choice in event.get("choices", ())]
+        kind = "+".join(kinds) or next(key for key in ("last", "error", "usage") if key in event)
+        order += [kind] if order[-1:] != [kind] else []
+        usage = event.get("usage") or usage
+        if "choices" in event:
+            ids.add((event["id"], event["object"], event["model"]))
+    return {"order": order, "choices": choices, "usage": usage, "several": len(ids) > 1}
+
+
+def _take_in(choices: dict[int, dict[str, Any]], choice: dict[str, Any]) -> str:
+    delta = choice.get("delta", choice)
+    empty = {"text": "", "tool": "", "role": None, "end": [], "logprobs": [], "token_ids": [], "prompt_token_ids": None}
+    known = choices.setdefault(choice["index"], empty)
+    text = delta.get("text") or delta.get("content") or ""
+    known["text"] += text
+    for call in delta.get("tool_calls") or []:
+        known["tool"] += (call.get("function") or {}).get("arguments") or ""
+    known["role"] = known["role"] or delta.get("role")
+    known["token_ids"] += choice.get("token_ids") or []
+    known["prompt_token_ids"] = known["prompt_token_ids"] or choice.get("prompt_token_ids")
+    if choice.get("finish_reason"):
+        known["end"].append([choice["finish_reason"], choice.get("stop_reason")])
+    logprobs = choice.get("logprobs")
+    if logprobs and "content" in logprobs:
+        known["logprobs"] += logprobs["content"]
+    elif logprobs:
+        columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+        known["logprobs"] += [list(row) for row in zip(*columns, strict=True)]
+    return "role" if delta.get("role") and not text else "delta"
+
+
+def _metrics(wanted: str, found: str) -> Iterator[str]:
+    for name in (f"vllm:{name}" for name in FAMILIES):
+        if _kind(found, name) != _kind(wanted, name):
+            yield f"{name}: {_kind(found, name)} instead of {_kind(wanted, name)}"
+        elif missing := _labels(wanted, name) & {"model_name", "engine", "finished_reason", "le"} - _labels(
+            found, name
+        ):
+            yield f"{name}: no labels {sorted(missing)}"
+
+
+def _kind(text: str, name: str) -> str | None:
+    found = re.search(rf"^# TYPE {re.escape(name)} (\w+)$", text, re.MULTILINE)
+    return found and found[1]
+
+
+def _labels(text: str, name: str) -> set[str]:
+    rows = re.findall(rf"^{re.escape(name)}(?:_bucket|_sum|_count)?\{{(.*)\}} ", text, re.MULTILINE)
+    return {label for row in rows for label in re.findall(r'(\w+)="', row)}

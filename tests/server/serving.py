@@ -1,0 +1,95 @@
+"""A server as users start it: a process of its own, real sockets."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import psutil
+
+MODEL = Path(__file__).parents[2] / "vllm" / "models" / "tiny-python"
+CHAT_TEMPLATE = Path(__file__).parent / "data" / "chat.jinja"
+FLAGS = (
+    str(MODEL), "--max-model-len", "512", "--dtype", "float32", "--served-model-name", "tiny-python",
+    "--num-gpu-blocks-override", "600", "--host", "127.0.0.1", "--disable-uvicorn-access-log",
+)  # fmt: skip
+SECONDS_TO_START = 120.0
+
+
+class Server:
+    """A running `minivllm serve`, and a client of it."""
+
+    def __init__(self, flags: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> None:
+        self.port = free_port()
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command = [sys.executable, "-P", "-m", "minivllm", "serve", *FLAGS, "--port", str(self.port), *flags]
+        self.process = subprocess.Popen(command, stderr=self.log, stdout=self.log, env=os.environ | dict(env or {}))
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def wait_until_ready(self) -> None:
+        end = time.monotonic() + SECONDS_TO_START
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if self.client.get("/health").status_code == 200:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"the server does not start:\n{self.said()}")
+
+    def said(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's process and those below it."""
+        own = psutil.Process(self.process.pid)
+        return [own, *own.children(recursive=True)]
+
+    def core(self) -> psutil.Process:
+        return next(one for one in self.processes() if "minivllm.engine.core_entry" in one.cmdline())
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+    def stop(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        finally:
+            self.process.kill()
+            self.log.close()
+
+
+@contextlib.contextmanager
+def running(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    server = Server(flags, env)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def eventually(holds, seconds: float = 5.0) -> bool:
+    """Whether it holds before this time is over."""
+    end = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found

@@ -1,0 +1,219 @@
+"""What clients do to a server: leave, read slowly, send nonsense, come in crowds."""
+
+import json
+import random
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from server.conftest import KEYS
+from server.serving import Server, eventually
+
+PROMPT = "def add(a, b):\n    return"
+LONG = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+def raw_request(server: Server, body: bytes, path: str = "/v1/completions", *further: str) -> socket.socket:
+    """A connection on which this request was sent, and nothing was read."""
+    lines = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    connection = socket.create_connection(("127.0.0.1", server.port), 20)
+    connection.sendall("\r\n".join((*lines, *further, "", "")).encode() + body)
+    return connection
+
+
+def is_idle(server: Server) -> bool:
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    return not any(server.metric(name) for name in names)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(base: Server, stream: bool):
+    aborted = base.metric('vllm:request_success_total{engine="0",finished_reason="abort"')
+    connection = raw_request(base, json.dumps(LONG | {"stream": stream}).encode())
+    assert eventually(lambda: base.metric("vllm:num_requests_running") == 1)
+    connection.close()
+    assert eventually(lambda: is_idle(base), 2)
+    text = base.client.get("/metrics").text
+    now = next(line for line in text.splitlines() if 'finished_reason="abort"' in line and "_total" in line)
+    assert float(now.rsplit(" ", 1)[1]) >= aborted + 1
+    assert base.client.get("/load").json() == {"server_load": 0}
+
+
+def test_a_client_that_reads_slowly_holds_up_nobody_and_loses_nothing(base: Server):
+    body = json.dumps(LONG | {"stream": True, "logprobs": 5}).encode()
+    slow = raw_request(base, body, "/v1/completions", "Connection: close")
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+    first = slow.recv(1)
+    quick = base.client.post("/v1/completions", json=LONG).json()
+    read = first + b"".join(iter(lambda: slow.recv(65536), b""))
+    slow.close()
+    events = [json.loads(line[6:]) for line in read.decode().splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == quick["choices"][0]["text"]
+    assert b"data: [DONE]" in read
+
+
+def test_a_crowd_of_which_a_third_leaves(base: Server):
+    chance = random.Random(7)
+    chosen = [(index, chance.random() < 1 / 3, chance.uniform(0, 0.5)) for index in range(120)]
+
+    def visit(visitor: tuple[int, bool, float]) -> int | None:
+        index, leaves, when = visitor
+        body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "stream": bool(index % 2)}
+        if leaves:
+            connection = raw_request(base, json.dumps(body | {"max_tokens": 400, "ignore_eos": True}).encode())
+            time.sleep(when)
+            connection.close()
+            return None
+        return httpx.post(f"{base.url}/v1/completions", json=body, timeout=60).status_code
+
+    with ThreadPoolExecutor(40) as crowd:
+        statuses = [status for status in crowd.map(visit, chosen) if status is not None]
+    assert statuses
+    assert set(statuses) == {200}
+    assert eventually(lambda: is_idle(base), 2)
+
+
+DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+NONSENSE = {
+    "empty": b"",
+    "not JSON": b"{",
+    "a list": b"[]",
+    "null": b"null",
+    "not UTF-8": b'{"prompt": "\xff\xfe"}',
+    "half a character": b'{"prompt": "\\ud800", "max_tokens": 1}',
+    "deep": DEEP,
+    "a huge number": b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+    "a large number": b'{"prompt": "a", "top_k": 99999999999999999999999, "min_tokens": 99999999999999999999999}',
+    "not a number": b'{"prompt": "a", "temperature": NaN}',
+    "infinite": b'{"prompt": "a", "temperature": 1, "top_p": Infinity, "n": 2}',
+    "a prompt of objects": b'{"prompt": [{}]}',
+    "a token beyond 64 bits": b'{"prompt": [99999999999999999999999]}',
+    "a priority beyond 64 bits": b'{"prompt": "a", "priority": 99999999999999999999999}',
+    "empty texts": b'{"prompt": ["", ""]}',
+    "an empty stop string": b'{"prompt": "a", "stop": [""]}',
+    "many prompts": b'{"prompt": ' + json.dumps(["a"] * 20_000).encode() + b"}",
+    "n beyond all": b'{"prompt": ["a", "b"], "n": 16384, "temperature": 1}',
+    "a transfer": b'{"prompt": "a", "kv_transfer_params": {"do_remote_prefill": true}}',
+    "a bias for no token": b'{"prompt": "a", "logit_bias": {"x": 1}}',
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_is_a_400(base: Server, name: str):
+    reply = base.client.post("/v1/completions", content=NONSENSE[name], headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400, reply.text[:300]
+    assert reply.json()["error"]["code"] == 400
+    assert len(reply.content) < 20_000
+    assert base.client.get("/health").status_code == 200
+
+
+def test_a_name_that_is_no_text_is_quoted_readably(base: Server):
+    body = b'{"prompt": "a", "model": "\\ud800"}'
+    reply = base.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 404
+    assert "ud800" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "multipart/form-data"])
+def test_a_body_must_say_that_it_is_json(base: Server, kind: str | None):
+    headers = {} if kind is None else {"Content-Type": kind}
+    reply = base.client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "Bad Request")
+
+
+def test_a_huge_body_is_refused_before_it_is_read(base: Server):
+    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Content-Length: 104857600")
+    with socket.create_connection(("127.0.0.1", base.port), 20) as connection:
+        connection.sendall("\r\n".join((*lines, "", "")).encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+    def pieces():
+        for _ in range(40):
+            yield b" " * 2**20
+
+    headers = {"Content-Type": "application/json"}
+    assert base.client.post("/v1/completions", content=pieces(), headers=headers).status_code == 413
+
+
+def test_a_thousand_headers(base: Server):
+    headers = {f"X-Header-{index}": "x" * 20 for index in range(1000)}
+    assert base.client.post("/tokenize", json={"prompt": "a"}, headers=headers).status_code in (200, 400, 431)
+    assert base.client.get("/health").status_code == 200
+
+
+def test_many_wait_and_all_are_answered(base: Server):
+    """More prompts than the engine computes at once, in one request."""
+    body = {"prompt": [[index % 4000 + 1] for index in range(2000)], "max_tokens": 1, "temperature": 0}
+    reply = base.client.post("/v1/completions", json=body).json()
+    assert [choice["index"] for choice in reply["choices"]] == list(range(2000))
+
+
+def test_choices_of_n_are_numbered_by_prompt_and_seeded_one_by_one(base: Server):
+    body = {"prompt": [PROMPT, "import os\n"], "n": 3, "seed": 5, "max_tokens": 6, "temperature": 1.0}
+    whole = base.client.post("/v1/completions", json=body).json()["choices"]
+    assert [choice["index"] for choice in whole] == list(range(6))
+    streamed = [""] * 6
+    with base.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as reply:
+        for line in reply.iter_lines():
+            for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                streamed[choice["index"]] += choice["text"]
+    assert streamed == [choice["text"] for choice in whole]
+    assert len(set(streamed)) > 2
+
+
+def test_truncation_keeps_the_end_unless_told_otherwise(base: Server):
+    def prompt_of(**more) -> list[int]:
+        body = {"prompt": [1, 2, 3, 4], "max_tokens": 1, "return_token_ids": True, **more}
+        return base.client.post("/v1/completions", json=body).json()["choices"][0]["prompt_token_ids"]
+
+    assert prompt_of(truncate_prompt_tokens=2) == [3, 4]
+    assert prompt_of(truncate_prompt_tokens=2, truncation_side="right") == [1, 2]
+
+
+@pytest.mark.parametrize(("length", "param"), [(513, "input_tokens"), (512, "max_tokens")])
+def test_a_prompt_without_room_is_refused(base: Server, length: int, param: str):
+    reply = base.client.post("/v1/completions", json={"prompt": [5] * length, "max_tokens": 1})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_the_same_id_may_come_twice(base: Server):
+    """A client that tries again must not be told that its first try still runs."""
+    body, found = LONG | {"max_tokens": 60}, []
+
+    def ask() -> None:
+        found.append(httpx.post(f"{base.url}/v1/completions", json=body, headers={"X-Request-Id": "twin"}, timeout=60))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [reply.status_code for reply in found] == [200] * 3
+    assert {reply.json()["id"] for reply in found} == {"cmpl-twin"}
+
+
+def test_keys(chat: Server):
+    with httpx.Client(base_url=chat.url) as stranger:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEYS[0]}):
+            for path in ("/v1/models", "/v1/nope"):
+                reply = stranger.get(path, headers=headers)
+                assert (reply.status_code, reply.json()) == (401, {"error": "Unauthorized"})
+        for path in ("/health", "/metrics", "/version", "/ping", "/load"):
+            assert stranger.get(path).status_code == 200
+        for key in KEYS:
+            assert stranger.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+
+
+def test_development_routes_need_development_mode(chat: Server):
+    assert chat.client.post("/reset_prefix_cache").status_code == 404
+
+
+def test_a_request_brings_no_template_and_no_pictures(chat: Server):
+    said = [{"role": "user", "content": "a"}]
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]
+    for body in ({"messages": said, "chat_template": "{{ 1 }}"}, {"messages": seen}):
+        reply = chat.client.post("/v1/chat/completions", json=body)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")

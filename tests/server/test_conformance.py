@@ -1,0 +1,60 @@
+"""Every recorded exchange with vLLM's own server has the same answer here."""
+
+import json
+
+import pytest
+from server.replay import EXCHANGES, differences
+from server.serving import Server
+
+NOT_SERVED_YET = {
+    "c_json_schema", "c_so_choice", "c_so_grammar", "c_so_json_object", "e_bad_regex", "h_schema", "h_schema_stream",
+    "h_json_object", "h_tools_required", "h_tools_named", "h_tools_named_stream",
+}  # fmt: skip
+"""Constrained answers. They get a 400 that says so."""
+SERVED = [entry for entry in EXCHANGES if entry["name"] not in NOT_SERVED_YET]
+
+
+def answer(server: Server, entry: dict) -> tuple[int, str, str]:
+    reply = server.client.request(entry["method"], entry["path"], content=entry["body"], headers=entry["headers"])
+    return reply.status_code, reply.headers.get("content-type", ""), reply.text
+
+
+@pytest.mark.parametrize("entry", SERVED, ids=[f"{entry['set']}-{entry['name']}" for entry in SERVED])
+def test_as_vllm_answers(entry, request):
+    server: Server = request.getfixturevalue(entry["set"])
+    assert not differences(entry, *answer(server, entry))
+
+
+@pytest.mark.parametrize("name", sorted(NOT_SERVED_YET))
+def test_what_is_not_served_says_so(name, request):
+    entry = next(entry for entry in EXCHANGES if entry["name"] == name)
+    status, _, body = answer(request.getfixturevalue(entry["set"]), entry)
+    assert status == 400
+    assert "not served yet" in json.loads(body)["error"]["message"]
+
+
+def damaged(entry: dict) -> list[tuple[int, str, str]]:
+    """Wrong answers that are near the right one."""
+    status, kind, body = entry["status"], entry["content_type"], entry["response"]
+    wrong = [(status + 100, kind, body), (status, "text/html", body)]
+    for old, new in (
+        ('"finish_reason":"length"', '"finish_reason":"stop"'),
+        ('"total_tokens":', '"total_tokens":1'),
+        ('"type":"', '"type":"Not'),
+        ('"index":0', '"index":1'),
+        ("[DONE]", '{"choices": [], "usage": {}, "id": 1, "object": 1, "model": 1}'),
+        ("# TYPE vllm:num_requests_running gauge", "# TYPE vllm:num_requests_running counter"),
+        ('"count":', '"count":1'),
+    ):
+        if old in body:
+            wrong.append((status, kind, body.replace(old, new)))
+    return wrong
+
+
+def test_the_comparison_notices_damage():
+    for entry in EXCHANGES:
+        assert not differences(entry, entry["status"], entry["content_type"], entry["response"])
+        if entry.get("free_text"):
+            continue
+        for wrong in damaged(entry):
+            assert differences(entry, *wrong), (entry["name"], wrong[2][:300])

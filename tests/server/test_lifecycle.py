@@ -1,0 +1,150 @@
+"""How the server starts and ends: nothing is lost, nobody is stuck, nothing is left over."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+from server.serving import MODEL, Server, eventually, free_port, running
+
+from minivllm.entrypoints.cli.main import _vllms_arguments, main
+
+LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+
+
+class Clients:
+    """Streams and whole requests that are under way at the same time."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        self.answers: list[tuple[int, str, float]] = []
+        self._url = f"{server.url}/v1/completions"
+        self._threads = [threading.Thread(target=self._ask, args=(index % 2 == 0,)) for index in range(number)]
+        for thread in self._threads:
+            thread.start()
+        assert eventually(lambda: server.metric("vllm:num_requests_running") == number, 20)
+
+    def _ask(self, stream: bool) -> None:
+        reply = httpx.post(self._url, json=LONG | {"stream": stream}, timeout=60)
+        self.answers.append((reply.status_code, reply.text, time.monotonic()))
+
+    def all_answered(self, since: float, seconds: float) -> None:
+        """All were told of an error, in time: streams by their last events, the others by the status."""
+        for thread in self._threads:
+            thread.join(20)
+        assert len(self.answers) == len(self._threads)
+        for status, body, when in self.answers:
+            assert when - since < seconds
+            if body.startswith("data: "):
+                assert status == 200
+                *_, error, done = body.strip().split("\n\n")
+                assert json.loads(error.removeprefix("data: "))["error"]["code"] in (500, 503)
+                assert done == "data: [DONE]"
+            else:
+                assert status in (500, 503)
+                assert json.loads(body)["error"]["code"] == status
+
+
+def slow_server(*flags: str):
+    """One that takes its time, so that requests are under way when something happens to it."""
+    return running("--max-num-seqs", "4", "--max-model-len", "2048", *flags)
+
+
+def test_sigterm_ends_open_requests_with_an_error_and_leaves_nothing():
+    with slow_server() as server:
+        processes = server.processes()
+        clients = Clients(server, 4)
+        since = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        clients.all_answered(since, 2.0)
+        assert not psutil.wait_procs(processes, 2)[1]
+
+
+def test_a_killed_core_is_told_at_once_and_ends_the_server():
+    with slow_server() as server:
+        processes = server.processes()
+        clients = Clients(server, 4)
+        since = time.monotonic()
+        server.core().kill()
+        clients.all_answered(since, 1.0)
+        assert server.client.get("/health").status_code == 503
+        assert server.client.post("/v1/completions", json=LONG).status_code in (500, 503)
+        assert server.process.wait(30) not in (0, None)
+        assert not psutil.wait_procs(processes, 2)[1]
+        assert "Traceback" not in server.said()
+
+
+def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused():
+    with slow_server("--shutdown-timeout", "30") as server:
+        found: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: found.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60))
+        )
+        asking.start()
+        assert eventually(lambda: server.metric("vllm:num_requests_running") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: "Shutting down" in server.said())
+        assert server.client.post("/v1/completions", json=LONG).status_code == 503
+        asking.join(60)
+        assert found[0].status_code == 200
+        assert found[0].json()["usage"]["completion_tokens"] == LONG["max_tokens"]
+        assert server.process.wait(30) == 0
+
+
+def test_a_port_in_use_is_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, "-P", "-m", "minivllm", "serve", "--host", "127.0.0.1"]
+        port = str(taken.getsockname()[1])
+        done = subprocess.run([*command, "--port", port], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "in use" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "no/such/folder"], "no/such/folder"),
+        (["serve", str(MODEL), "--max-modellen", "64"], "did you mean --max-model-len?"),
+        (["serve", str(MODEL), "--port", "many"], "many"),
+        (["serve", str(MODEL), "--enable-lora"], "enable_lora"),
+        (["serve", str(MODEL), "--speculative-config", "{"], "JSON"),
+        (["serve", str(MODEL), "--dtype", "float7"], "float7"),
+        (["serve", str(MODEL), "--chat-template", "no/such/file"], "no/such/file"),
+        (["serve", str(MODEL), "--chat-template", "{% if %}"], "Jinja"),
+        (["serve", str(MODEL), "--max-model-len", "4096"], "max_model_len"),
+        (["sing"], "sing"),
+    ],
+    ids=lambda value: " ".join(value[2:] or value[:1]) if isinstance(value, list) else "",
+)
+def test_what_cannot_work_is_one_line(arguments, said, capfd):
+    port = ["--port", str(free_port())] if "serve" in arguments and "--port" not in arguments else []
+    assert main([*arguments, *port]) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("minivllm: ")]
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_the_flags_are_listed(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "--help"])
+    assert left.value.code == 0
+    listed = capsys.readouterr().out
+    for flag in ("--max-model-len", "--served-model-name", "--api-key", "--tensor-parallel-size", "--chat-template"):
+        assert flag in listed
+
+
+def test_vllms_other_flags_are_accepted_where_they_change_nothing():
+    assert _vllms_arguments(["--no-async-scheduling", "--disable-log-stats", "--swap-space", "4"]) == {
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "swap_space": 4,
+    }

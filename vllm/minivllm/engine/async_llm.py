@@ -1,0 +1,243 @@
+"""The engine for an event loop: any number of requests at once, each an async generator of its outputs.
+
+The core runs in a process of its own. One task receives its outputs and hands them to the requests' collectors; a
+request whose reader is slow finds its outputs merged there, and holds up nobody else.
+
+In vLLM v0.33.0: `vllm/v1/engine/async_llm.py` (`AsyncLLM`), `RequestOutputCollector` in
+`vllm/v1/engine/output_processor.py`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from minivllm.core.messages import EngineCoreOutputs
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.async_mp_client import AsyncMPClient
+from minivllm.engine.front_end import FrontEnd
+from minivllm.errors import EngineDeadError, EngineStoppedError
+from minivllm.inputs import Prompt
+from minivllm.logger import init_logger
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
+
+logger = init_logger(__name__)
+OUTPUTS_AT_ONCE = 128
+"""Outputs that are processed before the event loop's other tasks get a turn."""
+
+
+class RequestOutputCollector:
+    """Between the task that receives outputs and the reader of one request: holds what was not read yet, as one."""
+
+    def __init__(
+        self, kind: RequestOutputKind, request_id: str = "", on_ready: Callable[[], None] | None = None
+    ) -> None:
+        """`on_ready` is called whenever there is something to read where there was nothing."""
+        self.request_id = request_id
+        self._merges = kind is RequestOutputKind.DELTA
+        self._on_ready = on_ready
+        self._waiting: RequestOutput | Exception | None = None
+        self._there = asyncio.Event()
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Adds an output. Deltas are joined to those that wait; other kinds hold all there is, and replace them.
+
+        An exception is the last that is read: what comes after it is dropped.
+        """
+        if isinstance(self._waiting, Exception):
+            return
+        if self._merges and isinstance(output, RequestOutput) and isinstance(self._waiting, RequestOutput):
+            self._waiting.add(output)
+            return
+        is_new, self._waiting = self._waiting is None, output
+        self._there.set()
+        if is_new and self._on_ready is not None:
+            self._on_ready()
+
+    def get_nowait(self) -> RequestOutput | None:
+        """Returns what has come since the last call, if anything.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        found, self._waiting = self._waiting, None
+        self._there.clear()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def get(self) -> RequestOutput:
+        """Returns what has come since the last call, or waits for it.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        await self._there.wait()
+        found = self.get_nowait()
+        assert found is not None
+        return found
+
+
+class AsyncLLM(FrontEnd):
+    """For one event loop. The constructor blocks until the core is ready.
+
+    Raises:
+        MinivllmError: the arguments are invalid.
+        EngineDeadError: the core died before it was ready.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.engine_core = AsyncMPClient(args)
+        super().__init__(args, self.engine_core.ready)
+        self._collectors: dict[str, RequestOutputCollector] = {}
+        self._handler: asyncio.Task[None] | None = None
+        self.dead_error: Exception | None = None
+        self._ended = asyncio.Event()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
+        """Same as the constructor, under vLLM's name."""
+        return cls(engine_args)
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has ended, so that no request can be served any more."""
+        return self.dead_error is not None
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the outputs of a prompt as they come. Whoever stops reading aborts the request.
+
+        Raises:
+            MinivllmError: the request is invalid.
+            EngineDeadError: the engine has ended.
+        """
+        collector = await self.add_request(request_id, prompt, sampling_params, priority=priority)
+        try:
+            finished = False
+            while not finished:
+                output = await collector.get()
+                finished = output.finished
+                yield output
+        finally:
+            self.abort_now([request_id])
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        on_ready: Callable[[], None] | None = None,
+    ) -> RequestOutputCollector:
+        """Adds a request, whose outputs the collector gets. Its reader must end it with `abort_now`.
+
+        Raises:
+            MinivllmError: the request is invalid.
+            EngineDeadError: the engine has ended.
+        """
+        await self.check_health()
+        text, request = self._processed(request_id, prompt, params, priority)
+        collector = self._collectors[request_id] = RequestOutputCollector(params.output_kind, request_id, on_ready)
+        try:
+            for child in self._registered(request_id, text, request):
+                self.engine_core.add_request(child)
+        except BaseException:
+            self.abort_now([request_id])
+            raise
+        return collector
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests: their readers get a last output with the finish reason "abort"."""
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            children = self._children.pop(one, [])
+            for last in self.output_processor.aborted(children):
+                if one in self._collectors:
+                    self._collectors[one].put(last)
+            self._abort_in_core(children)
+
+    def abort_now(self, request_ids: Iterable[str]) -> None:
+        """Ends requests that nobody reads any more; unknown ids are ignored."""
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            self._collectors.pop(request_id, None)
+        self._abort_in_core(self._forgotten(request_ids))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
+        return await self._utility("reset_prefix_cache")
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine has ended."""
+        self._listen()
+        if self.dead_error is not None:
+            raise self.dead_error
+
+    async def wait_until_dead(self) -> None:
+        """Returns when the engine has ended, for whatever reason."""
+        self._listen()
+        await self._ended.wait()
+
+    def end_requests(self) -> None:
+        """Requests under way fail with `EngineStoppedError`, as do new ones. The core's process goes on."""
+        self._die(EngineStoppedError("the server is shutting down"))
+
+    def shutdown(self) -> None:
+        """Ends the core's process. Requests under way fail with `EngineStoppedError`."""
+        self.end_requests()
+        if self._handler is not None and not self._handler.get_loop().is_closed():
+            self._handler.cancel()
+        self.engine_core.shutdown()
+
+    def _abort_in_core(self, children: list[str]) -> None:
+        if children and not self.errored:
+            with suppress(EngineDeadError):
+                self.engine_core.abort_requests(children)
+
+    async def _utility(self, method: str) -> Any:
+        self._listen()
+        return await self.engine_core.call_utility_async(method)
+
+    def _listen(self) -> None:
+        """Starts the task that receives outputs, in the loop that asks first."""
+        if self._handler is None:
+            self._handler = asyncio.get_running_loop().create_task(self._receive_outputs())
+
+    async def _receive_outputs(self) -> None:
+        try:
+            while True:
+                await self._take_in(await self.engine_core.get_output_async())
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if not isinstance(error, EngineDeadError):
+                logger.exception("The engine's outputs cannot be received any more")
+            self._die(error)
+
+    async def _take_in(self, outputs: EngineCoreOutputs) -> None:
+        """Hands the outputs of a step to their readers, in chunks, so that a large step does not hold up the loop."""
+        shown: list[RequestOutput] = []
+        self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)
+        for start in range(0, len(outputs.outputs), OUTPUTS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            some, to_abort = self.output_processor.process_outputs(outputs.outputs[start : start + OUTPUTS_AT_ONCE])
+            if to_abort:
+                self.engine_core.abort_requests(to_abort)
+            for output in some:
+                if (collector := self._collectors.get(output.request_id)) is not None:
+                    collector.put(output)
+            shown += some
+        self._finish(shown, outputs)
+
+    def _die(self, error: Exception) -> None:
+        """No output will come any more: all readers are told why."""
+        if self.dead_error is not None:
+            return
+        self.dead_error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        self._ended.set()
+        for collector in self._collectors.values():
+            collector.put(self.dead_error)

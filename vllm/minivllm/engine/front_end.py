@@ -1,0 +1,103 @@
+"""What surrounds the core on a user's side: prompts become requests, outputs become texts.
+
+`LLMEngine` drives a core step by step, `AsyncLLM` serves an event loop; both are this, with a client of the core.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from minivllm.config import ModelConfig
+from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
+from minivllm.core.stats import SchedulerStats
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.generation_config import GenerationConfig
+from minivllm.engine.input_processor import InputProcessor
+from minivllm.engine.iteration_stats import IterationStats
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.parallel_sampling import ParentRequest, child_requests
+from minivllm.engine.throughput_log import ThroughputLog
+from minivllm.errors import MinivllmError
+from minivllm.inputs import Prompt
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import SamplingParams
+
+
+class StatLogger(Protocol):
+    """Takes what was measured since it was last called; the scheduler's counts are since the start."""
+
+    def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats) -> None:
+        """After each step."""
+
+    def record_rejection(self, reason: str) -> None:
+        """A request was refused for this reason."""
+
+
+class FrontEnd:
+    """Input processor and output processor, and which of the core's requests belong to which of the user's."""
+
+    def __init__(self, args: EngineArgs, ready: EngineCoreReady) -> None:
+        self.model_config = ModelConfig.from_pretrained(args.model)
+        self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
+        self.generation_config = GenerationConfig.of(args.model, self.model_config, self.tokenizer)
+        self.stats: SchedulerStats = ready.scheduler_stats
+        """The scheduler's state after the last step. Reading it resets nothing."""
+        self.input_processor = InputProcessor(
+            self.model_config, self.tokenizer, ready.limits, self.generation_config.eos_token_ids, args.seed
+        )
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self._children: dict[str, list[str]] = {}
+        """The core's ids of each unfinished request, by the user's id."""
+        self._throughput_log = ThroughputLog()
+        self.stat_logger: StatLogger | None = None
+        """Who else wants to know what was measured, after each step."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.output_processor.states)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Returns the number of unfinished requests, counting each of `n` completions."""
+        return len(self.output_processor.states)
+
+    def _processed(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> tuple[str | None, EngineCoreRequest]:
+        """The prompt's text and its request, before it is split into `params.n`.
+
+        Raises:
+            MinivllmError: the request is invalid.
+        """
+        if not isinstance(request_id, str):
+            raise MinivllmError(f"the request id is {request_id!r}; it must be a text")
+        if request_id in self._children:
+            raise MinivllmError(f"request {request_id!r} exists already; ids must be unique among unfinished requests")
+        return self.input_processor.process_inputs(request_id, prompt, params, priority=priority)
+
+    def _registered(self, request_id: str, text: str | None, request: EngineCoreRequest) -> list[EngineCoreRequest]:
+        """The requests for the core, which are awaited from now on."""
+        if not self.has_unfinished_requests():
+            self._throughput_log.begin()
+        parent, children = ParentRequest(request_id, request.sampling_params.n), child_requests(request)
+        self._children[request_id] = [child.request_id for child in children]
+        for index, child in enumerate(children):
+            self.output_processor.add_request(child, text, index, parent)
+        return children
+
+    def _forgotten(self, request_ids: Iterable[str]) -> list[str]:
+        """The core's ids of these requests, which are not awaited any more."""
+        children = [child for request_id in request_ids for child in self._children.pop(request_id, ())]
+        self.output_processor.abort_requests(children)
+        return children
+
+    def _finish(self, shown: list[RequestOutput], outputs: EngineCoreOutputs) -> None:
+        """Takes note of the requests that have ended, and of the scheduler's state."""
+        for output in shown:
+            if output.finished:
+                self._children.pop(output.request_id, None)
+        if outputs.scheduler_stats is not None:
+            self.stats = outputs.scheduler_stats
+            iteration = self.output_processor.take_stats()
+            self._throughput_log.observe(iteration.num_prompt_tokens, iteration.num_generation_tokens, self.stats)
+            if self.stat_logger is not None:
+                self.stat_logger.record(self.stats, iteration)

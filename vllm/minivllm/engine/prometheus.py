@@ -1,0 +1,192 @@
+"""What the engine measures, for Prometheus: vLLM's names, types, labels and buckets.
+
+In vLLM v0.33.0: `vllm/v1/metrics/loggers.py` (`PrometheusStatLogger`).
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.process_collector import ProcessCollector
+
+from minivllm.core.messages import EngineCoreReady
+from minivllm.core.stats import SchedulerStats
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
+
+Metric = TypeVar("Metric", bound=MetricWrapperBase)
+FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_SECONDS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+STEP_TOKENS = (1, 8, *(2**power for power in range(4, 15)))
+COUNTERS = {
+    "prefix_cache_queries": "Prefix cache queries, in tokens.",
+    "prefix_cache_hits": "Prefix cache hits, in tokens.",
+    "external_prefix_cache_queries": "Queries of caches outside this engine, in tokens.",
+    "external_prefix_cache_hits": "Hits in caches outside this engine, in tokens.",
+    "num_preemptions": "Preemptions.",
+    "prompt_tokens": "Tokens of prompts.",
+    "prompt_tokens_cached": "Tokens of prompts that were cached.",
+    "generation_tokens": "Tokens generated.",
+}
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+CACHES = ("device", "host", "p2p", "disk", "external_unspecified")
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
+
+
+class PrometheusStatLogger:
+    """Metrics of one engine, in a registry of its own."""
+
+    def __init__(self, args: EngineArgs, ready: EngineCoreReady, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._seen = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "num_preemptions": 0}
+        self._make_gauges(args, ready)
+        self._make_counters()
+        self._make_histograms(_steps_of_1_2_5(ready.limits.max_model_len))
+
+    def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats) -> None:
+        """Takes in a step. The scheduler's counts are since the start, the others since the last call."""
+        self._running.set(scheduler_stats.num_running_reqs)
+        self._waiting.set(scheduler_stats.num_waiting_reqs)
+        self._waiting_by_reason["capacity"].set(scheduler_stats.num_waiting_reqs)
+        self._usage.set(scheduler_stats.kv_cache_usage)
+        prefix = scheduler_stats.prefix_cache_stats
+        self._raise_to("prefix_cache_queries", prefix.queries)
+        self._raise_to("prefix_cache_hits", prefix.hits)
+        self._raise_to("num_preemptions", scheduler_stats.num_preemptions)
+        self._record_iteration(iteration_stats)
+
+    def record_rejection(self, reason: str) -> None:
+        """A request was refused since this limit was reached."""
+        self._rejections[reason].inc()
+
+    def _record_iteration(self, stats: IterationStats) -> None:
+        cached = min(stats.num_cached_prompt_tokens, stats.num_prompt_tokens)
+        self._counters["prompt_tokens"].inc(stats.num_prompt_tokens)
+        self._counters["prompt_tokens_cached"].inc(cached)
+        self._counters["generation_tokens"].inc(stats.num_generation_tokens)
+        self._by_source["local_compute"].inc(stats.num_prompt_tokens - cached)
+        self._by_source["local_cache_hit"].inc(cached)
+        self._by_cache["device"].inc(cached)
+        if stats.num_prompt_tokens or stats.num_generation_tokens:
+            self._iteration_tokens.observe(stats.num_prompt_tokens + stats.num_generation_tokens)
+        for seconds in stats.time_to_first_tokens:
+            self._time_to_first_token.observe(seconds)
+        for seconds in stats.inter_token_latencies:
+            self._inter_token_latency.observe(seconds)
+        for n, longest in stats.finished_parents:
+            self._params_n.observe(n)
+            self._max_num_generation_tokens.observe(longest)
+        for finished in stats.finished_requests:
+            self._record_finished(finished)
+
+    def _record_finished(self, finished: FinishedRequestStats) -> None:
+        self._success[finished.finish_reason].inc()
+        self._prompt_tokens.observe(finished.num_prompt_tokens)
+        self._generation_tokens.observe(finished.num_generation_tokens)
+        self._params_max_tokens.observe(finished.max_tokens)
+        self._kv_computed.observe(max(0, finished.num_prompt_tokens - finished.num_cached_tokens))
+        self._preemptions.observe(finished.num_preemptions)
+        self._e2e.observe(finished.e2e_latency)
+        self._queue.observe(finished.queued_time)
+        self._prefill.observe(finished.prefill_time)
+        self._decode.observe(finished.decode_time)
+        self._inference.observe(finished.inference_time)
+        if finished.mean_time_per_output_token is not None:
+            self._time_per_output_token.observe(finished.mean_time_per_output_token)
+
+    def _raise_to(self, name: str, total: int) -> None:
+        self._counters[name].inc(max(0, total - self._seen[name]))
+        self._seen[name] = total
+
+    def _make_gauges(self, args: EngineArgs, ready: EngineCoreReady) -> None:
+        self._running = self._gauge("num_requests_running", "Requests that are computed.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that wait.")
+        self._waiting_by_reason = self._labelled(
+            self._wrapper(Gauge, "num_requests_waiting_by_reason", "Requests that wait, by reason.", "reason"),
+            "reason",
+            ("capacity", "deferred"),
+        )
+        self._usage = self._gauge("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1.")
+        tokens = ready.num_gpu_blocks * ready.limits.block_size
+        facts = {
+            "block_size": ready.limits.block_size,
+            "cache_dtype": args.kv_cache_dtype,
+            "enable_prefix_caching": args.enable_prefix_caching,
+            "gpu_memory_utilization": args.gpu_memory_utilization,
+            "kv_cache_max_concurrency": tokens / ready.limits.max_model_len,
+            "kv_cache_size_tokens": tokens,
+            "num_gpu_blocks": ready.num_gpu_blocks,
+            "num_gpu_blocks_override": args.num_gpu_blocks_override,
+        }
+        info = self._wrapper(Gauge, "cache_config_info", "Settings of the cache.", *facts)
+        info.labels(**self._labels, **{name: str(value) for name, value in facts.items()}).set(1)
+
+    def _make_counters(self) -> None:
+        self._counters = {
+            name: self._wrapper(Counter, name, text).labels(**self._labels) for name, text in COUNTERS.items()
+        }
+        self._by_source = self._counter_by("prompt_tokens_by_source", "Tokens of prompts.", "source", SOURCES)
+        self._by_cache = self._counter_by(
+            "prompt_tokens_cached_by_source", "Tokens of prompts that were cached, by where.", "source", CACHES
+        )
+        self._success = self._counter_by("request_success", "Ended requests.", "finished_reason", FINISH_REASONS)
+        rejections = Counter(
+            "vllm:admission_rejections", "Refused requests.", ["model_name", "reason"], registry=self.registry
+        )
+        self._rejections = {
+            reason: rejections.labels(model_name=self._labels["model_name"], reason=reason) for reason in REJECTIONS
+        }
+
+    def _make_histograms(self, counts: tuple[int, ...]) -> None:
+        make = self._histogram
+        self._prompt_tokens = make("request_prompt_tokens", "Tokens of a request's prompt.", counts)
+        self._generation_tokens = make("request_generation_tokens", "Tokens that a request generated.", counts)
+        self._iteration_tokens = make("iteration_tokens_total", "Tokens of a step.", STEP_TOKENS)
+        self._max_num_generation_tokens = make(
+            "request_max_num_generation_tokens", "Tokens of the longest of n completions.", counts
+        )
+        self._params_n = make("request_params_n", "n of a request.", (1, 2, 5, 10, 20))
+        self._params_max_tokens = make("request_params_max_tokens", "max_tokens of a request.", counts)
+        self._kv_computed = make("request_prefill_kv_computed_tokens", "Tokens of a prompt not cached.", counts)
+        self._preemptions = make("request_num_preemptions", "Preemptions of a request.", (1, 2, 3, 4, 5, 10, 20))
+        self._time_to_first_token = make("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)
+        self._inter_token_latency = make("inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS)
+        self._time_per_output_token = make(
+            "request_time_per_output_token_seconds", "Mean time between a request's tokens.", TOKEN_SECONDS
+        )
+        self._e2e = make("e2e_request_latency_seconds", "From arrival to the last token.", REQUEST_SECONDS)
+        self._queue = make("request_queue_time_seconds", "From arrival to the first step.", REQUEST_SECONDS)
+        self._inference = make("request_inference_time_seconds", "First step to last token.", REQUEST_SECONDS)
+        self._prefill = make("request_prefill_time_seconds", "First step to first token.", REQUEST_SECONDS)
+        self._decode = make("request_decode_time_seconds", "First to last token.", REQUEST_SECONDS)
+
+    def _wrapper(self, kind: type[Metric], name: str, text: str, *labels: str) -> Metric:
+        return kind(f"vllm:{name}", text, [*self._labels, *labels], registry=self.registry)
+
+    def _labelled(self, metric: Metric, label: str, values: tuple[str, ...]) -> Mapping[str, Metric]:
+        return {value: metric.labels(**self._labels, **{label: value}) for value in values}
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return self._wrapper(Gauge, name, text).labels(**self._labels)
+
+    def _counter_by(self, name: str, text: str, label: str, values: tuple[str, ...]) -> Mapping[str, Counter]:
+        return self._labelled(self._wrapper(Counter, name, text, label), label, values)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self.registry)
+        return metric.labels(**self._labels)
+
+
+def _steps_of_1_2_5(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50, … up to `most`."""
+    steps = (mantissa * 10**power for power in range(len(str(most))) for mantissa in (1, 2, 5))
+    return tuple(step for step in steps if step <= most)

@@ -1,0 +1,163 @@
+"""The server's routes, over one `AsyncLLM`.
+
+In vLLM v0.33.0: `vllm/entrypoints/openai/api_server.py` (`build_app`, `init_app_state`) and the `api_router.py` of each
+group of routes.
+"""
+
+import os
+from typing import Any
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import BaseModel
+
+import minivllm
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.entrypoints.openai.errors import ErrorResponse, register_exception_handlers
+from minivllm.entrypoints.openai.middleware import (
+    AuthenticationMiddleware,
+    BodySizeMiddleware,
+    OpenRequestsMiddleware,
+    ServerState,
+    XRequestIdMiddleware,
+)
+from minivllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelList,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    TokenizeResponse,
+)
+from minivllm.entrypoints.openai.serving_chat import OpenAIServingChat
+from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
+from minivllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
+from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.entrypoints.openai.stream import EventStream, until_disconnected
+from minivllm.errors import EngineDeadError
+
+DEVELOPMENT_VARIABLES = ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 404, 413, 422, 500, 503)
+}
+
+
+async def json_only(request: Request) -> None:
+    """Refuse a body that does not say that it is JSON, as a form from a web page would not."""
+    kind = request.headers.get("content-type", "").lower().split(";")[0].strip()
+    if kind != "application/json":
+        raise HTTPException(400, "the Content-Type must be application/json")
+
+
+JSON_ONLY = [Depends(json_only)]
+
+
+def build_app(
+    engine: AsyncLLM,
+    models: OpenAIServingModels,
+    settings: FrontendArgs,
+    template: str | None,
+    registry: CollectorRegistry,
+) -> FastAPI:
+    """Return the application. `template` is the chat template; `registry` has the metrics."""
+    app = FastAPI(title="minivllm", version=minivllm.__version__)
+    app.state.server = ServerState()
+    register_exception_handlers(app)
+    _add_middleware(app, settings)
+    _add_generation(app, engine, models, settings, template)
+    _add_tokenization(app, OpenAIServingTokenization(engine, models, settings, template))
+    _add_instruments(app, engine, registry)
+
+    @app.get("/v1/models", response_model=ModelList)
+    async def show_models() -> ModelList:
+        return models.show()
+
+    if any(os.environ.get(name, "0") not in ("", "0") for name in DEVELOPMENT_VARIABLES):
+
+        @app.post("/reset_prefix_cache")
+        async def reset_prefix_cache() -> JSONResponse:
+            return JSONResponse({"success": await engine.reset_prefix_cache()})
+
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: FrontendArgs) -> None:
+    """The last one added is the first to see a request."""
+    app.add_middleware(BodySizeMiddleware)
+    app.add_middleware(OpenRequestsMiddleware, state=app.state.server)
+    if settings.api_key:
+        app.add_middleware(AuthenticationMiddleware, keys=settings.api_key)
+    if settings.enable_request_id_headers:
+        app.add_middleware(XRequestIdMiddleware)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=settings.allowed_origins,
+        allow_credentials=settings.allow_credentials,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+    )
+
+
+def _add_generation(
+    app: FastAPI, engine: AsyncLLM, models: OpenAIServingModels, settings: FrontendArgs, template: str | None
+) -> None:
+    completions = OpenAIServingCompletion(engine, models, settings, template)
+    chat = OpenAIServingChat(engine, models, settings, template)
+
+    @app.post("/v1/completions", dependencies=JSON_ONLY, response_model=CompletionResponse, responses=ERRORS)
+    async def create_completion(request: CompletionRequest, raw: Request) -> Response:
+        return await _answered(until_disconnected(completions.create_completion(request, raw.headers), raw))
+
+    @app.post("/v1/chat/completions", dependencies=JSON_ONLY, response_model=ChatCompletionResponse, responses=ERRORS)
+    async def create_chat_completion(request: ChatCompletionRequest, raw: Request) -> Response:
+        return await _answered(until_disconnected(chat.create_chat_completion(request, raw.headers), raw))
+
+
+async def _answered(work: Any) -> Response:
+    answer: BaseModel | EventStream | Response = await work
+    return _json(answer) if isinstance(answer, BaseModel) else answer
+
+
+def _json(answer: BaseModel) -> Response:
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+def _add_tokenization(app: FastAPI, serving: OpenAIServingTokenization) -> None:
+    @app.post("/tokenize", dependencies=JSON_ONLY, response_model=TokenizeResponse, responses=ERRORS)
+    async def tokenize(request: TokenizeCompletionRequest | TokenizeChatRequest) -> Response:
+        return _json(await serving.create_tokenize(request))
+
+    @app.post("/detokenize", dependencies=JSON_ONLY, response_model=DetokenizeResponse, responses=ERRORS)
+    async def detokenize(request: DetokenizeRequest) -> Response:
+        return _json(serving.create_detokenize(request))
+
+
+def _add_instruments(app: FastAPI, engine: AsyncLLM, registry: CollectorRegistry) -> None:
+    async def health() -> Response:
+        try:
+            await engine.check_health()
+        except EngineDeadError:
+            return Response(status_code=503)
+        return Response(status_code=200)
+
+    app.get("/health", responses={503: {}})(health)
+    app.api_route("/ping", methods=["GET", "POST"], responses={503: {}}, include_in_schema=False)(health)
+
+    @app.get("/load")
+    async def load() -> JSONResponse:
+        return JSONResponse({"server_load": app.state.server.num_open})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": minivllm.__version__})
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})

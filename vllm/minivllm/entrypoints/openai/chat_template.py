@@ -1,0 +1,149 @@
+"""Messages become a prompt by the model's chat template, in Jinja.
+
+A template comes from a stranger's model folder, so it runs in a sandbox: it sees the messages, and nothing else.
+
+In vLLM v0.33.0: `vllm/entrypoints/chat_utils.py`, `vllm/renderers/`; the functions that templates may call are those of
+`transformers.utils.chat_template_utils`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from minivllm.config.checks import encodable
+from minivllm.config.model import hub_file, local_path, read_json_object
+from minivllm.errors import MinivllmError
+
+FILENAME, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+PLAIN = (
+    "{% for m in messages %}{{ '### ' + m['role'] + '\\n' + (m['content'] or '') + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
+)
+"""For the embedded model, which was not trained on conversations."""
+NO_TEMPLATE = (
+    "the model has no chat template, and there is no default one (transformers has none since v4.44): start the server "
+    "with --chat-template"
+)
+
+
+def read_template(given: str | None, model: str | Path) -> str | None:
+    """Return the template of the flag, a file or the template itself; else the model's own; None if it has none.
+
+    Raises:
+        MinivllmError: the file does not exist, or the template is not valid.
+    """
+    template = _of_model(model) if given is None else _of_flag(given)
+    if template is not None:
+        _compiled(template)
+    return template
+
+
+def _of_flag(given: str) -> str:
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MinivllmError(f"the chat template {given} cannot be read: {error}") from None
+
+
+def _of_model(model: str | Path) -> str | None:
+    for filename in (FILENAME, TOKENIZER_CONFIG):
+        path = _file_of(model, filename)
+        if path is None:
+            continue
+        if filename == FILENAME:
+            return path.read_text()
+        template = read_json_object(path).get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {one["name"]: one["template"] for one in template}.get("default")
+        return template
+    return None
+
+
+def _file_of(model: str | Path, filename: str) -> Path | None:
+    directory = local_path(model)
+    try:
+        path = directory / filename if directory.is_dir() else hub_file(str(model), filename)
+    except MinivllmError:
+        return None
+    return path if path.is_file() else None
+
+
+def render(template: str, messages: Sequence[Mapping[str, Any]], further: Mapping[str, Any], goes_on: bool) -> str:
+    """Return the prompt. `further`: what else the template sees. `goes_on`: the last message is not ended.
+
+    Raises:
+        MinivllmError: there are no messages, or the template rejects them.
+    """
+    if not messages:
+        raise MinivllmError("there are no messages; a conversation needs at least one")
+    if goes_on and further.get("add_generation_prompt"):
+        raise MinivllmError("continue_final_message needs `add_generation_prompt: false`")
+    conversation = [_with_text(message) for message in messages]
+    try:
+        text = _compiled(template).render(messages=conversation, **further)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        raise MinivllmError(f"the chat template rejects the messages: {error}") from None
+    if goes_on:
+        last = (conversation[-1].get("content") or "").strip()
+        text = text[: text.rindex(last) + len(last)] if last in text else text
+    return encodable(text, "the prompt")
+
+
+def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its parts joined, and its tools' arguments read, which is how templates want them."""
+    changed = dict(message)
+    if isinstance(changed.get("content"), list):
+        changed["content"] = "\n".join(_text_of(part) for part in changed["content"])
+    changed.setdefault("content", None if changed.get("tool_calls") else "")
+    if changed.get("tool_calls"):
+        changed["tool_calls"] = [_with_arguments(call) for call in changed["tool_calls"]]
+    return changed
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise MinivllmError(f"a part of a message's content is {str(kind)[:100]!r}; only texts are served")
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        raise MinivllmError("the arguments of a message's tool call are not JSON", "messages") from None
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _compiled(template: str) -> jinja2.Template:
+    try:
+        return _environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise MinivllmError(f"the chat template is not valid Jinja: {error}") from None
+
+
+def _reject(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+_environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+_environment.filters["tojson"] = _as_json
+_environment.globals["raise_exception"] = _reject
+_environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

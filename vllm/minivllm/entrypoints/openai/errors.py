@@ -1,0 +1,143 @@
+"""Errors on the wire: `{"error": {message, type, param, code}}`.
+
+A body that does not fit the request's schema is a "Bad Request", and `param` the path to the field; what else is wrong
+with a request is a "BadRequestError", and `param` the field, where it is one. Unknown paths and methods are FastAPI's.
+
+In vLLM v0.33.0: `vllm/entrypoints/serve/exception_handling/`.
+"""
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from minivllm.errors import EngineDeadError, EngineStoppedError, MinivllmError
+from minivllm.logger import init_logger
+
+logger = init_logger(__name__)
+MAX_ERRORS, MAX_INPUT_CHARACTERS, MAX_ERROR_CHARACTERS = 10, 200, 1000
+"""A body of a megabyte can be wrong in a million places: how much of it is told."""
+UNION_MARKERS = {"str", "int", "float", "bool", "bytes", "none", "list", "dict"}
+
+
+class ErrorInfo(BaseModel):
+    """What is wrong. `code` is the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    """The body of an error."""
+
+    error: ErrorInfo
+
+
+class RequestError(MinivllmError):
+    """A request that gets another status than 400."""
+
+    def __init__(self, message: str, status: HTTPStatus, kind: str, parameter: str | None = None) -> None:
+        super().__init__(message, parameter)
+        self.status = status
+        self.kind = kind
+
+
+def not_found(message: str, parameter: str | None = None) -> RequestError:
+    """A model that is not served."""
+    return RequestError(message, HTTPStatus.NOT_FOUND, "NotFoundError", parameter)
+
+
+def unavailable(message: str) -> RequestError:
+    """A server that cannot take the request now."""
+    return RequestError(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
+
+
+def failed(message: str) -> RequestError:
+    """A request that was valid, and that the engine could not answer."""
+    return RequestError(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+
+
+def error_response(error: Exception) -> ErrorResponse:
+    """Return the body for this exception; what is our own fault is logged, and only named on the wire."""
+    if isinstance(error, RequestError):
+        return _response(str(error), error.status, error.kind, error.parameter)
+    if isinstance(error, MinivllmError):
+        return _response(str(error), HTTPStatus.BAD_REQUEST, "BadRequestError", error.parameter)
+    if isinstance(error, EngineStoppedError):
+        return error_response(unavailable(str(error)))
+    if isinstance(error, EngineDeadError):
+        return error_response(failed("the engine's core has ended; the server's log says why"))
+    logger.error("A request failed", exc_info=error)
+    return error_response(failed("internal server error"))
+
+
+def json_response(error: Exception) -> JSONResponse:
+    """Return the whole reply for this exception."""
+    body = error_response(error)
+    return JSONResponse(body.model_dump(), body.error.code)
+
+
+def register_exception_handlers(app: FastAPI) -> None:
+    """Every exception of a route becomes an error on the wire."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _validation_response(error.errors())
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error.__cause__, MinivllmError):  # FastAPI wraps whatever is raised while a body is read
+            return json_response(error.__cause__)
+        status = HTTPStatus(error.status_code)
+        if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+            return JSONResponse({"detail": error.detail}, status, error.headers)
+        return JSONResponse(_response(str(error.detail), status, status.phrase).model_dump(), status)
+
+    @app.exception_handler(MinivllmError)
+    @app.exception_handler(EngineDeadError)
+    async def wrong(request: Request, error: Exception) -> JSONResponse:
+        return json_response(error)
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_response(failed("internal server error")).model_dump(), 500)
+
+
+def _response(message: str, status: HTTPStatus, kind: str, parameter: str | None = None) -> ErrorResponse:
+    readable = message.encode("utf8", "backslashreplace").decode()  # a message may quote half a character
+    return ErrorResponse(error=ErrorInfo(message=readable, type=kind, param=parameter, code=status.value))
+
+
+def _validation_response(errors: Sequence[Any]) -> JSONResponse:
+    own = next((error["ctx"]["error"] for error in errors if "error" in error.get("ctx", {})), None)
+    if isinstance(own, MinivllmError):
+        return json_response(own)
+    lines = [_line(error) for error in errors[:MAX_ERRORS]]
+    if len(errors) > MAX_ERRORS:
+        lines.append(f"and {len(errors) - MAX_ERRORS} more")
+    message = f"{len(errors)} validation error{'s' * (len(errors) > 1)}: " + "; ".join(lines)
+    body = _response(message, HTTPStatus.BAD_REQUEST, HTTPStatus.BAD_REQUEST.phrase, _path(errors[0]["loc"]))
+    return JSONResponse(body.model_dump(), HTTPStatus.BAD_REQUEST)
+
+
+def _line(error: Any) -> str:
+    given = error.get("input")
+    if isinstance(given, dict | list | bytes):
+        shown = f"{type(given).__name__} of {len(given)}"
+    else:
+        shown = str(given)[:MAX_INPUT_CHARACTERS]
+    return f"{_path(error['loc'])}: {error['msg']}, not {shown}"[:MAX_ERROR_CHARACTERS]
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """The path to a field, without the names that pydantic gives to the branches of a union."""
+    parts = [str(part) for part in location]
+    named = [part for part in parts if not any(mark in part for mark in "[]{}()") and part not in UNION_MARKERS]
+    return ".".join(named or parts)

@@ -1,0 +1,128 @@
+"""What happens to every request before its route: keys, sizes, counting, ids.
+
+In vLLM v0.33.0: `vllm/entrypoints/serve/middleware/`.
+"""
+
+import hashlib
+import hmac
+import uuid
+from collections.abc import Sequence
+from http import HTTPStatus
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minivllm.entrypoints.openai.errors import RequestError, json_response, unavailable
+
+WITH_KEY = ("/v1", "/v2", "/inference", "/cohere")
+MAX_BODY_BYTES = 32 * 2**20
+
+
+class ServerState:
+    """What the server does besides answering: how many requests are open, and whether it takes more."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.draining = False
+
+
+class AuthenticationMiddleware:
+    """Requests below these paths must bring one of the keys. Keys are compared as hashes, each in constant time."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._known = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets the request pass, or answers 401."""
+        free = scope["type"] != "http" or scope["method"] == "OPTIONS" or not scope["path"].startswith(WITH_KEY)
+        if free or self._knows(Headers(scope=scope).get("authorization", "")):
+            await self._app(scope, receive, send)
+            return
+        await JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
+
+    def _knows(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        found = [hmac.compare_digest(_digest(key.strip()), known) for known in self._known]  # all of them, always
+        return scheme.lower() == "bearer" and any(found)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class OpenRequestsMiddleware:
+    """Counts requests that generate, and refuses new ones while the server drains."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on."""
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        if self._state.draining:
+            await json_response(unavailable("the server is shutting down"))(scope, receive, send)
+            return
+        self._state.num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._state.num_open -= 1
+
+
+class BodySizeMiddleware:
+    """Refuses bodies that no request needs, before they fill the memory."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on, piece by piece."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        told = Headers(scope=scope).get("content-length", "0")
+        if told.isdecimal() and int(told[:20]) > self._max_bytes:
+            await json_response(self._error())(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise self._error()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _error(self) -> RequestError:
+        status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        return RequestError(f"the body is larger than {self._max_bytes} bytes", status, "BadRequestError")
+
+
+class XRequestIdMiddleware:
+    """Replies have the request's X-Request-Id, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, with_id)

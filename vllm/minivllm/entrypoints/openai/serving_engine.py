@@ -1,0 +1,290 @@
+"""What completions and chat completions do alike: from a request to the engine's requests, and their outputs.
+
+In vLLM v0.33.0: `vllm/entrypoints/generate/base/serving.py`, `vllm/entrypoints/serve/utils/api_utils.py`.
+"""
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from tokenizers import Tokenizer
+
+from minivllm.config.checks import encodable
+from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
+from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render
+from minivllm.entrypoints.openai.errors import error_response, failed, unavailable
+from minivllm.entrypoints.openai.protocol import ChatTemplateRequest, GenerationRequest, UsageInfo
+from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
+from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.inputs import TokensPrompt
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import MAX_N, SamplingParams
+
+CHARACTERS_IN_LOOP = 4096
+"""A longer text is tokenized in a thread, so that it holds up nobody."""
+NOT_SERVED = (
+    "use_beam_search", "logprob_token_ids", "kv_transfer_params", "repetition_detection", "thinking_token_budget",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class TokenizedPrompt:
+    """A prompt's token ids, and its text if it was one."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class EngineRequests:
+    """The engine's requests behind one request of a client. Whoever has them must `close` them."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._collectors: list[RequestOutputCollector] = []
+        self._ready: asyncio.Queue[int] = asyncio.Queue()
+
+    async def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, priority: int) -> None:
+        """Adds a request; raises as `AsyncLLM.add_request` does."""
+        index = len(self._collectors)
+        self._collectors.append(
+            await self._engine.add_request(
+                request_id, prompt, params, priority=priority, on_ready=lambda: self._ready.put_nowait(index)
+            )
+        )
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yields (index of the prompt, output) as they come, until all are finished.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+            RequestError: the engine could not answer one of them.
+        """
+        unfinished = len(self._collectors)
+        while unfinished:
+            index = await self._ready.get()
+            output = self._collectors[index].get_nowait()
+            if output is None:
+                continue
+            error = next((one.error for one in output.outputs if one.finish_reason == "error"), None)
+            if error is not None:
+                raise failed(error)
+            unfinished -= output.finished
+            yield index, output
+
+    def close(self) -> None:
+        """Ends those that are unfinished."""
+        self._engine.abort_now([collector.request_id for collector in self._collectors])
+
+
+class OpenAIServing:
+    """The engine, the model's names, and the server's settings."""
+
+    id_prefix = ""
+
+    def __init__(
+        self, engine: AsyncLLM, models: OpenAIServingModels, settings: FrontendArgs, template: str | None
+    ) -> None:
+        self.engine = engine
+        self.models = models
+        self.settings = settings
+        self.template = template
+        self.limits = engine.input_processor.limits
+        self.vocab_size = engine.input_processor.vocab_size
+        self.fingerprint = f"minivllm-{uuid.uuid4().hex[:8]}"
+        self._defaults = engine.generation_config.sampling
+        self._numbers = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        if self.engine.tokenizer is None:
+            raise MinivllmError("the server runs with skip_tokenizer_init; it serves no texts")
+        return self.engine.tokenizer
+
+    # From a client's request to the engine's
+
+    def check(self, request: GenerationRequest, num_prompts: int) -> None:
+        """Refuse what can be refused before anything is tokenized.
+
+        Raises:
+            MinivllmError: the request asks for something that is not served.
+            RequestError: it names another model, or the queue is full.
+        """
+        self.models.check(request.model)
+        for name in NOT_SERVED:
+            if getattr(request, name):
+                raise MinivllmError(f"{name} is not served here", name)
+        _refuse_constraints(request)
+        total = num_prompts * max(1, request.n or 1)
+        if total > MAX_N:
+            raise MinivllmError(f"prompts times n are {total}; the most is {MAX_N}")
+        self._check_logprobs("logprobs", request.num_logprobs)
+        self._check_logprobs("prompt_logprobs", request.num_prompt_logprobs)
+        self._admit(total)
+
+    def sampling_params(self, request: GenerationRequest, asked: int | None, prompt: TokenizedPrompt) -> SamplingParams:
+        """Return the engine's parameters for a prompt. `asked`: tokens to generate at most; None: as many as fit.
+
+        Raises:
+            MinivllmError: the prompt is too long, or a parameter is invalid.
+        """
+        longest, length = self.limits.max_model_len, len(prompt.token_ids)
+        if asked is not None and asked > longest:
+            raise MinivllmError(f"max_tokens is {asked}; max_model_len is {longest}", "max_tokens")
+        if length > longest:
+            raise MinivllmError(f"the prompt has {length} tokens; max_model_len is {longest}", "input_tokens")
+        room = longest - length
+        default = self._defaults.get("max_tokens")
+        wanted = [room, asked, default if asked is None else None]
+        max_tokens = min(count for count in wanted if count is not None)
+        return request.to_sampling_params(max_tokens, self._defaults, self.vocab_size)
+
+    async def start(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        prompts: Sequence[TokenizedPrompt],
+        params: Sequence[SamplingParams],
+    ) -> EngineRequests:
+        """Add all prompts to the engine's queue, or none. The engine's ids differ, whatever clients send.
+
+        Raises:
+            MinivllmError: a request is invalid.
+            EngineDeadError: the engine has ended.
+        """
+        requests = EngineRequests(self.engine)
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                tokens = TokensPrompt(prompt_token_ids=prompt.token_ids)
+                if request.cache_salt is not None:
+                    tokens["cache_salt"] = request.cache_salt
+                await requests.add(f"{request_id}-{next(self._numbers)}", tokens, one, request.priority)
+        except BaseException:
+            requests.close()
+            raise
+        return requests
+
+    def request_id(self, request: GenerationRequest, headers: Mapping[str, str]) -> str:
+        """Return the reply's id: the header's, the request's, or a new one, with a prefix."""
+        given = headers.get("x-request-id") or request.request_id or uuid.uuid4().hex[:16]
+        return f"{self.id_prefix}-{given.encode('utf8', 'replace').decode()[:1024]}"
+
+    def shows_ids(self, request: GenerationRequest) -> bool:
+        """Whether log probabilities show tokens as their ids."""
+        own = request.return_tokens_as_token_ids
+        return self.settings.return_tokens_as_token_ids if own is None else own
+
+    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text."""
+        tokenizer = self.tokenizer
+
+        def encode() -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+        encodable(text, "the prompt")
+        return encode() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode)
+
+    def truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
+        """Return what `truncate_prompt_tokens` leaves: the last tokens, or the first; -1: as many as fit."""
+        wanted = request.truncate_prompt_tokens
+        if wanted is None:
+            return token_ids
+        longest = self.limits.max_model_len
+        if wanted == 0 or wanted > longest:
+            raise MinivllmError(
+                f"truncate_prompt_tokens is {wanted}; it must be from 1 to {longest}, or -1", "truncate_prompt_tokens"
+            )
+        kept = longest if wanted == -1 else wanted
+        return token_ids[:kept] if request.truncation_side == "right" else token_ids[-kept:]
+
+    def rendered(self, request: ChatTemplateRequest, **further: Any) -> str:
+        """Return the prompt of a conversation.
+
+        Raises:
+            MinivllmError: there is no template, or it rejects the messages, or the request brings one of its own.
+        """
+        given = request.chat_template_kwargs or {}
+        own = request.chat_template or given.get("chat_template")
+        if own and not self.settings.trust_request_chat_template:
+            raise MinivllmError("a request's own chat_template is served only with --trust-request-chat-template")
+        template = own or self.template
+        if template is None:
+            raise MinivllmError(NO_TEMPLATE)
+        seen = {
+            "add_generation_prompt": request.add_generation_prompt,
+            "tools": [tool.model_dump(exclude_none=True) for tool in request.tools] if request.tools else None,
+            "documents": request.documents,
+            **further,
+            **{name: value for name, value in given.items() if name not in ("messages", "chat_template")},
+        }
+        return render(template, request.messages, seen, request.continue_final_message)
+
+    def _check_logprobs(self, name: str, asked: int | None) -> None:
+        most = self.vocab_size if self.settings.max_logprobs == -1 else self.settings.max_logprobs
+        wanted = self.vocab_size if asked == -1 else asked or 0
+        if wanted > most:
+            raise MinivllmError(f"{name} asks for {wanted} tokens a position; the server allows {most}", name)
+
+    def _admit(self, number: int) -> None:
+        """Refuses new requests while too many are unfinished; counts the refusals."""
+        settings, processor = self.settings, self.engine.output_processor
+        limits = (
+            ("max_num_queued_reqs", settings.max_num_queued_reqs, lambda: len(processor.states) + number),
+            ("max_num_queued_tokens", settings.max_num_queued_tokens, lambda: processor.num_prompt_tokens() + 1),
+        )
+        for name, most, would_be in limits:
+            if most is not None and would_be() > most:
+                if self.engine.stat_logger is not None:
+                    self.engine.stat_logger.record_rejection(name)
+                raise unavailable(f"the server's queue is full ({name} is {most}); try again later")
+
+    # From the engine's outputs to the reply
+
+    def usage(self, num_prompt_tokens: int, num_generated: int, num_cached: int | None = None) -> UsageInfo:
+        """Return the usage of a whole request, with details if the server shows them."""
+        usage = usage_of(num_prompt_tokens, num_generated)
+        if num_cached is not None and self.settings.enable_prompt_tokens_details:
+            usage.prompt_tokens_details = {"cached_tokens": num_cached}
+        return usage
+
+    def includes_usage(self, request: GenerationRequest) -> bool:
+        """Whether a stream of this request ends with an event of its usage."""
+        return request.include_usage or self.settings.enable_force_include_usage
+
+
+def _refuse_constraints(request: GenerationRequest) -> None:
+    form, constraint = request.response_format, request.structured_outputs
+    if form is not None and form.type != "text":
+        raise MinivllmError(f"response_format {form.type} is not served yet", "response_format")
+    if constraint is not None and constraint.model_dump(exclude_none=True):
+        raise MinivllmError("structured_outputs is not served yet", "structured_outputs")
+    if getattr(request, "tool_choice", "none") not in ("none", "auto", None):
+        raise MinivllmError("a required or named tool is not served yet; say none or auto", "tool_choice")
+
+
+def usage_of(num_prompt_tokens: int, num_generated: int) -> UsageInfo:
+    """Return the counts of tokens, and no details."""
+    total = num_prompt_tokens + num_generated
+    return UsageInfo(prompt_tokens=num_prompt_tokens, completion_tokens=num_generated, total_tokens=total)
+
+
+async def as_stream(events: AsyncGenerator[BaseModel, None], requests: EngineRequests) -> AsyncGenerator[str, None]:
+    """Yield server-sent events of these objects, each with the fields that were set.
+
+    What goes wrong in the middle is an event too, since the status is long sent; [DONE] is always the last one.
+    """
+    try:
+        async for event in events:
+            yield f"data: {event.model_dump_json(exclude_unset=True)}\n\n"
+    except (MinivllmError, EngineDeadError) as error:
+        yield f"data: {error_response(error).model_dump_json()}\n\n"
+    except Exception as error:
+        yield f"data: {error_response(error).model_dump_json()}\n\n"
+    finally:
+        requests.close()
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,54 @@
+"""What the flags of the server say, besides those of the engine.
+
+In vLLM v0.33.0: `vllm/entrypoints/launchers/cli_args.py` (`FrontendArgs`). Names and defaults are vLLM's.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendArgs:
+    """Settings of the server.
+
+    - `host`, `port`: where it listens; by default on all interfaces.
+    - `api_key`: requests below /v1 must bring one of these.
+    - `served_model_name`: the model's names in the API; default: its path or name.
+    - `chat_template`: a file, or the template itself. `trust_request_chat_template`: requests may bring one.
+    - `response_role`: who speaks in chat replies.
+    - `max_logprobs`: the most log probabilities a position that a request may ask for; -1: the whole vocabulary.
+    - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or tokens of prompts than this, new
+      requests get a 503.
+    - `shutdown_timeout`: seconds that open requests have to finish after SIGTERM.
+    - `enable_prompt_tokens_details`: usage says how many tokens of the prompt were cached.
+    - `enable_force_include_usage`: streams report usage, asked or not.
+    - `return_tokens_as_token_ids`: log probabilities show tokens as "token_id:289".
+    - `enable_request_id_headers`: replies have the header X-Request-Id.
+    - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
+    - `enable_auto_tool_choice`, `tool_call_parser`: accepted; calls are not looked for in what the model says freely.
+    - `allow_credentials`, `allowed_origins`, `allowed_methods`, `allowed_headers`: for browsers (CORS), as JSON.
+    """
+
+    host: str | None = None
+    port: int = 8000
+    api_key: list[str] = field(default_factory=list)
+    served_model_name: list[str] = field(default_factory=list)
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    response_role: str = "assistant"
+    max_logprobs: int = 20
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    shutdown_timeout: float = 0.0
+    enable_prompt_tokens_details: bool = False
+    enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
+    enable_request_id_headers: bool = False
+    enable_server_load_tracking: bool = False
+    disable_uvicorn_access_log: bool = False
+    uvicorn_log_level: str = "info"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    allow_credentials: bool = False
+    allowed_origins: list[str] = field(default_factory=lambda: ["*"])
+    allowed_methods: list[str] = field(default_factory=lambda: ["*"])
+    allowed_headers: list[str] = field(default_factory=lambda: ["*"])

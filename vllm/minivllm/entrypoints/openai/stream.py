@@ -1,0 +1,72 @@
+"""A reply that comes piece by piece, and clients that leave before its end.
+
+In vLLM v0.33.0: `with_cancellation` in `vllm/entrypoints/serve/utils/api_utils.py`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+Result = TypeVar("Result")
+CLIENT_CLOSED_REQUEST = 499
+"""The status of a reply that nobody waits for, as it stands in logs; nginx's number."""
+
+
+class EventStream(Response):
+    """Server-sent events. `close` is called at the end, or as soon as the client has left, whichever comes first."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None]) -> None:
+        self._events = events
+        self._close = close
+        super().__init__()
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events."""
+        try:
+            await _unless_disconnected(self._send(send), receive)
+        finally:
+            self._close()
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_disconnected(work: Coroutine[Any, Any, Result], request: Request) -> Result | Response:
+    """Return the result, unless the client leaves before; then the work is cancelled."""
+    try:
+        return await _unless_disconnected(work, request.receive)
+    except ClientDisconnected:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+class ClientDisconnected(Exception):
+    """The client has left."""
+
+
+async def _unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnected
+    finally:
+        leaving.cancel()
+        working.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
