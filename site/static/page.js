@@ -27,17 +27,23 @@ function hintAtTerms() {
   hint.setAttribute("role", "tooltip");
   hint.hidden = true;
   document.body.append(hint);
+  let shown = null;
   const hide = () => (hint.hidden = true);
+  const place = () => {
+    if (hint.hidden) return;
+    const box = shown.getBoundingClientRect();
+    const above = box.top - hint.offsetHeight - 6;
+    hint.style.left = `${Math.max(8, Math.min(box.left, innerWidth - hint.offsetWidth - 12))}px`;
+    hint.style.top = `${above > 0 ? above : box.bottom + 6}px`;
+  };
   for (const link of document.querySelectorAll('article a[href*="GLOSSARY.html#"]')) {
     const words = window.glossary[decodeURIComponent(link.hash.slice(1))];
     if (!words) continue;
     const show = () => {
       hint.textContent = words;
       hint.hidden = false;
-      const box = link.getBoundingClientRect();
-      const above = box.top - hint.offsetHeight - 6;
-      hint.style.left = `${Math.max(8, Math.min(box.left, innerWidth - hint.offsetWidth - 12))}px`;
-      hint.style.top = `${above > 0 ? above : box.bottom + 6}px`;
+      shown = link;
+      place();
     };
     link.setAttribute("aria-describedby", hint.id);
     link.addEventListener("pointerenter", (event) => event.pointerType === "mouse" && show());
@@ -45,6 +51,6 @@ function hintAtTerms() {
     link.addEventListener("pointerleave", hide);
     link.addEventListener("blur", hide);
   }
-  addEventListener("scroll", hide, { passive: true });
+  addEventListener("scroll", place, { passive: true }); // a link that is focused by keys is scrolled into view
   addEventListener("keydown", (event) => event.key === "Escape" && hide());
 }

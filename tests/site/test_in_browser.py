@@ -110,12 +110,14 @@ def test_a_link_into_the_glossary_says_what_the_term_means(opened):
         )
         assert not hint.is_visible()
         link.focus()
+        site.page.evaluate("scrollBy(0, 40)")
+        site.page.wait_for_timeout(100)
         assert hint.is_visible()
         assert len(hint.inner_text()) > 20
         site.page.keyboard.press("Escape")
-        assert not hint.is_visible()
+        hint.wait_for(state="hidden")
         link.hover()
-        assert hint.is_visible()
+        hint.wait_for()
 
 
 def test_the_opening_figure_is_stepped_through_by_keyboard(opened):
