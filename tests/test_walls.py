@@ -23,6 +23,7 @@ ENGINE_FLOORS = (
     "platforms",
     "memory",
     "core",
+    "structured_output",
     "kernels",
     "models",
     "worker",
@@ -34,7 +35,18 @@ ENGINE_FLOORS = (
 BESIDE_THE_ENGINE = ("simulate", "lab")
 FLOORS = (*ENGINE_FLOORS, *BESIDE_THE_ENGINE)
 SHARED_BY_WIDGETS = ("theme", "svg", "plot", "knobs", "spec", "session", "plain", "shell")
-WITHOUT_TORCH = ("errors", "logger", "config", "sampling_params", "inputs", "outputs", "memory", "core", "simulate")
+WITHOUT_TORCH = (
+    "errors",
+    "logger",
+    "config",
+    "sampling_params",
+    "inputs",
+    "outputs",
+    "memory",
+    "core",
+    "structured_output",
+    "simulate",
+)
 HEAVY = {"torch", "triton", "transformers", "numba"}
 
 
