@@ -20,6 +20,7 @@ class EngineCoreRequest:
 
     `arrival_time` is in seconds of `time.monotonic()`, a clock that all processes of a machine share. `sampling_params`
     are resolved: one completion, a seed, a maximum number of tokens, and the ids of all stop tokens.
+    `data_parallel_rank` is the core that computes it; where it is None, the client chooses.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class EngineCoreRequest:
     arrival_time: float
     priority: int = 0
     cache_salt: str | None = None
+    data_parallel_rank: int | None = None
 
     def to_request(self) -> Request:
         """Converts it to the scheduler's `Request`."""
@@ -95,6 +97,7 @@ class EngineCoreOutputs:
     """The outputs of a step and the scheduler's state after it, or only the reply to a utility call.
 
     `scheduled_req_ids`: the requests that the step has admitted, at `timestamp` in seconds of `time.monotonic()`.
+    `engine_index`: which of several cores. `num_received`: the requests that it has received from this client so far.
     """
 
     outputs: list[EngineCoreOutput]
@@ -102,6 +105,8 @@ class EngineCoreOutputs:
     utility_output: UtilityOutput | None = None
     scheduled_req_ids: list[str] = field(default_factory=list)
     timestamp: float = 0.0
+    engine_index: int = 0
+    num_received: int = 0
 
 
 @dataclass(frozen=True, slots=True)

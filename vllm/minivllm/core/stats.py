@@ -4,7 +4,9 @@ In vLLM v0.33.0: `vllm/v1/metrics/stats.py` (`PrefixCacheStats`, `SchedulerStats
 `vllm/v1/spec_decode/metrics.py` (`SpecDecodingStats`).
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, replace
+from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +76,32 @@ class SchedulerStats:
     prefix_cache_stats: PrefixCacheStats
     spec_decoding_stats: SpecDecodingStats
     num_preemptions: int
+
+    def idle(self) -> "SchedulerStats":
+        """The same counts without any request, as of a core that has ended."""
+        return replace(self, num_running_reqs=0, num_waiting_reqs=0, kv_cache_usage=0.0)
+
+
+def summed_stats(engines: Sequence[SchedulerStats]) -> SchedulerStats:
+    """The state of several engines as one: counts are added, the cache's usage is their mean."""
+    first, *others = engines
+    if not others:
+        return first
+    return SchedulerStats(
+        sum(engine.num_running_reqs for engine in engines),
+        sum(engine.num_waiting_reqs for engine in engines),
+        sum(engine.kv_cache_usage for engine in engines) / len(engines),
+        PrefixCacheStats(*map(sum, zip(*(astuple(engine.prefix_cache_stats) for engine in engines), strict=True))),
+        _summed_drafts([engine.spec_decoding_stats for engine in engines]),
+        sum(engine.num_preemptions for engine in engines),
+    )
+
+
+def _summed_drafts(engines: Sequence[SpecDecodingStats]) -> SpecDecodingStats:
+    by_position = zip_longest(*(engine.num_accepted_tokens_per_pos for engine in engines), fillvalue=0)
+    return SpecDecodingStats(
+        sum(engine.num_drafts for engine in engines),
+        sum(engine.num_draft_tokens for engine in engines),
+        sum(engine.num_accepted_tokens for engine in engines),
+        [sum(counts) for counts in by_position],
+    )

@@ -19,6 +19,7 @@ from minivllm.worker.worker import WorkerSettings
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = (None, "naive")
 LOAD_FORMATS = ("auto", "dummy")
+ROUTINGS = ("load", "prefix")
 
 
 WITHOUT_EFFECT = {
@@ -27,7 +28,6 @@ WITHOUT_EFFECT = {
     "compilation_config": ANY_VALUE,
     "config_format": ("auto", "hf"),
     "cpu_offload_gb": (0,),
-    "data_parallel_size": (1,),
     "disable_custom_all_reduce": ANY_VALUE,
     "disable_log_requests": ANY_VALUE,
     "disable_log_stats": ANY_VALUE,
@@ -84,6 +84,11 @@ class EngineArgs:
     - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on one CPU.
     - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own. None:
       "uni" for one rank, else "mp".
+    - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its own.
+      `data_parallel_routing`: which core gets a request: "load", the least loaded one, as in vLLM, or "prefix", which
+      prefers one that was recently sent the prompt's beginning (`load_balancing`). `data_parallel_retry`: when one of
+      several cores dies, requests of which nothing has come yet are computed on another, once; else they fail as the
+      others do. In vLLM one core's death is the end of all. The last two are not in vLLM.
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
     - `seed`: seeds the random seeds of requests that do not set one.
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
@@ -118,6 +123,9 @@ class EngineArgs:
     multiprocess: bool = False
     tensor_parallel_size: int = 1
     distributed_executor_backend: str | None = None
+    data_parallel_size: int = 1
+    data_parallel_routing: str = "load"
+    data_parallel_retry: bool = True
     enforce_eager: bool = False
     parts: Parts = NO_PARTS
 
@@ -134,8 +142,9 @@ class EngineArgs:
             f"tokenizer is {self.tokenizer!r}; it must be a directory, or a name on the Hugging Face hub",
         )
         require_flags(
-            self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager"
-        )
+            self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager",
+            "data_parallel_retry",
+        )  # fmt: skip
         require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         require(
             self.kv_cache_dtype in ("auto", *KV_CACHE_DTYPES),
@@ -157,12 +166,19 @@ class EngineArgs:
             self.attention_backend in ATTENTION_BACKENDS,
             f"unknown attention_backend {self.attention_backend!r}; known are None and 'naive'",
         )
+        require(
+            self.data_parallel_routing in ROUTINGS,
+            f"unknown data_parallel_routing {self.data_parallel_routing!r}; known are {', '.join(ROUTINGS)}",
+        )
         require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
         require(
             not self.parts.names
-            or not (self.multiprocess or self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"),
+            or (
+                not (self.multiprocess or self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp")
+                and self.data_parallel_size == 1
+            ),
             f"parts ({', '.join(self.parts.names)}) cannot go to another process: leave out multiprocess, "
-            "tensor_parallel_size and distributed_executor_backend",
+            "tensor_parallel_size, data_parallel_size and distributed_executor_backend",
         )
         SpeculativeConfig.of(self.speculative_config)
         require(is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
@@ -173,6 +189,7 @@ class EngineArgs:
             ("max_num_batched_tokens", 1, True),
             ("num_gpu_blocks_override", 2, True),
             ("tensor_parallel_size", 1, False),
+            ("data_parallel_size", 1, False),
         ):
             value = getattr(self, name)
             require(

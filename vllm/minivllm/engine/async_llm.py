@@ -12,11 +12,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutputs
+from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_mp_client import AsyncMPClient
+from minivllm.engine.core_processes import CoreAddresses
 from minivllm.engine.front_end import FrontEnd
-from minivllm.errors import EngineDeadError, EngineStoppedError
+from minivllm.errors import CoreDiedError, EngineDeadError, EngineStoppedError
 from minivllm.inputs import Prompt
 from minivllm.logger import init_logger
 from minivllm.outputs import RequestOutput
@@ -25,6 +26,7 @@ from minivllm.sampling_params import RequestOutputKind, SamplingParams
 logger = init_logger(__name__)
 OUTPUTS_AT_ONCE = 128
 """Outputs that are processed before the event loop's other tasks get a turn."""
+LOST = "the core that computed this request has ended; the server's log says why"
 
 
 class RequestOutputCollector:
@@ -87,11 +89,13 @@ class AsyncLLM(FrontEnd):
         EngineDeadError: the core died before it was ready.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
-        self.engine_core = AsyncMPClient(args)
-        super().__init__(args, self.engine_core.ready)
+    def __init__(self, args: EngineArgs, addresses: CoreAddresses | None = None) -> None:
+        """`addresses`: of cores that run already, for one of their several clients; None: start them."""
+        self.engine_core = AsyncMPClient(args, addresses)
+        super().__init__(args, self.engine_core)
         self._collectors: dict[str, RequestOutputCollector] = {}
         self._handler: asyncio.Task[None] | None = None
+        self._retries = args.data_parallel_retry
         self.dead_error: Exception | None = None
         self._ended = asyncio.Event()
 
@@ -106,15 +110,25 @@ class AsyncLLM(FrontEnd):
         return self.dead_error is not None
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the outputs of a prompt as they come. Whoever stops reading aborts the request.
+
+        `data_parallel_rank`: the core that computes it; None: as the routing says.
 
         Raises:
             MinivllmError: the request is invalid.
             EngineDeadError: the engine has ended.
         """
-        collector = await self.add_request(request_id, prompt, sampling_params, priority=priority)
+        collector = await self.add_request(
+            request_id, prompt, sampling_params, priority=priority, data_parallel_rank=data_parallel_rank
+        )
         try:
             finished = False
             while not finished:
@@ -131,6 +145,7 @@ class AsyncLLM(FrontEnd):
         params: SamplingParams,
         *,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> RequestOutputCollector:
         """Adds a request, whose outputs the collector gets. Its reader must end it with `abort_now`.
@@ -139,11 +154,12 @@ class AsyncLLM(FrontEnd):
             MinivllmError: the request is invalid.
             EngineDeadError: the engine has ended.
         """
-        await self.check_health()
+        self._check_alive()
         text, request = self._processed(request_id, prompt, params, priority)
         collector = self._collectors[request_id] = RequestOutputCollector(params.output_kind, request_id, on_ready)
         try:
             for child in self._registered(request_id, text, request):
+                child.data_parallel_rank = data_parallel_rank
                 self.engine_core.add_request(child)
         except BaseException:
             self.abort_now([request_id])
@@ -171,10 +187,11 @@ class AsyncLLM(FrontEnd):
         return await self._utility("reset_prefix_cache")
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine has ended."""
-        self._listen()
-        if self.dead_error is not None:
-            raise self.dead_error
+        """Raises `EngineDeadError` if the engine has ended, or any of its cores has, even while the others serve."""
+        self._check_alive()
+        dead = sorted(self.engine_core.dead_ranks)
+        if dead:
+            raise EngineDeadError(f"of {len(self.engine_stats)} cores these have ended: {dead}")
 
     async def wait_until_dead(self) -> None:
         """Returns when the engine has ended, for whatever reason."""
@@ -197,6 +214,11 @@ class AsyncLLM(FrontEnd):
             with suppress(EngineDeadError):
                 self.engine_core.abort_requests(children)
 
+    def _check_alive(self) -> None:
+        self._listen()
+        if self.dead_error is not None:
+            raise self.dead_error
+
     async def _utility(self, method: str) -> Any:
         self._listen()
         return await self.engine_core.call_utility_async(method)
@@ -209,7 +231,11 @@ class AsyncLLM(FrontEnd):
     async def _receive_outputs(self) -> None:
         try:
             while True:
-                await self._take_in(await self.engine_core.get_output_async())
+                try:
+                    outputs = await self.engine_core.get_output_async()
+                except CoreDiedError as death:
+                    outputs = self._taken_over(death)
+                await self._take_in(outputs)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -232,6 +258,27 @@ class AsyncLLM(FrontEnd):
                     collector.put(output)
             shown += some
         self._finish(shown, outputs)
+
+    def _taken_over(self, death: CoreDiedError) -> EngineCoreOutputs:
+        """One of several cores has died: others compute its requests, where nothing of them was shown and nothing has
+        been retried yet. Returns the last outputs of the rest: errors.
+        """
+        logger.error("%s; the other cores go on", death)
+        states = self.output_processor.states
+        num_retried, failed = 0, list[EngineCoreOutput]()
+        for request_id in death.request_ids:
+            state = states.get(request_id)
+            if state is None:
+                continue
+            if self._retries and not state.token_ids and not state.num_retries:
+                num_retried += 1
+                state.num_retries += 1
+                state.request.data_parallel_rank = None
+                self.engine_core.add_request(state.request)
+            else:
+                failed.append(EngineCoreOutput(request_id, [], finish_reason="error", error=LOST))
+        logger.error("%d requests end with it, %d start again elsewhere", len(failed), num_retried)
+        return EngineCoreOutputs(failed, self.engine_stats[death.rank].idle(), engine_index=death.rank)
 
     def _die(self, error: Exception) -> None:
         """No output will come any more: all readers are told why."""

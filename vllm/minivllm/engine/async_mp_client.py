@@ -1,8 +1,9 @@
-"""The client of a core in a separate process for an event loop: nothing here blocks once the core is ready.
+"""The client of cores in separate processes for an event loop: nothing here blocks once the cores are ready.
 
-Sending never waits, since the sockets keep whatever has not gone out yet. Receiving is one task; it ends with the core.
+Sending never waits, since the sockets keep whatever has not gone out yet. Receiving is one task; it ends with the last
+core.
 
-In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`AsyncMPClient`).
+In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`AsyncMPClient`, `DPLBAsyncMPClient`).
 """
 
 import asyncio
@@ -10,60 +11,72 @@ from typing import Any
 
 import zmq.asyncio
 
-from minivllm.core.messages import EngineCoreOutputs
+from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES
+from minivllm.engine.core_processes import CoreAddresses
 from minivllm.engine.mp_client import MPClient
-from minivllm.engine.wire import Kind
-from minivllm.errors import EngineDeadError
+from minivllm.engine.wire import Failure, Kind
+from minivllm.errors import CoreDiedError, EngineDeadError
 
 SECONDS_FOR_LAST_WORDS = 0.1
 """How long a core that has ended may still be heard: its last message may lie in the socket."""
 
 
 class AsyncMPClient(MPClient):
-    """For `AsyncLLM`. The constructor blocks until the core is ready; all else belongs to one running event loop."""
+    """For `AsyncLLM`. The constructor blocks until the cores are ready; all else belongs to one running event loop.
 
-    def __init__(self, args: EngineArgs) -> None:
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+    Where one core of several dies, the others go on: see `get_output_async`.
+    """
+
+    def __init__(self, args: EngineArgs, addresses: CoreAddresses | None = None) -> None:
+        self._calls: dict[tuple[int, int], asyncio.Future[UtilityOutput]] = {}
         self._messages: zmq.asyncio.Socket | None = None
-        self._ended: asyncio.Future[None] | None = None
-        super().__init__(args)
+        self._death: asyncio.Future[None] | None = None
+        self._ended: list[int] = []
+        self.dead_ranks: set[int] = set()
+        """The cores that have died."""
+        super().__init__(args, addresses)
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Returns the outputs of the next step, whenever there is one.
+        """Returns the outputs of the next step of a core, whenever there is one.
 
         Raises:
-            EngineDeadError: the core's process has died, or said why it must end.
+            CoreDiedError: one of several cores has died; call it again for the outputs of the others.
+            EngineDeadError: the only core, or the last one, has died, or said why it must end.
         """
         while True:
             try:
                 outputs = self._unpacked(*await self._next_message())
+            except CoreDiedError:
+                raise
             except Exception as error:
                 self._stop_listening(error)
                 raise
+            if outputs.engine_index in self.dead_ranks:
+                continue  # what it was doing is given up, or done again elsewhere
             answer = outputs.utility_output
             if answer is None:
                 return outputs
-            call = self._calls.pop(answer.call_id, None)
+            call = self._calls.pop((answer.call_id, outputs.engine_index), None)
             if call is not None and not call.done():
                 call.set_result(answer)
 
     async def call_utility_async(self, method: str) -> Any:
-        """Calls one of `UTILITIES` in the core and returns its result; somebody must be reading outputs meanwhile.
+        """Calls one of `UTILITIES` in every core and returns the result; somebody must be reading outputs meanwhile.
 
         Raises:
             RuntimeError: the method failed.
-            EngineDeadError: the core's process has died.
+            EngineDeadError: a core's process has died meanwhile.
         """
         assert method in UTILITIES
         call_id = next(self._call_ids)
-        self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(Kind.UTILITY, (call_id, method))
-        answer = await self._calls[call_id]
-        if answer.error is not None:
-            raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
-        return answer.result
+        calls = []
+        for rank in self._living():
+            self._calls[call_id, rank] = asyncio.get_running_loop().create_future()
+            calls.append(self._calls[call_id, rank])
+            self._send(Kind.UTILITY, (call_id, method), rank)
+        return self._joined(method, await asyncio.gather(*calls))
 
     def get_output(self) -> EngineCoreOutputs:
         """Not for an event loop: see `get_output_async`."""
@@ -78,46 +91,79 @@ class AsyncMPClient(MPClient):
         self._stop_listening(EngineDeadError("the engine has been shut down"))
         super().shutdown()
 
+    def _living(self) -> list[int]:
+        return [rank for rank in range(len(self.engines)) if rank not in self.dead_ranks]
+
     def _stop_listening(self, error: Exception) -> None:
         """Takes the sockets away from the loop before they are closed; calls under way fail with this error."""
-        if self._ended is not None and not self._ended.get_loop().is_closed():
-            self._ended.get_loop().remove_reader(self._lifeline)
+        if self._death is not None and not self._death.get_loop().is_closed():
+            for lifeline in self.addresses.lifelines:
+                self._death.get_loop().remove_reader(lifeline)
             if self._messages is not None:
                 self._messages.close()
-            for call in self._calls.values():
-                if not call.done():
-                    call.set_exception(error)
+            self._fail_calls(error)
         self._calls.clear()
 
-    def _unreachable(self) -> Exception:
-        """Whoever receives outputs notices the core's end too, and gives everything back."""
-        return EngineDeadError(f"the engine's core (process {self.process.pid}) has ended")
+    def _fail_calls(self, error: Exception, rank: int | None = None) -> None:
+        """Fails the calls under way, or those of one core."""
+        for key in [key for key in self._calls if rank is None or key[1] == rank]:
+            call = self._calls.pop(key)
+            if not call.done():
+                call.set_exception(error)
+
+    def _unreachable(self, rank: int) -> None:
+        """Whoever receives outputs notices a core's end too, and does what is to be done, with this request too."""
+        if len(self.engines) == 1:
+            raise EngineDeadError(f"the engine's core (process {self.addresses.pids[rank]}) has ended")
+
+    def _failed(self, failure: Failure) -> Exception:
+        return self._gone(failure.engine_index, failure.error())
+
+    def _gone(self, rank: int, error: Exception) -> Exception:
+        """A core has ended, and why. The last one's end is the engine's."""
+        self.dead_ranks.add(rank)
+        if self._living():
+            self._fail_calls(error, rank)
+            self._balancer.drop(rank)
+            lost = [request_id for request_id, at in self._rank_of.items() if at == rank]
+            for request_id in lost:
+                del self._rank_of[request_id]
+            return CoreDiedError(str(error), rank, lost)
+        self._dead = error
+        return error
 
     async def _next_message(self) -> list[bytes]:
         if self._dead is not None:
             raise self._dead
-        if self._messages is None or self._ended is None:
-            self._messages, self._ended = self._listen()
-        receiving = asyncio.ensure_future(self._messages.recv_multipart())
-        try:
-            await asyncio.wait({receiving, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():
-                await asyncio.wait({receiving}, timeout=SECONDS_FOR_LAST_WORDS)
-            if receiving.done():
-                return receiving.result()
-        finally:
-            receiving.cancel()
-        raise self._died()
+        if self._messages is None:
+            self._messages = self._listen()
+        while True:
+            while self._ended:
+                rank = self._ended.pop(0)
+                if rank not in self.dead_ranks:  # else it has said why
+                    raise self._gone(rank, EngineDeadError(self._obituary(rank)))
+            death = self._death = asyncio.get_running_loop().create_future()
+            receiving = asyncio.ensure_future(self._messages.recv_multipart())
+            try:
+                await asyncio.wait({receiving, death}, return_when=asyncio.FIRST_COMPLETED)
+                if receiving.done():
+                    return receiving.result()
+            finally:
+                receiving.cancel()
 
-    def _listen(self) -> tuple[zmq.asyncio.Socket, asyncio.Future[None]]:
-        """The socket of outputs for this loop, and a future that is done once the core's process has ended."""
+    def _listen(self) -> zmq.asyncio.Socket:
+        """The socket of outputs for this loop, which also notices when a core's process has ended."""
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
 
-        def end() -> None:
-            loop.remove_reader(self._lifeline)
-            if not ended.done():
-                ended.set_result(None)
+        def tell(rank: int) -> None:
+            self._ended.append(rank)
+            if self._death is not None and not self._death.done():
+                self._death.set_result(None)
 
-        loop.add_reader(self._lifeline, end)
-        return zmq.asyncio.Socket.from_socket(self._output), ended
+        def end(lifeline: int, rank: int) -> None:
+            loop.remove_reader(lifeline)
+            loop.call_later(SECONDS_FOR_LAST_WORDS, tell, rank)
+
+        for rank, lifeline in enumerate(self.addresses.lifelines):
+            loop.add_reader(lifeline, end, lifeline, rank)
+        return zmq.asyncio.Socket.from_socket(self._output)

@@ -19,9 +19,14 @@ UTILITIES = ("reset_prefix_cache",)
 
 
 class EngineCoreClient(ABC):
-    """Requests in, outputs out. `ready` is the message that the core sent when it was ready."""
+    """Requests in, outputs out. `engines` has the message that each core sent when it was ready."""
 
-    ready: EngineCoreReady
+    engines: list[EngineCoreReady]
+
+    @property
+    def ready(self) -> EngineCoreReady:
+        """The message of the core with the fewest blocks: a request that fits there fits anywhere."""
+        return min(self.engines, key=lambda engine: engine.num_gpu_blocks)
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -41,7 +46,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def call_utility(self, method: str) -> Any:
-        """Calls one of `UTILITIES` in the core and returns its result."""
+        """Calls one of `UTILITIES` in every core and returns the result: of several, whether all have succeeded."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -53,7 +58,7 @@ class InprocClient(EngineCoreClient):
 
     def __init__(self, args: EngineArgs) -> None:
         self.engine_core = EngineCore(args)
-        self.ready = self.engine_core.ready
+        self.engines = [self.engine_core.ready]
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """See `EngineCoreClient`."""

@@ -1,7 +1,7 @@
-"""Entry point of the core's process: `python -m minivllm.engine.core_entry FOLDER LIFELINE PARENT`.
+"""Entry point of a core's process: `python -m minivllm.engine.core_entry FOLDER LIFELINE PARENT RANK`.
 
-`mp_client.py` starts it. Its standard input is a pipe that is never written to and that closes when the front end ends;
-a thread waits for that before anything large is imported, so that no process is left over, whenever the front end ends.
+`core_processes.py` starts it. Its standard input is a pipe that is never written to and that closes when the front end
+ends; a thread waits for that before anything large is imported, so that no process is left over, whenever that is.
 LIFELINE is a file descriptor whose only purpose is to close when this process ends. PARENT is the front end's process:
 where a fork of it holds the pipe open, the parent of this process changes all the same.
 """
@@ -28,7 +28,7 @@ def _end_with_front_end(parent: int, folder: str, end: Callable[[], object]) -> 
         os._exit(0)
 
 
-def main(folder: str, lifeline: int, parent: int) -> int:
+def main(folder: str, lifeline: int, parent: int, rank: int) -> int:
     """Runs the core until it fails or the front end is gone; returns the exit code."""
     os.set_inheritable(lifeline, False)  # ranks must not inherit it
     process: EngineCoreProc | None = None
@@ -37,7 +37,7 @@ def main(folder: str, lifeline: int, parent: int) -> int:
 
     from minivllm.engine.core_proc import EngineCoreProc
 
-    process = EngineCoreProc(folder)
+    process = EngineCoreProc(folder, rank)
     return process.run()
 
 

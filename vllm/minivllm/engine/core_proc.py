@@ -8,59 +8,65 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc.run_busy_loop`, `proc
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 import zmq
 
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
+from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, UtilityOutput
+from minivllm.core.stats import SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES
-from minivllm.engine.wire import IDENTITY, Failure, Kind, decode, encode
+from minivllm.engine.wire import Failure, Kind, decode, encode, identity
 from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.logger import init_logger
+from minivllm.platforms.device import pick_device
 
 logger = init_logger(__name__)
 SECONDS_TO_SEND = 2.0
 
 
 class EngineCoreProc:
-    """Says hello to the front end, receives the engine's arguments, creates the core and serves it until it fails."""
+    """Says hello, receives the engine's arguments, creates the core, and serves its clients until it fails."""
 
-    def __init__(self, folder: str) -> None:
-        """Connects to the front end's two sockets in `folder`."""
+    def __init__(self, folder: str, rank: int = 0) -> None:
+        """`folder` has the sockets of those who start it and of its clients; `rank` is its own among the cores."""
         self.core: EngineCore | None = None
-        self._requests: queue.SimpleQueue[list[bytes] | Exception] = queue.SimpleQueue()
-        self._outputs: queue.SimpleQueue[EngineCoreOutputs | Failure] = queue.SimpleQueue()
-        context = zmq.Context()
-        self._input, self._output = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
-        self._input.identity = IDENTITY
-        for socket, name in ((self._input, "input"), (self._output, "output")):
-            socket.sndhwm = socket.rcvhwm = 0  # nothing is dropped, however many messages wait
-            socket.linger = int(SECONDS_TO_SEND * 1000)
-            socket.connect(f"ipc://{folder}/{name}")
+        self._rank = rank
+        self._folder = folder
+        self._context = zmq.Context()
+        self._requests: queue.SimpleQueue[tuple[int, bytes, bytes] | Exception] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[tuple[int, EngineCoreOutputs] | Failure] = queue.SimpleQueue()
+        self._inputs: list[zmq.Socket] = []
+        self._output_sockets: list[zmq.Socket] = []
+        self._router = OutputRouter(rank, 1)
 
     def run(self) -> int:
         """Does all of that; returns the exit code of the process."""
-        self._input.send_multipart((Kind.HELLO, b""))
-        _, settings = self._input.recv_multipart()
+        handshake = self._connected(zmq.DEALER, "handshake")
+        handshake.send_multipart((Kind.HELLO, b""))
+        _, payload = handshake.recv_multipart()
+        settings, client_count, num_neighbours = decode(payload, tuple[dict, int, int])
         try:
-            self.core = EngineCore(EngineArgs(**decode(settings, dict)))
+            self.core = EngineCore(_share(settings, num_neighbours))
         except Exception as error:
             if not isinstance(error, MinivllmError):
                 logger.exception("The engine's core could not start")
-            self._input.send_multipart((Kind.FAILED, encode(Failure.of(error))))
-            self._input.close()
+            handshake.send_multipart((Kind.FAILED, encode(Failure.of(error))))
+            handshake.close()
             return 1
-        self._input.send_multipart((Kind.READY, encode(self.core.ready)))
+        self._connect_to_clients(client_count)
+        handshake.send_multipart((Kind.READY, encode(self.core.ready)))
         sender = threading.Thread(target=self._send, daemon=True)
         threading.Thread(target=self._receive, daemon=True).start()
         sender.start()
         try:
             self.run_busy_loop(self.core)
         except Exception as error:
-            self._outputs.put(Failure.of(error))
+            self._outputs.put(Failure.of(error, self._rank))
             sender.join(SECONDS_TO_SEND)
         finally:
             self.shutdown()
@@ -79,7 +85,7 @@ class EngineCoreProc:
                 if isinstance(message, Exception):
                     raise message
                 self._guarded(self._handle, core, *message)
-            self._guarded(lambda: self._outputs.put(core.step()))
+            self._guarded(lambda: self._put(core.step()))
 
     def _guarded(self, act: Callable[..., None], *arguments: Any) -> None:
         """Only a rank's end is the engine's: after any other failure the core has started over, and goes on."""
@@ -90,36 +96,121 @@ class EngineCoreProc:
         except Exception:
             logger.exception("The engine's core goes on after a failure")
 
-    def _handle(self, core: EngineCore, kind: bytes, payload: bytes) -> None:
+    def _handle(self, core: EngineCore, client: int, kind: bytes, payload: bytes) -> None:
         if kind == Kind.ADD:
-            core.add_request(decode(payload, EngineCoreRequest))
+            request = decode(payload, EngineCoreRequest)
+            self._router.note_added(client, request.request_id)
+            core.add_request(request)
         elif kind == Kind.ABORT:
-            core.abort_requests(decode(payload, list[str]))
+            request_ids = decode(payload, list[str])
+            self._router.note_aborted(request_ids)
+            core.abort_requests(request_ids)
             if not core.has_unfinished_requests():  # no step will tell the front end that the blocks are free
-                self._outputs.put(EngineCoreOutputs([], core.scheduler.make_stats()))
+                self._put(EngineCoreOutputs([], core.scheduler.make_stats()))
         elif kind == Kind.UTILITY:
             call_id, method = decode(payload, tuple[int, str])
             answer = UtilityOutput(call_id, *_result_of(core, method))
-            self._outputs.put(EngineCoreOutputs([], utility_output=answer))
+            self._outputs.put((client, EngineCoreOutputs([], utility_output=answer, engine_index=self._rank)))
+
+    def _put(self, outputs: EngineCoreOutputs) -> None:
+        for share in self._router.shares(outputs):
+            self._outputs.put(share)
 
     def _receive(self) -> None:
         """One of the two socket threads; what ends it ends the loop too, rather than leave the front end waiting."""
+        poller = zmq.Poller()
+        clients = {socket: client for client, socket in enumerate(self._inputs)}
+        for socket in clients:
+            poller.register(socket, zmq.POLLIN)
         try:
             while True:
-                self._requests.put(self._input.recv_multipart())
+                for socket, _ in poller.poll():
+                    kind, payload = socket.recv_multipart()
+                    self._requests.put((clients[socket], kind, payload))
         except Exception as error:
             self._requests.put(error)
 
     def _send(self) -> None:
-        """The other one. Its last message is why the core has failed."""
+        """The other one. Its last message to every client is why the core has failed."""
         try:
-            while not isinstance(outputs := self._outputs.get(), Failure):
-                self._output.send_multipart((Kind.OUTPUTS, encode(outputs)))
+            while not isinstance(share := self._outputs.get(), Failure):
+                client, outputs = share
+                self._output_sockets[client].send_multipart((Kind.OUTPUTS, encode(outputs)))
         except Exception as error:
             self._requests.put(error)
-            outputs = Failure.of(error)
-        self._output.send_multipart((Kind.FAILED, encode(outputs)))
-        self._output.close()
+            share = Failure.of(error, self._rank)
+        for socket in self._output_sockets:
+            socket.send_multipart((Kind.FAILED, encode(share)))
+            socket.close()
+
+    def _connect_to_clients(self, count: int) -> None:
+        self._router = OutputRouter(self._rank, count)
+        for client in range(count):
+            self._output_sockets.append(self._connected(zmq.PUSH, f"output-{client}"))
+            self._inputs.append(self._connected(zmq.DEALER, f"input-{client}"))
+            self._inputs[client].send_multipart((Kind.HELLO, b""))
+
+    def _connected(self, kind: int, name: str) -> zmq.Socket:
+        """A socket that drops nothing, however many messages wait."""
+        socket = self._context.socket(kind)
+        socket.identity = identity(self._rank)
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.linger = int(SECONDS_TO_SEND * 1000)
+        socket.connect(f"ipc://{self._folder}/{name}")
+        return socket
+
+
+class OutputRouter:
+    """Gives each client the outputs of its own requests, and to all of them the scheduler's state."""
+
+    def __init__(self, rank: int, client_count: int) -> None:
+        self._rank = rank
+        self._client_of: dict[str, int] = {}
+        self._num_received = [0] * client_count
+        self._told: list[SchedulerStats | None] = [None] * client_count
+
+    def note_added(self, client: int, request_id: str) -> None:
+        """This client has sent a request."""
+        self._client_of[request_id] = client
+        self._num_received[client] += 1
+
+    def note_aborted(self, request_ids: Iterable[str]) -> None:
+        """These requests have no further outputs."""
+        for request_id in request_ids:
+            self._client_of.pop(request_id, None)
+
+    def shares(self, outputs: EngineCoreOutputs) -> Iterator[tuple[int, EngineCoreOutputs]]:
+        """Yields (client, what it is told); a client without outputs is told only of a state that has changed."""
+        outputs.engine_index = self._rank
+        if len(self._told) == 1:
+            outputs.num_received = self._num_received[0]
+            for output in outputs.outputs:
+                self._forget_finished(output)
+            yield 0, outputs
+            return
+        own: list[list[EngineCoreOutput]] = [[] for _ in self._told]
+        for output in outputs.outputs:
+            client = self._client_of.get(output.request_id)
+            if client is not None:
+                own[client].append(output)
+                self._forget_finished(output)
+        for client, received in enumerate(self._num_received):
+            if own[client] or outputs.scheduler_stats != self._told[client]:
+                self._told[client] = outputs.scheduler_stats
+                yield client, replace(outputs, outputs=own[client], num_received=received)
+
+    def _forget_finished(self, output: EngineCoreOutput) -> None:
+        if output.finish_reason is not None:
+            self._client_of.pop(output.request_id, None)
+
+
+def _share(settings: Mapping[str, Any], num_cores: int) -> EngineArgs:
+    """The arguments of one of several cores on this machine, which share its CPU's threads and memory."""
+    args = EngineArgs(**settings)
+    if num_cores == 1 or pick_device(args.device).type != "cpu":
+        return args
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_cores))
+    return replace(args, gpu_memory_utilization=args.gpu_memory_utilization / num_cores)
 
 
 def _result_of(core: EngineCore, method: str) -> tuple[Any, str | None]:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from minivllm.config import ModelConfig
-from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
-from minivllm.core.stats import SchedulerStats
+from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
+from minivllm.core.stats import SchedulerStats, summed_stats
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core_client import EngineCoreClient
 from minivllm.engine.generation_config import GenerationConfig
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.engine.iteration_stats import IterationStats
@@ -26,8 +27,8 @@ from minivllm.sampling_params import SamplingParams
 class StatLogger(Protocol):
     """Takes what was measured since it was last called; the scheduler's counts are since the start."""
 
-    def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats) -> None:
-        """After each step."""
+    def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats, engine_idx: int = 0) -> None:
+        """After each step of a core."""
 
     def record_rejection(self, reason: str) -> None:
         """A request was refused for this reason."""
@@ -36,14 +37,14 @@ class StatLogger(Protocol):
 class FrontEnd:
     """Input processor and output processor, and which of the core's requests belong to which of the user's."""
 
-    def __init__(self, args: EngineArgs, ready: EngineCoreReady) -> None:
+    def __init__(self, args: EngineArgs, client: EngineCoreClient) -> None:
         self.model_config = ModelConfig.from_pretrained(args.model)
         self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
         self.generation_config = GenerationConfig.of(args.model, self.model_config, self.tokenizer)
-        self.stats: SchedulerStats = ready.scheduler_stats
-        """The scheduler's state after the last step. Reading it resets nothing."""
+        self.engine_stats: list[SchedulerStats] = [engine.scheduler_stats for engine in client.engines]
+        """The state of each core's scheduler after its last step. Reading it resets nothing."""
         self.input_processor = InputProcessor(
-            self.model_config, self.tokenizer, ready.limits, self.generation_config.eos_token_ids, args.seed
+            self.model_config, self.tokenizer, client.ready.limits, self.generation_config.eos_token_ids, args.seed
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self._children: dict[str, list[str]] = {}
@@ -51,6 +52,11 @@ class FrontEnd:
         self._throughput_log = ThroughputLog()
         self.stat_logger: StatLogger | None = None
         """Who else wants to know what was measured, after each step."""
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The scheduler's state after the last step, of all cores together. Reading it resets nothing."""
+        return summed_stats(self.engine_stats)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is unfinished."""
@@ -96,8 +102,12 @@ class FrontEnd:
             if output.finished:
                 self._children.pop(output.request_id, None)
         if outputs.scheduler_stats is not None:
-            self.stats = outputs.scheduler_stats
-            iteration = self.output_processor.take_stats()
-            self._throughput_log.observe(iteration.num_prompt_tokens, iteration.num_generation_tokens, self.stats)
-            if self.stat_logger is not None:
-                self.stat_logger.record(self.stats, iteration)
+            self._take_stats(outputs.scheduler_stats, outputs.engine_index)
+
+    def _take_stats(self, stats: SchedulerStats, engine_index: int) -> None:
+        """Takes note of a core's state, and of what was measured of its requests."""
+        self.engine_stats[engine_index] = stats
+        iteration = self.output_processor.take_stats(engine_index)
+        self._throughput_log.observe(iteration.num_prompt_tokens, iteration.num_generation_tokens, self.stats)
+        if self.stat_logger is not None:
+            self.stat_logger.record(stats, iteration, engine_index)

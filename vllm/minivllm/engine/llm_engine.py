@@ -20,7 +20,7 @@ class LLMEngine(FrontEnd):
 
     def __init__(self, args: EngineArgs) -> None:
         self.engine_core = make_client(args)
-        super().__init__(args, self.engine_core.ready)
+        super().__init__(args, self.engine_core)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
@@ -88,12 +88,14 @@ class LLMEngine(FrontEnd):
 def make_client(args: EngineArgs) -> EngineCoreClient:
     """Starts a core and returns its client once it is ready: in this process, or with `multiprocess` in its own.
 
+    Several cores are always processes.
+
     Raises:
         MinivllmError: the core rejects the arguments.
         WorkerDiedError: a rank died before it was ready.
         EngineDeadError: the core's process died before it was ready.
     """
-    if not args.multiprocess:
+    if not args.multiprocess and args.data_parallel_size == 1:
         return InprocClient(args)
     from minivllm.engine.mp_client import SyncMPClient  # msgspec and ZeroMQ are needed only here
 

@@ -4,6 +4,7 @@ In vLLM v0.33.0: `vllm/v1/engine/output_processor.py` (`OutputProcessor`, `Reque
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ class RequestState:
     num_cached_tokens: int = 0
     num_sent_tokens: int = 0
     num_sent_characters: int = 0
+    num_retries: int = 0
 
     def drop_tokens_behind(self, num_tokens: int) -> None:
         """Keeps `num_tokens` tokens: accepted draft tokens may follow the one that completes a stop string."""
@@ -53,7 +55,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.states: dict[str, RequestState] = {}
-        self._stats = IterationStats()
+        self._stats: defaultdict[int, IterationStats] = defaultdict(IterationStats)
 
     def add_request(self, request: EngineCoreRequest, prompt: str | None, index: int, parent: ParentRequest) -> None:
         """Registers a request, child `index` of `parent`."""
@@ -102,10 +104,9 @@ class OutputProcessor:
         """Returns the number of prompt tokens of all unfinished requests."""
         return sum(len(state.request.prompt_token_ids) for state in self.states.values())
 
-    def take_stats(self) -> IterationStats:
-        """Returns what was measured since the last call."""
-        stats, self._stats = self._stats, IterationStats()
-        return stats
+    def take_stats(self, engine_index: int = 0) -> IterationStats:
+        """Returns what was measured since the last call of the requests of this core."""
+        return self._stats.pop(engine_index, None) or IterationStats()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Forgets these requests; later outputs of theirs are ignored."""
@@ -139,7 +140,7 @@ class OutputProcessor:
                 state.cumulative_logprob = (state.cumulative_logprob or 0.0) + entry.logprobs[0]
 
     def _count_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
-        stats, metrics = self._stats, state.metrics
+        stats, metrics = self._stats_of(state), state.metrics
         stats.num_generation_tokens += num_tokens
         if metrics.first_token_time is None:
             metrics.first_token_time = now
@@ -154,7 +155,8 @@ class OutputProcessor:
         arrival, now = state.metrics.arrival_time, time.monotonic()
         scheduled = state.metrics.scheduled_time or now
         first = state.metrics.first_token_time or max(scheduled, now)
-        self._stats.finished_requests.append(
+        stats = self._stats_of(state)
+        stats.finished_requests.append(
             FinishedRequestStats(
                 finish_reason=reason,
                 num_prompt_tokens=len(state.request.prompt_token_ids),
@@ -170,7 +172,10 @@ class OutputProcessor:
         )
         ended = state.parent.end(state.index, len(state.token_ids))
         if ended is not None:
-            self._stats.finished_parents.append(ended)
+            stats.finished_parents.append(ended)
+
+    def _stats_of(self, state: RequestState) -> IterationStats:
+        return self._stats[state.request.data_parallel_rank or 0]
 
     def _detokenize(self, state: RequestState) -> bool:
         """Turns new tokens into text. Returns whether a stop string ended a request that the core would continue.

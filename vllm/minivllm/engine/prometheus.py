@@ -3,8 +3,8 @@
 In vLLM v0.33.0: `vllm/v1/metrics/loggers.py` (`PrometheusStatLogger`).
 """
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
@@ -41,19 +41,48 @@ REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
 
 class PrometheusStatLogger:
-    """Metrics of one engine, in a registry of its own."""
+    """Metrics of all cores, each with its own label `engine`, in a registry of their own."""
 
-    def __init__(self, args: EngineArgs, ready: EngineCoreReady, model_name: str) -> None:
+    def __init__(self, args: EngineArgs, engines: Sequence[EngineCoreReady], model_name: str) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._labels = {"model_name": model_name, "engine": "0"}
+        families: dict[str, MetricWrapperBase] = {}
+        self._engines = [
+            _EngineMetrics(args, engine, model_name, str(index), families, self.registry)
+            for index, engine in enumerate(engines)
+        ]
+
+    def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats, engine_idx: int = 0) -> None:
+        """Takes in a step of a core. Its scheduler's counts are since the start, the others since the last call."""
+        self._engines[engine_idx].record(scheduler_stats, iteration_stats)
+
+    def record_rejection(self, reason: str) -> None:
+        """A request was refused since this limit was reached."""
+        self._engines[0].record_rejection(reason)
+
+
+class _EngineMetrics:
+    """The metrics of one core: children of `families`, which has all metrics by name."""
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        ready: EngineCoreReady,
+        model_name: str,
+        engine: str,
+        families: dict[str, MetricWrapperBase],
+        registry: CollectorRegistry,
+    ) -> None:
+        self.registry = registry
+        self._families = families
+        self._labels = {"model_name": model_name, "engine": engine}
         self._seen = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "num_preemptions": 0}
         self._make_gauges(args, ready)
         self._make_counters()
         self._make_histograms(_steps_of_1_2_5(ready.limits.max_model_len))
 
     def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats) -> None:
-        """Takes in a step. The scheduler's counts are since the start, the others since the last call."""
+        """See `PrometheusStatLogger`."""
         self._running.set(scheduler_stats.num_running_reqs)
         self._waiting.set(scheduler_stats.num_waiting_reqs)
         self._waiting_by_reason["capacity"].set(scheduler_stats.num_waiting_reqs)
@@ -65,7 +94,7 @@ class PrometheusStatLogger:
         self._record_iteration(iteration_stats)
 
     def record_rejection(self, reason: str) -> None:
-        """A request was refused since this limit was reached."""
+        """See `PrometheusStatLogger`; no core is to blame."""
         self._rejections[reason].inc()
 
     def _record_iteration(self, stats: IterationStats) -> None:
@@ -139,9 +168,7 @@ class PrometheusStatLogger:
             "prompt_tokens_cached_by_source", "Tokens of prompts that were cached, by where.", "source", CACHES
         )
         self._success = self._counter_by("request_success", "Ended requests.", "finished_reason", FINISH_REASONS)
-        rejections = Counter(
-            "vllm:admission_rejections", "Refused requests.", ["model_name", "reason"], registry=self.registry
-        )
+        rejections = self._family(Counter, "admission_rejections", "Refused requests.", ["model_name", "reason"])
         self._rejections = {
             reason: rejections.labels(model_name=self._labels["model_name"], reason=reason) for reason in REJECTIONS
         }
@@ -170,7 +197,15 @@ class PrometheusStatLogger:
         self._decode = make("request_decode_time_seconds", "First to last token.", REQUEST_SECONDS)
 
     def _wrapper(self, kind: type[Metric], name: str, text: str, *labels: str) -> Metric:
-        return kind(f"vllm:{name}", text, [*self._labels, *labels], registry=self.registry)
+        return self._family(kind, name, text, [*self._labels, *labels])
+
+    def _family(self, kind: type[Metric], name: str, text: str, labels: Sequence[str], **settings: Any) -> Metric:
+        """The metric of this name, which all cores share."""
+        if name not in self._families:
+            self._families[name] = kind(f"vllm:{name}", text, labels, registry=self.registry, **settings)
+        found = self._families[name]
+        assert isinstance(found, kind)
+        return found
 
     def _labelled(self, metric: Metric, label: str, values: tuple[str, ...]) -> Mapping[str, Metric]:
         return {value: metric.labels(**self._labels, **{label: value}) for value in values}
@@ -182,8 +217,7 @@ class PrometheusStatLogger:
         return self._labelled(self._wrapper(Counter, name, text, label), label, values)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self.registry)
-        return metric.labels(**self._labels)
+        return self._family(Histogram, name, text, list(self._labels), buckets=buckets).labels(**self._labels)
 
 
 def _steps_of_1_2_5(most: int) -> tuple[int, ...]:

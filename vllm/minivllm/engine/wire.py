@@ -17,12 +17,16 @@ from minivllm.errors import EngineDeadError, MinivllmError, UnsupportedModelErro
 
 Message = TypeVar("Message")
 
-IDENTITY = b"core 0"
-"""The core's identity on the front end's ROUTER socket."""
+
+def identity(rank: int) -> bytes:
+    """Return a core's identity on ROUTER sockets."""
+    return b"core %d" % rank
 
 
 class Kind:
-    """The core sends HELLO, READY, then OUTPUTS, and FAILED as its last message. The other kinds are sent to it."""
+    """What a core sends: HELLO and READY or FAILED in the handshake; then to each client HELLO, OUTPUTS, and FAILED as
+    its last message. The other kinds are sent to it.
+    """
 
     HELLO, READY, OUTPUTS, FAILED = b"h", b"r", b"o", b"f"
     START, ADD, ABORT, UTILITY = b"s", b"a", b"x", b"u"
@@ -30,15 +34,16 @@ class Kind:
 
 @dataclass
 class Failure:
-    """Why a core failed to start or died: the class name of an exception, and its message."""
+    """Why a core failed to start or died: the class name of an exception, and its message. `engine_index`: which."""
 
     name: str
     text: str
+    engine_index: int = 0
 
     @classmethod
-    def of(cls, error: Exception) -> "Failure":
+    def of(cls, error: Exception, engine_index: int = 0) -> "Failure":
         """Describe this exception."""
-        return cls(type(error).__name__, str(error))
+        return cls(type(error).__name__, str(error), engine_index)
 
     def error(self) -> Exception:
         """Return the exception for the caller: the core's own if the user can act on it, else `EngineDeadError`."""

@@ -97,8 +97,9 @@ async def _serve(
     engine: AsyncLLM, listening: socket.socket, args: EngineArgs, settings: FrontendArgs, template: str | None
 ) -> int:
     names = settings.served_model_name or [str(args.model)]
-    metrics = engine.stat_logger = PrometheusStatLogger(args, engine.engine_core.ready, names[0])
-    metrics.record(engine.stats, engine.output_processor.take_stats())
+    metrics = engine.stat_logger = PrometheusStatLogger(args, engine.engine_core.engines, names[0])
+    for index, stats in enumerate(engine.engine_stats):
+        metrics.record(stats, engine.output_processor.take_stats(index), index)
     models = OpenAIServingModels(names, str(args.model), engine.input_processor.limits.max_model_len)
     app = build_app(engine, models, settings, template, metrics.registry)
     server = NoSignalServer(

@@ -53,7 +53,7 @@ class OpenAIServingChat(OpenAIServing):
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         params = self.sampling_params(request, asked, prompt)
         request_id = self.request_id(request, headers)
-        requests = await self.start(request, request_id, [prompt], [params])
+        requests = await self.start(request, request_id, [prompt], [params], headers)
         answer = _Answer(self, request, request_id, prompt)
         if request.stream:
             return EventStream(as_stream(answer.events(requests), requests), requests.close)

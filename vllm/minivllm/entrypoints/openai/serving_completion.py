@@ -47,7 +47,7 @@ class OpenAIServingCompletion(OpenAIServing):
         asked = 1 if request.only_echoes else request.max_tokens
         params = [self.sampling_params(request, asked, prompt) for prompt in prompts]
         request_id = self.request_id(request, headers)
-        requests = await self.start(request, request_id, prompts, params)
+        requests = await self.start(request, request_id, prompts, params, headers)
         answer = _Answer(self, request, request_id, prompts)
         if request.stream:
             return EventStream(as_stream(answer.events(requests), requests), requests.close)

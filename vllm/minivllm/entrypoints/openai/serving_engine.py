@@ -29,6 +29,7 @@ from minivllm.structured_output.grammar_text import check_grammar
 
 CHARACTERS_IN_LOOP = 4096
 """A longer text is tokenized in a thread, so that it holds up nobody."""
+MAX_RANK_DIGITS = 6
 NOT_SERVED = (
     "use_beam_search", "logprob_token_ids", "kv_transfer_params", "repetition_detection", "thinking_token_budget",
 )  # fmt: skip
@@ -50,12 +51,12 @@ class EngineRequests:
         self._collectors: list[RequestOutputCollector] = []
         self._ready: asyncio.Queue[int] = asyncio.Queue()
 
-    async def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, priority: int) -> None:
-        """Adds a request; raises as `AsyncLLM.add_request` does."""
+    async def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, **settings: Any) -> None:
+        """Adds a request, with the settings that `AsyncLLM.add_request` has; raises as that does."""
         index = len(self._collectors)
         self._collectors.append(
             await self._engine.add_request(
-                request_id, prompt, params, priority=priority, on_ready=lambda: self._ready.put_nowait(index)
+                request_id, prompt, params, on_ready=lambda: self._ready.put_nowait(index), **settings
             )
         )
 
@@ -153,6 +154,7 @@ class OpenAIServing:
         request_id: str,
         prompts: Sequence[TokenizedPrompt],
         params: Sequence[SamplingParams],
+        headers: Mapping[str, str],
     ) -> EngineRequests:
         """Add all prompts to the engine's queue, or none. The engine's ids differ, whatever clients send.
 
@@ -164,12 +166,13 @@ class OpenAIServing:
         constraint = params[0].structured_outputs
         if constraint is not None:  # all have the same; in a thread, for a long grammar takes a while to check
             await asyncio.to_thread(check_grammar, constraint)
+        settings = {"priority": request.priority, "data_parallel_rank": _data_parallel_rank(headers)}
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 tokens = TokensPrompt(prompt_token_ids=prompt.token_ids)
                 if request.cache_salt is not None:
                     tokens["cache_salt"] = request.cache_salt
-                await requests.add(f"{request_id}-{next(self._numbers)}", tokens, one, request.priority)
+                await requests.add(f"{request_id}-{next(self._numbers)}", tokens, one, **settings)
         except BaseException:
             requests.close()
             raise
@@ -261,6 +264,16 @@ class OpenAIServing:
     def includes_usage(self, request: GenerationRequest) -> bool:
         """Whether a stream of this request ends with an event of its usage."""
         return request.include_usage or self.settings.enable_force_include_usage
+
+
+def _data_parallel_rank(headers: Mapping[str, str]) -> int | None:
+    """The core that a router in front of this server has chosen, if any."""
+    given = headers.get("x-data-parallel-rank")
+    if given is None:
+        return None
+    if not given.isdecimal() or len(given) > MAX_RANK_DIGITS:
+        raise MinivllmError(f"the header X-data-parallel-rank is {given[:20]!r}; it must be a core's number")
+    return int(given)
 
 
 def usage_of(num_prompt_tokens: int, num_generated: int) -> UsageInfo:

@@ -1,0 +1,203 @@
+"""The processes of the cores, one for each data-parallel replica: starting them, meeting them, ending them.
+
+Each is a fresh interpreter that runs `minivllm.engine.core_entry`, so a user's script needs no
+`if __name__ == "__main__"`. It ignores Ctrl-C, which the front end handles. Each side notices the other's end by a pipe
+that closes with it: the core's standard input, and the lifeline.
+
+A core first says hello on the handshake's socket and receives the engine's arguments; from then on it talks to its
+clients, each over two sockets of the client's own (`mp_client.py`). All sockets lie in a folder that only this user can
+read.
+
+In vLLM v0.33.0: `vllm/v1/engine/utils.py` (`CoreEngineProcManager`, `EngineZmqAddresses`, `wait_for_engine_startup`).
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from minivllm import errors
+from minivllm.core.messages import EngineCoreReady
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.wire import Failure, Kind, decode, encode, identity
+from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.platforms.device import pick_device
+
+SECONDS_TO_LEAVE = 10.0
+"""Cores told to leave are killed after this time. It is generous because a core ends its ranks first."""
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass
+class CoreAddresses:
+    """Where a client meets the cores; plain data, so that the client may be in another process.
+
+    `lifelines` are file descriptors, one for each core, which become readable when the core's process has ended.
+    `client_index` is the client's own number among `client_count`.
+    """
+
+    folder: str
+    pids: list[int]
+    lifelines: list[int]
+    engines: list[EngineCoreReady]
+    client_index: int = 0
+    client_count: int = 1
+
+
+class CoreProcesses:
+    """`args.data_parallel_size` cores, for `client_count` clients. In the process that made them, and only there."""
+
+    def __init__(self, args: EngineArgs, client_count: int = 1) -> None:
+        self._owner = os.getpid()
+        self._args = args
+        self._client_count = client_count
+        self.folder = tempfile.mkdtemp(prefix="minivllm-")
+        self.context = zmq.Context()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._lifelines: list[int] = []
+
+    def start(self) -> CoreAddresses:
+        """Starts the cores; returns their addresses for the first client once all are ready.
+
+        Raises:
+            MinivllmError: a core rejects the arguments, or there are too few GPUs.
+            EngineDeadError: a core's process died before it was ready.
+        """
+        environments = [_environment(self._args, rank) for rank in range(self._args.data_parallel_size)]
+        handshake = self.bind(zmq.ROUTER, "handshake")
+        for rank, environment in enumerate(environments):
+            self._start_one(rank, environment)
+        engines = self._meet(handshake)
+        handshake.close()
+        pids = [process.pid for process in self.processes]
+        return CoreAddresses(self.folder, pids, list(self._lifelines), engines, 0, self._client_count)
+
+    def bind(self, kind: int, name: str) -> zmq.Socket:
+        """Returns a socket in the folder."""
+        return bind(self.context, kind, self.folder, name)
+
+    def how_it_ended(self, rank: int) -> str:
+        """Says how a core's process, which has ended, did so."""
+        code = self.processes[rank].wait()
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def end(self) -> None:
+        """Lets the processes go, kills those that stay, and gives all else back. A second call does nothing."""
+        if os.getpid() != self._owner:
+            return  # a fork
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        deadline = time.monotonic() + SECONDS_TO_LEAVE
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        while self._lifelines:
+            os.close(self._lifelines.pop())
+        self.context.destroy(linger=0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start_one(self, rank: int, environment: Mapping[str, str]) -> None:
+        """Starts a core's process. Our end of its lifeline becomes readable as soon as the process has ended."""
+        ours, theirs = os.pipe()
+        self._lifelines.append(ours)
+        command = [sys.executable, "-P", "-m", "minivllm.engine.core_entry", self.folder, str(theirs), str(self._owner)]
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits the mask
+        try:
+            process = subprocess.Popen(
+                [*command, str(rank)],
+                stdin=subprocess.PIPE,  # never written to: it closes when this process ends
+                pass_fds=(theirs,),
+                env=environment,
+            )
+            self.processes.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            os.close(theirs)
+
+    def _meet(self, handshake: zmq.Socket) -> list[EngineCoreReady]:
+        """Waits for each core's hello, sends it the engine's arguments, and waits until all are ready."""
+        settings = {field.name: getattr(self._args, field.name) for field in fields(self._args)}
+        del settings["parts"]  # Python objects; EngineArgs has refused any
+        start = encode((settings, self._client_count, len(self.processes)))
+        ready: dict[int, EngineCoreReady] = {}
+        names = [identity(rank) for rank in range(len(self.processes))]
+        while len(ready) < len(names):
+            waiting = {fd: rank for rank, fd in enumerate(self._lifelines) if rank not in ready}
+            ended = wait_for_message(handshake, waiting)
+            if ended is not None:
+                raise EngineDeadError(died(ended, self.processes, self.how_it_ended(ended)))
+            name, kind, payload = handshake.recv_multipart()
+            if kind == Kind.HELLO:
+                handshake.send_multipart((name, Kind.START, start))
+            elif kind == Kind.FAILED:
+                raise decode(payload, Failure).error()
+            else:
+                ready[names.index(name)] = decode(payload, EngineCoreReady)
+        return [ready[rank] for rank in range(len(names))]
+
+
+def bind(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket:
+    """Return a socket in the folder. It drops nothing: however many messages wait, they are kept."""
+    socket = context.socket(kind)
+    socket.linger = socket.sndhwm = socket.rcvhwm = 0
+    socket.bind(f"ipc://{folder}/{name}")
+    return socket
+
+
+def wait_for_message(socket: zmq.Socket, lifelines: Mapping[int, int]) -> int | None:
+    """Wait for a message; return None, or the rank of a core that has ended while there was none.
+
+    `lifelines`: the ranks by file descriptor.
+    """
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    for fd in lifelines:
+        poller.register(fd, zmq.POLLIN)
+    ready = dict(poller.poll())
+    if socket in ready or socket.poll(0):
+        return None
+    return next(lifelines[fd] for fd in lifelines if fd in ready)
+
+
+def died(rank: int, processes: Iterable[Any], how: str) -> str:
+    """Say that a core has died. `processes` are all cores' processes, or their pids."""
+    pids = [getattr(process, "pid", process) for process in processes]
+    which = f"core {rank} of {len(pids)}" if len(pids) > 1 else "core"
+    return f"the engine's {which} (process {pids[rank]}) {how}; its output says why"
+
+
+def _environment(args: EngineArgs, rank: int) -> dict[str, str]:
+    """The environment of a core: where modules are found, and, with several cores, which GPUs are its own."""
+    home = str(Path(errors.__file__).resolve().parents[1])
+    found = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH")))))
+    if args.data_parallel_size > 1 and pick_device(args.device).type == "cuda":
+        found[VISIBLE_DEVICES] = ",".join(_gpus(args, rank))
+    return found
+
+
+def _gpus(args: EngineArgs, rank: int) -> list[str]:
+    """The GPUs of a core, as `CUDA_VISIBLE_DEVICES` names them."""
+    import torch
+
+    each, there = args.tensor_parallel_size, torch.cuda.device_count()
+    if each * args.data_parallel_size > there:
+        raise MinivllmError(
+            f"data_parallel_size is {args.data_parallel_size} and tensor_parallel_size {each}, which takes "
+            f'{each * args.data_parallel_size} GPUs: there are {there} here; use fewer, or device="cpu"'
+        )
+    visible = os.environ.get(VISIBLE_DEVICES)
+    names = visible.split(",") if visible else [str(index) for index in range(there)]
+    return names[rank * each : (rank + 1) * each]
