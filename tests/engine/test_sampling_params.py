@@ -15,7 +15,7 @@ WRONG = [
     ({"temperature": float("nan")}, "temperature"),
     ({"temperature": 2.1}, "from 0 (greedy) to 2"),
     ({"max_token": 5}, "SamplingParams has no argument 'max_token'; did you mean 'max_tokens'?"),
-    ({"structured_outputs": {"json": "{}"}}, "'structured_outputs'; minivllm does not serve it"),
+    ({"structured_outputs": {"json": "{}"}}, "does not serve constraints"),
     ({"flat_logprobs": True}, "flat_logprobs is True; SamplingParams takes no value of it but False"),
     ({"stop": ["a", "\ud800"]}, "a stop string is not a text: it has half a character"),
     ({"bad_words": ["\ud800"]}, "a bad word is not a text: it has half a character"),
