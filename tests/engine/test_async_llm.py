@@ -155,7 +155,7 @@ def test_a_slow_reader_gets_the_deltas_joined():
         completion = CompletionOutput(
             0, text, [token], logprobs=[{token: Logprob(-1.0)}], finish_reason="stop" * (token == 3) or None
         )
-        collector.put(RequestOutput("r", "p", [0], [completion], finished=token == 3))
+        collector.put(RequestOutput("r", "p", [0], None, [completion], finished=token == 3))
     joined = in_a_loop(collector.get())
     (only,) = joined.outputs
     assert (only.text, only.token_ids, len(only.logprobs), only.finish_reason) == ("abc", [1, 2, 3], 3, "stop")
@@ -171,4 +171,4 @@ def test_no_later_output_hides_that_the_engine_has_ended():
 
 
 def output(token: int) -> RequestOutput:
-    return RequestOutput("r", "p", [0], [CompletionOutput(0, "a", [token])], finished=False)
+    return RequestOutput("r", "p", [0], None, [CompletionOutput(0, "a", [token])], finished=False)

@@ -39,7 +39,7 @@ def tokens(output: RequestOutput) -> list[int]:
 
 def test_all_forms_of_a_prompt(idle):
     text = "def add(a, b):"
-    ids = idle.get_tokenizer().encode(text).ids
+    ids = idle.llm_engine.tokenizer.encode(text).ids
     forms = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}]
     outputs = idle.generate(forms, GREEDY)
     assert len({tuple(tokens(output)) for output in outputs}) == 1
@@ -57,7 +57,7 @@ def test_what_a_result_holds(idle):
     assert completion.finished()
     assert (completion.index, completion.finish_reason, completion.stop_reason) == (0, "length", None)
     assert len(completion.token_ids) == 5
-    assert completion.text == idle.get_tokenizer().decode(completion.token_ids)
+    assert completion.text == idle.llm_engine.tokenizer.decode(completion.token_ids)
     logprobs = [entry[token] for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
     assert completion.cumulative_logprob == pytest.approx(sum(logprob.logprob for logprob in logprobs))
     assert all(logprob.rank == 1 for logprob in logprobs), "greedy takes the most likely"
@@ -101,7 +101,7 @@ def test_a_stop_token_ends_and_leaves_no_text(idle):
     completion = output.outputs[0]
     assert completion.token_ids == tokens(free)[: first + 1]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-    assert completion.text == idle.get_tokenizer().decode(completion.token_ids[:-1])
+    assert completion.text == idle.llm_engine.tokenizer.decode(completion.token_ids[:-1])
 
 
 def test_end_of_sequence_stops_unless_ignored_or_too_early(idle):
@@ -126,8 +126,8 @@ def test_end_of_sequence_stops_unless_ignored_or_too_early(idle):
 
 
 def test_a_stop_string_ends_the_request_in_the_core_too(idle):
-    word = idle.get_tokenizer().encode("return").ids
-    assert idle.get_tokenizer().decode(word) == "return"
+    word = idle.llm_engine.tokenizer.encode("return").ids
+    assert idle.llm_engine.tokenizer.decode(word) == "return"
     params = SamplingParams(
         temperature=0.0, max_tokens=200, logit_bias={word[0]: 100.0}, stop=["nret"], ignore_eos=True
     )
@@ -191,7 +191,7 @@ BAD = [
     ([3.5], GREEDY, "a prompt is a text"),
     (17, GREEDY, "prompts are int"),
     ({"text": "a"}, GREEDY, "prompt_token_ids"),
-    ({"prompt": "a", "prompt_token_ids": [1]}, GREEDY, "has the keys"),
+    ({"cache_salt": "a"}, GREEDY, "has the keys"),
     ({"prompt": 5}, GREEDY, "it must be a text"),
     ({"prompt": "a", "cache_salt": ""}, GREEDY, "cache_salt"),
     ({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, "cache_salt.* is not a text"),
@@ -273,7 +273,7 @@ def test_extreme_parameters_give_tokens_and_leave_the_neighbours_alone(idle, ext
 
 
 def test_a_request_that_forbids_every_token_ends_no_other(idle):
-    word = idle.get_tokenizer().encode("return").ids
+    word = idle.llm_engine.tokenizer.encode("return").ids
     nothing = SamplingParams(max_tokens=8, ignore_eos=True, allowed_token_ids=word, bad_words=["return"])
     [alone] = idle.generate([[7]], GREEDY)
     assert tokens(idle.generate([[7], [8]], [GREEDY, nothing])[0]) == tokens(alone)
@@ -323,7 +323,7 @@ def test_a_request_that_could_never_fit_the_pool(idle):
         ({"skip_tokenizer_init": 0}, "skip_tokenizer_init is 0"),
         ({"block_size": "16"}, "block_size is '16'"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be a whole number"),
-        ({"enable_sleep_mode": True}, "the engine of vLLM has the argument 'enable_sleep_mode'; minivllm does not"),
+        ({"enable_sleep_mode": True}, "enable_sleep_mode is True; minivllm does not serve another memory"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; the engine takes no value of it but 1"),
         ({"runner": "pooling"}, "runner is 'pooling'; the engine takes no value of it but 'auto' or 'generate'"),
         ({"tokenizer": 5}, "tokenizer is 5; it must be a directory"),
@@ -342,12 +342,12 @@ def test_an_engine_that_cannot_be(changes, said):
 
 def test_vllms_arguments_that_change_nothing_are_taken_and_named_in_one_line(capsys):
     args = EngineArgs(
-        model=EMBEDDED_MODEL, trust_remote_code=True, disable_log_stats=True, revision="main", tokenizer_mode="slow",
+        model=EMBEDDED_MODEL, trust_remote_code=True, disable_log_requests=True, revision="main", tokenizer_mode="slow",
         swap_space=4, seed=None, enable_prefix_caching=None, enable_sleep_mode=False, pipeline_parallel_size=1,
     )  # fmt: skip
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith(
-        "disable_log_stats, enable_sleep_mode, pipeline_parallel_size, revision, swap_space, tokenizer_mode, "
+        "disable_log_requests, enable_sleep_mode, pipeline_parallel_size, revision, swap_space, tokenizer_mode, "
         "trust_remote_code"
     )
     assert args == EngineArgs(model=EMBEDDED_MODEL)
@@ -357,8 +357,8 @@ def test_the_names_that_vllms_users_import():
     wanted = ("LLM", "LLMEngine", "EngineArgs", "SamplingParams", "TextPrompt", "TokensPrompt", "RequestOutput")
     for name in (*wanted, "CompletionOutput"):
         assert getattr(minivllm, name).__name__ == name
-    with pytest.raises(AttributeError, match=r"AsyncLLMEngine.*; there are: .*LLMEngine"):
-        minivllm.AsyncLLMEngine  # noqa: B018
+    with pytest.raises(AttributeError, match=r"AsyncEngine.*; there are: .*LLMEngine"):
+        minivllm.AsyncEngine  # noqa: B018
     prompts = [minivllm.TextPrompt(prompt="a"), minivllm.TokensPrompt(prompt_token_ids=[5])]
     assert [type(prompt) for prompt in prompts] == [dict, dict]
 
@@ -441,8 +441,8 @@ def test_a_broken_generation_config_is_no_missing_one(tmp_path, contents):
 
 
 def test_a_bad_word_with_a_space_is_forbidden_without_it_too(idle):
-    [token] = idle.get_tokenizer().encode("self").ids
-    [spaced] = idle.get_tokenizer().encode(" self").ids
+    [token] = idle.llm_engine.tokenizer.encode("self").ids
+    [spaced] = idle.llm_engine.tokenizer.encode(" self").ids
     for word in ("self", " self"):
         for wanted in (token, spaced):
             bias = {wanted: 100.0}
@@ -467,14 +467,16 @@ def test_parameters_assigned_later_are_checked_and_the_callers_object_stays_as_i
 
 def test_bad_words_are_never_said(idle):
     [free] = idle.generate("import", GREEDY)
-    word = idle.get_tokenizer().decode(tokens(free)[:1]).strip() or idle.get_tokenizer().decode(tokens(free)[:1])
+    word = idle.llm_engine.tokenizer.decode(tokens(free)[:1]).strip() or idle.llm_engine.tokenizer.decode(
+        tokens(free)[:1]
+    )
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, bad_words=[word])
     assert word not in idle.generate("import", params)[0].outputs[0].text.split()
     assert tokens(idle.generate("import", params)[0])[0] != tokens(free)[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "instead"), [("chat", "call generate"), ("encode", "generates text"), ("nonsense", "")]
+    ("name", "instead"), [("sleep", "keeps its memory"), ("encode", "embed, score"), ("nonsense", "")]
 )
 def test_what_is_missing_says_what_there_is_instead(idle, name, instead):
     with pytest.raises(AttributeError, match=f"'{name}'.*{instead}"):

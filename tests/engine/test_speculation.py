@@ -167,7 +167,7 @@ def test_nothing_stays_of_the_drafts_behind_a_stop_string():
     drafting = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config={"num_speculative_tokens": 5, "prompt_lookup_min": 1})
     base = SamplingParams(temperature=0.0, max_tokens=60, logprobs=0, ignore_eos=True)
     [free] = plain.generate([REPETITIVE], base)
-    words = [plain.get_tokenizer().decode([token]) for token in free.outputs[0].token_ids[3:40:3]]
+    words = [plain.llm_engine.tokenizer.decode([token]) for token in free.outputs[0].token_ids[3:40:3]]
     cut = 0
     for word in words:
         params = replace(base, stop=[word])

@@ -90,7 +90,7 @@ def test_a_killed_core_takes_with_it_only_what_it_had_begun(pair: Server):
     assert pair.process.wait(30) not in (0, None), "no core is left"
     assert not psutil.wait_procs(processes, 2)[1]
     assert "core 1 of 2" in pair.said()
-    assert "Traceback" not in pair.said(), pair.said()[pair.said().index("Traceback") - 1500:][:6000]
+    assert "Traceback" not in pair.said(), pair.said()[pair.said().index("Traceback") - 1500 :][:6000]
 
 
 def is_whole(status: int, body: str) -> bool:

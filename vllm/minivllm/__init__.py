@@ -1,31 +1,69 @@
 """minivllm: the twelve mechanisms of the lessons, fused into one small serving engine.
 
-Names are handed on lazily, so that `import minivllm.core` stays free of torch.
+Names are handed on lazily, so that `import minivllm.core` stays free of torch. What a script for vLLM imports from any
+of vLLM's modules, it imports from here.
 """
 
 from importlib import import_module
 
 __version__ = "0.1.0"
+__version_tuple__ = (0, 1, 0)
 
 _HOMES = {
+    "AsyncEngineArgs": "minivllm.engine.arg_utils",
+    "AsyncLLM": "minivllm.engine.async_llm",
+    "AsyncLLMEngine": "minivllm.engine.async_llm",
+    "BeamSearchOutput": "minivllm.outputs",
+    "BeamSearchParams": "minivllm.sampling_params",
+    "BeamSearchSequence": "minivllm.outputs",
     "CompletionOutput": "minivllm.outputs",
+    "Counter": "minivllm.engine.metrics_reader",
     "EngineArgs": "minivllm.engine.arg_utils",
+    "FlexibleArgumentParser": "minivllm.config.flags",
+    "Gauge": "minivllm.engine.metrics_reader",
+    "Histogram": "minivllm.engine.metrics_reader",
     "LLM": "minivllm.entrypoints.llm",
     "LLMEngine": "minivllm.engine.llm_engine",
+    "Logprob": "minivllm.outputs",
+    "Metric": "minivllm.engine.metrics_reader",
     "MinivllmError": "minivllm.errors",
     "ModelConfig": "minivllm.config",
+    "NotServedError": "minivllm.errors",
+    "PromptType": "minivllm.inputs",
     "RequestOutput": "minivllm.outputs",
+    "RequestOutputKind": "minivllm.sampling_params",
     "SamplingParams": "minivllm.sampling_params",
     "StructuredOutputsParams": "minivllm.config",
     "TextPrompt": "minivllm.inputs",
     "TokensPrompt": "minivllm.inputs",
     "UnsupportedModelError": "minivllm.errors",
+    "Vector": "minivllm.engine.metrics_reader",
+    "cleanup_dist_env_and_memory": "minivllm.platforms.device_memory",
+}
+_POOLING = "models that embed, score or classify"
+_NOT_SERVED = {
+    **dict.fromkeys(("PoolingParams", "PoolingOutput", "PoolingRequestOutput", "PoolerConfig"), _POOLING),
+    **dict.fromkeys(("EmbeddingOutput", "EmbeddingRequestOutput"), _POOLING),
+    **dict.fromkeys(("ClassificationOutput", "ClassificationRequestOutput"), _POOLING),
+    **dict.fromkeys(("ScoringOutput", "ScoringRequestOutput"), _POOLING),
+    "ModelRegistry": "models of one's own",
+    "initialize_ray_cluster": "a call that starts Ray",
+    "StructuredOutputsParams": "constraints on the output's form",
+    "LogitsProcessor": "other code in the sampler",
+    "LoRARequest": "LoRA adapters",
+    "ProfilerConfig": "profiles; torch.profiler around the calls sees the engine's ranges",
+    "KVTransferConfig": "another memory for the KV cache",
+    "VllmConfig": "one config of all; there is EngineArgs",
 }
 
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
+    if name in _NOT_SERVED:
+        from minivllm.errors import MinivllmError
+
+        raise MinivllmError(f"vLLM has {name}; minivllm does not serve {_NOT_SERVED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'minivllm' has no attribute {name!r}; there are: {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,29 +1,42 @@
-"""The forms a prompt can take. In vLLM v0.33.0: `vllm/inputs/` (`TextPrompt`, `TokensPrompt`)."""
+"""The forms a prompt can take. In vLLM v0.33.0: `vllm/inputs/` (`TextPrompt`, `TokensPrompt`, `PromptType`)."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Required, TypedDict
 
 from minivllm.config.checks import encodable
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, NotServedError
 
 
 class TextPrompt(TypedDict, total=False):
     """A text prompt, and a salt: its cached prefix is shared only with prompts that have the same salt."""
 
-    prompt: str
+    prompt: Required[str]
     cache_salt: str
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt of token ids, and a salt: its cached prefix is shared only with prompts that have the same salt."""
+    """A prompt of token ids, and a salt: its cached prefix is shared only with prompts that have the same salt.
 
-    prompt_token_ids: list[int]
+    `prompt`, the text of the token ids, is only repeated in the output.
+    """
+
+    prompt_token_ids: Required[list[int]]
+    prompt: str
     cache_salt: str
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+PromptType = Prompt
+"""vLLM's name."""
 
-KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "prompt_token_offsets", "token_type_ids")
+NOT_SERVED = {
+    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs"), "media"),
+    **dict.fromkeys(("prompt_embeds", "prompt_is_token_ids"), "prompts as embeddings"),
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "models with an encoder"),
+    **dict.fromkeys(("data", "data_format"), "plugins of inputs"),
+}
+"""Keys of vLLM's prompts, and what they are for."""
 EXPECTED = 'a prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}'
 
 
@@ -43,20 +56,23 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None]:
-    """Return `(text, token_ids, cache_salt)` of one prompt. Either the text or the token ids are None.
+    """Return `(text, token_ids, cache_salt)` of one prompt. Without token ids, the text is to be tokenized.
 
     Raises:
-        MinivllmError: the prompt has neither text nor token ids, or both, or a value of the wrong type.
+        MinivllmError: the prompt has neither text nor token ids, or a value of the wrong type.
+        NotServedError: it has something that vLLM serves and this engine does not.
     """
     if isinstance(prompt, str):
         return encodable(prompt, "the prompt"), None, None
     if not isinstance(prompt, Mapping):
         return None, _token_ids(prompt), None
-    unknown = [key for key, value in prompt.items() if key not in KEYS and value is not None]
+    unknown = [key for key, value in prompt.items() if key not in KEYS and value]
+    if unknown and unknown[0] in NOT_SERVED:
+        raise NotServedError(f"the prompt has {unknown[0]!r}; minivllm does not serve {NOT_SERVED[unknown[0]]}")
     if unknown:
         raise MinivllmError(f"the prompt has the key {unknown[0]!r}, which means nothing here; {EXPECTED}")
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
-    if (text is None) == (ids is None):
+    if text is None and ids is None:
         raise MinivllmError(f"the prompt has the keys {', '.join(map(repr, prompt)) or 'none'}; {EXPECTED}")
     if text is not None and not isinstance(text, str):
         raise MinivllmError(f'"prompt" is {type(text).__name__}; it must be a text')

@@ -4,6 +4,7 @@ In vLLM v0.33.0: `vllm/outputs.py` (`RequestOutput`, `CompletionOutput`), `vllm/
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(slots=True)
@@ -27,7 +28,15 @@ class CompletionOutput:
     - `stop_reason`: the stop string or stop token id that ended it; None for the end-of-sequence token and all other
       reasons.
     - `cumulative_logprob`: the sum over the chosen tokens, if log probabilities were requested.
+
+    Fields of vLLM's that nothing here sets are read as None.
     """
+
+    routed_experts: ClassVar[None] = None
+    lora_request: ClassVar[None] = None
+    sampling_mask: ClassVar[None] = None
+    spec_decode_metrics: ClassVar[None] = None
+    weight_versions: ClassVar[None] = None
 
     index: int
     text: str
@@ -64,25 +73,69 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt with its `n` completions. `num_cached_tokens`: prompt tokens found in the prefix cache."""
+    """A prompt with its `n` completions. `num_cached_tokens`: prompt tokens found in the prefix cache.
+
+    Fields of vLLM's that nothing here sets are read as None.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: Logprobs | None
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: Logprobs | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    num_cache_creation_tokens: ClassVar[None] = None
+    prompt_token_id_logprobs: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    ec_transfer_params: ClassVar[None] = None
 
-    def add(self, next_output: "RequestOutput") -> None:
-        """Joins the next delta of the same request to this one, as if both had come at once."""
+    def add(self, next_output: "RequestOutput", aggregate: bool = True) -> None:
+        """Joins the next delta of the same request to this one, as if both had come at once.
+
+        Without `aggregate`, the next output holds all there is of its completions, and replaces them.
+        """
         known = {completion.index: completion for completion in self.outputs}
         for completion in next_output.outputs:
-            if completion.index in known:
+            if completion.index in known and not aggregate:
+                self.outputs[self.outputs.index(known[completion.index])] = completion
+            elif completion.index in known:
                 known[completion.index].extend(completion)
             else:
                 self.outputs.append(completion)
         self.finished = next_output.finished
         self.metrics, self.num_cached_tokens = next_output.metrics, next_output.num_cached_tokens
         self.prompt_logprobs = next_output.prompt_logprobs or self.prompt_logprobs
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One sequence of a beam search.
+
+    - `tokens`: of the prompt and what was generated, the end-of-sequence token included. `text`: all of them decoded.
+    - `logprobs`: of each generated token, the candidates' log probabilities. `cum_logprob`: the sum over the chosen.
+    - `finish_reason`: "stop" at the end-of-sequence token, else "length".
+    """
+
+    orig_prompt: object
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    lora_request: None = None
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best sequences of a prompt, the best first; as many as the beam is wide, or fewer if there are no more.
+
+    In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/utils.py`, as is `BeamSearchSequence`.
+    """
+
+    sequences: list[BeamSearchSequence]

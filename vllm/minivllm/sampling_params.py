@@ -1,17 +1,18 @@
 """How one request is sampled, and when it stops. No torch.
 
-In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `RequestOutputKind`). Fields have vLLM's names and
-defaults. Repetition detection and fields for internal use are left out.
+In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `BeamSearchParams`, `RequestOutputKind`). Fields have
+vLLM's names and defaults. Those that are not served are read as off, and refuse other values.
 """
 
 from collections.abc import Mapping, Sequence, Set
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from minivllm.config import StructuredOutputsParams
 from minivllm.config.checks import encodable, is_count, is_number, require, require_flags
-from minivllm.config.vllm_arguments import ANY_VALUE, takes_vllms_arguments
+from minivllm.config.vllm_arguments import ANY_VALUE, not_served, takes_vllms_arguments
 
 MIN_TEMPERATURE = 1e-2
 """Temperatures between 0 and this are raised to it, because dividing logits by smaller ones can overflow."""
@@ -20,11 +21,27 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 MAX_N = 16384
 """Completions per prompt. Each is a separate request, so a mistyped, huge `n` would never get started."""
 MAX_LOGIT_BIAS = 100.0
-WITHOUT_EFFECT = {"spaces_between_special_tokens": ANY_VALUE, "skip_clone": ANY_VALUE, "flat_logprobs": (False,)}
-NOT_SERVED = (
-    "best_of", "extra_args", "guided_decoding", "logits_processors", "logprob_token_ids", "prompt_logprob_start",
-    "prompt_logprob_token_ids", "repetition_detection", "skip_reading_prefix_cache", "stream_interval",
-    "thinking_token_budget", "trace_decode_token_ids", "truncate_prompt_tokens",
+WITHOUT_EFFECT = {
+    "flat_logprobs": (False,),
+    "routed_experts_prompt_start": ANY_VALUE,
+    "skip_clone": ANY_VALUE,
+    "spaces_between_special_tokens": ANY_VALUE,
+}
+NOT_SERVED = not_served(
+    {
+        "guided_decoding; say structured_outputs": {"guided_decoding": None},
+        "best_of; sample n and choose": {"best_of": None},
+        "other code in the sampler": {"logits_processors": None, "extra_args": None},
+        "log probabilities of chosen tokens only": {
+            "logprob_token_ids": None, "prompt_logprob_start": None, "prompt_logprob_token_ids": None,
+        },
+        "an end by repetition": {"repetition_detection": None},
+        "a budget of thinking": {"thinking_token_budget": None},
+        "outputs every few tokens": {"stream_interval": None},
+        "tokens given in advance": {"trace_decode_token_ids": None},
+        "truncated prompts; give the token ids that should stay": {"truncate_prompt_tokens": None},
+        "watermarks": {"watermarking": None},
+    }
 )  # fmt: skip
 
 
@@ -67,6 +84,7 @@ class SamplingParams:
       sampled; the request ends where its grammar does.
     - `detokenize`: if False, no text is produced. `skip_special_tokens`: leave special tokens out of the text.
     - `output_kind`: applies to streams; `LLM.generate` returns final outputs.
+    - `skip_reading_prefix_cache`: compute the whole prompt, though some of it may be cached.
 
     The engine, which knows the model and the tokenizer, fills in `all_stop_token_ids` and `bad_words_token_ids`.
     """
@@ -95,6 +113,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    skip_reading_prefix_cache: bool | None = None
     all_stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
@@ -108,6 +127,19 @@ class SamplingParams:
             self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputsParams),
             f"structured_outputs is {self.structured_outputs!r}; it must be StructuredOutputsParams(…)",
         )
+
+    @classmethod
+    def from_optional(cls, **params: Any) -> "SamplingParams":
+        """Same as the constructor, but None means the default, and `logit_bias` may have numerals as keys.
+
+        Raises:
+            MinivllmError: a value is invalid.
+        """
+        bias = params.get("logit_bias")
+        if isinstance(bias, Mapping):
+            params["logit_bias"] = {_as_token_id(token): value for token, value in bias.items()}
+        given: dict[str, Any] = {n: value for n, value in params.items() if value is not None or n == "max_tokens"}
+        return cls(**given)
 
     @property
     def is_greedy(self) -> bool:
@@ -203,6 +235,8 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         require_flags(self, "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+        skips = self.skip_reading_prefix_cache
+        require(skips in (None, True, False), f"skip_reading_prefix_cache is {skips!r}; it must be True, False or None")
         words = (self.stop,) if isinstance(self.stop, str) else self.stop
         require(_are_words(words), f"stop is {self.stop!r}; it must be a string or several, none of them empty")
         require(_are_words(self.bad_words), f"bad_words is {self.bad_words!r}; it must be strings, none of them empty")
@@ -236,6 +270,54 @@ class SamplingParams:
             "allowed_token_ids is empty, so that no token could be generated; leave it out, or name some",
             "allowed_token_ids",
         )
+
+
+BEAM_SEARCH_NOT_SERVED = {
+    "constraints on the form of beams": {"structured_outputs": None},
+    "watermarks": {"watermarking": None},
+}
+
+
+@takes_vllms_arguments("BeamSearchParams", {}, not_served(BEAM_SEARCH_NOT_SERVED))
+@dataclass(kw_only=True, slots=True)
+class BeamSearchParams:
+    """How `LLM.beam_search` searches. An invalid value raises a `MinivllmError`.
+
+    - `beam_width`: sequences kept at each step, and returned at the end. `max_tokens`: the longest continuation.
+    - `ignore_eos`: the end-of-sequence token is one like any other. Otherwise a sequence that reaches it is complete.
+    - `length_penalty`: sequences are compared by their log probability divided by (generated tokens) ** this.
+    - `temperature`, `include_stop_str_in_output`: accepted, and change nothing: candidates are compared by the model's
+      own log probabilities, and tokens always include the end-of-sequence token.
+    - `allowed_token_ids`: no other token is a candidate.
+    - `skip_special_tokens`: leave special tokens out of the text.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number from 1 on")
+        require_flags(self, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+        for name in ("temperature", "length_penalty"):
+            value = getattr(self, name)
+            require(is_number(value), f"{name} is {value!r}; it must be a number")
+        ids = self.allowed_token_ids
+        require(
+            ids is None or (_are_token_ids(ids) and len(ids) > 0),
+            f"allowed_token_ids is {ids!r}; it must hold token ids: whole numbers from 0 on",
+        )
+
+
+def _as_token_id(token: object) -> object:
+    return int(token) if isinstance(token, str) and token.isdecimal() else token
 
 
 def _are_token_ids(value: object) -> bool:

@@ -7,9 +7,9 @@ import difflib
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, NotServedError
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -18,32 +18,76 @@ ANY_VALUE = None
 """In `without_effect`, marks an argument that makes no difference whatever its value."""
 
 
+class NotServed(NamedTuple):
+    """What an argument of vLLM is for, and vLLM's default, which asks for nothing."""
+
+    what: str
+    default: Any = None
+
+    def asks(self, value: Any) -> bool:
+        """Whether this value asks for anything: None, False, what is empty and the default do not."""
+        if value is None or value is False or (isinstance(value, Collection) and not value):
+            return False
+        return value != self.default
+
+
+def not_served(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, NotServed]:
+    """Return `NotServed` by argument, from each argument's default by what it is for."""
+    return {name: NotServed(what, default) for what, group in groups.items() for name, default in group.items()}
+
+
+def refuse_unless_default(method: str, **arguments: Any) -> None:
+    """Refuse arguments of a method that ask for something: values other than None, False and what is empty.
+
+    Raises:
+        NotServedError: one of them does.
+    """
+    for name, value in arguments.items():
+        if NotServed(name).asks(value):
+            raise NotServedError(
+                f"{name} is {str(value)[:60]!r}; {method} has it in vLLM, and minivllm does not serve it"
+            )
+
+
 def takes_vllms_arguments(
-    whose: str, without_effect: Mapping[str, Collection[Any] | None], not_served: Collection[str]
+    whose: str, without_effect: Mapping[str, Collection[Any] | None], not_served: Mapping[str, NotServed]
 ) -> Callable[[Settings], Settings]:
     """Decorate a dataclass of settings so that its constructor takes vLLM's additional arguments.
+
+    They can also be read, as off, and assigned later, with the same checks.
 
     Args:
         whose: the name of the settings in messages, such as "the engine".
         without_effect: arguments that make no difference here, each with the values for which that is true. Those
             given are logged in one line.
-        not_served: arguments that are rejected unless they are None or False, which means off.
+        not_served: arguments that are rejected if their value asks for something.
     """
 
     def decorate(settings_class: Settings) -> Settings:
-        make = settings_class.__init__
+        make, assign = settings_class.__init__, settings_class.__setattr__
         known = {field.name for field in fields(settings_class)}
 
         @functools.wraps(make)
         def __init__(self: Any, *args: Any, **settings: Any) -> None:
             further = {name: settings.pop(name) for name in settings.keys() - known}
             for name, value in further.items():
-                _refuse_unless_without_effect(name, value)
+                refuse_unless_without_effect(name, value)
             if further:
                 logger.info("Arguments of %s that change nothing here: %s", whose, ", ".join(sorted(further)))
             make(self, *args, **settings)
 
-        def _refuse_unless_without_effect(name: str, value: Any) -> None:
+        def __setattr__(self: Any, name: str, value: Any) -> None:
+            if name in known or (name not in without_effect and name not in not_served):
+                assign(self, name, value)
+            else:
+                refuse_unless_without_effect(name, value)
+
+        def __getattr__(self: Any, name: str) -> Any:
+            if name in not_served:
+                return not_served[name].default
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+        def refuse_unless_without_effect(name: str, value: Any) -> None:
             if name in without_effect:
                 harmless = without_effect[name]
                 if harmless is None or value is None or value in harmless:
@@ -51,14 +95,16 @@ def takes_vllms_arguments(
                 values = " or ".join(map(repr, harmless))
                 raise MinivllmError(f"{name} is {value!r}; {whose} takes no value of it but {values}")
             if name in not_served:
-                if value is None or value is False:
+                if not not_served[name].asks(value):
                     return
-                raise MinivllmError(f"{whose} of vLLM has the argument {name!r}; minivllm does not serve it")
+                raise NotServedError(f"{name} is {repr(value)[:60]}; minivllm does not serve {not_served[name].what}")
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(sorted(known))}"
             raise MinivllmError(f"{whose} has no argument {name!r}{hint}")
 
         settings_class.__init__ = __init__
+        settings_class.__setattr__ = __setattr__  # type: ignore[method-assign]
+        settings_class.__getattr__ = __getattr__
         return settings_class
 
     return decorate

@@ -47,7 +47,7 @@ class EngineCoreRequest:
             stop_token_ids=params.stop_token_ids or (),
             cache_salt=self.cache_salt,
             # A prefix hit computes no logits, so prompt log probabilities would be missing.
-            skip_reading_prefix_cache=params.prompt_logprobs is not None,
+            skip_reading_prefix_cache=params.prompt_logprobs is not None or bool(params.skip_reading_prefix_cache),
             sampling_params=params,
         )
 

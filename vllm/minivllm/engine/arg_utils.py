@@ -3,16 +3,27 @@
 In vLLM v0.33.0: `vllm/engine/arg_utils.py` (`EngineArgs`, `get_batch_defaults`), `vllm/config/`.
 """
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import NO_PARTS, CacheConfig, ModelConfig, Parts, SchedulerConfig, SpeculativeConfig
+from minivllm.config import (
+    EMBEDDED_MODEL,
+    NO_PARTS,
+    CacheConfig,
+    ModelConfig,
+    Parts,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import is_count, is_number, require, require_flags
+from minivllm.config.flags import add_flags, add_unlisted_flags
 from minivllm.config.units import GIB
-from minivllm.config.vllm_arguments import ANY_VALUE, takes_vllms_arguments
+from minivllm.config.vllm_arguments import takes_vllms_arguments
+from minivllm.engine.vllm_engine_arguments import NOT_SERVED, WITHOUT_EFFECT
 from minivllm.kernels.packed_weights import QUANTIZATIONS
 from minivllm.worker.worker import WorkerSettings
 
@@ -20,49 +31,18 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = (None, "naive")
 LOAD_FORMATS = ("auto", "dummy")
 ROUTINGS = ("load", "prefix")
-
-
-WITHOUT_EFFECT = {
-    "allowed_local_media_path": ANY_VALUE,
-    "async_scheduling": ANY_VALUE,
-    "compilation_config": ANY_VALUE,
-    "config_format": ("auto", "hf"),
-    "cpu_offload_gb": (0,),
-    "disable_custom_all_reduce": ANY_VALUE,
-    "disable_log_requests": ANY_VALUE,
-    "disable_log_stats": ANY_VALUE,
-    "enable_log_requests": ANY_VALUE,
-    "generation_config": ("auto",),
-    "max_logprobs": ANY_VALUE,
-    "max_parallel_loading_workers": ANY_VALUE,
-    "max_seq_len_to_capture": ANY_VALUE,
-    "pipeline_parallel_size": (1,),
-    "revision": ANY_VALUE,
-    "runner": ("auto", "generate"),
-    "swap_space": ANY_VALUE,
-    "task": ("auto", "generate"),
-    "tokenizer_mode": ANY_VALUE,
-    "tokenizer_revision": ANY_VALUE,
-    "trust_remote_code": ANY_VALUE,
-}
-NOT_SERVED = (
-    "additional_config", "code_revision", "convert", "decode_context_parallel_size", "download_dir",
-    "enable_expert_parallel", "enable_lora", "enable_prompt_embeds", "enable_return_routed_experts",
-    "enable_sleep_mode", "hf_config_path", "hf_overrides", "hf_token", "kv_offloading_size", "kv_transfer_config",
-    "language_model_only", "limit_mm_per_prompt", "logits_processors", "logprobs_mode", "lora_modules",
-    "max_cpu_loras", "max_lora_rank", "max_loras", "mm_processor_kwargs", "model_impl", "model_loader_extra_config",
-    "override_generation_config", "override_pooler_config", "pooler_config", "prefix_caching_hash_algo",
-    "profiler_config", "quantization_param_path", "reasoning_parser", "served_model_name", "speculative_model",
-    "structured_outputs_config", "worker_cls",
-)  # fmt: skip
+NOT_FLAGS = ("parts",)
 
 
 @takes_vllms_arguments("the engine", WITHOUT_EFFECT, NOT_SERVED)
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class EngineArgs:
     """The arguments of one engine. Names and defaults are vLLM's unless noted; None always means the default.
 
-    - `model`: a local directory or a name on the Hugging Face Hub. `tokenizer`: the same, if not the model's own.
+    They may be assigned. They are checked when the object is created, and again when an engine is made of it.
+
+    - `model`: a local directory or a name on the Hugging Face Hub; by default the embedded one.
+      `tokenizer`: the same, if not the model's own.
     - `dtype`: of weights and computation. "auto": the checkpoint's on a GPU; float32 on a CPU, which is what our CPU
       kernels use.
     - `kv_cache_dtype`: the storage dtype of keys and values. "auto": same as `dtype`; "int8_per_token_head" or "int8":
@@ -80,6 +60,7 @@ class EngineArgs:
       within that step. Not in vLLM; it serves to measure what the cache is worth.
     - `attention_backend`: None is the unified kernel; "naive" is its predecessor (`unified_attention`).
     - `speculative_config`: a dictionary as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 4}.
+      `spec_method`, `spec_model`, `spec_tokens`: three of its entries, by names of their own.
     - `multiprocess`: run the core in a separate process. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
     - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on one CPU.
     - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own. None:
@@ -91,11 +72,12 @@ class EngineArgs:
       others do. In vLLM one core's death is the end of all. The last two are not in vLLM.
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
     - `seed`: seeds the random seeds of requests that do not set one.
+    - `disable_log_stats`: do not count for `get_metrics`. A server always counts.
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
     """
 
-    model: str | Path
+    model: str | Path = EMBEDDED_MODEL
     tokenizer: str | Path | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
@@ -120,6 +102,9 @@ class EngineArgs:
     use_kv_cache: bool = True
     attention_backend: str | None = None
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
+    spec_method: str | None = None
+    spec_model: str | Path | None = None
+    spec_tokens: int | None = None
     multiprocess: bool = False
     tensor_parallel_size: int = 1
     distributed_executor_backend: str | None = None
@@ -127,12 +112,15 @@ class EngineArgs:
     data_parallel_routing: str = "load"
     data_parallel_retry: bool = True
     enforce_eager: bool = False
+    disable_log_stats: bool = False
     parts: Parts = NO_PARTS
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) is None and field.default not in (None, MISSING):
-                object.__setattr__(self, field.name, field.default)
+            may_be_none = field.name == "model" or field.default in (None, MISSING)
+            if getattr(self, field.name) is None and not may_be_none:
+                setattr(self, field.name, field.default)
+        self._join_speculative_config()
         require(
             isinstance(self.model, str | Path),
             f"model is {self.model!r}; it must be a directory, or a name on the Hugging Face hub",
@@ -143,7 +131,7 @@ class EngineArgs:
         )
         require_flags(
             self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager",
-            "data_parallel_retry",
+            "data_parallel_retry", "disable_log_stats",
         )  # fmt: skip
         require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         require(
@@ -197,10 +185,42 @@ class EngineArgs:
                 f"{name} is {value!r}; it must be a whole number of at least {least}",
             )
 
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for each argument, with its default, and return the parser.
+
+        vLLM's further ones are taken too, but not listed in the help.
+        """
+        add_flags(parser.add_argument_group("engine"), EngineArgs, NOT_FLAGS, with_defaults=True)
+        add_unlisted_flags(parser, (*WITHOUT_EFFECT, *NOT_SERVED))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+        """Return the arguments that a parsed command line holds.
+
+        Raises:
+            MinivllmError: one is invalid.
+        """
+        names = (*(field.name for field in fields(cls)), *WITHOUT_EFFECT, *NOT_SERVED)
+        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """The speculative configuration, validated."""
         return SpeculativeConfig.of(self.speculative_config)
+
+    def _join_speculative_config(self) -> None:
+        given = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
+            return
+        require(
+            self.speculative_config is None,
+            "give speculative_config, or spec_method, spec_model and spec_tokens; not both",
+        )
+        self.speculative_config = given
+        self.spec_method = self.spec_model = self.spec_tokens = None
 
     def scheduler_config(self, config: ModelConfig, gpu_memory: int | None) -> SchedulerConfig:
         """Return the scheduler's settings for this model; `gpu_memory` is the GPU's in bytes, None on a CPU.
@@ -262,6 +282,10 @@ class EngineArgs:
             block_size=self.block_size,
             enable_prefix_caching=self.enable_prefix_caching,
         )
+
+
+AsyncEngineArgs = EngineArgs
+"""vLLM's name for those of `AsyncLLM`."""
 
 
 def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:

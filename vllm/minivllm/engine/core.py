@@ -153,6 +153,13 @@ class EngineCore:
         with self._all_or_nothing(()):
             return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
+    def reset_running_requests(self) -> bool:
+        """Forgets all cached blocks, those of running requests too, which wait again and are recomputed."""
+        with self._all_or_nothing(()):
+            self.scheduler.start_over(())
+            self.executor.collective_rpc("reset")
+        return True
+
     def shutdown(self) -> None:
         """Ends the processes of the ranks, if any; without them no step can run."""
         self.executor.shutdown()

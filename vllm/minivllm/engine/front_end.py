@@ -3,8 +3,10 @@
 `LLMEngine` drives a core step by step, `AsyncLLM` serves an event loop; both are this, with a client of the core.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from minivllm.config import ModelConfig
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
@@ -19,9 +21,12 @@ from minivllm.engine.parallel_sampling import ParentRequest, child_requests
 from minivllm.engine.throughput_log import ThroughputLog
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt
-from minivllm.models.tokenizer import load_tokenizer
+from minivllm.models.tokenizer import load_tokenizer, load_transformers_tokenizer
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class StatLogger(Protocol):
@@ -38,8 +43,11 @@ class FrontEnd:
     """Input processor and output processor, and which of the core's requests belong to which of the user's."""
 
     def __init__(self, args: EngineArgs, client: EngineCoreClient) -> None:
+        self.engine_args = args
         self.model_config = ModelConfig.from_pretrained(args.model)
         self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
+        """The library's own, which is what the engine works with."""
+        self._transformers_tokenizer: PreTrainedTokenizerBase | None = None
         self.generation_config = GenerationConfig.of(args.model, self.model_config, self.tokenizer)
         self.engine_stats: list[SchedulerStats] = [engine.scheduler_stats for engine in client.engines]
         """The state of each core's scheduler after its last step. Reading it resets nothing."""
@@ -57,6 +65,20 @@ class FrontEnd:
     def stats(self) -> SchedulerStats:
         """The scheduler's state after the last step, of all cores together. Reading it resets nothing."""
         return summed_stats(self.engine_stats)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Returns the tokenizer as transformers has it, which is loaded when it is first asked for.
+
+        Raises:
+            MinivllmError: there is none, or transformers cannot load it.
+        """
+        if self.tokenizer is None:
+            raise MinivllmError("there is no tokenizer: skip_tokenizer_init is on")
+        if self._transformers_tokenizer is None:
+            self._transformers_tokenizer = load_transformers_tokenizer(
+                self.engine_args.tokenizer or self.engine_args.model
+            )
+        return self._transformers_tokenizer
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is unfinished."""

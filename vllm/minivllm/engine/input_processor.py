@@ -63,7 +63,7 @@ class InputProcessor:
             raise MinivllmError(f"priority is {priority!r}; it must be a whole number, a lower one goes first")
         text, token_ids, cache_salt = parse_prompt(prompt)
         if token_ids is None:
-            token_ids = self._encode(text or "")
+            token_ids = self.encode(text or "")
         self._check_prompt(token_ids)
         resolved = self._resolve(params, len(token_ids))
         self.limits.check("the request", len(token_ids), resolved.max_tokens or 1)
@@ -78,7 +78,12 @@ class InputProcessor:
         )
         return text, request
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt's text.
+
+        Raises:
+            MinivllmError: there is no tokenizer.
+        """
         if self.tokenizer is None:
             raise MinivllmError("the prompt is a text, and skip_tokenizer_init is on; give token ids")
         return self.tokenizer.encode(text).ids

@@ -3,47 +3,94 @@
 In vLLM v0.33.0: `vllm/v1/engine/llm_engine.py` (`LLMEngine`).
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from minivllm.config.vllm_arguments import refuse_unless_default
 from minivllm.core.messages import EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import EngineCoreClient, InprocClient
 from minivllm.engine.front_end import FrontEnd
+from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt
 from minivllm.outputs import RequestOutput
 from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from minivllm.engine.metrics_reader import Metric
+    from minivllm.engine.prometheus import PrometheusStatLogger
 
 
 class LLMEngine(FrontEnd):
     """A front end and a client of the core. For a single caller: it has no locks."""
 
     def __init__(self, args: EngineArgs) -> None:
+        args = replace(args)  # checks what was assigned since
         self.engine_core = make_client(args)
         super().__init__(args, self.engine_core)
+        self._metrics: PrometheusStatLogger | None = None
+        if not args.disable_log_stats:
+            self.stat_logger = self._metrics = self._make_metrics()
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
-        """Same as the constructor, under vLLM's name."""
-        return cls(engine_args)
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: object = None,
+        stat_loggers: None = None,
+        enable_multiprocessing: bool = False,
+    ) -> LLMEngine:
+        """Same as the constructor, under vLLM's name. `usage_context` changes nothing.
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> None:
-        """Adds a prompt to the queue, to be completed `params.n` times.
+        Raises:
+            NotServedError: there are `stat_loggers`.
+        """
+        refuse_unless_default("from_engine_args", stat_loggers=stat_loggers)
+        multiprocess = engine_args.multiprocess or enable_multiprocessing
+        return cls(replace(engine_args, multiprocess=multiprocess))
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: dict[str, str] | None = None,
+        priority: int = 0,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        kv_hints: None = None,
+    ) -> str:
+        """Adds a prompt to the queue, to be completed `params.n` times; returns its id.
+
+        `arrival_time`, `trace_headers` and `session_id` change nothing: a request arrives when it is added.
+        `prompt_text`: the text of a prompt of token ids, for the output.
 
         Raises:
             MinivllmError: the request is invalid; nothing was added to the queue.
         """
+        refuse_unless_default(
+            "add_request", lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, kv_hints=kv_hints
+        )
         text, request = self._processed(request_id, prompt, params, priority)
         with InterruptsHeld():
             try:
-                for child in self._registered(request_id, text, request):
+                for child in self._registered(request_id, prompt_text if text is None else text, request):
                     self.engine_core.add_request(child)
             except BaseException:
                 self.abort_request([request_id])
                 raise
+        return request_id
 
-    def abort_request(self, request_ids: Iterable[str]) -> None:
-        """Ends requests without further output; unknown ids are ignored."""
+    def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
+        """Ends requests without further output; unknown ids are ignored. The ids are the user's, never `internal`."""
+        refuse_unless_default("abort_request", internal=internal)
         with InterruptsHeld(clean_up=True):
             self.engine_core.abort_requests(self._forgotten(request_ids))
 
@@ -63,14 +110,39 @@ class LLMEngine(FrontEnd):
                     self._give_up({output.request_id for output in outputs.outputs})
                 raise
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
+    def get_metrics(self) -> list[Metric]:
+        """Returns all metrics as they are now.
+
+        Raises:
+            MinivllmError: they are not counted.
+        """
+        from minivllm.engine.metrics_reader import get_metrics_snapshot
+
+        if self._metrics is None:
+            raise MinivllmError("metrics are not counted: give disable_log_stats=False when the engine is made")
+        return get_metrics_snapshot(self._metrics.registry)
+
+    def do_log_stats(self) -> None:
+        """Does nothing: the throughput is logged every few seconds of work."""
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forgets all cached blocks. Does nothing and returns False while any request holds a block.
+
+        With `reset_running_requests`, such requests wait again, and are computed again from their first token. There
+        is no connector to another cache.
+        """
+        method = "reset_running_requests" if reset_running_requests else "reset_prefix_cache"
         with InterruptsHeld():
-            return self.engine_core.call_utility("reset_prefix_cache")
+            return self.engine_core.call_utility(method)
 
     def shutdown(self) -> None:
         """Ends the processes that the engine has started, if any; without them it cannot be used any more."""
         self.engine_core.shutdown()
+
+    def _make_metrics(self) -> PrometheusStatLogger:
+        from minivllm.engine.prometheus import PrometheusStatLogger  # prometheus_client is needed only here
+
+        return PrometheusStatLogger(self.engine_args, self.engine_core.ready, str(self.engine_args.model))
 
     def _take_in(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:
         self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)

@@ -212,9 +212,9 @@ class OutputProcessor:
             parent.request_id,
             state.prompt,
             state.request.prompt_token_ids,
+            state.prompt_logprobs,
             completions,
             finished=not parent.unfinished,
-            prompt_logprobs=state.prompt_logprobs,
             metrics=state.metrics,
             num_cached_tokens=state.num_cached_tokens,
         )

@@ -11,7 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.process_collector import ProcessCollector
 
 from minivllm.core.messages import EngineCoreReady
-from minivllm.core.stats import SchedulerStats
+from minivllm.core.stats import SchedulerStats, SpecDecodingStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
 
@@ -33,6 +33,11 @@ COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "prompt_tokens_cached": "Tokens of prompts that were cached.",
     "generation_tokens": "Tokens generated.",
+}
+SPECULATIVE_COUNTERS = {
+    "spec_decode_num_drafts": "Drafts that were verified.",
+    "spec_decode_num_draft_tokens": "Tokens of drafts.",
+    "spec_decode_num_accepted_tokens": "Tokens of drafts that were accepted.",
 }
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 CACHES = ("device", "host", "p2p", "disk", "external_unspecified")
@@ -76,9 +81,10 @@ class _EngineMetrics:
         self.registry = registry
         self._families = families
         self._labels = {"model_name": model_name, "engine": engine}
-        self._seen = {"prefix_cache_queries": 0, "prefix_cache_hits": 0, "num_preemptions": 0}
+        self._seen = dict.fromkeys((*COUNTERS, *SPECULATIVE_COUNTERS), 0)
         self._make_gauges(args, ready)
         self._make_counters()
+        self._make_speculative_counters(args.speculation.num_speculative_tokens if args.speculation else 0)
         self._make_histograms(_steps_of_1_2_5(ready.limits.max_model_len))
 
     def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats) -> None:
@@ -91,11 +97,21 @@ class _EngineMetrics:
         self._raise_to("prefix_cache_queries", prefix.queries)
         self._raise_to("prefix_cache_hits", prefix.hits)
         self._raise_to("num_preemptions", scheduler_stats.num_preemptions)
+        if self._accepted_per_pos:
+            self._record_drafts(scheduler_stats.spec_decoding_stats)
         self._record_iteration(iteration_stats)
 
     def record_rejection(self, reason: str) -> None:
         """See `PrometheusStatLogger`; no core is to blame."""
         self._rejections[reason].inc()
+
+    def _record_drafts(self, stats: SpecDecodingStats) -> None:
+        for name in SPECULATIVE_COUNTERS:
+            self._raise_to(name, getattr(stats, name.removeprefix("spec_decode_")))
+        per_position = zip(self._accepted_per_pos, stats.num_accepted_tokens_per_pos, strict=False)
+        for position, (counter, total) in enumerate(per_position):
+            counter.inc(total - self._seen_per_pos[position])
+            self._seen_per_pos[position] = total
 
     def _record_iteration(self, stats: IterationStats) -> None:
         cached = min(stats.num_cached_prompt_tokens, stats.num_prompt_tokens)
@@ -135,6 +151,18 @@ class _EngineMetrics:
     def _raise_to(self, name: str, total: int) -> None:
         self._counters[name].inc(max(0, total - self._seen[name]))
         self._seen[name] = total
+
+    def _make_speculative_counters(self, num_positions: int) -> None:
+        """None without speculation."""
+        names = {} if num_positions == 0 else SPECULATIVE_COUNTERS
+        self._counters |= {
+            name: self._wrapper(Counter, name, text).labels(**self._labels) for name, text in names.items()
+        }
+        positions = tuple(str(position) for position in range(num_positions))
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        by_position = self._counter_by(name, "Accepted tokens by position.", "position", positions) if positions else {}
+        self._accepted_per_pos = [by_position[position] for position in positions]
+        self._seen_per_pos = [0] * num_positions
 
     def _make_gauges(self, args: EngineArgs, ready: EngineCoreReady) -> None:
         self._running = self._gauge("num_requests_running", "Requests that are computed.")

@@ -1,33 +1,50 @@
-"""`LLM`: a model, prompts, completions. In vLLM v0.33.0: `vllm/entrypoints/llm.py` (`LLM.generate`)."""
+"""`LLM`: a model, prompts, completions. In vLLM v0.33.0: `vllm/entrypoints/llm.py` (`LLM`)."""
+
+from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import get_console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from tokenizers import Tokenizer
-
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.config.model import local_path
+from minivllm.config.vllm_arguments import refuse_unless_default
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.one_caller import OneCaller
-from minivllm.errors import MinivllmError
-from minivllm.inputs import Prompt, as_prompts
-from minivllm.outputs import RequestOutput
+from minivllm.entrypoints.beam_search import BeamSearcher
+from minivllm.entrypoints.progress import Advance, progress
+from minivllm.errors import MinivllmError, NotServedError
+from minivllm.inputs import Prompt, TokensPrompt, as_prompts, parse_prompt
+from minivllm.outputs import BeamSearchOutput, RequestOutput
 from minivllm.platforms.interrupts import InterruptsHeld
-from minivllm.sampling_params import RequestOutputKind, SamplingParams
+from minivllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-POOLING = "minivllm generates text; models that embed, score or classify are not served"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from minivllm.engine.metrics_reader import Metric
+
+Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+UseTqdm = bool | Callable[..., Any]
+POOLING = "models that embed, score or classify are not served"
 NOT_SERVED = {
-    "chat": "put the messages into a prompt yourself, and call generate",
-    "beam_search": "minivllm.lab.beam_search has it for lesson 02",
-    "get_metrics": "llm.llm_engine.stats has the scheduler's state and counts",
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), POOLING),
-    **dict.fromkeys(("sleep", "wake_up", "collective_rpc", "apply_model"), "there is nothing like it here"),
+    **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), "an engine keeps its memory until it ends"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "no code is sent to the ranks; parts=Parts(...) replaces parts"),
+    **dict.fromkeys(
+        ("start_profile", "stop_profile"), "torch.profiler around a call of generate sees the engine's ranges"
+    ),
+    **dict.fromkeys(
+        ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
+        "weights do not change while an engine lives",
+    ),
 }
-"""Methods of vLLM's `LLM` that this one lacks, and what there is instead."""
+"""Methods of vLLM's `LLM` that this one lacks, and why, or what there is instead."""
 
 
 class LLM:
@@ -36,74 +53,219 @@ class LLM:
     llm = LLM("path/to/model", max_model_len=1024)
     for output in llm.generate(["def add(a, b):"], SamplingParams(temperature=0.0, max_tokens=32)):
         print(output.outputs[0].text)
+
+    It serves one call at a time. A call that fails leaves nothing queued.
     """
 
-    def __init__(self, model: str | Path, **engine_args: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        chat_template: str | Path | None = None,
+        disable_log_stats: bool = True,
+        **engine_args: Any,
+    ) -> None:
         """Loads the model, allocates the KV cache and logs where the memory goes.
 
         Args:
             model: a local directory, or a model's name on the Hugging Face Hub.
+            chat_template: a file or a template, in place of the model's own.
+            disable_log_stats: if False, `get_metrics` has something to tell.
             engine_args: see `minivllm.engine.arg_utils.EngineArgs`.
 
         Raises:
             MinivllmError: an argument is invalid, or one request of `max_model_len` does not fit into the KV cache.
+            NotServedError: an argument asks for something that vLLM has and minivllm does not.
             UnsupportedModelError: the decoder does not support this model.
         """
-        self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args))
+        self._start(EngineArgs(model=model, disable_log_stats=disable_log_stats, **engine_args), chat_template)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """Same as the constructor, from arguments that are there already."""
+        llm = cls.__new__(cls)
+        llm._start(engine_args, None)
+        return llm
+
+    def _start(self, engine_args: EngineArgs, chat_template: str | Path | None) -> None:
+        self.llm_engine = LLMEngine(engine_args)
+        self._chat_template = chat_template
         self._request_ids = itertools.count()
+        self._enqueued: dict[str, RequestOutput | None] = {}
         self._caller = OneCaller()
+
+    # Generating
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
-        use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Returns the completions of all prompts, in order.
 
         Args:
             prompts: one or several; each a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}.
             sampling_params: one for all prompts, or one for each; None: the model's own defaults.
-            use_tqdm: show a progress bar. (The name is vLLM's; the bar is rich's.)
-            priority: one number per prompt, for the scheduling policy "priority"; lower goes first.
+            use_tqdm: show a progress bar; or what makes one, such as tqdm's class.
+            priority: one number for all or for each prompt, for the scheduling policy "priority"; lower goes first.
+            lora_request, mm_processor_kwargs: not served; only None is taken.
+            tokenization_kwargs: {"add_special_tokens": False} leaves the special tokens out of prompts that are texts.
 
         Raises:
             MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or a request failed while
-                it ran. Either way, nothing stays queued.
+                it ran.
         """
+        refuse_unless_default("generate", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
+        with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
+            return self._complete(items, sampling_params, priority, advance, interrupts)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Returns the answers to a conversation or several, in order. The rest is as in `generate`.
+
+        Args:
+            messages: a list of messages such as {"role": "user", "content": "…"}, or several such lists.
+            chat_template: makes a prompt of messages, in Jinja; by default the model's own.
+            chat_template_content_format: changes nothing; templates are given texts.
+            add_generation_prompt: let the template add what an answer begins with.
+            continue_final_message: the last message is not ended; the answer goes on with it.
+            tools: definitions of functions that the template shows to the model.
+            chat_template_kwargs: what else the template sees.
+
+        Raises:
+            MinivllmError: there is no template, or it rejects the messages; or as in `generate`.
+        """
+        further = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt, "tools": tools}
+        prompts = self._rendered(messages, chat_template, further, continue_final_message)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+
+    def beam_search(
+        self,
+        prompts: Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: UseTqdm = False,
+        concurrency_limit: int | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Returns the most likely sequences of each prompt, by beam search.
+
+        Args:
+            prompts: as in `generate`.
+            params: how wide and how long.
+            concurrency_limit: the most prompts to search for at once; None: all.
+
+        Raises:
+            MinivllmError: a prompt or a parameter is invalid.
+        """
+        refuse_unless_default("beam_search", lora_request=lora_request)
+        params = replace(params)  # checks what was assigned since
+        items = [self._as_tokens(index, prompt) for index, prompt in enumerate(as_prompts(prompts))]
+        priorities = _one_each("priority", priority or 0, items)
+        found: list[BeamSearchOutput] = []
         with self._caller.alone() as interrupts:
-            items = as_prompts(prompts)
-            wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
-            params = _one_each("sampling_params", wanted, items)
-            priorities = _one_each("priority", 0 if priority is None else priority, items)
-            request_ids = [str(next(self._request_ids)) for _ in items]
+            searcher = self._searcher(params, interrupts)
+            size = concurrency_limit or max(1, len(items))
+            for start in range(0, len(items), size):
+                batch = slice(start, start + size)
+                with progress(use_tqdm, "steps", params.max_tokens) as advance:
+                    found += searcher.search(items[batch], priorities[batch], advance)
+        for sequence in (sequence for output in found for sequence in output.sequences):
+            sequence.text = self._decoded(sequence.tokens, params.skip_special_tokens)
+        return found
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: UseTqdm = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Queues prompts for `wait_for_completion` and returns their ids. Nothing is computed yet."""
+        refuse_unless_default("enqueue", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
+        with self._caller.alone() as interrupts:
+            request_ids = self._add_requests(items, sampling_params, priority, interrupts)
+            self._enqueued |= dict.fromkeys(request_ids)
+            return request_ids
+
+    def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
+        """Returns the completions of what was enqueued, in order. `output_type` can only be `RequestOutput`."""
+        if output_type not in (None, RequestOutput):
+            raise NotServedError(f"output_type is {output_type!r}; {POOLING}")
+        with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(self._enqueued)) as advance:
+            request_ids = list(self._enqueued)
             try:
-                for index, request_id in enumerate(request_ids):
-                    interrupts.deliver()
-                    self._add_request(index, request_id, items[index], params[index], priorities[index])
-                return self._run(request_ids, use_tqdm, interrupts)
-            except BaseException:
-                self.llm_engine.abort_request(request_ids)
-                raise
+                with self._aborting(request_ids):
+                    self._run([], advance, interrupts)
+            finally:
+                outputs, self._enqueued = list(self._enqueued.values()), {}
+            for output in outputs:
+                assert output is not None
+                _raise_error(request_ids, output)
+            return outputs  # type: ignore[return-value]
 
-    def __getattr__(self, name: str) -> Any:
-        hint = f"; {NOT_SERVED[name]}" if name in NOT_SERVED else ""
-        raise AttributeError(f"minivllm's LLM has no attribute {name!r}{hint}")
+    # What there is besides
 
-    def get_tokenizer(self) -> Tokenizer | None:
-        """Returns the tokenizer; None with `skip_tokenizer_init`."""
-        return self.llm_engine.tokenizer
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Returns the tokenizer as transformers has it. The engine's own is `llm_engine.tokenizer`."""
+        return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what `generate` uses if it is given no sampling parameters: the model's generation config."""
         return self.llm_engine.generation_config.default_sampling_params()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks; returns whether it did."""
+    def get_metrics(self) -> list[Metric]:
+        """Returns all metrics as they are now.
+
+        Raises:
+            MinivllmError: this LLM was not made with `disable_log_stats=False`.
+        """
+        return self.llm_engine.get_metrics()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Returns the number of ranks."""
+        return self.llm_engine.engine_args.tensor_parallel_size
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forgets all cached blocks; returns whether it did. See `LLMEngine.reset_prefix_cache`."""
         with self._caller.alone():
-            return self.llm_engine.reset_prefix_cache()
+            return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def reset_mm_cache(self) -> None:
+        """Does nothing: there are no media, and so no cache of them."""
 
     def shutdown(self) -> None:
         """Ends this LLM's processes now, and with them this LLM. Without this call they end with it or with Python.
@@ -113,6 +275,113 @@ class LLM:
         with self._caller.alone():
             self.llm_engine.shutdown()
 
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_SERVED:
+            raise NotServedError(f"minivllm's LLM has no {name!r}: {NOT_SERVED[name]}")
+        raise AttributeError(f"minivllm's LLM has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"LLM({str(self.llm_engine.engine_args.model)!r})"
+
+    # Prompts
+
+    def _rendered(
+        self, messages: Sequence[Any], template: str | None, further: Mapping[str, Any], goes_on: bool
+    ) -> list[str]:
+        from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, PLAIN, read_template, render, special_tokens
+
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise MinivllmError(f"messages are {type(messages).__name__}; they must be a list of messages, or of lists")
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        args = self.llm_engine.engine_args
+        source = args.tokenizer or args.model
+        given = template or self._chat_template
+        found = read_template(given and str(given), source)
+        if found is None and local_path(args.model) == EMBEDDED_MODEL:
+            found = PLAIN
+        if found is None:
+            raise MinivllmError(NO_TEMPLATE)
+        seen = {**special_tokens(source), **further}
+        return [render(found, conversation, seen, goes_on) for conversation in conversations]
+
+    def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
+        """The prompts; if special tokens are to be left out, those that are texts as token ids."""
+        unknown = set(options or ()) - {"add_special_tokens"}
+        if unknown:
+            raise NotServedError(f"tokenization_kwargs has {unknown.pop()!r}; minivllm serves only add_special_tokens")
+        tokenizer = self.llm_engine.tokenizer
+        if tokenizer is None or not options or options["add_special_tokens"]:
+            return prompts
+        return [
+            TokensPrompt(prompt=prompt, prompt_token_ids=tokenizer.encode(prompt, add_special_tokens=False).ids)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+
+    def _as_tokens(self, index: int, prompt: Prompt) -> TokensPrompt:
+        try:
+            text, token_ids, cache_salt = parse_prompt(prompt)
+            token_ids = token_ids or self.llm_engine.input_processor.encode(text or "")
+        except MinivllmError as error:
+            raise type(error)(f"prompt {index}: {error}") from None
+        tokens = TokensPrompt(prompt_token_ids=token_ids)
+        if text is not None:
+            tokens["prompt"] = text
+        if cache_salt is not None:
+            tokens["cache_salt"] = cache_salt
+        return tokens
+
+    def _decoded(self, token_ids: list[int], skip_special_tokens: bool) -> str | None:
+        tokenizer = self.llm_engine.tokenizer
+        return None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    # Requests
+
+    def _searcher(self, params: BeamSearchParams, interrupts: InterruptsHeld) -> BeamSearcher:
+        engine = self.llm_engine
+
+        def run(prompts: list[TokensPrompt], wanted: SamplingParams, priorities: list[int]) -> list[RequestOutput]:
+            return self._complete(list(prompts), wanted, priorities, lambda _: None, interrupts)
+
+        return BeamSearcher(
+            params,
+            engine.generation_config.eos_token_ids,
+            engine.model_config.vocab_size,
+            engine.input_processor.limits.max_model_len,
+            run,
+        )
+
+    def _complete(
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params,
+        priority: int | Sequence[int] | None,
+        advance: Advance,
+        interrupts: InterruptsHeld,
+    ) -> list[RequestOutput]:
+        request_ids = self._add_requests(prompts, sampling_params, priority, interrupts)
+        with self._aborting(request_ids):
+            return self._run(request_ids, advance, interrupts)
+
+    def _add_requests(
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params,
+        priority: int | Sequence[int] | None,
+        interrupts: InterruptsHeld,
+    ) -> list[str]:
+        """Queues all prompts or none; returns their ids."""
+        wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", wanted, prompts)
+        priorities = _one_each("priority", 0 if priority is None else priority, prompts)
+        request_ids = [str(next(self._request_ids)) for _ in prompts]
+        with self._aborting(request_ids):
+            for index, request_id in enumerate(request_ids):
+                interrupts.deliver()
+                self._add_request(index, request_id, prompts[index], params[index], priorities[index])
+        return request_ids
+
     def _add_request(self, index: int, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
         if isinstance(params, SamplingParams):
             params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -121,42 +390,36 @@ class LLM:
         except MinivllmError as error:
             raise type(error)(f"prompt {index}: {error}") from None
 
-    def _run(self, request_ids: Sequence[str], use_tqdm: bool, interrupts: InterruptsHeld) -> list[RequestOutput]:
+    @contextmanager
+    def _aborting(self, request_ids: Sequence[str]) -> Iterator[None]:
+        """If the block fails, these requests end."""
+        try:
+            yield
+        except BaseException:
+            self.llm_engine.abort_request(request_ids)
+            raise
+
+    def _run(self, request_ids: Sequence[str], advance: Advance, interrupts: InterruptsHeld) -> list[RequestOutput]:
+        """Steps until all requests have ended, those of others too; returns the outputs of these."""
         finished: dict[str, RequestOutput] = {}
-        console = get_console()
-        bar = _progress(disable=not (use_tqdm and (console.is_terminal or console.is_jupyter)))
-        with bar:
-            task = bar.add_task("prompts", total=len(request_ids), tokens=0)
-            while self.llm_engine.has_unfinished_requests():
-                interrupts.deliver()
-                for output in self.llm_engine.step():
-                    _raise_error(request_ids, output)
-                    finished[output.request_id] = output
-                    tokens = sum(len(completion.token_ids) for completion in output.outputs)
-                    bar.update(task, advance=1, tokens=bar.tasks[task].fields["tokens"] + tokens)
+        while self.llm_engine.has_unfinished_requests():
+            interrupts.deliver()
+            for output in self.llm_engine.step():
+                _raise_error(request_ids, output)
+                mine = self._enqueued if output.request_id in self._enqueued else finished
+                mine[output.request_id] = output
+                advance(sum(len(completion.token_ids) for completion in output.outputs))
         return [finished[request_id] for request_id in request_ids]
 
 
-def _progress(disable: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TimeElapsedColumn(),
-        transient=True,
-        disable=disable,
-    )
-
-
 def _raise_error(request_ids: Sequence[str], output: RequestOutput) -> None:
-    """Raises an error if a completion has ended with one."""
+    """Raises an error if a completion of one of these requests has ended with one."""
     error = next((completion.error for completion in output.outputs if completion.error), None)
-    if error is not None:
+    if error is not None and output.request_id in request_ids:
         raise MinivllmError(f"prompt {request_ids.index(output.request_id)}: {error}")
 
 
-def _one_each(name: str, value: Any, prompts: Sequence[Prompt]) -> list[Any]:
+def _one_each(name: str, value: Any, prompts: Sequence[object]) -> list[Any]:
     """Returns one value per prompt, repeating a single value; raises if a list has another length than `prompts`."""
     if isinstance(value, list | tuple):
         if len(value) != len(prompts):

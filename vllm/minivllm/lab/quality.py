@@ -50,7 +50,7 @@ def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[i
         MinivllmError: the engine has no tokenizer, or there are not enough texts of that length.
     """
     require(tokens >= 2, f"a text of {tokens} token cannot be read: what a token is given are those before it; give 2")
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.llm_engine.tokenizer
     if tokenizer is None:
         raise MinivllmError("reading texts needs a tokenizer: build the engine without skip_tokenizer_init")
     found = [tokenizer.encode(text).ids[:tokens] for text in held_out_texts()]

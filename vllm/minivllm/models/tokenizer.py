@@ -1,11 +1,17 @@
 """Text to token ids and back, using the model's `tokenizer.json`."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
 from minivllm.config.model import hub_file, local_path
 from minivllm.errors import MinivllmError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FILENAME = "tokenizer.json"
 
@@ -26,3 +32,18 @@ def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise MinivllmError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def load_transformers_tokenizer(path_or_name: str | Path) -> PreTrainedTokenizerBase:
+    """The same tokenizer as an object of transformers, with its special tokens and chat template.
+
+    Raises:
+        MinivllmError: transformers cannot load it.
+    """
+    from transformers import AutoTokenizer  # takes a second, and only users ask for it
+
+    directory = local_path(path_or_name)
+    try:
+        return AutoTokenizer.from_pretrained(str(directory if directory.is_dir() else path_or_name))
+    except Exception as error:  # whatever a stranger's files bring about
+        raise MinivllmError(f"transformers cannot load the tokenizer of {path_or_name}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,3 +56,15 @@ def _container_available() -> int | None:
         return max(0, int(limit) - int(current)) if limit != "max" else None
     except (OSError, ValueError):
         return None
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Give memory of engines that are no longer used back to the device. Call it after `del llm`.
+
+    In vLLM v0.33.0: `vllm/distributed/parallel_state.py`. Processes end with their engine; no Ray was started.
+    """
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

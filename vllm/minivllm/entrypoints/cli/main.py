@@ -2,16 +2,15 @@
 
 import argparse
 import difflib
-import json
 import os
 import sys
-import types
 from collections.abc import Sequence
-from dataclasses import Field, fields
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from dataclasses import fields
+from typing import Any, NoReturn
 
 import minivllm
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.config.flags import add_flags, value_of
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
 
@@ -50,38 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--model", help="the same")
     for title, settings in (("server", FrontendArgs), ("engine", EngineArgs)):
-        group, hints = serve.add_argument_group(title), get_type_hints(settings)
-        for field in fields(settings):
-            if field.name not in NOT_FLAGS:
-                _add_flag(group, field, hints[field.name])
+        add_flags(serve.add_argument_group(title), settings, NOT_FLAGS)
     return parser
-
-
-def _add_flag(group: Any, field: Field[Any], hint: Any) -> None:
-    """A flag for a field of a dataclass; one that is not given is not in the namespace."""
-    flag = f"--{field.name.replace('_', '-')}"
-    aliases = [flag, f"--{field.name}"] if "_" in field.name else [flag]
-    options = {"dest": field.name, "default": argparse.SUPPRESS, "metavar": field.name.upper()}
-    kinds = set(get_args(hint)) - {type(None)} if get_origin(hint) in (types.UnionType, Union) else {hint}
-    if kinds == {bool}:
-        del options["metavar"]
-        group.add_argument(*aliases, action=argparse.BooleanOptionalAction, **options)
-    elif field.name.startswith("allowed_"):
-        group.add_argument(*aliases, type=_json, **options)
-    elif kinds == {list[str]}:
-        group.add_argument(*aliases, nargs="+", **options)
-    elif field.name.endswith("_config"):
-        group.add_argument(*aliases, type=_json, **options)
-    else:
-        kind = int if int in kinds else float if float in kinds else str
-        group.add_argument(*aliases, type=kind, **options)
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON") from None
 
 
 def _serve(parsed: tuple[argparse.Namespace, list[str]]) -> int:
@@ -112,7 +81,7 @@ def _vllms_arguments(unknown: Sequence[str]) -> dict[str, Any]:
     Raises:
         MinivllmError: vLLM has no such flag either.
     """
-    from minivllm.engine.arg_utils import NOT_SERVED, WITHOUT_EFFECT
+    from minivllm.engine.vllm_engine_arguments import NOT_SERVED, WITHOUT_EFFECT
 
     found: dict[str, Any] = {}
     pending = list(unknown)
@@ -129,17 +98,8 @@ def _vllms_arguments(unknown: Sequence[str]) -> dict[str, Any]:
             continue
         if not value and pending and not pending[0].startswith("--"):
             value = pending.pop(0)
-        found[name] = _value(value)
+        found[name] = value_of(value) if value else True
     return found
-
-
-def _value(text: str) -> Any:
-    if not text:
-        return True
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _nearest(name: str) -> str:

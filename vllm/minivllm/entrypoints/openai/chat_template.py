@@ -21,6 +21,7 @@ from minivllm.config.model import hub_file, local_path, read_json_object
 from minivllm.errors import MinivllmError
 
 FILENAME, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 PLAIN = (
     "{% for m in messages %}{{ '### ' + m['role'] + '\\n' + (m['content'] or '') + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
@@ -28,7 +29,7 @@ PLAIN = (
 """For the embedded model, which was not trained on conversations."""
 NO_TEMPLATE = (
     "the model has no chat template, and there is no default one (transformers has none since v4.44): start the server "
-    "with --chat-template"
+    "with --chat-template, or give LLM.chat a chat_template"
 )
 
 
@@ -42,6 +43,14 @@ def read_template(given: str | None, model: str | Path) -> str | None:
     if template is not None:
         _compiled(template)
     return template
+
+
+def special_tokens(model: str | Path) -> dict[str, str]:
+    """Return the special tokens that templates may name, such as `bos_token`, from the tokenizer's config."""
+    path = _file_of(model, TOKENIZER_CONFIG)
+    contents = {} if path is None else read_json_object(path)
+    tokens = {name: contents[name] for name in SPECIAL_TOKENS if contents.get(name)}
+    return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
 def _of_flag(given: str) -> str:

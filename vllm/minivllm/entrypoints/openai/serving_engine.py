@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from minivllm.config.checks import encodable
 from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
-from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render
+from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.errors import error_response, failed, unavailable
 from minivllm.entrypoints.openai.protocol import ChatTemplateRequest, GenerationRequest, UsageInfo
@@ -96,6 +96,7 @@ class OpenAIServing:
         self.models = models
         self.settings = settings
         self.template = template
+        self._special_tokens = special_tokens(engine.engine_args.model)
         self.limits = engine.input_processor.limits
         self.vocab_size = engine.input_processor.vocab_size
         self.fingerprint = f"minivllm-{uuid.uuid4().hex[:8]}"
@@ -225,6 +226,7 @@ class OpenAIServing:
         if template is None:
             raise MinivllmError(NO_TEMPLATE)
         seen = {
+            **self._special_tokens,
             "add_generation_prompt": request.add_generation_prompt,
             "tools": [tool.model_dump(exclude_none=True) for tool in request.tools] if request.tools else None,
             "documents": request.documents,

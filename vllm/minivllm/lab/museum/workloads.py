@@ -76,7 +76,7 @@ class Answer:
 def engine(**settings: Any) -> LLMEngine:
     """A small engine on the embedded model: 64 blocks of 16 slots, at most 4 requests at once."""
     defaults = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 4, "num_gpu_blocks_override": 65}
-    return LLMEngine(EngineArgs(**{"model": MODEL, **defaults, **settings}))
+    return LLMEngine(EngineArgs(**{"model": MODEL, "disable_log_stats": True, **defaults, **settings}))
 
 
 def core_of(llm: LLMEngine) -> EngineCore:

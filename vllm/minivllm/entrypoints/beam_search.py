@@ -1,0 +1,119 @@
+"""Beam search on top of ordinary requests: each step of the search is a request of one token for each open sequence.
+
+Nothing is forked. A sequence's request finds the full blocks of its parent in the prefix cache, so it computes at most
+one block of tokens.
+
+In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/` (`BeamSearchOfflineMixin.beam_search`). The mechanism on
+block tables of its own is in lesson 02, `minivllm.lab.beam_search`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from minivllm.inputs import TokensPrompt
+from minivllm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
+from minivllm.sampling_params import BeamSearchParams, SamplingParams
+
+Run = Callable[[list[TokensPrompt], SamplingParams, list[int]], list[RequestOutput]]
+"""Completes prompts, each with its priority."""
+
+
+@dataclass
+class Search:
+    """The sequences of one prompt: those that go on, and those that have ended. `steps`: how many more there may be."""
+
+    prompt: TokensPrompt
+    priority: int
+    steps: int
+    going_on: list[BeamSearchSequence] = field(default_factory=list)
+    ended: list[BeamSearchSequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.going_on = [BeamSearchSequence(self.prompt, list(self.prompt["prompt_token_ids"]), [])]
+
+    def open(self) -> list[BeamSearchSequence]:
+        """The sequences to extend."""
+        return self.going_on if self.steps > 0 else []
+
+
+class BeamSearcher:
+    """Searches for several prompts at once. `eos_token_ids` end a sequence, unless the parameters ignore them."""
+
+    def __init__(
+        self, params: BeamSearchParams, eos_token_ids: Sequence[int], vocab_size: int, max_model_len: int, run: Run
+    ) -> None:
+        self._params = params
+        self._ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._allowed = None if params.allowed_token_ids is None else frozenset(params.allowed_token_ids)
+        # Twice the width: even if half of a sequence's candidates end, enough go on. All, if some may not be taken.
+        num_candidates = -1 if self._allowed is not None else min(2 * params.beam_width, vocab_size)
+        self._sampling_params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_candidates, detokenize=False)
+        self._max_model_len = max_model_len
+        self._run = run
+
+    def search(
+        self, prompts: Sequence[TokensPrompt], priorities: Sequence[int], after_step: Callable[[int], None]
+    ) -> list[BeamSearchOutput]:
+        """Return the best sequences of each prompt, without texts. `after_step` is told how many were extended."""
+        searches = [
+            Search(prompt, priority, self._num_steps(prompt))
+            for prompt, priority in zip(prompts, priorities, strict=True)
+        ]
+        for _ in range(self._params.max_tokens):
+            num_open = sum(len(search.open()) for search in searches)
+            if num_open == 0:
+                break
+            self._step(searches)
+            after_step(num_open)
+        return [self._best(search) for search in searches]
+
+    def _num_steps(self, prompt: TokensPrompt) -> int:
+        return min(self._params.max_tokens, self._max_model_len - len(prompt["prompt_token_ids"]))
+
+    def _step(self, searches: Sequence[Search]) -> None:
+        """Extends every open sequence by one token; the best of a prompt's children go on."""
+        pairs = [(search, sequence) for search in searches for sequence in search.open()]
+        prompts = [_prompt_of(sequence) for _, sequence in pairs]
+        outputs = iter(self._run(prompts, self._sampling_params, [search.priority for search, _ in pairs]))
+        for search in searches:
+            children = [
+                child for sequence in search.open() for child in self._children(sequence, _logprobs_of(next(outputs)))
+            ]
+            if search.open():
+                search.steps -= 1
+                search.ended += [child for child in children if child.finish_reason == "stop"]
+                open_ones = [child for child in children if child.finish_reason is None]
+                search.going_on = sorted(open_ones, key=self._score, reverse=True)[: self._params.beam_width]
+
+    def _children(self, parent: BeamSearchSequence, logprobs: dict[int, Logprob]) -> list[BeamSearchSequence]:
+        return [
+            BeamSearchSequence(
+                parent.orig_prompt,
+                [*parent.tokens, token],
+                [*parent.logprobs, logprobs],
+                cum_logprob=parent.cum_logprob + candidate.logprob,
+                finish_reason="stop" if token in self._ends else None,
+            )
+            for token, candidate in logprobs.items()
+            if self._allowed is None or token in self._allowed
+        ]
+
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        return sequence.cum_logprob / max(1, len(sequence.logprobs)) ** self._params.length_penalty
+
+    def _best(self, search: Search) -> BeamSearchOutput:
+        for sequence in search.going_on:
+            sequence.finish_reason = "length"
+        found = sorted([*search.ended, *search.going_on], key=self._score, reverse=True)
+        return BeamSearchOutput(found[: self._params.beam_width])
+
+
+def _prompt_of(sequence: BeamSearchSequence) -> TokensPrompt:
+    assert isinstance(sequence.orig_prompt, dict)
+    return {**sequence.orig_prompt, "prompt_token_ids": sequence.tokens}  # type: ignore[return-value]
+
+
+def _logprobs_of(output: RequestOutput) -> dict[int, Logprob]:
+    [logprobs] = output.outputs[0].logprobs or [None]
+    assert logprobs is not None
+    return logprobs
