@@ -102,6 +102,8 @@ class EngineCoreOutputs:
     utility_output: UtilityOutput | None = None
     scheduled_req_ids: list[str] = field(default_factory=list)
     timestamp: float = 0.0
+    step_events: list[bytes] = field(default_factory=list)
+    """Lines of `core.step_events`, where somebody watches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,9 @@ from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.platforms.out_of_memory import explain_out_of_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.worker.memory_profiling import check_override, profile_memory
+
+if TYPE_CHECKING:
+    from minivllm.core.step_events import StepRecorder
 
 logger = init_logger(__name__)
 
@@ -65,6 +69,7 @@ class EngineCore:
         self.scheduler: Scheduler = (args.parts.scheduler or Scheduler)(
             config, args.cache_config(num_blocks), args.parts
         )
+        self._step_recorder: StepRecorder | None = None
         self._log_memory()
 
     @property
@@ -87,6 +92,7 @@ class EngineCore:
         with self._all_or_nothing(ids):
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
+            self._observe_idle()
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything for a step to do or return."""
@@ -122,6 +128,9 @@ class EngineCore:
                     timestamp=now,
                 )
                 self._undelivered = []
+                if self._step_recorder is not None:
+                    self._step_recorder.observe(scheduler_output, outputs)
+                    delivered.step_events = self._step_recorder.take()
             return delivered
         except BaseException as failure:
             raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
@@ -129,11 +138,34 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
         with self._all_or_nothing(()):
-            return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+            done = self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+            self._observe_idle()
+            return done
+
+    def start_step_events(self) -> None:
+        """From now on the outputs of each step have the lines of `core.step_events`; the first has the whole state."""
+        from minivllm.core.step_events import StepRecorder  # msgspec is needed only here and between processes
+
+        self.stop_step_events()
+        self._step_recorder = StepRecorder(self.scheduler)
+
+    def stop_step_events(self) -> None:
+        """No more of them."""
+        if self._step_recorder is not None:
+            self._step_recorder.stop()
+        self._step_recorder = None
+
+    def take_step_events(self) -> list[bytes]:
+        """Returns the lines that no step has delivered: those of what happened while there were no requests."""
+        return [] if self._step_recorder is None else self._step_recorder.take()
 
     def shutdown(self) -> None:
         """Ends the processes of the ranks, if any; without them no step can run."""
         self.executor.shutdown()
+
+    def _observe_idle(self) -> None:
+        if self._step_recorder is not None and not self.has_unfinished_requests():
+            self._step_recorder.observe_idle()
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:

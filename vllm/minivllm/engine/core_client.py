@@ -14,7 +14,7 @@ from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCor
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 
-UTILITIES = ("reset_prefix_cache",)
+UTILITIES = ("reset_prefix_cache", "start_step_events", "stop_step_events", "take_step_events")
 """Methods of `EngineCore` that a front end may call by name."""
 
 

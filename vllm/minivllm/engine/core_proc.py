@@ -96,11 +96,15 @@ class EngineCoreProc:
         elif kind == Kind.ABORT:
             core.abort_requests(decode(payload, list[str]))
             if not core.has_unfinished_requests():  # no step will tell the front end that the blocks are free
-                self._outputs.put(EngineCoreOutputs([], core.scheduler.make_stats()))
+                self._outputs.put(
+                    EngineCoreOutputs([], core.scheduler.make_stats(), step_events=core.take_step_events())
+                )
         elif kind == Kind.UTILITY:
             call_id, method = decode(payload, tuple[int, str])
             answer = UtilityOutput(call_id, *_result_of(core, method))
             self._outputs.put(EngineCoreOutputs([], utility_output=answer))
+            if events := core.take_step_events():
+                self._outputs.put(EngineCoreOutputs([], core.scheduler.make_stats(), step_events=events))
 
     def _receive(self) -> None:
         """One of the two socket threads; what ends it ends the loop too, rather than leave the front end waiting."""

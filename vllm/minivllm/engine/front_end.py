@@ -3,7 +3,8 @@
 `LLMEngine` drives a core step by step, `AsyncLLM` serves an event loop; both are this, with a client of the core.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Protocol
 
 from minivllm.config import ModelConfig
@@ -37,6 +38,7 @@ class FrontEnd:
     """Input processor and output processor, and which of the core's requests belong to which of the user's."""
 
     def __init__(self, args: EngineArgs, ready: EngineCoreReady) -> None:
+        self.model_name = Path(args.model).name
         self.model_config = ModelConfig.from_pretrained(args.model)
         self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
         self.generation_config = GenerationConfig.of(args.model, self.model_config, self.tokenizer)
@@ -51,6 +53,8 @@ class FrontEnd:
         self._throughput_log = ThroughputLog()
         self.stat_logger: StatLogger | None = None
         """Who else wants to know what was measured, after each step."""
+        self.step_watchers: list[Callable[[list[bytes]], None]] = []
+        """Who gets the lines of `core.step_events`; the core writes them after `start_step_events`."""
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is unfinished."""
@@ -95,6 +99,9 @@ class FrontEnd:
         for output in shown:
             if output.finished:
                 self._children.pop(output.request_id, None)
+        for watcher in self.step_watchers:
+            if outputs.step_events:
+                watcher(outputs.step_events)
         if outputs.scheduler_stats is not None:
             self.stats = outputs.scheduler_stats
             iteration = self.output_processor.take_stats()
