@@ -47,7 +47,7 @@ class BusyScheduler:
         output = self.scheduler.schedule()
         outputs = self.scheduler.update_from_output(output, self._sampled(output))
         self.scheduler.update_draft_token_ids(
-            {name: [7] * DRAFTS for name in output.num_scheduled_tokens if hash(name) % 3 == 0}
+            {name: [7] * DRAFTS for name in output.num_scheduled_tokens if name.endswith(("3", "7", "9"))}
         )
         self.recorder.observe(output, outputs)
         return self.recorder.take()

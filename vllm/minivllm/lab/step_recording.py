@@ -193,19 +193,14 @@ def _lines_of(path: Path) -> list[bytes]:
 
 
 def _replayed(path: str | Path, lines: list[bytes]) -> Iterator[ReplayedState]:
-    number = 1
+    number, state = 1, None
     try:
         header = msgspec.json.decode(lines[0], type=HeaderLine)
         if header.xray != FORMAT:
             raise MinivllmError(f"its format is {header.xray}, and {FORMAT} is read here")
-        state: ReplayedState | None = None
-        for number, line in enumerate(lines[1:], start=2):
-            if is_key(line):
-                state = ReplayedState.of(msgspec.json.decode(line, type=KeyLine))
-            elif state is None:
-                raise MinivllmError("the first step comes before any state")
-            else:
-                state.apply(msgspec.json.decode(line, type=StepLine))
+        for line in lines[1:]:
+            number += 1
+            state = _after(state, line)
             yield state
         if state is None:
             raise MinivllmError("there is no step in it")
@@ -213,3 +208,13 @@ def _replayed(path: str | Path, lines: list[bytes]) -> Iterator[ReplayedState]:
         raise MinivllmError(f"{path} is no recording: it is empty") from None
     except (msgspec.DecodeError, MinivllmError) as error:
         raise MinivllmError(f"{path} is no recording that can be shown: line {number}: {error}") from None
+
+
+def _after(state: ReplayedState | None, line: bytes) -> ReplayedState:
+    """The state after a line."""
+    if is_key(line):
+        return ReplayedState.of(msgspec.json.decode(line, type=KeyLine))
+    if state is None:
+        raise MinivllmError("the first step comes before any state")
+    state.apply(msgspec.json.decode(line, type=StepLine))
+    return state

@@ -30,7 +30,7 @@ def is_key(line: bytes) -> bool:
 
 
 class StepRing:
-    """The last lines, by serial numbers from 0 on. It begins with a key line, and has at least `STEPS_KEPT` after it."""
+    """The last lines, by serial numbers from 0 on. It begins with a key line; `STEPS_KEPT` or more follow."""
 
     def __init__(self, most_lines: int = STEPS_KEPT, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most_lines, self._most_bytes = most_lines, most_bytes
@@ -91,7 +91,8 @@ class RecordingFile:
 
     def __init__(self, path: str | Path, header: HeaderLine, most_bytes: int = MOST_FILE_BYTES) -> None:
         try:
-            self._file = Path(path).open("wb")
+            # Without a buffer: whatever happens to the engine, its steps are there.
+            self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise MinivllmError(f"cannot record to {path}: {error.strerror}; name another file") from None
         self._path = path
@@ -111,16 +112,12 @@ class RecordingFile:
             else:
                 self._file.write(content)
         except OSError as error:
-            self._left = -1
             logger.warning("The recording %s ends here: %s", self._path, error.strerror)
-            self.close()
+            self._file.close()
 
     def close(self) -> None:
-        """Writes out what is left."""
-        try:
-            self._file.close()
-        except OSError as error:
-            logger.warning("The recording %s is not whole: %s", self._path, error.strerror)
+        """The file gets no more lines."""
+        self._file.close()
 
     def __enter__(self) -> RecordingFile:
         return self

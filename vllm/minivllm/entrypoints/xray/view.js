@@ -735,7 +735,7 @@ class View {
       if (filled < 1) brush.fillRect(x, y + size * (1 - filled), size, size * filled);
       if (holders.length > 1) hatch(brush, x, y, size, size, `${on(colour)}66`, Math.max(4, size / 4));
       const said = index !== undefined ? String(index) : String(number);
-      if (block !== undefined && size >= 15 && !dim) label(brush, said, x, y, size, filled < 0.6 ? ink : on(colour), holders.length > 1 && colour);
+      if (block !== undefined && size >= 14 && !dim) label(brush, said, x, y, size, filled < 0.6 ? ink : on(colour), holders.length > 1 && colour);
     } else {
       brush.fillStyle = cached ? pale : "transparent";
       if (cached) brush.fillRect(x, y, size, size);
