@@ -8,6 +8,7 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.block_pool import BlockPool
+from minivllm.core.step_events import StepRecorder
 from minivllm.entrypoints.xray.page import script
 from minivllm.errors import MinivllmError
 from minivllm.lab import step_recording
@@ -50,6 +51,17 @@ def test_a_run_is_recorded_and_is_the_same_as_without(llm: LLM, recorded: Path) 
     pool: BlockPool = core_of(llm).scheduler.kv_cache_manager.block_pool
     assert pool.kv_event_queue is None, "nobody watches after the end"
     assert b"def" not in recorded.read_bytes()
+
+
+def test_a_watcher_that_fails_costs_nobody_an_answer(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(StepRecorder, "observe", fail)
+    with record(llm, tmp_path / "run.jsonl"):
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [len(one.outputs[0].token_ids) for one in outputs] == [24] * 3
+    assert core_of(llm).step_recorder is None
 
 
 def test_an_unfinished_last_line_is_left_out(recorded: Path, tmp_path: Path) -> None:

@@ -164,24 +164,17 @@ class StepRecorder:
         if self._is_new_pool():
             self._begin()
             return
-        line = self._line()
-        line.gone = self._numbered(scheduled.finished_req_ids)
-        for request_id in scheduled.finished_req_ids:
-            self._numbers.pop(request_id, None)
-        line.preempted = self._numbered(scheduled.preempted_req_ids)
-        for new in scheduled.scheduled_new_reqs:
-            number = self._number_of(new.req_id, len(new.prompt_token_ids), line)
-            line.admitted.append(Admitted(number, len(new.prefill_token_ids), new.num_computed_tokens, new.block_ids))
-        cached = scheduled.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if block_ids and request_id in self._numbers:
-                line.blocks.append((self._numbers[request_id], block_ids))
+        line = StepLine(step=self._step, t=self._time())
+        if scheduled.finished_req_ids or scheduled.preempted_req_ids:
+            self._note_lost(line, scheduled)
+        if scheduled.scheduled_new_reqs:
+            self._note_admitted(line, scheduled)
+        new_block_ids = scheduled.scheduled_cached_reqs.new_block_ids
+        if any(new_block_ids):
+            taken = zip(scheduled.scheduled_cached_reqs.req_ids, new_block_ids, strict=True)
+            line.blocks = [(self._numbers[name], ids) for name, ids in taken if ids and name in self._numbers]
         line.batch = self._batch(scheduled, outputs)
-        self._note_blocks(line)
-        reasons = {one.request_id: one.finish_reason for one in outputs}
-        self._note_ended(line, reasons)
-        self._note_waiting(line)
-        self._lines.append(self._encode(line))
+        self._note_changes(line, outputs)
         if self._step % STEPS_BETWEEN_KEYS == 0:
             self._lines.append(self._encode(self._key()))
 
@@ -190,11 +183,7 @@ class StepRecorder:
         if self._is_new_pool():
             self._begin()
             return
-        line = self._line()
-        self._note_blocks(line)
-        self._note_ended(line, {})
-        self._note_waiting(line)
-        self._lines.append(self._encode(line))
+        self._note_changes(StepLine(step=self._step, t=self._time()), ())
 
     @property
     def _pool(self) -> BlockPool:
@@ -211,11 +200,28 @@ class StepRecorder:
         self._cached = {block.block_id for block in blocks if getattr(block, "block_hash", None) is not None}
         self._lines.append(self._encode(self._key()))
 
-    def _line(self) -> StepLine:
-        return StepLine(step=self._step, t=self._time())
-
     def _time(self) -> float:
         return round(time.monotonic() - self._since, 4)
+
+    def _note_lost(self, line: StepLine, scheduled: SchedulerOutput) -> None:
+        line.gone = self._numbered(scheduled.finished_req_ids)
+        for request_id in scheduled.finished_req_ids:
+            self._numbers.pop(request_id, None)
+        line.preempted = self._numbered(scheduled.preempted_req_ids)
+
+    def _note_admitted(self, line: StepLine, scheduled: SchedulerOutput) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            number = self._number_of(new.req_id, len(new.prompt_token_ids), line)
+            line.admitted.append(Admitted(number, len(new.prefill_token_ids), new.num_computed_tokens, new.block_ids))
+
+    def _note_changes(self, line: StepLine, outputs: Sequence[EngineCoreOutput]) -> None:
+        """What a step and idleness have in common; and the line is done."""
+        if self._events:
+            self._note_blocks(line)
+        if self._scheduler.finished_req_ids:
+            self._note_ended(line, {one.request_id: one.finish_reason for one in outputs})
+        self._note_waiting(line)
+        self._lines.append(self._encode(line))
 
     def _numbered(self, request_ids: set[str]) -> list[int]:
         return [self._numbers[request_id] for request_id in request_ids if request_id in self._numbers]
@@ -234,22 +240,22 @@ class StepRecorder:
         return self._last_number
 
     def _batch(self, scheduled: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> list[int | Scheduled]:
-        numbers, drafts = self._numbers, scheduled.scheduled_spec_decode_tokens
-        new = {one.request_id: len(one.new_token_ids) for one in outputs}
+        numbers, counts = self._numbers, scheduled.num_scheduled_tokens
+        if scheduled.total_num_scheduled_tokens == len(counts) == len(outputs):  # one token in, one out: decodes
+            return [numbers[name] for name in counts if name in numbers]
+        drafts = scheduled.scheduled_spec_decode_tokens
+        fresh = {one.request_id: len(one.new_token_ids) for one in outputs}
         batch: list[int | Scheduled] = []
-        for request_id, count in scheduled.num_scheduled_tokens.items():
-            number, num_new = numbers.get(request_id), new.get(request_id, 0)
-            if number is None:
-                continue
-            if count == num_new == 1:
-                batch.append(number)
-            else:
-                batch.append(Scheduled(number, count, len(drafts.get(request_id, ())), num_new))
+        for name, count in counts.items():
+            if name in numbers:
+                num_new = fresh.get(name, 0)
+                plain = count == num_new == 1
+                batch.append(
+                    numbers[name] if plain else Scheduled(numbers[name], count, len(drafts.get(name, ())), num_new)
+                )
         return batch
 
     def _note_blocks(self, line: StepLine) -> None:
-        if not self._events:
-            return
         removed: set[int] = set()
         stored: set[int] = set()
         for event in self._pool.take_events():

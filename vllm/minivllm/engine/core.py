@@ -69,7 +69,7 @@ class EngineCore:
         self.scheduler: Scheduler = (args.parts.scheduler or Scheduler)(
             config, args.cache_config(num_blocks), args.parts
         )
-        self._step_recorder: StepRecorder | None = None
+        self.step_recorder: StepRecorder | None = None
         self._log_memory()
 
     @property
@@ -92,7 +92,7 @@ class EngineCore:
         with self._all_or_nothing(ids):
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
-            self._observe_idle()
+            self._observe()
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything for a step to do or return."""
@@ -128,9 +128,8 @@ class EngineCore:
                     timestamp=now,
                 )
                 self._undelivered = []
-                if self._step_recorder is not None:
-                    self._step_recorder.observe(scheduler_output, outputs)
-                    delivered.step_events = self._step_recorder.take()
+                self._observe((scheduler_output, outputs))
+                delivered.step_events = self.take_step_events()
             return delivered
         except BaseException as failure:
             raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
@@ -139,7 +138,7 @@ class EngineCore:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
         with self._all_or_nothing(()):
             done = self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
-            self._observe_idle()
+            self._observe()
             return done
 
     def start_step_events(self) -> None:
@@ -147,25 +146,34 @@ class EngineCore:
         from minivllm.core.step_events import StepRecorder  # msgspec is needed only here and between processes
 
         self.stop_step_events()
-        self._step_recorder = StepRecorder(self.scheduler)
+        self.step_recorder = StepRecorder(self.scheduler)
 
     def stop_step_events(self) -> None:
         """No more of them."""
-        if self._step_recorder is not None:
-            self._step_recorder.stop()
-        self._step_recorder = None
+        if self.step_recorder is not None:
+            self.step_recorder.stop()
+        self.step_recorder = None
 
     def take_step_events(self) -> list[bytes]:
         """Returns the lines that no step has delivered: those of what happened while there were no requests."""
-        return [] if self._step_recorder is None else self._step_recorder.take()
+        return [] if self.step_recorder is None else self.step_recorder.take()
 
     def shutdown(self) -> None:
         """Ends the processes of the ranks, if any; without them no step can run."""
         self.executor.shutdown()
 
-    def _observe_idle(self) -> None:
-        if self._step_recorder is not None and not self.has_unfinished_requests():
-            self._step_recorder.observe_idle()
+    def _observe(self, step: tuple[SchedulerOutput, list[EngineCoreOutput]] | None = None) -> None:
+        """Writes down a step, or what happened while nothing ran. Whatever fails here costs no request its answer."""
+        if self.step_recorder is None or (step is None and self.has_unfinished_requests()):
+            return
+        try:
+            if step is None:
+                self.step_recorder.observe_idle()
+            else:
+                self.step_recorder.observe(*step)
+        except Exception:
+            logger.exception("The steps are not told any more")
+            self.stop_step_events()
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:
