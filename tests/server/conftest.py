@@ -1,6 +1,7 @@
-"""Two servers for all tests of a worker: one as it is, and one with a chat template and keys."""
+"""Two servers for all tests of a worker: one as it is, and one with a chat template, keys and the x-ray."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from server.serving import CHAT_TEMPLATE, Server, running
@@ -15,8 +16,14 @@ def base() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def chat() -> Iterator[Server]:
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file in which the second server records its steps."""
+    return tmp_path_factory.mktemp("recording") / "run.jsonl"
+
+
+@pytest.fixture(scope="session")
+def chat(recording: Path) -> Iterator[Server]:
     flags = ("--chat-template", str(CHAT_TEMPLATE), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with running(*flags, "--api-key", *KEYS) as server:
+    with running(*flags, "--api-key", *KEYS, "--xray", "--record", str(recording)) as server:
         server.client.headers["Authorization"] = f"Bearer {KEYS[1]}"
         yield server

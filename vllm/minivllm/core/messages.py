@@ -107,6 +107,8 @@ class EngineCoreOutputs:
     timestamp: float = 0.0
     engine_index: int = 0
     num_received: int = 0
+    step_events: list[bytes] = field(default_factory=list)
+    """Lines of `core.step_events`, where somebody watches."""
 
 
 @dataclass(frozen=True, slots=True)

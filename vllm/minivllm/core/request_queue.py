@@ -6,6 +6,7 @@ In vLLM v0.33.0: `vllm/v1/core/sched/request_queue.py` (`RequestQueue`, `FCFSReq
 import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from typing import Protocol
 
 from minivllm.core.request import Request
@@ -32,6 +33,10 @@ class RequestQueue(Protocol):
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Removes requests from anywhere in the queue; those not in it are ignored."""
+        ...
+
+    def head(self, n: int) -> Iterator[Request]:
+        """Returns the first `n` requests, without removing them."""
         ...
 
     def __len__(self) -> int: ...
@@ -65,6 +70,10 @@ class FCFSRequestQueue:
         """Removes requests. O(n), once for all of them."""
         gone = {request.request_id for request in requests}
         self._requests = deque(request for request in self._requests if request.request_id not in gone)
+
+    def head(self, n: int) -> Iterator[Request]:
+        """Returns the first `n` requests, without removing them. O(n)."""
+        return islice(self._requests, n)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -101,6 +110,10 @@ class PriorityRequestQueue:
         gone = {request.request_id for request in requests}
         self._heap = [entry for entry in self._heap if entry[1].request_id not in gone]
         heapq.heapify(self._heap)
+
+    def head(self, n: int) -> Iterator[Request]:
+        """Returns the `n` requests with the least keys, without removing them. O(length of the queue)."""
+        return (request for _, request in heapq.nsmallest(n, self._heap, key=lambda entry: entry[0]))
 
     def __len__(self) -> int:
         return len(self._heap)

@@ -186,6 +186,10 @@ class AsyncLLM(FrontEnd):
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
         return await self._utility("reset_prefix_cache")
 
+    async def start_step_events(self) -> None:
+        """From now on the engine's steps are told to `step_watchers`, as lines of `core.step_events`."""
+        await self._utility("start_step_events")
+
     async def check_health(self) -> None:
         """Raises `EngineDeadError` if the engine has ended, or any of its cores has, even while the others serve."""
         self._check_alive()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,6 +37,9 @@ from minivllm.platforms.out_of_memory import explain_out_of_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.structured_output.manager import StructuredOutputManager
 from minivllm.worker.memory_profiling import check_override, profile_memory
+
+if TYPE_CHECKING:
+    from minivllm.core.step_events import StepRecorder
 
 logger = init_logger(__name__)
 SECONDS_WITHOUT_A_STEP = 0.005
@@ -72,6 +76,7 @@ class EngineCore:
             config, args.cache_config(num_blocks), args.parts
         )
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
+        self.step_recorder: StepRecorder | None = None
         self._log_memory()
 
     @property
@@ -97,6 +102,7 @@ class EngineCore:
         with self._all_or_nothing(ids):
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
+            self._observe()
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything for a step to do or return."""
@@ -134,6 +140,8 @@ class EngineCore:
                     timestamp=now,
                 )
                 self._undelivered = []
+                self._observe((scheduler_output, outputs))
+                delivered.step_events = self.take_step_events()
             return delivered
         except BaseException as failure:
             raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
@@ -151,7 +159,26 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
         with self._all_or_nothing(()):
-            return self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+            done = self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+            self._observe()
+            return done
+
+    def start_step_events(self) -> None:
+        """From now on the outputs of each step have the lines of `core.step_events`; the first has the whole state."""
+        from minivllm.core.step_events import StepRecorder  # msgspec is needed only here and between processes
+
+        self.stop_step_events()
+        self.step_recorder = StepRecorder(self.scheduler)
+
+    def stop_step_events(self) -> None:
+        """No more of them."""
+        if self.step_recorder is not None:
+            self.step_recorder.stop()
+        self.step_recorder = None
+
+    def take_step_events(self) -> list[bytes]:
+        """Returns the lines that no step has delivered: those of what happened while there were no requests."""
+        return [] if self.step_recorder is None else self.step_recorder.take()
 
     def reset_running_requests(self) -> bool:
         """Forgets all cached blocks, those of running requests too, which wait again and are recomputed."""
@@ -163,6 +190,19 @@ class EngineCore:
     def shutdown(self) -> None:
         """Ends the processes of the ranks, if any; without them no step can run."""
         self.executor.shutdown()
+
+    def _observe(self, step: tuple[SchedulerOutput, list[EngineCoreOutput]] | None = None) -> None:
+        """Writes down a step, or what happened while nothing ran. Whatever fails here costs no request its answer."""
+        if self.step_recorder is None or (step is None and self.has_unfinished_requests()):
+            return
+        try:
+            if step is None:
+                self.step_recorder.observe_idle()
+            else:
+                self.step_recorder.observe(*step)
+        except Exception:
+            logger.exception("The steps are not told any more")
+            self.stop_step_events()
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:

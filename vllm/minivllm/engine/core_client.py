@@ -14,7 +14,9 @@ from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCor
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 
-UTILITIES = ("reset_prefix_cache", "reset_running_requests")
+UTILITIES = (
+    "reset_prefix_cache", "reset_running_requests", "start_step_events", "stop_step_events", "take_step_events",
+)  # fmt: skip
 """Methods of `EngineCore` that a front end may call by name."""
 
 

@@ -106,11 +106,13 @@ class EngineCoreProc:
             self._router.note_aborted(request_ids)
             core.abort_requests(request_ids)
             if not core.has_unfinished_requests():  # no step will tell the front end that the blocks are free
-                self._put(EngineCoreOutputs([], core.scheduler.make_stats()))
+                self._put(_state_of(core))
         elif kind == Kind.UTILITY:
             call_id, method = decode(payload, tuple[int, str])
             answer = UtilityOutput(call_id, *_result_of(core, method))
             self._outputs.put((client, EngineCoreOutputs([], utility_output=answer, engine_index=self._rank)))
+            if (state := _state_of(core)).step_events:
+                self._put(state)
 
     def _put(self, outputs: EngineCoreOutputs) -> None:
         for share in self._router.shares(outputs):
@@ -211,6 +213,11 @@ def _share(settings: Mapping[str, Any], num_cores: int) -> EngineArgs:
         return args
     torch.set_num_threads(max(1, torch.get_num_threads() // num_cores))
     return replace(args, gpu_memory_utilization=args.gpu_memory_utilization / num_cores)
+
+
+def _state_of(core: EngineCore) -> EngineCoreOutputs:
+    """What is told where no step tells it."""
+    return EngineCoreOutputs([], core.scheduler.make_stats(), step_events=core.take_step_events())
 
 
 def _result_of(core: EngineCore, method: str) -> tuple[Any, str | None]:

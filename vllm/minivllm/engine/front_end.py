@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from minivllm.config import ModelConfig
@@ -44,6 +45,7 @@ class FrontEnd:
 
     def __init__(self, args: EngineArgs, client: EngineCoreClient) -> None:
         self.engine_args = args
+        self.model_name = Path(args.model).name
         self.model_config = ModelConfig.from_pretrained(args.model)
         self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.tokenizer or args.model)
         """The library's own, which is what the engine works with."""
@@ -60,6 +62,8 @@ class FrontEnd:
         self._throughput_log = ThroughputLog()
         self.stat_logger: StatLogger | None = None
         """Who else wants to know what was measured, after each step."""
+        self.step_watchers: list[Callable[[list[bytes]], None]] = []
+        """Who gets the lines of `core.step_events`; the core writes them after `start_step_events`."""
 
     @property
     def stats(self) -> SchedulerStats:
@@ -123,6 +127,9 @@ class FrontEnd:
         for output in shown:
             if output.finished:
                 self._children.pop(output.request_id, None)
+        for watcher in self.step_watchers:
+            if outputs.step_events and not outputs.engine_index:
+                watcher(outputs.step_events)
         if outputs.scheduler_stats is not None:
             self._take_stats(outputs.scheduler_stats, outputs.engine_index)
 

@@ -25,6 +25,8 @@ from minivllm.entrypoints.openai.chat_template import read_template
 from minivllm.entrypoints.openai.middleware import ServerState
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.entrypoints.xray.recorder import RecordingFile
+from minivllm.entrypoints.xray.routes import open_recording, watch_steps
 from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
 
@@ -73,14 +75,18 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
     """
     listening = bind(settings)
     engine: AsyncLLM | None = None
+    recording: RecordingFile | None = None
     try:
+        recording = open_recording(settings, str(args.model))
         template = read_template(settings.chat_template, args.model) or template
         _allow_many_connections()
         with _signals_end_the_start():
             engine = AsyncLLM(args)
-        return _run(_serve(engine, listening, args, settings, template))
+        return _run(_serve(engine, listening, args, settings, template, recording))
     finally:
         listening.close()
+        if recording is not None:
+            recording.close()
         if engine is not None:
             engine.shutdown()
 
@@ -94,7 +100,12 @@ def _run(work) -> int:
 
 
 async def _serve(
-    engine: AsyncLLM, listening: socket.socket, args: EngineArgs, settings: FrontendArgs, template: str | None
+    engine: AsyncLLM,
+    listening: socket.socket,
+    args: EngineArgs,
+    settings: FrontendArgs,
+    template: str | None,
+    recording: RecordingFile | None,
 ) -> int:
     names = settings.served_model_name or [str(args.model)]
     metrics = engine.stat_logger = PrometheusStatLogger(args, engine.engine_core.engines, names[0])
@@ -102,6 +113,7 @@ async def _serve(
         metrics.record(stats, engine.output_processor.take_stats(index), index)
     models = OpenAIServingModels(names, str(args.model), engine.input_processor.limits.max_model_len)
     app = build_app(engine, models, settings, template, metrics.registry)
+    await watch_steps(app, engine, settings, recording)
     server = NoSignalServer(
         uvicorn.Config(
             app,

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.entrypoints.openai.errors import RequestError, json_response, unavailable
 
-WITH_KEY = ("/v1", "/v2", "/inference", "/cohere")
+WITH_KEY = ("/v1", "/v2", "/inference", "/cohere", "/xray/")
 MAX_BODY_BYTES = 32 * 2**20
 
 

@@ -25,6 +25,7 @@ class FrontendArgs:
     - `enable_request_id_headers`: replies have the header X-Request-Id.
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
     - `enable_auto_tool_choice`, `tool_call_parser`: accepted; calls are not looked for in what the model says freely.
+    - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Not in vLLM.
     - `allow_credentials`, `allowed_origins`, `allowed_methods`, `allowed_headers`: for browsers (CORS), as JSON.
     """
 
@@ -48,6 +49,8 @@ class FrontendArgs:
     uvicorn_log_level: str = "info"
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
+    xray: bool = False
+    record: str | None = None
     allow_credentials: bool = False
     allowed_origins: list[str] = field(default_factory=lambda: ["*"])
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])

@@ -1,0 +1,236 @@
+"""What the recorder writes, replayed, is the scheduler's state; and the scheduler does the same unwatched."""
+
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from conformance.workloads import random_workload
+from core.driving import Drive, make_scheduler
+from core.test_random_workloads import SEEDS, Run, random_request
+from hypothesis import given, settings
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import RequestStatus
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.step_events import STEPS_BETWEEN_KEYS, WAITING_SHOWN, KeyLine, StepLine, StepRecorder
+from minivllm.entrypoints.xray.recorder import is_key
+from minivllm.lab.step_recording import ReplayedState
+
+
+class Watched:
+    """A recorder, and the state as its lines tell of it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.recorder = StepRecorder(scheduler)
+        self.lines: list[bytes] = []
+        self.state: ReplayedState | None = None
+
+    def read(self) -> None:
+        for line in self.recorder.take():
+            self.lines.append(line)
+            if is_key(line):
+                told = ReplayedState.of(msgspec.json.decode(line, type=KeyLine))
+                if self.state is not None and told.step == self.state.step:
+                    assert (told.requests, told.cached, told.waiting) == (
+                        self.state.requests,
+                        self.state.cached,
+                        self.state.waiting,
+                    ), "a key line says what the lines before it say"
+                self.state = told
+            else:
+                assert self.state is not None
+                self.state.apply(msgspec.json.decode(line, type=StepLine))
+
+    def check(self) -> None:
+        """The told state is the real one."""
+        self.read()
+        state, scheduler = self.state, self.scheduler
+        assert state is not None
+        manager = scheduler.kv_cache_manager
+        told = {one.request_id: one for one in state.requests.values() if one.running}
+        assert {name: one.blocks for name, one in told.items()} == {
+            one.request_id: manager.get_block_ids(one.request_id) for one in scheduler.running
+        }
+        for request in scheduler.running:
+            one = told[request.request_id]
+            assert (one.num_tokens, one.num_computed_tokens) == (request.num_tokens, request.num_computed_tokens)
+            assert (one.num_preemptions, one.prompt_tokens) == (request.num_preemptions, request.num_prompt_tokens)
+            assert one.max_tokens == request.max_tokens
+        assert state.cached == {b.block_id for b in manager.block_pool.blocks if b.block_hash is not None}
+        held = {b.block_id: b.ref_cnt for b in manager.block_pool.blocks if b.ref_cnt}
+        assert {block: len(holders) for block, holders in state.holders().items()} == held
+        assert state.waiting[0] == len(scheduler.waiting)
+        waiting = [request.request_id for request in scheduler.waiting][:WAITING_SHOWN]
+        assert [state.requests[number].request_id for number in state.waiting[1]] == waiting
+
+
+class WatchedRun(Run):
+    """A random workload under a recorder; or, with `watch` set to False, the same without."""
+
+    def __init__(self, scheduler: Scheduler, rng: Random, watch: bool) -> None:
+        super().__init__(scheduler, rng)
+        self.steps: list[dict[str, int]] = []
+        self.watched = Watched(scheduler) if watch else None
+
+    def step(self, aborts_under_way: list[str]) -> None:
+        output: SchedulerOutput = self.scheduler.schedule()
+        self.steps.append(dict(output.num_scheduled_tokens))
+        sampled = self.worker.execute(output)
+        self.abort(aborts_under_way)
+        outputs = self.scheduler.update_from_output(output, sampled)
+        for one in outputs:
+            self.receive(one)
+        self.scheduler.update_draft_token_ids(self.drafts(list(sampled.sampled_token_ids)))
+        if self.watched is not None:
+            self.watched.recorder.observe(output, outputs)
+            self.watched.check()
+
+
+def random_scheduler(workload: dict[str, Any], rng: Random) -> Scheduler:
+    config = workload["config"]
+    drafts = rng.choice([0, 0, 2])
+    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "policy")
+    return Scheduler(
+        SchedulerConfig(
+            **{name: config[name] for name in names},
+            enable_chunked_prefill=config["enable_chunked_prefill"],
+            num_speculative_tokens=drafts,
+        ),
+        CacheConfig(
+            num_gpu_blocks=config["num_blocks"] + 2 * drafts,
+            block_size=config["block_size"],
+            enable_prefix_caching=config["enable_prefix_caching"],
+        ),
+    )
+
+
+def run(seed: int, watch: bool) -> WatchedRun:
+    rng = Random(seed)
+    workload = random_workload(rng)
+    under_way = WatchedRun(random_scheduler(workload, rng), rng, watch)
+    entries, step = workload["requests"], 0
+    while step <= max(one["arrival_step"] for one in entries) or under_way.scheduler.has_unfinished_requests():
+        for entry in entries:
+            if entry["arrival_step"] == step:
+                under_way.add(random_request(entry, under_way.scheduler.config, rng))
+        between, during = ([], workload["aborts"].get(str(step), []))[:: rng.choice([1, -1])]
+        under_way.abort(between)
+        under_way.step(during)
+        step += 1
+    return under_way
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=SEEDS)
+def test_the_lines_tell_the_state_and_watching_changes_nothing(seed: int) -> None:
+    watched, alone = run(seed, True), run(seed, False)
+    assert watched.steps == alone.steps
+    assert watched.received == alone.received
+    assert watched.reasons == alone.reasons
+
+
+class Told(Drive):
+    """The small scheduler of the other tests, under a recorder."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(make_scheduler(**settings))
+        self.watched = Watched(self.scheduler)
+
+    def schedule(self) -> SchedulerOutput:
+        self.output = super().schedule()
+        return self.output
+
+    def line(self) -> StepLine:
+        """Runs a step; returns what is told of it."""
+        self.step()
+        self.watched.recorder.observe(self.output, self.engine_outputs)
+        self.watched.check()
+        return msgspec.json.decode(next(one for one in reversed(self.watched.lines) if not is_key(one)), type=StepLine)
+
+
+def test_a_step_of_decodes_is_one_number_for_each_request() -> None:
+    told = Told()
+    told.add("a", 4)
+    told.add("b", 5)
+    told.line()
+    decode = told.line()
+    assert decode.batch == [1, 2]
+    assert (decode.named, decode.admitted, decode.ended) == ([], [], [])
+    assert len(msgspec.json.encode(decode)) < 60
+
+
+def test_prefix_hits_sharing_and_eviction_are_told() -> None:
+    told = Told(num_gpu_blocks=5)
+    told.add("a", list(range(9)), max_tokens=2)
+    first = told.line()
+    assert first.admitted[0].blocks == [1, 2, 3]
+    assert first.stored == [1, 2]
+    assert told.line().ended == [(1, "length")]
+    told.add("b", list(range(9)), max_tokens=2)
+    second = told.line()
+    assert second.admitted[0].num_cached_tokens == 8
+    assert second.admitted[0].blocks[:2] == [1, 2]
+    told.line()
+    told.add("c", 13, max_tokens=2)
+    assert {1, 2} <= set(told.line().removed)
+
+
+def test_a_preemption_is_told() -> None:
+    told = Told(num_gpu_blocks=5, enable_prefix_caching=False)
+    told.add("a", 7, max_tokens=6)
+    told.add("b", 7, max_tokens=6)
+    lines = [told.line() for _ in range(3)]
+    assert [line.preempted for line in lines] == [[], [], [2]]
+    assert lines[2].waiting == (1, [2])
+
+
+def test_a_key_line_comes_every_so_many_steps_and_when_the_scheduler_starts_over() -> None:
+    told = Told(max_model_len=STEPS_BETWEEN_KEYS + 20, num_gpu_blocks=100)
+    told.add("a", 4, max_tokens=STEPS_BETWEEN_KEYS + 9)
+    for _ in range(STEPS_BETWEEN_KEYS + 1):
+        told.line()
+    assert [is_key(line) for line in told.watched.lines] == [
+        True, *[False] * STEPS_BETWEEN_KEYS, True, False
+    ]  # fmt: skip
+    told.add("b", 4)
+    told.scheduler.start_over(["a"])
+    told.worker.requests.clear()
+    told.line()
+    assert is_key(told.watched.lines[-1])
+    told.line()
+
+
+def test_what_happens_while_nothing_runs_is_told() -> None:
+    told = Told()
+    told.add("a", 9)
+    told.line()
+    told.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    told.watched.recorder.observe_idle()
+    told.watched.check()
+    assert msgspec.json.decode(told.watched.lines[-1], type=StepLine).ended == [(1, "abort")]
+    assert told.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+    told.watched.recorder.observe_idle()
+    told.watched.check()
+    assert told.watched.state is not None
+    assert told.watched.state.cached == set()
+
+
+def test_nobody_watches_after_the_end() -> None:
+    told = Told()
+    told.watched.recorder.stop()
+    told.add("a", 9)
+    told.step()
+    assert told.scheduler.kv_cache_manager.block_pool.kv_event_queue is None
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_long_queue_is_counted_and_its_head_named(policy: str) -> None:
+    told = Told(policy=policy, max_num_seqs=1)
+    for index in range(40):
+        told.add(f"r{index:02}", 4, priority=40 - index)
+    line = told.line()
+    assert line.waiting is not None
+    assert (line.waiting[0], len(line.waiting[1])) == (39, WAITING_SHOWN)

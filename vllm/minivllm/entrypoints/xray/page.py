@@ -1,0 +1,32 @@
+"""The view of an engine's steps: one ES module and its style, for the page of a server and for notebooks alike."""
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def script() -> str:
+    """The view, an ES module that fetches nothing by itself."""
+    return (HERE / "view.js").read_text()
+
+
+def style() -> str:
+    """Its style."""
+    return (HERE / "view.css").read_text()
+
+
+@cache
+def page() -> tuple[str, str]:
+    """The page of a server, with all that it needs inside, and its Content-Security-Policy."""
+    start = '\nstart(document.getElementById("xray"));\n'
+    code = f"{script()}{start}"
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    html = (HERE / "page.html").read_text()
+    return html.replace("{{style}}", style()).replace("{{script}}", code), policy
