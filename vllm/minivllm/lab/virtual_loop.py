@@ -3,8 +3,8 @@
     run_virtual(lambda: check(), "your get")
 
 Time is virtual: where nothing is ready, the clock jumps to the next timer. So a second costs nothing, every run is the
-same, and a task that nobody will ever wake is seen at once. The loop runs in a thread of its own, since JupyterLab's own
-loop runs in the main one, and so that a call that blocks can be left behind.
+same, and a task that nobody will ever wake is seen at once. The loop runs in a thread of its own, since JupyterLab's
+own loop runs in the main one, and so that a call that blocks can be left behind.
 """
 
 from __future__ import annotations
