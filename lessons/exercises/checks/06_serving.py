@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from minivllm.config import Parts
 from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.over_http import Client, serve_load
+from minivllm.lab.plugged import Plugged, Served
 from minivllm.lab.virtual_loop import run_virtual, turns
 
 # ---- the collector ---------------------------------------------------------------------------------------------------
@@ -561,3 +564,44 @@ def check_kernel_step_3_batch(module):
         read = trace.arguments["bitmask"].bytes_read
         assert read != 4 * bitmask.numel(), f"{read:,} bytes of the bitmask read: also those of rows without a grammar"
         assert_traffic(trace, 3 * words, int((~allowed[~free]).sum()))
+
+
+# ---- the server with the learner's parts -----------------------------------------------------------------------------
+
+ADD = "def add(a, b):\n    return"
+CLIENTS = (
+    Client(prompt=ADD),
+    Client(prompt="import os\n", stream=False),
+    Client(prompt=ADD, stop=("b\n\ndef _", "}")),
+    Client(prompt="for i in range(10):\n    print(", stop=("\n\n\n",)),
+    Client(prompt="class Stack:\n", max_tokens=200, reads_late=True),
+    Client(prompt="for i in range(3):\n", max_tokens=220, leaves_after=3),
+    Client(prompt="x", max_tokens=230, stream=False, leaves_after=0),
+)
+
+
+def plug(module) -> Plugged:
+    """The learner's three parts are those of a server, on real sockets."""
+    parts = Parts(
+        output_collector=module.RequestOutputCollector,
+        stop_strings=module.StopStrings,
+        until_disconnected=module.until_disconnected,
+    )
+    return Plugged(parts=parts, serve=serve_clients)
+
+
+def serve_clients(_plugged, parts) -> Served:
+    """All clients at once; what those who stayed got, and what the engine did for those who left."""
+    load = serve_load(CLIENTS, parts)
+    stayed = [(client, answer) for client, answer in zip(CLIENTS, load.answers, strict=True) if client.leaves_after is None]
+    served = Served([answer.token_ids for _, answer in stayed], [answer.text for _, answer in stayed], load.seconds)
+    (late,) = (answer for client, answer in stayed if client.reads_late)
+    stopped = sum(answer.finish_reason == "stop" for _, answer in stayed)
+    served.rows = {"events for the 200 tokens of the client that reads late": late.num_events}
+    served.equal = {
+        "clients served to the end": len(stayed),
+        "ended by a stop string of several tokens": stopped,
+        "clients that left, and their requests aborted": load.num_aborted,
+        "blocks free again at the end": f"{load.num_free_blocks} of {load.num_blocks}",
+    }
+    return served

@@ -3,8 +3,8 @@
     LLM(model, parts=Parts(scheduler=MyScheduler))
 
 A part takes the place of the engine's own and must offer what that one offers; the engine does not check it. Parts are
-Python objects, so those of the core need it in this process: one rank, without `multiprocess` (`AsyncLLM` then runs it in a
-thread). Those of a server's front end do not.
+Python objects, so those of the core need it in this process: one rank, without `multiprocess` (`AsyncLLM` then runs it
+in a thread). Those of a server's front end do not.
 
 In vLLM v0.33.0 a scheduler is replaced by `scheduler_cls` (`vllm/config/scheduler.py`), and an attention backend by
 `register_backend` (`vllm/v1/attention/backends/registry.py`); the other parts have no such place there.

@@ -110,7 +110,7 @@ class AsyncLLM(FrontEnd):
     """
 
     def __init__(self, args: EngineArgs, engine_core: AsyncMPClient | AsyncThreadClient | None = None) -> None:
-        """`engine_core`: the client of a core that is there already. Else a process is started, or a thread for parts."""
+        """`engine_core`: the client of a core that is there already. Else it gets a process, or for parts a thread."""
         self.engine_core = engine_core or (AsyncThreadClient if args.parts.names_in_core else AsyncMPClient)(args)
         super().__init__(args, self.engine_core.ready)
         self._collectors: dict[str, Collector] = {}
