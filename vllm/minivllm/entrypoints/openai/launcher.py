@@ -14,8 +14,10 @@ import signal
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
@@ -96,14 +98,27 @@ def _run(work) -> int:
 async def _serve(
     engine: AsyncLLM, listening: socket.socket, args: EngineArgs, settings: FrontendArgs, template: str | None
 ) -> int:
+    app = make_app(engine, args, settings, template)
+    server = make_server(app, settings)
+    logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
+    return await _until_the_end(server, engine, listening, settings, app.state.server)
+
+
+def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, template: str | None) -> FastAPI:
+    """The routes over an engine, whose metrics are counted from now on."""
     names = settings.served_model_name or [str(args.model)]
     metrics = engine.stat_logger = PrometheusStatLogger(args, engine.engine_core.ready, names[0])
     metrics.record(engine.stats, engine.output_processor.take_stats())
     models = OpenAIServingModels(names, str(args.model), engine.input_processor.limits.max_model_len)
-    app = build_app(engine, models, settings, template, metrics.registry)
-    server = NoSignalServer(
+    return build_app(engine, models, settings, template, metrics.registry)
+
+
+def make_server(app: FastAPI, settings: FrontendArgs, protocol: Any = "auto") -> NoSignalServer:
+    """A server of these routes, which `serve(sockets=...)` starts. `protocol`: uvicorn's, for HTTP/1.1."""
+    return NoSignalServer(
         uvicorn.Config(
             app,
+            http=protocol,
             log_level=settings.uvicorn_log_level,
             access_log=not settings.disable_uvicorn_access_log,
             timeout_graceful_shutdown=SECONDS_TO_CLOSE,
@@ -111,8 +126,6 @@ async def _serve(
             ws="none",
         )
     )
-    logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
-    return await _until_the_end(server, engine, listening, settings, app.state.server)
 
 
 async def _until_the_end(

@@ -49,7 +49,7 @@ class OpenAIServingChat(OpenAIServing):
         requests = await self.start(request, request_id, [prompt], [params])
         answer = _Answer(self, request, request_id, prompt)
         if request.stream:
-            return EventStream(as_stream(answer.events(requests), requests), requests.close)
+            return EventStream(as_stream(answer.events(requests), requests), requests.close, self.engine.parts)
         try:
             return await answer.whole(requests)
         finally:
