@@ -152,7 +152,11 @@ MUTANTS = {
         "min(found)",
         "min(found, key=lambda one: (one[0] - len(one[2]), one[1]))",
     ),
-    "the last listed of two that end at once": ("StopStrings.push", "min(found)", "min(found, key=lambda one: (one[0], -one[1]))"),
+    "the last listed of two that end at once": (
+        "StopStrings.push",
+        "min(found)",
+        "min(found, key=lambda one: (one[0], -one[1]))",
+    ),
     "the last one in the text": ("StopStrings.push", "text.find(one)", "text.rfind(one)"),
     "forgets the end": ("StopStrings.flush", "return held", "return ''"),
     "gives the end twice": ("StopStrings.flush", "held, self.held = self.held, ''", "held = self.held"),
@@ -221,7 +225,11 @@ MUTANTS = {
         "(tl.load(bitmask + word) >> bit) & 1",
         "((tl.load(bitmask + word) & (1 << bit)) > 0).to(tl.int32)",
     ),
-    "the highest bit first": ("mask_words_kernel", "tl.load(bitmask + word) >> bit", "tl.load(bitmask + word) >> (31 - bit)"),
+    "the highest bit first": (
+        "mask_words_kernel",
+        "tl.load(bitmask + word) >> bit",
+        "tl.load(bitmask + word) >> (31 - bit)",
+    ),
     "multiplies by the bit": (
         "mask_words_kernel",
         'tl.store(logits + word * 32 + bit, float("-inf"), mask=allowed == 0)',
