@@ -76,46 +76,31 @@ class NaiveServer:
 
     async def write(self, output: RequestOutput) -> None:
         """All the text so far to its client; the next one's turn comes when this one has taken it."""
-        writer = self.clients.get(output.request_id)
-        if writer is None:
+        if (writer := self.clients.get(output.request_id)) is None:
             self.unread += 1
             return
         try:
             writer.write(event(output.outputs[0].text))
             await writer.drain()
-            if output.finished:
-                writer.close()
-                del self.clients[output.request_id]
         except ConnectionError:
             del self.clients[output.request_id]  # and who tells the engine?
+        if output.finished:
+            writer.close()
 
 
-# %% 2. Between the engine and one client: what was not read yet is one output
+# %% 2. Between the engine and one client: what is unread is one output; stop strings in pieces; clients that leave
 
 
 # region: collector
-def join(unread: Any, later: Any) -> None:
-    """Add a delta to one that nobody has read yet: completion by completion, as if both had come at once."""
-    known = {one.index: one for one in unread.outputs}
-    for one in later.outputs:
-        if (before := known.get(one.index)) is None:
-            unread.outputs.append(one)
-            continue
-        before.text, before.token_ids = before.text + one.text, before.token_ids + one.token_ids
-        if one.logprobs is not None:
-            before.logprobs = (before.logprobs or []) + one.logprobs
-        before.finish_reason, before.stop_reason = one.finish_reason, one.stop_reason
-    unread.finished = later.finished
-
-
 class RequestOutputCollector:
-    """Holds what the reader of one request has not read yet, as one output; an exception is the last that is read."""
+    """What one reader has not read yet, as one output; an exception is the last that is read."""
 
     def __init__(self) -> None:
-        self.unread, self.error, self.there = None, None, asyncio.Event()
+        self.unread, self.error = None, None
+        self.there = asyncio.Event()
 
     def put(self, output: Any) -> None:
-        """Never waits, however slow the reader is. What comes after an exception is dropped."""
+        """Add an output, or an exception. Never waits, however slow the reader is."""
         if self.error is not None:
             return
         if isinstance(output, Exception):
@@ -129,59 +114,68 @@ class RequestOutputCollector:
     async def get(self) -> Any:
         """All that has come since the last call, or what comes next."""
         await self.there.wait()
-        found, self.unread = self.unread, None
+        output, self.unread = self.unread, None
+        if output is None:
+            raise self.error
         if self.error is None:
             self.there.clear()
-        elif found is None:
-            raise self.error
-        return found
+        return output
+
+
+def join(unread: Any, new: Any) -> None:
+    """Make one delta of two, completion by completion, as if both had come at once."""
+    known = {completion.index: completion for completion in unread.outputs}
+    for completion in new.outputs:
+        if completion.index not in known:
+            unread.outputs.append(completion)
+            continue
+        earlier = known[completion.index]
+        earlier.text += completion.text
+        earlier.token_ids += completion.token_ids
+        if completion.logprobs is not None:
+            earlier.logprobs = (earlier.logprobs or []) + completion.logprobs
+        earlier.finish_reason, earlier.stop_reason = completion.finish_reason, completion.stop_reason
+    unread.finished = new.finished
 
 
 # endregion
 
-# %% 3. Stop strings arrive in pieces: hold back what may be the beginning of one
-
 
 # region: stop_strings
-def held_back(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
-
-
 class StopStrings:
     """Cuts a text that comes in pieces before the stop string that is complete first; nobody sees half of one."""
 
     def __init__(self, stop: list[str]) -> None:
-        self.stop, self.held, self.stopped = stop, "", None
+        self.stop, self.held = stop, ""
 
     def push(self, text_delta: str) -> tuple[str, str | None]:
         """The text that can be sent now, and the stop string that has ended it, if one has."""
-        if self.stopped is not None:
-            return "", self.stopped
-        text = self.held + text_delta
-        ends = [(text.find(one) + len(one), index) for index, one in enumerate(self.stop) if one in text]
-        if ends:
-            end, index = min(ends)
-            self.held, self.stopped = "", self.stop[index]
-            return text[: end - len(self.stopped)], self.stopped
-        sent = len(text) - max((held_back(text, one) for one in self.stop), default=0)
-        self.held = text[sent:]
-        return text[:sent], None
+        text, self.held = self.held + text_delta, ""
+        found = [(text.find(one) + len(one), place, one) for place, one in enumerate(self.stop) if one in text]
+        if found:
+            end, _, stopped = min(found)
+            return text[: end - len(stopped)], stopped
+        kept = max((overlap(text, one) for one in self.stop), default=0)
+        self.held = text[len(text) - kept :]
+        return text[: len(text) - kept], None
 
     def flush(self) -> str:
         """What was held back, at the end: it has turned out to be no stop string."""
-        text, self.held = self.held, ""
-        return text
+        held, self.held = self.held, ""
+        return held
+
+
+def overlap(text: str, stop: str) -> int:
+    """The longest end of the text that begins the stop string, but is not all of it: how many characters."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 # endregion
 
-# %% 4. A client that leaves: whoever works for it stops, and gives its blocks back
-
 
 # region: until_disconnected
 async def until_disconnected(work: Coroutine, disconnected: Coroutine) -> Any:
-    """The result of `work`; None if `disconnected` ends first: then the work is cancelled, and its `finally` runs."""
+    """The work's result; None if the client leaves before: then the work is cancelled, and its `finally` has run."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected)
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -189,12 +183,12 @@ async def until_disconnected(work: Coroutine, disconnected: Coroutine) -> Any:
     finally:
         working.cancel()
         leaving.cancel()
-        await asyncio.wait({working, leaving})  # not `gather`: if we are cancelled, it would cancel them once more
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 # endregion
 
-# %% 5. The core in a process of its own: one thread receives, one steps and sends
+# %% 3. The core in a process of its own: one thread receives, one steps and sends
 
 
 # region: core_in_process
@@ -237,12 +231,12 @@ class CoreInProcess:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.socket, theirs = socket.socketpair()
         code = f"from minivllm.lab.exercise import load; load({__file__!r}).serve_core({theirs.fileno()})"
-        command = [sys.executable, "-c", code, json.dumps(settings, default=str)]
+        command = [sys.executable, "-c", code, json.dumps(settings)]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
 
     async def open(self) -> None:
-        """Wait until the core is ready."""
+        """Waits until the core is ready."""
         self.reader, self.writer = await asyncio.open_connection(sock=self.socket)
         await self.reader.readexactly(4)
 
@@ -262,7 +256,7 @@ class CoreInProcess:
 
 # endregion
 
-# %% 6. The server that uses all of it: nothing in its loop waits for the core, or for a client
+# %% 4. The server that uses all of it: nothing in its loop waits for the core, or for a client
 
 
 class Server:
@@ -310,35 +304,36 @@ class Server:
         try:
             while True:
                 for output in (await self.core.get_output()).outputs:
-                    self.unread += output.request_id not in self.readers
-                    if output.request_id in self.readers:
-                        collector, detokenizer = self.readers[output.request_id]
+                    collector, detokenizer = self.readers.get(output.request_id, (None, None))
+                    self.unread += collector is None
+                    if collector and detokenizer:
                         collector.put(delta_of(output, detokenizer))
         except (OSError, EOFError) as error:
             for collector, _ in self.readers.values():
                 collector.put(error)
 
 
-# %% 7. Structured output: the one kernel that belongs to serving
+# %% 5. Structured output: the one kernel that belongs to serving
 
 
 # region: grammar_bitmask
 @triton.jit
 def mask_words_kernel(logits, bitmask):
     """One row. Grid: (words,). Logits float32 [32 * words] become −inf where the word's bit is 0."""
-    word, bit = tl.program_id(0), tl.arange(0, 32)
+    word = tl.program_id(0)
+    bit = tl.arange(0, 32)
     allowed = (tl.load(bitmask + word) >> bit) & 1
-    tl.store(logits + word * 32 + bit, tl.full([32], float("-inf"), tl.float32), mask=allowed == 0)
+    tl.store(logits + word * 32 + bit, float("-inf"), mask=allowed == 0)
 
 
 @triton.jit
 def mask_rows_kernel(logits, bitmask, vocab_size):
-    """Many rows, of which no word may reach into the next. Grid: (rows, words)."""
-    row, word, bit = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, 32)
+    """Many rows [rows, vocab_size], whose last word may be partly empty. Grid: (rows, words)."""
+    row, word = tl.program_id(0), tl.program_id(1)
+    bit = tl.arange(0, 32)
     allowed = (tl.load(bitmask + row * tl.num_programs(1) + word) >> bit) & 1
     token = word * 32 + bit
-    forbidden = (token < vocab_size) & (allowed == 0)
-    tl.store(logits + row * vocab_size + token, tl.full([32], float("-inf"), tl.float32), mask=forbidden)
+    tl.store(logits + row * vocab_size + token, float("-inf"), mask=(allowed == 0) & (token < vocab_size))
 
 
 @triton.jit
@@ -346,17 +341,16 @@ def apply_grammar_bitmask_kernel(logits, bitmask, has_grammar, vocab_size, num_w
     """Logits of tokens that a row's grammar does not allow become −inf. Grid: (rows, ceil(num_words / BLOCK)).
 
     logits float32 [rows, vocab_size]; bitmask int32 [rows, num_words]: bit t % 32 of word t // 32 says whether token t
-    may come; has_grammar int32 [rows]. Reads 4 bytes a row and each word of a row with a grammar once; writes 4 bytes a
-    forbidden token, reads no logit.
+    may come; has_grammar int32 [rows]. Reads 4 bytes a row, and each word of a row with a grammar once; writes 4 bytes
+    a forbidden token, and reads no logit.
     """
-    row, bit = tl.program_id(0).to(tl.int64), tl.arange(0, 32)
+    row = tl.program_id(0)
     if tl.load(has_grammar + row) != 0:
         word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        words = tl.load(bitmask + row * num_words + word, mask=word < num_words, other=-1)
-        allowed = (words[:, None] >> bit[None, :]) & 1
-        token = word[:, None] * 32 + bit[None, :]
-        nothing = tl.full([BLOCK, 32], float("-inf"), tl.float32)
-        tl.store(logits + row * vocab_size + token, nothing, mask=(token < vocab_size) & (allowed == 0))
+        words = tl.load(bitmask + row * num_words + word, mask=word < num_words, other=0)
+        bit = tl.arange(0, 32)[None, :]
+        allowed, token = (words[:, None] >> bit) & 1, word[:, None] * 32 + bit
+        tl.store(logits + row * vocab_size + token, float("-inf"), mask=(allowed == 0) & (token < vocab_size))
 
 
 # endregion
@@ -364,9 +358,9 @@ def apply_grammar_bitmask_kernel(logits, bitmask, has_grammar, vocab_size, num_w
 
 def apply_grammar_bitmask(logits: Tensor, bitmask: Tensor, has_grammar: Tensor) -> None:
     """The kernel, in place on logits float32 [rows, vocab]; bitmask int32 [rows, words], has_grammar int32 [rows]."""
-    (rows, vocab_size), words = logits.shape, bitmask.shape[1]
+    rows, words = bitmask.shape
     grid = (rows, triton.cdiv(words, 32))
-    apply_grammar_bitmask_kernel[grid](logits, bitmask, has_grammar, vocab_size, words, BLOCK=32)
+    apply_grammar_bitmask_kernel[grid](logits, bitmask, has_grammar, logits.shape[1], words, BLOCK=32)
 
 
 # %% The talk, in order
@@ -392,8 +386,10 @@ def main(arguments: Namespace) -> None:
             heading("2. Where the core runs")
             found["places"] = report.measure_places(ports, arguments)
         heading("3. Break the naive server")
-        place = "the event loop"
-        both = {"naive": (stage.serve(naive), naive), "this lesson's": (ports[place], servers[place])}
+        both = {
+            "naive": (stage.serve(naive), naive),
+            "this lesson's": next(zip(ports.values(), servers.values(), strict=True)),
+        }
         found["slow"] = report.measure_slow_client(both, arguments.quick)
         found["left"] = report.measure_leaving(both)
         found["stops"] = report.show_stops(StopStrings)

@@ -3,8 +3,8 @@
 It must not share a process with the server: the two would wait for each other's Python. It imports nothing large. The
 work is one JSON object on standard input (`Work`), the result one on standard output: a list of `Answer`.
 
-    answers = load(port, [Ask({"prompt": "def", "max_tokens": 8})], clients=1)      # closed: each asks when answered
-    answers = load(port, [Ask({...}, at=0.5), Ask({...}, at=0.7)])                  # open: at these seconds, whatever happens
+    answers = load(port, [Ask({"prompt": "def", "max_tokens": 8})], clients=1)    # closed: each asks when answered
+    answers = load(port, [Ask({...}, at=0.5), Ask({...}, at=0.7)])                # open: at these times, in seconds
 """
 
 from __future__ import annotations

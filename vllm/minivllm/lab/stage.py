@@ -1,13 +1,14 @@
 """Servers that run beside a script: an event loop in a thread, so that the script itself can wait, and load them.
 
 with Stage() as stage:
-    real = stage.start_real_server({"model": EMBEDDED_MODEL})     # FastAPI, uvicorn, AsyncLLM, a core's process
-    port = stage.serve(server)                                    # anything with `handle` and `run`, on asyncio's streams
+    real = stage.start_real_server({"model": EMBEDDED_MODEL})  # FastAPI, uvicorn, AsyncLLM, a core's process
+    port = stage.serve(server)  # anything with `handle` and `run`, on asyncio's streams
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -81,8 +82,6 @@ class Stage:
         return self.run(self._serve(server))
 
     async def _serve(self, server: Handler) -> int:
-        import socket
-
         listening = socket.create_server(("127.0.0.1", 0))
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
         self._tasks.append(asyncio.ensure_future(server.run()))
@@ -91,26 +90,18 @@ class Stage:
 
     def start_real_server(self, settings: dict[str, Any]) -> RealServer:
         """Starts the server that `minivllm serve` starts, for an engine with these arguments."""
-        engine = AsyncLLM(EngineArgs(**settings, multiprocess=True))
-        real = self.run(self._start_real(engine, settings["model"]))
+        args = EngineArgs(**settings, multiprocess=True)
+        real = self.run(self._start_real(AsyncLLM(args), args))
         self._real.append(real)
         return real
 
-    async def _start_real(self, engine: AsyncLLM, model: str) -> RealServer:
-        import uvicorn
-        from prometheus_client import CollectorRegistry
-
-        from minivllm.entrypoints.openai.api_server import build_app
-        from minivllm.entrypoints.openai.launcher import NoSignalServer, bind
-        from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
+    async def _start_real(self, engine: AsyncLLM, args: EngineArgs) -> RealServer:
+        from minivllm.entrypoints.openai.launcher import bind, make_app, make_server
         from minivllm.entrypoints.openai.settings import FrontendArgs
 
-        settings = FrontendArgs(host="127.0.0.1", port=0)
-        models = OpenAIServingModels([str(model)], str(model), engine.input_processor.limits.max_model_len)
-        app = build_app(engine, models, settings, None, CollectorRegistry())
-        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", ws="none")
-        config.timeout_graceful_shutdown = 1
-        server, listening = NoSignalServer(config), bind(settings)
+        settings = FrontendArgs(host="127.0.0.1", port=0, disable_uvicorn_access_log=True, uvicorn_log_level="error")
+        app = make_app(engine, args, settings, None)
+        server, listening = make_server(app, settings), bind(settings)
         self._tasks.append(asyncio.ensure_future(server.serve(sockets=[listening])))
         return RealServer(listening.getsockname()[1], engine, app, server)
 

@@ -141,7 +141,9 @@ def serve(deployment: Deployment, rate: float, seconds: float, kind: str = "shar
     config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=places, max_num_batched_tokens=TOKEN_BUDGET)
     wanted = sum(-(-(one.prompt_tokens + one.output_tokens) // 16) + 1 for one in requests)
     blocks = min(deployment.kv_tokens() // 16 // groups, wanted)
-    run = simulate(requests, config, CacheConfig(num_gpu_blocks=1 + blocks, enable_prefix_caching=False), deployment.cost())
+    run = simulate(
+        requests, config, CacheConfig(num_gpu_blocks=1 + blocks, enable_prefix_caching=False), deployment.cost()
+    )
     return Served(run.requests, run.seconds - requests[0].arrival, groups)
 
 

@@ -404,8 +404,8 @@ def close(found: dict, disturbance: str) -> None:
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
         f"{left['naive']['in_vain']:,} tokens for nobody.",
         Timed(
-            f"This server's knee is at {load_['knee']:.1f} requests a second. At 1.5 times its capacity the first quarter "
-            f"of the requests waited {beyond[0]:,.0f} ms for a first token, the last {beyond[3]:,.0f}."
+            f"This server's knee is at {load_['knee']:.1f} requests a second. At 1.5 times its capacity the first "
+            f"quarter of the requests waited {beyond[0]:,.0f} ms for a first token, the last {beyond[3]:,.0f}."
         ),
         f"On 4 {GPU}, modelled: for {MODEL} with {tight} a token TP bears {ways['TP']['knees'][tight]:.0f} requests a "
         f"second and DP {ways['DP']['knees'][tight]:.0f}; with {loose} {ways['TP']['knees'][loose]:.0f} and "
