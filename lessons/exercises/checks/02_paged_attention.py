@@ -258,7 +258,7 @@ def check_gather_block(module):
 
 
 def check_gather_all_sequences(module):
-    """Step 3: one launch copies all sequences, each through its own row of the table and to its own rows of out."""
+    """Stretch: step 3: one launch copies all sequences, each through its own row of the table and to its own rows of out."""
     blocks, lengths = [[5, 2, 7], [3], [8, 1], [6]], [10, 3, 8, 0]
     cache, wanted = _rows(40), []
     table = torch.zeros(4, 3, dtype=torch.int32)

@@ -291,7 +291,7 @@ def _tensors(rows, keys, head_dim=16, large=False):
 
 
 def check_kernel_1_sums_a_row(module):
-    """row_sums_kernel: m and l of each row over tiles, every score read once."""
+    """Stretch: row_sums_kernel: m and l of each row over tiles, every score read once."""
     for rows, keys, block, large in ((3, 32, 8, False), (2, 16, 16, False), (1, 64, 4, False), (2, 32, 8, True)):
         scores, _, given, _ = _tensors(rows, keys, large=large)
         m, l = torch.full((2, rows), math.nan)
@@ -309,7 +309,7 @@ def check_kernel_1_sums_a_row(module):
 
 
 def check_kernel_2_adds_the_values(module):
-    """row_output_kernel: the softmax times the values, every score and value read once by a row."""
+    """Stretch: row_output_kernel: the softmax times the values, every score and value read once by a row."""
     cases = (3, 32, 8, 16, False), (2, 16, 16, 32, False), (1, 64, 4, 8, False), (2, 32, 8, 16, True)
     for rows, keys, block, head_dim, large in cases:
         scores, values, *given = _tensors(rows, keys, head_dim, large)
@@ -327,7 +327,7 @@ def check_kernel_2_adds_the_values(module):
 
 
 def check_kernel_3_masks(module):
-    """causal_rows_kernel: rows at the last positions, a ragged last tile, and nothing loaded that a row does not see."""
+    """Stretch: causal_rows_kernel: rows at the last positions, a ragged last tile, and nothing loaded that a row does not see."""
     small = [(*sizes, False) for sizes in ((10, 10, 4), (3, 10, 4), (1, 7, 8), (4, 33, 16), (2, 16, 8))]
     for rows, keys, block, large in (*small, (2, 33, 8, True)):
         scores, values, given, weights = _tensors(rows, keys, large=large)

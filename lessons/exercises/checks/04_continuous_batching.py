@@ -289,7 +289,7 @@ def _clean(trace):
 
 
 def check_rows_see_their_own_keys(module):
-    """Each row sees the keys up to itself: a decode all of them, a prompt 1, 2, 3 …, a chunk from its context on."""
+    """Stretch: each row sees the keys up to itself: a decode all of them, a prompt 1, 2, 3 …, a chunk from its context on."""
     for queries, lengths in (([1, 5, 6], [10, 5, 6]), ([4, 1, 3], [10, 1, 9]), ([2, 0, 8], [2, 7, 30])):
         visible = torch.full((sum(queries),), -1, dtype=torch.int32)
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
@@ -306,7 +306,7 @@ def check_rows_see_their_own_keys(module):
 
 
 def check_tiles_find_their_request(module):
-    """A tile belongs to the last request that does not begin after it, found by halving."""
+    """Stretch: a tile belongs to the last request that does not begin after it, found by halving."""
     for queries in ([1, 5, 6], [4, 4], [1] * 9, [0, 3, 0, 0, 9], [17]):
         starts, tiles = _starts(queries), sum(queries) // BLOCK_Q + len(queries)
         first = [start // BLOCK_Q + index for index, start in enumerate(starts.tolist()[:-1])]
@@ -353,7 +353,7 @@ def _traced(module):
 
 
 def check_one_launch_serves_all(module):
-    """A decode, a prompt, a chunk, an empty request and a prompt of several tiles: one launch, all rows right."""
+    """Stretch: a decode, a prompt, a chunk, an empty request and a prompt of several tiles: one launch, all rows right."""
     trace, out, expected = _traced(module)
     _clean(trace)
     starts = _starts(QUERIES).tolist()
@@ -369,7 +369,7 @@ def check_one_launch_serves_all(module):
 
 
 def check_only_keys_that_are_seen_are_read(module):
-    """K and V are read once for each tile and head, up to the last key that the tile sees; `out` is written once."""
+    """Stretch: K and V are read once for each tile and head, up to the last key that the tile sees; `out` is written once."""
     trace, out, _ = _traced(module)
     ends = [
         length - new + min(tile + BLOCK_Q, new)

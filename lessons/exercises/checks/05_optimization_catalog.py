@@ -193,7 +193,7 @@ def assert_bytes(what, found, expected):
 
 
 def check_kernel_step_1_largest(module):
-    """Step 1: the largest magnitude of each row; each element is read once."""
+    """Stretch: step 1: the largest magnitude of each row; each element is read once."""
     rows, largest = rows_of(5, 20), torch.full((5,), torch.nan)
     trace = traced(module.largest_kernel, (5,), rows, largest, head_dim=20)
     expected = rows.float().abs().amax(-1)
@@ -203,7 +203,7 @@ def check_kernel_step_1_largest(module):
 
 
 def check_kernel_step_2_quantize(module):
-    """Step 2: integers and scales of each row; a row of zeros is zeros; a row is read once."""
+    """Stretch: step 2: integers and scales of each row; a row of zeros is zeros; a row is read once."""
     rows, integers, scales = rows_of(5, 20), torch.full((5, 20), 111, dtype=torch.int8), torch.full((5,), torch.nan)
     trace = traced(module.quantize_kernel, (5,), rows, integers, scales, head_dim=20)
     assert_quantized(rows, integers, scales)
@@ -225,7 +225,7 @@ def assert_quantized(rows, integers, scales):
 
 
 def check_kernel_step_3_cache(module):
-    """Step 3: each token's heads go to its slot, in integers; padding is not written, nor are other slots."""
+    """Stretch: step 3: each token's heads go to its slot, in integers; padding is not written, nor are other slots."""
     tokens, heads, head_dim, slots = 6, 2, 20, 10
     rows = rows_of(tokens * heads, head_dim).view(tokens, heads, head_dim)
     where = torch.tensor([7, -1, 3, 9, -1, 0])

@@ -3,7 +3,8 @@
     LLM(model, parts=Parts(scheduler=MyScheduler))
 
 A part takes the place of the engine's own and must offer what that one offers; the engine does not check it. Parts are
-Python objects, so they need the engine in this process: one rank, without `multiprocess`.
+Python objects, so those of the core need it in this process: one rank, without `multiprocess` (`AsyncLLM` then runs it
+in a thread). Those of a server's front end do not.
 
 In vLLM v0.33.0 a scheduler is replaced by `scheduler_cls` (`vllm/config/scheduler.py`), and an attention backend by
 `register_backend` (`vllm/v1/attention/backends/registry.py`); the other parts have no such place there.
@@ -25,12 +26,24 @@ class Parts:
     - `hash_block_tokens`: called as `core.block_hash.hash_block_tokens(parent, token_ids, extra_keys)`.
     - `attention`: called as `worker.paged_attention.PagedAttention(kv_caches, scale, sliding_window)`, once the caches
       are allocated.
+
+    The front end's:
+
+    - `output_collector`: called without arguments, once for each stream: `put(output or exception)` never waits, and
+      `await get()` returns what is unread, joined; as `engine.async_llm.RequestOutputCollector`.
+    - `stop_strings`: called with the list of stop strings, once for each request that has any: `push(text)` returns
+      (the text to show, the stop string that ended it or None), `flush()` what was held back; see
+      `engine.detokenizer.DetokenizerOfParts`.
+    - `until_disconnected`: called as `entrypoints.openai.stream.unless_disconnected(work, disconnected)`.
     """
 
     scheduler: Callable[..., Any] | None = None
     block_pool: Callable[..., Any] | None = None
     hash_block_tokens: Callable[..., bytes] | None = None
     attention: Callable[..., Any] | None = None
+    output_collector: Callable[..., Any] | None = None
+    stop_strings: Callable[..., Any] | None = None
+    until_disconnected: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -42,6 +55,13 @@ class Parts:
         """Names of the parts that are replaced."""
         return [field.name for field in fields(self) if getattr(self, field.name) is not None]
 
+    @property
+    def names_in_core(self) -> list[str]:
+        """Those of them that the engine's core has, not its front end."""
+        return [name for name in self.names if name not in FRONT_END]
 
+
+FRONT_END = ("output_collector", "stop_strings", "until_disconnected")
+"""Parts that are used where the server's event loop runs."""
 NO_PARTS = Parts()
 """The engine as it is."""

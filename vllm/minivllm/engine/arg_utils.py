@@ -160,12 +160,12 @@ class EngineArgs:
         )
         require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
         require(
-            not self.parts.names
+            not self.parts.names_in_core
             or (
                 not (self.multiprocess or self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp")
                 and self.data_parallel_size == 1
             ),
-            f"parts ({', '.join(self.parts.names)}) cannot go to another process: leave out multiprocess, "
+            f"parts ({', '.join(self.parts.names_in_core)}) cannot go to another process: leave out multiprocess, "
             "tensor_parallel_size, data_parallel_size and distributed_executor_backend",
         )
         SpeculativeConfig.of(self.speculative_config)

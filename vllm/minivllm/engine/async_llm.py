@@ -15,7 +15,7 @@ from typing import Any
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_mp_client import AsyncMPClient
-from minivllm.engine.core_processes import CoreAddresses
+from minivllm.engine.async_thread_client import AsyncThreadClient
 from minivllm.engine.front_end import FrontEnd
 from minivllm.errors import CoreDiedError, EngineDeadError, EngineStoppedError
 from minivllm.inputs import Prompt
@@ -39,35 +39,27 @@ class RequestOutputCollector:
         self.request_id = request_id
         self._merges = kind is RequestOutputKind.DELTA
         self._on_ready = on_ready
-        self._waiting: RequestOutput | Exception | None = None
+        self._waiting: RequestOutput | None = None
+        self._error: Exception | None = None
         self._there = asyncio.Event()
 
     def put(self, output: RequestOutput | Exception) -> None:
         """Adds an output. Deltas are joined to those that wait; other kinds hold all there is, and replace them.
 
-        An exception is the last that is read: what comes after it is dropped.
+        An exception is read after all that came before it, and by every later reader: what comes after it is dropped.
         """
-        if isinstance(self._waiting, Exception):
+        if self._error is not None:
             return
-        if self._merges and isinstance(output, RequestOutput) and isinstance(self._waiting, RequestOutput):
+        is_new = self._waiting is None or isinstance(output, Exception)
+        if isinstance(output, Exception):
+            self._error = output
+        elif self._merges and self._waiting is not None:
             self._waiting.add(output)
-            return
-        is_new, self._waiting = self._waiting is None, output
+        else:
+            self._waiting = output
         self._there.set()
         if is_new and self._on_ready is not None:
             self._on_ready()
-
-    def get_nowait(self) -> RequestOutput | None:
-        """Returns what has come since the last call, if anything.
-
-        Raises:
-            EngineDeadError: the engine has ended.
-        """
-        found, self._waiting = self._waiting, None
-        self._there.clear()
-        if isinstance(found, Exception):
-            raise found
-        return found
 
     async def get(self) -> RequestOutput:
         """Returns what has come since the last call, or waits for it.
@@ -76,9 +68,38 @@ class RequestOutputCollector:
             EngineDeadError: the engine has ended.
         """
         await self._there.wait()
-        found = self.get_nowait()
-        assert found is not None
-        return found
+        found, self._waiting = self._waiting, None
+        if found is not None:
+            if self._error is None:
+                self._there.clear()
+            return found
+        assert self._error is not None
+        raise self._error
+
+
+class CollectorOfParts:
+    """A stream's collector whose outputs go through the part `output_collector`; it also says when one is there."""
+
+    def __init__(self, part: Any, request_id: str = "", on_ready: Callable[[], None] | None = None) -> None:
+        self.request_id = request_id
+        self._part = part
+        self._on_ready = on_ready
+        self._is_told = False
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """See `RequestOutputCollector`."""
+        self._part.put(output)
+        if self._on_ready is not None and (not self._is_told or isinstance(output, Exception)):
+            self._is_told = True
+            self._on_ready()
+
+    async def get(self) -> RequestOutput:
+        """See `RequestOutputCollector`."""
+        self._is_told = False
+        return await self._part.get()
+
+
+Collector = RequestOutputCollector | CollectorOfParts
 
 
 class AsyncLLM(FrontEnd):
@@ -89,11 +110,11 @@ class AsyncLLM(FrontEnd):
         EngineDeadError: the core died before it was ready.
     """
 
-    def __init__(self, args: EngineArgs, addresses: CoreAddresses | None = None) -> None:
-        """`addresses`: of cores that run already, for one of their several clients; None: start them."""
-        self.engine_core = AsyncMPClient(args, addresses)
+    def __init__(self, args: EngineArgs, engine_core: AsyncMPClient | AsyncThreadClient | None = None) -> None:
+        """`engine_core`: the client of a core that is there already. Else it gets a process, or for parts a thread."""
+        self.engine_core = engine_core or (AsyncThreadClient if args.parts.names_in_core else AsyncMPClient)(args)
         super().__init__(args, self.engine_core)
-        self._collectors: dict[str, RequestOutputCollector] = {}
+        self._collectors: dict[str, Collector] = {}
         self._handler: asyncio.Task[None] | None = None
         self._retries = args.data_parallel_retry
         self.dead_error: Exception | None = None
@@ -147,7 +168,7 @@ class AsyncLLM(FrontEnd):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         on_ready: Callable[[], None] | None = None,
-    ) -> RequestOutputCollector:
+    ) -> Collector:
         """Adds a request, whose outputs the collector gets. Its reader must end it with `abort_now`.
 
         Raises:
@@ -156,7 +177,7 @@ class AsyncLLM(FrontEnd):
         """
         self._check_alive()
         text, request = self._processed(request_id, prompt, params, priority)
-        collector = self._collectors[request_id] = RequestOutputCollector(params.output_kind, request_id, on_ready)
+        collector = self._collectors[request_id] = self._collector(params.output_kind, request_id, on_ready)
         try:
             for child in self._registered(request_id, text, request):
                 child.data_parallel_rank = data_parallel_rank
@@ -212,6 +233,12 @@ class AsyncLLM(FrontEnd):
         if self._handler is not None and not self._handler.get_loop().is_closed():
             self._handler.cancel()
         self.engine_core.shutdown()
+
+    def _collector(self, kind: RequestOutputKind, request_id: str, on_ready: Callable[[], None] | None) -> Collector:
+        part = self.parts.output_collector
+        if part is None or kind is not RequestOutputKind.DELTA:
+            return RequestOutputCollector(kind, request_id, on_ready)
+        return CollectorOfParts(part(), request_id, on_ready)
 
     def _abort_in_core(self, children: list[str]) -> None:
         if children and not self.errored:

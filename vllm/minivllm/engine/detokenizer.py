@@ -8,9 +8,11 @@ In vLLM v0.33.0: `vllm/v1/engine/detokenizer.py` (`IncrementalDetokenizer`, `che
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 
+from minivllm.config import Parts
 from minivllm.sampling_params import SamplingParams
 
 BROKEN = "\ufffd"
@@ -108,6 +110,46 @@ class IncrementalDetokenizer:
         stop, end = found
         self.text = self.text[: end if self._params.include_stop_str_in_output else end - len(stop)]
         return stop
+
+
+class DetokenizerOfParts(IncrementalDetokenizer):
+    """Its text has gone through the part `stop_strings`, which holds back what may begin one of them.
+
+    Text of the first `min_tokens` tokens does not go through it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams, stop_strings: Any
+    ) -> None:
+        super().__init__(tokenizer, prompt_token_ids, params)
+        self._part = stop_strings
+
+    def finish(self) -> str | None:
+        """See `IncrementalDetokenizer`."""
+        stop = super().finish()
+        if stop is None:
+            self.text += self._part.flush()
+        return stop
+
+    def streamable_length(self) -> int:
+        """All of the text: the part has what must wait."""
+        return len(self.text)
+
+    def _cut_at_stop_string(self, num_before: int) -> str | None:
+        shown, stop = self._part.push(self.text[num_before:])
+        included = stop if stop and self._params.include_stop_str_in_output else ""
+        self.text = self.text[:num_before] + shown + included
+        return stop
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams, parts: Parts
+) -> IncrementalDetokenizer:
+    """The detokenizer of a request, with the part `stop_strings` if there is one and the request has any."""
+    if parts.stop_strings is None or not params.stop_strings:
+        return IncrementalDetokenizer(tokenizer, prompt_token_ids, params)
+    stop_strings = parts.stop_strings(list(params.stop_strings))
+    return DetokenizerOfParts(tokenizer, prompt_token_ids, params, stop_strings)
 
 
 def find_stop_string(text: str, stop_strings: Sequence[str], num_before: int) -> tuple[str, int] | None:

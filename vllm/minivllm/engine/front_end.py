@@ -56,7 +56,8 @@ class FrontEnd:
         self.input_processor = InputProcessor(
             self.model_config, self.tokenizer, client.ready.limits, self.generation_config.eos_token_ids, args.seed
         )
-        self.output_processor = OutputProcessor(self.tokenizer)
+        self.parts = args.parts
+        self.output_processor = OutputProcessor(self.tokenizer, args.parts)
         self._children: dict[str, list[str]] = {}
         """The core's ids of each unfinished request, by the user's id."""
         self._throughput_log = ThroughputLog()

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
+from minivllm.config import NO_PARTS, Parts
 from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
-from minivllm.engine.detokenizer import IncrementalDetokenizer
+from minivllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer
 from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
 from minivllm.engine.parallel_sampling import ParentRequest
 from minivllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
@@ -52,8 +53,9 @@ class RequestState:
 class OutputProcessor:
     """Keeps track of unfinished requests and processes their outputs."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, parts: Parts = NO_PARTS) -> None:
         self.tokenizer = tokenizer
+        self._parts = parts
         self.states: dict[str, RequestState] = {}
         self._stats: defaultdict[int, IterationStats] = defaultdict(IterationStats)
 
@@ -62,7 +64,7 @@ class OutputProcessor:
         params = request.sampling_params
         detokenizer = None
         if self.tokenizer is not None and params.detokenize:
-            detokenizer = IncrementalDetokenizer(self.tokenizer, request.prompt_token_ids, params)
+            detokenizer = make_detokenizer(self.tokenizer, request.prompt_token_ids, params, self._parts)
         state = RequestState(request, prompt, index, parent, detokenizer, RequestMetrics(request.arrival_time))
         if params.logprobs is not None:
             state.logprobs, state.cumulative_logprob = [], 0.0

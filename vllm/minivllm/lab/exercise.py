@@ -4,7 +4,8 @@
     uv run python -m minivllm.lab.exercise 01 --file mine.py
 
 A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. The first line of its docstring states a
-requirement; it raises if this is not met. The same checks run on the lesson's script, which is the solution.
+requirement; it raises if this is not met. The same checks run on the lesson's script, which is the solution. Where the
+line begins with "Stretch:", the engine runs with the learner's part even if this one is not met.
 """
 
 from __future__ import annotations
@@ -41,11 +42,15 @@ _number_of_modules = count(1)
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check: `problem` is None if it passed, else a one-line description of what is missing."""
+    """The result of one check: `problem` is None if it passed, else a one-line description of what is missing.
+
+    `is_stretch`: the engine can run with the learner's part without it; its statement begins with "Stretch:".
+    """
 
     name: str
     statement: str
     problem: str | None
+    is_stretch: bool = False
 
     @property
     def passed(self) -> bool:
@@ -132,10 +137,15 @@ def check_here(number: str | int, module: ModuleType) -> None:
     try:
         results = run_checks(module, checks_of(number))
         show(results, f"Exercise {number}")
-        if all(result.passed for result in results):
+        if can_be_plugged(results):
             run_plugged(number, module)
     except MinivllmError as error:
         console.print(f"{error}", markup=False)
+
+
+def can_be_plugged(results: Iterable[CheckResult]) -> bool:
+    """Whether all that the engine needs of the learner's part is there."""
+    return all(result.passed or result.is_stretch for result in results)
 
 
 def show(results: list[CheckResult], title: str) -> None:
@@ -166,8 +176,12 @@ def _run_check(module: ModuleType, check: Check) -> CheckResult:
     try:
         check(module)
     except (Exception, SystemExit) as error:
-        return CheckResult(name, statement, _problem(error, module))
-    return CheckResult(name, statement, None)
+        return CheckResult(name, statement, _problem(error, module), _is_stretch(statement))
+    return CheckResult(name, statement, None, _is_stretch(statement))
+
+
+def _is_stretch(statement: str) -> bool:
+    return statement.startswith("Stretch:")
 
 
 def _problem(error: BaseException, module: ModuleType) -> str:
@@ -202,13 +216,14 @@ def _one_line(error: BaseException) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Check one exercise, then run the engine with it; exit with 1 if something is missing or tokens differ."""
+    """Check one exercise, then run the engine with it, if it can; exit with 1 if something is missing or differs."""
     checks = checks_of(arguments.number)
     path = Path(arguments.file) if arguments.file else exercise_path(arguments.number)
     module = load(path)
     results = run_checks(module, checks)
     show(results, str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path))
-    if not all(result.passed for result in results) or not run_plugged(arguments.number, module):
+    same = can_be_plugged(results) and run_plugged(arguments.number, module)
+    if not same or not all(result.passed for result in results):
         raise SystemExit(1)
 
 

@@ -36,6 +36,7 @@ class Plugged:
     - `engine_args`: further arguments of `LLM`, for both engines.
     - `ours`: arguments for our engine only, where it must differ to do the same work.
     - `says`: more rows of the table, from an engine that has served the requests: name to value.
+    - `serve`: serves the requests in another way than `LLM` does; called as `serve` below.
     """
 
     parts: Parts
@@ -44,11 +45,12 @@ class Plugged:
     prompts: Sequence[Any] = PROMPTS
     max_tokens: int = 16
     says: Callable[[LLM], Mapping[str, object]] | None = None
+    serve: Callable[[Plugged, Parts], Served] | None = None
 
 
 @dataclass
 class Served:
-    """What one engine did with the requests; `rows` are further facts by name."""
+    """What one engine did with the requests; `rows` are further facts by name, `equal` those that both must share."""
 
     token_ids: list[list[int]]
     texts: list[str]
@@ -58,6 +60,7 @@ class Served:
     most_blocks: int = 0
     preemptions: int = 0
     rows: dict[str, object] = field(default_factory=dict)
+    equal: dict[str, object] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,20 +74,21 @@ def compare(plugged: Plugged) -> bool:
     Raises:
         MinivllmError: the learner's part raised; the message says what.
     """
-    ours = serve(plugged, NO_PARTS)
+    by = plugged.serve or serve
+    ours = by(plugged, NO_PARTS)
     try:
-        yours = serve(plugged, plugged.parts)
+        yours = by(plugged, plugged.parts)
     except Exception as error:
         reason = str(error) if isinstance(error, MinivllmError) else f"{type(error).__name__}: {error}"
         raise MinivllmError(f"the engine stopped in your part: {reason}") from error
     names = ", ".join(name.replace("_", " ") for name in plugged.parts.names)
     table(
-        f"The engine with your {names}",
+        f"The {'server' if plugged.serve else 'engine'} with your {names}",
         ["", "yours", "ours"],
         [(name, str(value), str(rows_of(ours)[name])) for name, value in rows_of(yours).items()],
         words=True,
     )
-    same = yours.token_ids == ours.token_ids
+    same = (yours.token_ids, yours.texts, yours.equal) == (ours.token_ids, ours.texts, ours.equal)
     console.print(_verdict(yours, ours, same), markup=False)
     return same
 
@@ -122,20 +126,25 @@ def serve(plugged: Plugged, parts: Parts) -> Served:
 
 def rows_of(served: Served) -> dict[str, object]:
     """The rows of the table, by name."""
-    return {
+    of_steps = {
         "requests at once": served.most_running,
         "steps": served.steps,
         "preemptions": served.preemptions,
         "most blocks after a step": served.most_blocks,
-        "tokens a second": f"{served.tokens_per_second:,.0f}",
-        **served.rows,
     }
+    speed = {"tokens a second": f"{served.tokens_per_second:,.0f}"}
+    return {**(of_steps if served.steps else {}), **speed, **served.rows, **served.equal}
 
 
 def _verdict(yours: Served, ours: Served, same: bool) -> str:
     if same:
         return f"the same {sum(map(len, yours.token_ids))} tokens as ours; the first answer: {yours.texts[0]!r}"
-    index = next(i for i, pair in enumerate(zip(yours.token_ids, ours.token_ids, strict=True)) if pair[0] != pair[1])
+    wrong = [name for name, value in ours.equal.items() if yours.equal[name] != value]
+    if wrong:
+        found = f"{yours.equal[wrong[0]]}, and with ours {ours.equal[wrong[0]]}"
+        return f"{wrong[0]}: {found}. All checks pass, and yet it is wrong."
+    answers = zip(yours.token_ids, yours.texts, ours.token_ids, ours.texts, strict=True)
+    index = next(i for i, (*mine, ids, text) in enumerate(answers) if mine != [ids, text])
     return (
         f"request {index} differs from ours: all checks pass, and yet the text is wrong.\n"
         f"  yours: {yours.texts[index]!r}\n  ours:  {ours.texts[index]!r}"

@@ -113,11 +113,13 @@ def _add_generation(
 
     @app.post("/v1/completions", dependencies=JSON_ONLY, response_model=CompletionResponse, responses=ERRORS)
     async def create_completion(request: CompletionRequest, raw: Request) -> Response:
-        return await _answered(until_disconnected(completions.create_completion(request, raw.headers), raw))
+        work = completions.create_completion(request, raw.headers)
+        return await _answered(until_disconnected(work, raw, engine.parts))
 
     @app.post("/v1/chat/completions", dependencies=JSON_ONLY, response_model=ChatCompletionResponse, responses=ERRORS)
     async def create_chat_completion(request: ChatCompletionRequest, raw: Request) -> Response:
-        return await _answered(until_disconnected(chat.create_chat_completion(request, raw.headers), raw))
+        work = chat.create_chat_completion(request, raw.headers)
+        return await _answered(until_disconnected(work, raw, engine.parts))
 
 
 async def _answered(work: Any) -> Response:

@@ -14,8 +14,10 @@ import signal
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
@@ -107,16 +109,29 @@ async def _serve(
     template: str | None,
     recording: RecordingFile | None,
 ) -> int:
+    app = make_app(engine, args, settings, template)
+    await watch_steps(app, engine, settings, recording)
+    server = make_server(app, settings)
+    logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
+    return await _until_the_end(server, engine, listening, settings, app.state.server)
+
+
+def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, template: str | None) -> FastAPI:
+    """The routes over an engine, whose metrics are counted from now on."""
     names = settings.served_model_name or [str(args.model)]
     metrics = engine.stat_logger = PrometheusStatLogger(args, engine.engine_core.engines, names[0])
     for index, stats in enumerate(engine.engine_stats):
         metrics.record(stats, engine.output_processor.take_stats(index), index)
     models = OpenAIServingModels(names, str(args.model), engine.input_processor.limits.max_model_len)
-    app = build_app(engine, models, settings, template, metrics.registry)
-    await watch_steps(app, engine, settings, recording)
-    server = NoSignalServer(
+    return build_app(engine, models, settings, template, metrics.registry)
+
+
+def make_server(app: FastAPI, settings: FrontendArgs, protocol: Any = "auto") -> NoSignalServer:
+    """A server of these routes, which `serve(sockets=...)` starts. `protocol`: uvicorn's, for HTTP/1.1."""
+    return NoSignalServer(
         uvicorn.Config(
             app,
+            http=protocol,
             log_level=settings.uvicorn_log_level,
             access_log=not settings.disable_uvicorn_access_log,
             timeout_graceful_shutdown=SECONDS_TO_CLOSE,
@@ -124,8 +139,6 @@ async def _serve(
             ws="none",
         )
     )
-    logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
-    return await _until_the_end(server, engine, listening, settings, app.state.server)
 
 
 async def _until_the_end(

@@ -56,7 +56,7 @@ class OpenAIServingChat(OpenAIServing):
         requests = await self.start(request, request_id, [prompt], [params], headers)
         answer = _Answer(self, request, request_id, prompt)
         if request.stream:
-            return EventStream(as_stream(answer.events(requests), requests), requests.close)
+            return EventStream(as_stream(answer.events(requests), requests), requests.close, self.engine.parts)
         try:
             return await answer.whole(requests)
         finally:

@@ -50,7 +50,7 @@ class OpenAIServingCompletion(OpenAIServing):
         requests = await self.start(request, request_id, prompts, params, headers)
         answer = _Answer(self, request, request_id, prompts)
         if request.stream:
-            return EventStream(as_stream(answer.events(requests), requests), requests.close)
+            return EventStream(as_stream(answer.events(requests), requests), requests.close, self.engine.parts)
         try:
             return await answer.whole(requests)
         finally:

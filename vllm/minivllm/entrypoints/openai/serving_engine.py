@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tokenizers import Tokenizer
 
 from minivllm.config.checks import encodable
-from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
+from minivllm.engine.async_llm import AsyncLLM, Collector
 from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.errors import error_response, failed, unavailable
@@ -48,7 +48,7 @@ class EngineRequests:
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
-        self._collectors: list[RequestOutputCollector] = []
+        self._collectors: list[Collector] = []
         self._ready: asyncio.Queue[int] = asyncio.Queue()
 
     async def add(self, request_id: str, prompt: TokensPrompt, params: SamplingParams, **settings: Any) -> None:
@@ -70,9 +70,7 @@ class EngineRequests:
         unfinished = len(self._collectors)
         while unfinished:
             index = await self._ready.get()
-            output = self._collectors[index].get_nowait()
-            if output is None:
-                continue
+            output = await self._collectors[index].get()
             error = next((one.error for one in output.outputs if one.finish_reason == "error"), None)
             if error is not None:
                 raise failed(error)

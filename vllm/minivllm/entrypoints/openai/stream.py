@@ -5,12 +5,13 @@ In vLLM v0.33.0: `with_cancellation` in `vllm/entrypoints/serve/utils/api_utils.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from minivllm.config import NO_PARTS, Parts
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
@@ -22,20 +23,24 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None], parts: Parts = NO_PARTS) -> None:
         self._events = events
         self._close = close
+        self._parts = parts
         super().__init__()
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
-            with suppress(ClientDisconnected):
-                await _unless_disconnected(self._send(send), receive)
+            await (self._parts.until_disconnected or unless_disconnected)(self._send(send), _disconnected(receive))
         finally:
             self._close()
             await self._events.aclose()
+
+    def events(self) -> AsyncGenerator[str, None]:
+        """The events, for whoever reads them without a connection."""
+        return self._events
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -44,25 +49,25 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def until_disconnected(work: Coroutine[Any, Any, Result], request: Request) -> Result | Response:
+async def until_disconnected(
+    work: Coroutine[Any, Any, Result], request: Request, parts: Parts = NO_PARTS
+) -> Result | Response:
     """Return the result, unless the client leaves before; then the work is cancelled."""
-    try:
-        return await _unless_disconnected(work, request.receive)
-    except ClientDisconnected:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    found = await (parts.until_disconnected or unless_disconnected)(work, _disconnected(request.receive))
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if found is None else found
 
 
-class ClientDisconnected(Exception):
-    """The client has left."""
+async def unless_disconnected(
+    work: Coroutine[Any, Any, Result], disconnected: Coroutine[Any, Any, None]
+) -> Result | None:
+    """Return the result; None if the client leaves before, for then the work is cancelled.
 
-
-async def _unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    Neither of the two runs any more when this returns, however it ends.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected)
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnected
+        return working.result() if working.done() else None
     finally:
         leaving.cancel()
         working.cancel()

@@ -1,0 +1,321 @@
+"""Lesson 06: the exercise's checks catch its mistakes, and the server runs with the learner's parts."""
+
+import pytest
+from lessons.harness import checks_that_catch, problems_of, script_path
+
+from minivllm.config import NO_PARTS
+from minivllm.lab.exercise import load, plug_of
+
+lesson = load(script_path("06"))
+
+# ---- the exercise ----------------------------------------------------------------------------------------------------
+
+MUTANTS = {
+    # the collector
+    "keeps only the last delta": ("RequestOutputCollector.put", "join(self.unread, output)", "self.unread = output"),
+    "drops what comes while something is unread": ("RequestOutputCollector.put", "join(self.unread, output)", "pass"),
+    "joins the other way round": (
+        "RequestOutputCollector.put",
+        "join(self.unread, output)",
+        "join(output, self.unread)\nself.unread = output",
+    ),
+    "does not wake the reader": ("RequestOutputCollector.put", "self.there.set()", ""),
+    "wakes the reader only at the end": (
+        "RequestOutputCollector.put",
+        "self.there.set()",
+        "if not isinstance(output, Exception) and output.finished: self.there.set()",
+    ),
+    "forgets that something is read": (
+        "RequestOutputCollector.get",
+        "output, self.unread = self.unread, None",
+        "output = self.unread",
+    ),
+    "does not clear the event": ("RequestOutputCollector.get", "if self.error is None: ...", ""),
+    "clears before it waits: a lost wake-up": (
+        "RequestOutputCollector.get",
+        "await self.there.wait()",
+        "self.there.clear()\nawait self.there.wait()",
+    ),
+    "clears after a turn of the loop": (
+        "RequestOutputCollector.get",
+        "if self.error is None: ...",
+        "await asyncio.sleep(0)\nif self.error is None: self.there.clear()",
+    ),
+    "takes before it waits": (
+        "RequestOutputCollector.get",
+        "await self.there.wait()\noutput, self.unread = self.unread, None",
+        "output, self.unread = self.unread, None\nawait self.there.wait()\noutput = output or self.unread",
+    ),
+    "asks again and again": (
+        "RequestOutputCollector.get",
+        "await self.there.wait()",
+        "while self.unread is None and self.error is None: await asyncio.sleep(0)",
+    ),
+    "asks a hundred times a second": (
+        "RequestOutputCollector.get",
+        "await self.there.wait()",
+        "while self.unread is None and self.error is None: await asyncio.sleep(0.01)",
+    ),
+    "spins without await": (
+        "RequestOutputCollector.get",
+        "await self.there.wait()",
+        "while self.unread is None and self.error is None: pass",
+    ),
+    "returns None where nothing has come": ("RequestOutputCollector.get", "await self.there.wait()", ""),
+    "holds what a cancelled reader was given": (
+        "RequestOutputCollector.get",
+        "await self.there.wait()\noutput, self.unread = self.unread, None",
+        "output = None\n"
+        "while output is None and self.error is None:\n"
+        "    output, self.unread = self.unread, None\n"
+        "    self.there.clear()\n"
+        "    await asyncio.sleep(0) if output else await self.there.wait()",
+    ),
+    "swallows the cancelling of a reader": (
+        "RequestOutputCollector.get",
+        "await self.there.wait()",
+        "try: await self.there.wait()\nexcept asyncio.CancelledError: pass",
+    ),
+    "returns the error": ("RequestOutputCollector.get", "raise self.error", "return self.error"),
+    "an error overtakes the data": (
+        "RequestOutputCollector.put",
+        "self.error = output",
+        "self.error, self.unread = output, None",
+    ),
+    "data after an error": ("RequestOutputCollector.put", "if self.error is not None: ...", ""),
+    "tells the error once": (
+        "RequestOutputCollector.get",
+        "raise self.error",
+        "error, self.error = self.error, None\nraise error",
+    ),
+    "loses the text": ("join", "earlier.text += completion.text", ""),
+    "loses the tokens": ("join", "earlier.token_ids += completion.token_ids", ""),
+    "loses the log probabilities": ("join", "if completion.logprobs is not None: ...", ""),
+    "makes log probabilities that nobody asked for": (
+        "join",
+        "if completion.logprobs is not None: ...",
+        "earlier.logprobs = (earlier.logprobs or []) + (completion.logprobs or [])",
+    ),
+    "loses how it ended": (
+        "join",
+        "earlier.finish_reason, earlier.stop_reason = completion.finish_reason, completion.stop_reason",
+        "",
+    ),
+    "loses what stopped it": (
+        "join",
+        "earlier.finish_reason, earlier.stop_reason = completion.finish_reason, completion.stop_reason",
+        "earlier.finish_reason = completion.finish_reason",
+    ),
+    "loses `finished`": ("join", "unread.finished = new.finished", ""),
+    "finished with the first completion": (
+        "join",
+        "unread.finished = new.finished",
+        "unread.finished = any(one.finish_reason for one in unread.outputs)",
+    ),
+    "joins by place": (
+        "join",
+        "known = ...",
+        "known = {one.index: mine for one, mine in zip(new.outputs, unread.outputs)}",
+    ),
+    "lists completions one after the other": ("join", "known = ...", "known = {}"),
+    "drops a completion that is new": ("join", "unread.outputs.append(completion)", "pass"),
+    # stop strings
+    "looks at each piece alone": ("StopStrings.push", "self.held + text_delta", "text_delta"),
+    "holds nothing back": ("StopStrings.push", "max(..., default=0)", "0"),
+    "always holds the longest less one": (
+        "StopStrings.push",
+        "max(..., default=0)",
+        "min(len(text), max((len(one) - 1 for one in self.stop), default=0))",
+    ),
+    "holds one character": ("StopStrings.push", "max(..., default=0)", "min(1, max(..., default=0))"),
+    "holds back for the first string only": (
+        "StopStrings.push",
+        "(overlap(text, one) for one in self.stop)",
+        "(overlap(text, one) for one in self.stop[:1])",
+    ),
+    "holds the least of them": (
+        "StopStrings.push",
+        "max((overlap(text, one) for one in self.stop), default=0)",
+        "min((overlap(text, one) for one in self.stop), default=0)",
+    ),
+    "forgets what it holds": ("StopStrings.push", "self.held = text[...:]", "self.held = ''"),
+    "sends what it holds": ("StopStrings.push", "return text[: len(text) - kept], None", "return text, None"),
+    "sends the stop string too": ("StopStrings.push", "text[: end - len(stopped)]", "text[:end]"),
+    "sends nothing of the last piece": (
+        "StopStrings.push",
+        "return text[: end - len(stopped)], stopped",
+        "return '', stopped",
+    ),
+    "the first of the list wins": ("StopStrings.push", "min(found)", "min(found, key=lambda one: one[1])"),
+    "the first to begin wins": (
+        "StopStrings.push",
+        "min(found)",
+        "min(found, key=lambda one: (one[0] - len(one[2]), one[1]))",
+    ),
+    "the last listed of two that end at once": (
+        "StopStrings.push",
+        "min(found)",
+        "min(found, key=lambda one: (one[0], -one[1]))",
+    ),
+    "the last one in the text": ("StopStrings.push", "text.find(one)", "text.rfind(one)"),
+    "forgets the end": ("StopStrings.flush", "return held", "return ''"),
+    "gives the end twice": ("StopStrings.flush", "held, self.held = self.held, ''", "held = self.held"),
+    "holds a false start for ever": ("overlap", "text.endswith(stop[:size])", "stop[:size] in text"),
+    "the shortest end that may begin one": (
+        "overlap",
+        "range(min(len(text), len(stop) - 1), 0, -1)",
+        "range(1, min(len(text), len(stop) - 1) + 1)",
+    ),
+    # clients that leave
+    "goes on for a client that has left": (
+        "until_disconnected",
+        "asyncio.FIRST_COMPLETED",
+        "asyncio.ALL_COMPLETED",
+    ),
+    "watches nobody": (
+        "until_disconnected",
+        "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)",
+        "await asyncio.wait({working})",
+    ),
+    "does not cancel the work": ("until_disconnected", "working.cancel()\nleaving.cancel()", "leaving.cancel()"),
+    "leaves the watcher running": (
+        "until_disconnected",
+        "working.cancel()\nleaving.cancel()\nawait asyncio.gather(working, leaving, return_exceptions=True)",
+        "working.cancel()\nawait asyncio.gather(working, return_exceptions=True)",
+    ),
+    "does not wait for the abort": (
+        "until_disconnected",
+        "await asyncio.gather(working, leaving, return_exceptions=True)",
+        "await asyncio.sleep(0)",
+    ),
+    "cancels a second time": (
+        "until_disconnected",
+        "working.cancel()\nleaving.cancel()",
+        "working.cancel()\nleaving.cancel()\nawait asyncio.sleep(0)\nworking.cancel()",
+    ),
+    "swallows its own cancelling": (
+        "until_disconnected",
+        "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)",
+        "try: await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)\n"
+        "except asyncio.CancelledError: pass",
+    ),
+    "loses the work's error": (
+        "until_disconnected",
+        "return working.result() if working.done() else None",
+        "return working.result() if working.done() and not working.exception() else None",
+    ),
+    "raises when the client has left": (
+        "until_disconnected",
+        "return working.result() if working.done() else None",
+        "return working.result()",
+    ),
+    "cleans up only if all is well": (
+        "until_disconnected",
+        "try: ...\nfinally: ...",
+        "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)\n"
+        "working.cancel()\nleaving.cancel()\n"
+        "found = working.result() if working.done() else None\n"
+        "await asyncio.gather(working, leaving, return_exceptions=True)\n"
+        "return found",
+    ),
+    # the kernel, in steps
+    "the other way round": ("mask_words_kernel", "allowed == 0", "allowed != 0"),
+    "bit 31 is never set": (
+        "mask_words_kernel",
+        "(tl.load(bitmask + word) >> bit) & 1",
+        "((tl.load(bitmask + word) & (1 << bit)) > 0).to(tl.int32)",
+    ),
+    "the highest bit first": (
+        "mask_words_kernel",
+        "tl.load(bitmask + word) >> bit",
+        "tl.load(bitmask + word) >> (31 - bit)",
+    ),
+    "multiplies by the bit": (
+        "mask_words_kernel",
+        'tl.store(logits + word * 32 + bit, float("-inf"), mask=allowed == 0)',
+        "tl.store(logits + word * 32 + bit, tl.load(logits + word * 32 + bit) - 1e30 * (1 - allowed))",
+    ),
+    "a large number is not infinity": ("mask_words_kernel", 'float("-inf")', "-10000.0"),
+    "beyond the vocabulary": ("mask_rows_kernel", "(allowed == 0) & (token < vocab_size)", "allowed == 0"),
+    "rows of whole words": ("mask_rows_kernel", "row * vocab_size", "row * tl.num_programs(1) * 32"),
+    "one row's mask for all": (
+        "mask_rows_kernel",
+        "bitmask + row * tl.num_programs(1) + word",
+        "bitmask + word",
+    ),
+    "words by the vocabulary": (
+        "mask_rows_kernel",
+        "bitmask + row * tl.num_programs(1) + word",
+        "bitmask + row * (vocab_size // 32) + word",
+    ),
+    "all rows have a grammar": ("apply_grammar_bitmask_kernel", "tl.load(has_grammar + row) != 0", "row >= 0"),
+    "reads the words of every row": (
+        "apply_grammar_bitmask_kernel",
+        "tl.load(bitmask + row * num_words + word, mask=word < num_words, other=0)",
+        "tl.load(bitmask + tl.minimum(row * num_words + word, 1000000), mask=word < num_words + 1, other=0)",
+    ),
+    "words beyond the row": (
+        "apply_grammar_bitmask_kernel",
+        "tl.load(bitmask + row * num_words + word, mask=word < num_words, other=0)",
+        "tl.load(bitmask + row * num_words + word)",
+    ),
+    "only the first words": (
+        "apply_grammar_bitmask_kernel",
+        "tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)",
+        "tl.arange(0, BLOCK)",
+    ),
+    "tokens beyond the row": (
+        "apply_grammar_bitmask_kernel",
+        "(allowed == 0) & (token < vocab_size)",
+        "allowed == 0",
+    ),
+}
+
+MESSAGES = {
+    "keeps only the last delta": "only the last one is left",
+    "joins the other way round": "the order is lost",
+    "does not wake the reader": "is a wake-up lost?",
+    "clears before it waits: a lost wake-up": "is a wake-up lost?",
+    "asks again and again": "does it look again and again",
+    "asks a hundred times a second": "does it ask in a loop?",
+    "spins without await": "does a loop in it never end?",
+    "returns the error": "in place of raising it",
+    "an error overtakes the data": "the exception overtook a",
+    "loses the log probabilities": "four tokens, and log probabilities of",
+    "loses how it ended": "finish_reason is None",
+    "joins by place": "Are they joined by their place in the list?",
+    "always holds the longest less one": "you always keep the length of the longest one",
+    "forgets the end": "is it forgotten?",
+    "the first of the list wins": "not the one that begins first, nor the first of the list",
+    "looks at each piece alone": "end in the third one after it",
+    "does not cancel the work": "Was `work` cancelled?",
+    "does not wait for the abort": "still under way when until_disconnected returns",
+    "cancels a second time": "a second cancel() has cut it off",
+    "swallows its own cancelling": "Is CancelledError caught?",
+    "leaves the watcher running": "`disconnected` still runs",
+    "the other way round": "It is the other way round",
+    "bit 31 is never set": "Bit 31 makes the word negative",
+    "rows of whole words": "Is a token or a word not masked that is not there?",
+    "all rows have a grammar": "a row without a grammar was written",
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_the_checks_catch(mistake):
+    assert checks_that_catch("06", MUTANTS[mistake])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_the_message_recognises_the_mistake(mistake):
+    assert any(MESSAGES[mistake] in problem for problem in problems_of("06", MUTANTS[mistake]))
+
+
+def test_the_server_runs_with_the_learners_parts():
+    """The same answers, and the same number of requests aborted; who reads late gets few events."""
+    plugged = plug_of("06")(lesson)
+    yours, ours = (plugged.serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
+    assert (yours.texts, yours.token_ids) == (ours.texts, ours.token_ids)
+    assert list(yours.equal.values()) == list(ours.equal.values()) == [5, 1, 2, "200 of 200"]
+    assert all(list(one.rows.values())[0] < 150 for one in (yours, ours)), "unread outputs were joined"

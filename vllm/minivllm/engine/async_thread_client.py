@@ -1,0 +1,111 @@
+"""The client of a core in a thread of this process, for an event loop: what `Parts` of the core need.
+
+The kernels let other threads run while they compute; Python code does not, so the event loop waits for the scheduler.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core import EngineCore
+from minivllm.engine.core_client import UTILITIES, EngineCoreClient
+from minivllm.errors import EngineDeadError
+from minivllm.logger import init_logger
+
+logger = init_logger(__name__)
+SECONDS_TO_LEAVE = 10.0
+
+
+class AsyncThreadClient(EngineCoreClient):
+    """For `AsyncLLM`. The thread starts with the first call for outputs, in the loop that asks."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.engine_core = EngineCore(args)
+        self.engines = [self.engine_core.ready]
+        self.dead_ranks: set[int] = set()
+        self._to_do: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._outputs: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="engine core")
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """See `EngineCoreClient`."""
+        self._to_do.put(partial(self.engine_core.add_request, request))
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """See `EngineCoreClient`; outputs already on their way still arrive, and the caller must ignore them."""
+        self._to_do.put(partial(self._abort, list(request_ids)))
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Returns the outputs of the next step, whenever there is one.
+
+        Raises:
+            EngineDeadError: the thread has ended.
+        """
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread.start()
+        outputs = await self._outputs.get()
+        if outputs is None:
+            raise EngineDeadError("the engine's core has ended")
+        return outputs
+
+    async def call_utility_async(self, method: str) -> Any:
+        """Calls one of `UTILITIES` in the core and returns its result."""
+        assert method in UTILITIES
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        self._to_do.put(lambda: loop.call_soon_threadsafe(answer.set_result, getattr(self.engine_core, method)()))
+        return await answer
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Not for an event loop: see `get_output_async`."""
+        raise NotImplementedError
+
+    def call_utility(self, method: str) -> Any:
+        """Not for an event loop: see `call_utility_async`."""
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """See `EngineCoreClient`. The step under way comes to its end."""
+        self._to_do.put(None)
+        if self._thread.is_alive():
+            self._thread.join(SECONDS_TO_LEAVE)
+        self.engine_core.shutdown()
+
+    def _run(self) -> None:
+        """The core's loop: what has arrived, then a step, for as long as requests are unfinished."""
+        core = self.engine_core
+        try:
+            while True:
+                while not self._to_do.empty() or not core.has_unfinished_requests():
+                    act = self._to_do.get()
+                    if act is None:
+                        return
+                    self._guarded(act)
+                self._guarded(lambda: self._send(core.step()))
+        finally:
+            self._send(None)
+
+    def _guarded(self, act: Callable[[], object]) -> None:
+        """After a failure the core has started over, and goes on."""
+        try:
+            act()
+        except Exception:
+            logger.exception("The engine's core goes on after a failure")
+
+    def _abort(self, request_ids: list[str]) -> None:
+        core = self.engine_core
+        core.abort_requests(request_ids)
+        if not core.has_unfinished_requests():  # no step will tell the front end that the blocks are free
+            self._send(EngineCoreOutputs([], core.scheduler.make_stats()))
+
+    def _send(self, outputs: EngineCoreOutputs | None) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, outputs)

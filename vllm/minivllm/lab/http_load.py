@@ -1,0 +1,155 @@
+"""A client in a process of its own, which loads a server and notes when each event of a stream arrives.
+
+It must not share a process with the server: the two would wait for each other's Python. It imports nothing large. The
+work is one JSON object on standard input (`Work`), the result one on standard output: a list of `Answer`.
+
+    answers = load(port, [Ask({"prompt": "def", "max_tokens": 8})], clients=1)    # closed: each asks when answered
+    answers = load(port, [Ask({...}, at=0.5), Ask({...}, at=0.7)])                # open: at these times, in seconds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import MinivllmError
+
+HOME = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass
+class Ask:
+    """A request's body, and when it is sent, in seconds from the beginning; only an open load looks at that."""
+
+    body: dict[str, Any]
+    at: float = 0.0
+
+
+@dataclass
+class Answer:
+    """When a request was due, sent, and answered piece by piece: seconds of `time.monotonic()`, one clock a machine.
+
+    A closed load's request is due when it is sent. `failed` says what went wrong; an answer that failed has no times
+    to go by.
+    """
+
+    due: float
+    sent: float
+    connected: float = 0.0
+    events: list[float] = field(default_factory=list)
+    failed: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, from when the request was due."""
+        return self.events[0] - self.due
+
+    @property
+    def latency(self) -> float:
+        """From when the request was due to its last event."""
+        return self.events[-1] - self.due
+
+    @property
+    def itls(self) -> list[float]:
+        """The gaps between events."""
+        return [later - earlier for earlier, later in zip(self.events, self.events[1:], strict=False)]
+
+    def tpot(self, tokens: int) -> float:
+        """Time per output token after the first."""
+        return (self.events[-1] - self.events[0]) / max(1, tokens - 1)
+
+
+def start_load(port: int, asks: Sequence[Ask], clients: int | None = None, path: str = "/") -> subprocess.Popen[str]:
+    """The client's process, at work. `clients`: how many ask at once, closed; None: open, by the times of the asks."""
+    work = {"port": port, "path": path, "clients": clients, "asks": [asdict(ask) for ask in asks]}
+    command = [sys.executable, "-m", "minivllm.lab.http_load"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HOME)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(work) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def answers_of(process: subprocess.Popen[str]) -> list[Answer]:
+    """What a started client found; waits for its end.
+
+    Raises:
+        MinivllmError: a request was refused or cut off.
+    """
+    out, _ = process.communicate()
+    answers = [Answer(**one) for one in json.loads(out)]
+    if failed := [answer.failed for answer in answers if answer.failed]:
+        raise MinivllmError(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}")
+    return answers
+
+
+def load(port: int, asks: Sequence[Ask], clients: int | None = None, path: str = "/") -> list[Answer]:
+    """Load a server and wait for the end. Raises as `answers_of`."""
+    return answers_of(start_load(port, asks, clients, path))
+
+
+async def ask(port: int, path: str, body: dict[str, Any], due: float) -> Answer:
+    """One request on a connection of its own."""
+    data = json.dumps(body).encode()
+    answer = Answer(due, time.monotonic())
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        answer.connected = time.monotonic()
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode()
+            + data
+        )
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise ConnectionError((await reader.read(1000)).decode(errors="replace") or "no answer")
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                answer.events.append(time.monotonic())
+        writer.close()
+        if not answer.events:
+            raise ConnectionError("the answer has no event")
+    except OSError as error:
+        answer.failed = f"{type(error).__name__}: {error}"
+    return answer
+
+
+async def closed(work: dict[str, Any]) -> list[Answer]:
+    """So many clients, each of which asks again when it is answered."""
+    asks, answers = iter(work["asks"]), []
+
+    async def client() -> None:
+        for one in asks:
+            answers.append(await ask(work["port"], work["path"], one["body"], time.monotonic()))
+
+    await asyncio.gather(*(client() for _ in range(work["clients"])))
+    return answers
+
+
+async def opened(work: dict[str, Any]) -> list[Answer]:
+    """Each request at its time, whether the others are answered or not."""
+    begin = time.monotonic()
+
+    async def one(due: float, body: dict[str, Any]) -> Answer:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        return await ask(work["port"], work["path"], body, due)
+
+    return list(await asyncio.gather(*(one(begin + it["at"], it["body"]) for it in work["asks"])))
+
+
+def main() -> None:
+    """Do the work on standard input."""
+    work = json.loads(sys.stdin.readline())
+    answers = asyncio.run(opened(work) if work["clients"] is None else closed(work))
+    json.dump([asdict(answer) for answer in answers], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
