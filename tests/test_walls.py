@@ -28,13 +28,25 @@ ENGINE_FLOORS = (
     "worker",
     "executor",
     "engine",
+    "benchmarks",
     "entrypoints",
     "__main__",
 )
 BESIDE_THE_ENGINE = ("simulate", "lab")
 FLOORS = (*ENGINE_FLOORS, *BESIDE_THE_ENGINE)
 SHARED_BY_WIDGETS = ("theme", "svg", "plot", "knobs", "spec", "session", "plain", "shell")
-WITHOUT_TORCH = ("errors", "logger", "config", "sampling_params", "inputs", "outputs", "memory", "core", "simulate")
+WITHOUT_TORCH = (
+    "errors",
+    "logger",
+    "config",
+    "sampling_params",
+    "inputs",
+    "outputs",
+    "memory",
+    "core",
+    "benchmarks",
+    "simulate",
+)
 HEAVY = {"torch", "triton", "transformers", "numba"}
 
 
