@@ -79,7 +79,7 @@ gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch
 	$$python -P benchmarks/kernels.py --device cuda
 
 site: setup ## the lessons as a site, into out/site: open its index.html, no server is needed
-	@$(UV_RUN) python tools/site.py
+	@$(UV_RUN) python tools/build_site.py
 
 doctor: ## what this machine can run, and what to do about the rest
 	@if command -v uv >/dev/null; then $(UV_RUN) python tools/doctor.py; else python3 tools/doctor.py; fi

@@ -1,4 +1,4 @@
-"""How Sphinx makes the site. `tools/site.py` gives it the pages, and what it can read from the repository."""
+"""How Sphinx makes the site. `tools/build_site.py` gives it the pages, and what it can read from the repository."""
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml

@@ -28,7 +28,7 @@ class Server:
 
     def __init__(self, flags: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> None:
         self.port = free_port()
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.log = tempfile.NamedTemporaryFile("a")  # noqa: SIM115
         command = [sys.executable, "-P", "-m", "minivllm", "serve", *FLAGS, "--port", str(self.port), *flags]
         self.process = subprocess.Popen(command, stderr=self.log, stdout=self.log, env=os.environ | dict(env or {}))
         self.url = f"http://127.0.0.1:{self.port}"
@@ -44,8 +44,7 @@ class Server:
         raise AssertionError(f"the server does not start:\n{self.said()}")
 
     def said(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
+        return Path(self.log.name).read_text()
 
     def processes(self) -> list[psutil.Process]:
         """The server's process and those below it."""

@@ -137,19 +137,20 @@ def test_a_killed_core_is_told_at_once_and_ends_the_server():
 
 
 def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused():
-    with slow_server("--shutdown-timeout", "30") as server:
+    in_turns = LONG | {"n": 8, "max_tokens": 1000, "temperature": 1}
+    with slow_server("--shutdown-timeout", "120") as server:
         found: list[httpx.Response] = []
         asking = threading.Thread(
-            target=lambda: found.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60))
+            target=lambda: found.append(httpx.post(f"{server.url}/v1/completions", json=in_turns, timeout=120))
         )
         asking.start()
-        assert eventually(lambda: server.metric("vllm:num_requests_running") == 1)
+        assert eventually(lambda: server.metric("vllm:num_requests_running") == 4)
         server.process.send_signal(signal.SIGTERM)
         assert eventually(lambda: "Shutting down" in server.said())
         assert server.client.post("/v1/completions", json=LONG).status_code == 503
-        asking.join(60)
+        asking.join(120)
         assert found[0].status_code == 200
-        assert found[0].json()["usage"]["completion_tokens"] == LONG["max_tokens"]
+        assert found[0].json()["usage"]["completion_tokens"] == 8000
         assert server.process.wait(30) == 0
 
 

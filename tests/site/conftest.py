@@ -50,7 +50,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         if not (shared / "site").is_dir():
             import site_widgets
 
-            program = load(ROOT / "tools" / "site.py")
+            program = load(ROOT / "tools" / "build_site.py")
             specs = {**site_widgets.specs(), "tiny": SPEC}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser

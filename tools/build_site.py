@@ -1,7 +1,7 @@
 """Build the site: the repository's lessons as pages for a browser, with search, formulas, diagrams and live widgets.
 
-    uv run python tools/site.py                  # into out/site; open out/site/index.html, no server is needed
-    uv run python tools/site.py --out FOLDER
+    uv run python tools/build_site.py                  # into out/site; open out/site/index.html, no server is needed
+    uv run python tools/build_site.py --out FOLDER
 
 Neither the build nor a page asks the network. Sphinx makes the pages (its settings, style and scripts: `site/`) from
 what `site_pages` makes of the Markdown; `site_widgets` draws each widget's views in advance.
