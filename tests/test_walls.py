@@ -23,6 +23,7 @@ ENGINE_FLOORS = (
     "platforms",
     "memory",
     "core",
+    "structured_output",
     "kernels",
     "models",
     "worker",
@@ -45,6 +46,7 @@ WITHOUT_TORCH = (
     "memory",
     "core",
     "benchmarks",
+    "structured_output",
     "simulate",
 )
 HEAVY = {"torch", "triton", "transformers", "numba"}

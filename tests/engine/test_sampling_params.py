@@ -15,7 +15,7 @@ WRONG = [
     ({"temperature": float("nan")}, "temperature"),
     ({"temperature": 2.1}, "from 0 (greedy) to 2"),
     ({"max_token": 5}, "SamplingParams has no argument 'max_token'; did you mean 'max_tokens'?"),
-    ({"structured_outputs": {"json": "{}"}}, "'structured_outputs'; minivllm does not serve it"),
+    ({"structured_outputs": {"json": "{}"}}, "it must be StructuredOutputsParams"),
     ({"flat_logprobs": True}, "flat_logprobs is True; SamplingParams takes no value of it but False"),
     ({"stop": ["a", "\ud800"]}, "a stop string is not a text: it has half a character"),
     ({"bad_words": ["\ud800"]}, "a bad word is not a text: it has half a character"),
@@ -102,9 +102,9 @@ def test_a_clone_shares_nothing_with_its_original():
 
 
 def test_vllms_arguments_without_effect_are_logged_in_one_line(capsys):
-    SamplingParams(skip_clone=True, spaces_between_special_tokens=False, structured_outputs=None)
+    SamplingParams(skip_clone=True, spaces_between_special_tokens=False, extra_args=None)
     [line] = capsys.readouterr().err.splitlines()
-    assert "skip_clone, spaces_between_special_tokens, structured_outputs" in line
+    assert "extra_args, skip_clone, spaces_between_special_tokens" in line
 
 
 def test_tiny_temperatures_are_raised_but_zero_stays_greedy():

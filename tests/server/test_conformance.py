@@ -1,17 +1,8 @@
 """Every recorded exchange with vLLM's own server has the same answer here."""
 
-import json
-
 import pytest
 from server.replay import EXCHANGES, differences
 from server.serving import Server
-
-NOT_SERVED_YET = {
-    "c_json_schema", "c_so_choice", "c_so_grammar", "c_so_json_object", "e_bad_regex", "h_schema", "h_schema_stream",
-    "h_json_object", "h_tools_required", "h_tools_named", "h_tools_named_stream",
-}  # fmt: skip
-"""Constrained answers. They get a 400 that says so."""
-SERVED = [entry for entry in EXCHANGES if entry["name"] not in NOT_SERVED_YET]
 
 
 def answer(server: Server, entry: dict) -> tuple[int, str, str]:
@@ -19,18 +10,10 @@ def answer(server: Server, entry: dict) -> tuple[int, str, str]:
     return reply.status_code, reply.headers.get("content-type", ""), reply.text
 
 
-@pytest.mark.parametrize("entry", SERVED, ids=[f"{entry['set']}-{entry['name']}" for entry in SERVED])
+@pytest.mark.parametrize("entry", EXCHANGES, ids=[f"{entry['set']}-{entry['name']}" for entry in EXCHANGES])
 def test_as_vllm_answers(entry, request):
     server: Server = request.getfixturevalue(entry["set"])
     assert not differences(entry, *answer(server, entry))
-
-
-@pytest.mark.parametrize("name", sorted(NOT_SERVED_YET))
-def test_what_is_not_served_says_so(name, request):
-    entry = next(entry for entry in EXCHANGES if entry["name"] == name)
-    status, _, body = answer(request.getfixturevalue(entry["set"]), entry)
-    assert status == 400
-    assert "not served yet" in json.loads(body)["error"]["message"]
 
 
 def damaged(entry: dict) -> list[tuple[int, str, str]]:

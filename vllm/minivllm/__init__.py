@@ -16,6 +16,7 @@ _HOMES = {
     "ModelConfig": "minivllm.config",
     "RequestOutput": "minivllm.outputs",
     "SamplingParams": "minivllm.sampling_params",
+    "StructuredOutputsParams": "minivllm.config",
     "TextPrompt": "minivllm.inputs",
     "TokensPrompt": "minivllm.inputs",
     "UnsupportedModelError": "minivllm.errors",

@@ -1,14 +1,15 @@
 """How one request is sampled, and when it stops. No torch.
 
 In vLLM v0.33.0: `vllm/sampling_params.py` (`SamplingParams`, `RequestOutputKind`). Fields have vLLM's names and
-defaults. Structured outputs, repetition detection and fields for internal use are left out.
+defaults. Repetition detection and fields for internal use are left out.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from minivllm.config import StructuredOutputsParams
 from minivllm.config.checks import encodable, is_count, is_number, require, require_flags
 from minivllm.config.vllm_arguments import ANY_VALUE, takes_vllms_arguments
 
@@ -23,7 +24,7 @@ WITHOUT_EFFECT = {"spaces_between_special_tokens": ANY_VALUE, "skip_clone": ANY_
 NOT_SERVED = (
     "best_of", "extra_args", "guided_decoding", "logits_processors", "logprob_token_ids", "prompt_logprob_start",
     "prompt_logprob_token_ids", "repetition_detection", "skip_reading_prefix_cache", "stream_interval",
-    "structured_outputs", "thinking_token_budget", "trace_decode_token_ids", "truncate_prompt_tokens",
+    "thinking_token_budget", "trace_decode_token_ids", "truncate_prompt_tokens",
 )  # fmt: skip
 
 
@@ -62,6 +63,8 @@ class SamplingParams:
     - `logprobs`: how many of the most likely tokens to return log probabilities for at each position, besides the
       chosen token; -1 for the whole vocabulary; True counts as 1. `prompt_logprobs`: the same for the prompt. They
       are the model's raw log probabilities, before temperature, penalties and bias.
+    - `structured_outputs`: what the text must conform to (`StructuredOutputsParams`). Tokens that do not fit are not
+      sampled; the request ends where its grammar does.
     - `detokenize`: if False, no text is produced. `skip_special_tokens`: leave special tokens out of the text.
     - `output_kind`: applies to streams; `LLM.generate` returns final outputs.
 
@@ -91,6 +94,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     all_stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
@@ -100,6 +104,10 @@ class SamplingParams:
         self._check_distribution()
         self._check_stops()
         self._check_token_ids()
+        require(
+            self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputsParams),
+            f"structured_outputs is {self.structured_outputs!r}; it must be StructuredOutputsParams(…)",
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -114,7 +122,8 @@ class SamplingParams:
     def clone(self) -> "SamplingParams":
         """Return a copy that shares no containers with this one; its values are checked again."""
         containers = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
-        return replace(self, **{name: copy(getattr(self, name)) for name in containers})
+        copies = {name: copy(getattr(self, name)) for name in containers}
+        return replace(self, **copies, structured_outputs=deepcopy(self.structured_outputs))
 
     def child(self, index: int) -> "SamplingParams":
         """Return the parameters of completion `index` of `n`: `n=1` and a seed of its own."""

@@ -8,6 +8,7 @@ from minivllm.config.model import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
 from minivllm.config.parts import NO_PARTS, Parts
 from minivllm.config.scheduler import SchedulerConfig
 from minivllm.config.speculative import SpeculativeConfig
+from minivllm.config.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "EMBEDDED_DRAFT",
@@ -18,4 +19,5 @@ __all__ = [
     "Parts",
     "SchedulerConfig",
     "SpeculativeConfig",
+    "StructuredOutputsParams",
 ]

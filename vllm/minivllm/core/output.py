@@ -5,9 +5,12 @@ In vLLM v0.33.0: `vllm/v1/core/sched/output.py` (`SchedulerOutput`, `NewRequestD
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.core.request import Request
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class SchedulerOutput:
 
     `scheduled_spec_decode_tokens` are the draft tokens among them, the last of their request's tokens. The worker
     forgets `preempted_req_ids`, which will be sent again as new, and `finished_req_ids`, finished since the last step.
+    With `has_structured_output_requests` it waits for a `GrammarOutput` before it samples.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -65,6 +69,18 @@ class SchedulerOutput:
     scheduled_spec_decode_tokens: dict[str, list[int]]
     preempted_req_ids: set[str]
     finished_req_ids: set[str]
+    has_structured_output_requests: bool = False
+
+
+@dataclass(slots=True)
+class GrammarOutput:
+    """Which tokens fit the grammars of these requests: `grammar_bitmask` [rows, ceil(vocab / 32)], int32.
+
+    Bit i of word w is token 32 w + i. A request has a row for its next token, then one after each of its drafts.
+    """
+
+    structured_output_request_ids: list[str]
+    grammar_bitmask: "np.ndarray"
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from minivllm.core.block_hash import (
     hash_block_tokens,
     hash_new_full_blocks,
 )
+from minivllm.core.grammar import StructuredOutputRequest
 from minivllm.core.lora_request import LoRARequest
 from minivllm.errors import MinivllmError
 
@@ -22,12 +23,13 @@ class RequestStatus(IntEnum):
     """The state of a request. Every status after PREEMPTED is finished."""
 
     WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
 
     @property
     def is_finished(self) -> bool:
@@ -65,6 +67,7 @@ class Request:
         "block_hashes",
         "cache_salt",
         "eos_token_ids",
+        "error",
         "is_prefill_chunk",
         "lora_request",
         "max_tokens",
@@ -81,6 +84,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "structured_output_request",
     )
 
     def __init__(
@@ -120,8 +124,10 @@ class Request:
         self.cache_salt = cache_salt
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
 
+        self.structured_output_request: StructuredOutputRequest | None = None
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
+        self.error: str | None = None
         self._all_token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self._all_token_ids)
         # Stored separately because the scheduler reads it several times per step.
@@ -170,6 +176,11 @@ class Request:
     def num_tokens_with_spec(self) -> int:
         """Number of known tokens plus draft tokens to be verified."""
         return self.num_tokens + len(self.spec_token_ids)
+
+    @property
+    def samples_by_grammar(self) -> bool:
+        """Whether the step that was just scheduled samples for it, and a grammar says which tokens fit."""
+        return self.structured_output_request is not None and not self.is_prefill_chunk
 
     def append_output_token_id(self, token_id: int) -> None:
         """Appends one sampled token and, if it fills a block, that block's hash."""

@@ -6,8 +6,8 @@ prefills, decodes and draft tokens to verify share the step. If there is no free
 is preempted: it loses its blocks, keeps its tokens and is recomputed later.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`, `_update_after_schedule`,
-`update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs, structured output,
-KV connectors, pipeline and data parallelism.
+`update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs, KV
+connectors, pipeline and data parallelism.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from minivllm.core.output import CachedRequestData, ModelRunnerOutput, NewReques
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.stats import SchedulerStats, SpecDecodingStats
-from minivllm.core.stop import check_stop
+from minivllm.core.stop import check_grammar, check_stop
 from minivllm.errors import MinivllmError
 
 
@@ -73,6 +73,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.spec_decoding_stats = SpecDecodingStats()
         self._drafts_snapshot = self.spec_decoding_stats.copy()
+        self._failed: list[EngineCoreOutput] = []
 
     # Adding and removing requests
 
@@ -218,12 +219,19 @@ class Scheduler:
         step.preempted_req_ids.add(request.request_id)
 
     def _schedule_waiting(self, step: _Step, chunk_limit: int) -> None:
-        """Admits waiting requests. One that does not fit blocks those behind it; one without a LoRA slot does not."""
+        """Admits waiting requests. One that does not fit blocks those behind it.
+
+        One that waits for its grammar or for a LoRA slot blocks nobody.
+        """
         skipped: list[Request] = []
         running_loras = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
         while self.waiting and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek_request()
-            if self._lacks_lora_slot(request, running_loras):
+            if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                self._take_grammar(request)
+            if request.status.is_finished:
+                continue
+            if self._is_blocked(request, running_loras):
                 skipped.append(self.waiting.pop_request())
                 continue
             if not self._admit(request, step, chunk_limit):
@@ -232,7 +240,22 @@ class Scheduler:
                 running_loras.add(request.lora_request.lora_int_id)
         self.waiting.prepend_requests(skipped)
 
-    def _lacks_lora_slot(self, request: Request, running_loras: set[int]) -> bool:
+    def _take_grammar(self, request: Request) -> None:
+        """Lets a request go on once its grammar is compiled; ends it if there will be none."""
+        wanted = request.structured_output_request
+        assert wanted is not None
+        if wanted.is_pending():
+            return
+        failure = wanted.failure()
+        if failure is None:
+            request.status = RequestStatus.WAITING
+            return
+        self.finish_requests((request.request_id,), RequestStatus.FINISHED_ERROR)
+        self._failed.append(EngineCoreOutput(request.request_id, [], finish_reason="error", error=failure))
+
+    def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
+        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            return True
         if request.lora_request is None or request.lora_request.lora_int_id in running_loras:
             return False
         return len(running_loras) >= self.config.max_loras
@@ -289,6 +312,8 @@ class Scheduler:
             request = self.requests[request_id]
             request.num_computed_tokens += num_tokens
             request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens
+            if request.samples_by_grammar:
+                output.has_structured_output_requests = True
         self.finished_req_ids = set()
 
     # Processing the output of a step
@@ -298,9 +323,10 @@ class Scheduler:
     ) -> list[EngineCoreOutput]:
         """Processes the sampled tokens of a step: rolls back rejected draft tokens, appends tokens, ends requests.
 
-        Returns one output per request that sampled tokens, in scheduling order; aborted requests have none.
+        Returns one output per request that sampled tokens, in scheduling order; aborted requests have none. Before
+        them stand those whose grammar has failed.
         """
-        outputs: list[EngineCoreOutput] = []
+        outputs, self._failed = self._failed, []
         stopped: list[Request] = []
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
@@ -318,7 +344,7 @@ class Scheduler:
             if has_stopped:
                 stopped.append(request)
                 output.finish_reason, output.stop_reason = request.status.finish_reason, request.stop_reason
-                output.num_preemptions = request.num_preemptions
+                output.num_preemptions, output.error = request.num_preemptions, request.error
             if request_id in model_runner_output.logprobs:
                 output.new_logprobs = model_runner_output.logprobs[request_id][: len(new_token_ids)]
             output.new_prompt_logprobs = model_runner_output.prompt_logprobs.get(request_id)
@@ -336,7 +362,8 @@ class Scheduler:
                 )
             request = self.requests.get(request_id)
             if request is not None and request.status is RequestStatus.RUNNING and not request.is_prefill_chunk:
-                request.spec_token_ids = drafts
+                wanted = request.structured_output_request
+                request.spec_token_ids = wanted.grammar.validate_tokens(drafts) if wanted else drafts
 
     def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         # Keys and values of rejected draft tokens stay in the blocks as garbage; the next tokens overwrite them.
@@ -347,7 +374,10 @@ class Scheduler:
         """Appends tokens one by one; returns those kept, and whether the last of them ended the request."""
         for num_kept, token_id in enumerate(sampled, start=1):
             request.append_output_token_id(token_id)
-            if check_stop(request, token_id, self.config.max_model_len):
+            has_stopped = check_stop(request, token_id, self.config.max_model_len)
+            if request.structured_output_request is not None:
+                has_stopped = check_grammar(request, token_id) or has_stopped
+            if has_stopped:
                 return sampled[:num_kept], True
         return sampled, False
 

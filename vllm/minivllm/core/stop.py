@@ -20,3 +20,21 @@ def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return True
     return False
+
+
+def check_grammar(request: Request, token_id: int) -> bool:
+    """Moves the request's grammar on; returns whether that ends the request, and if so, sets its final status.
+
+    At its end the grammar allows only the end-of-sequence token, which `check_stop` sees. Where that token does not end
+    the request, the end of the grammar does.
+    """
+    assert request.structured_output_request is not None
+    grammar = request.structured_output_request.grammar
+    if not grammar.accept_token(token_id):
+        request.status = RequestStatus.FINISHED_ERROR
+        request.error = f"the grammar and the other parameters leave no token to sample: {grammar.error}"
+        return True
+    if not request.eos_token_ids and grammar.is_terminated():
+        request.status = RequestStatus.FINISHED_STOPPED
+        return True
+    return False

@@ -12,28 +12,34 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.config.units import GIB
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.generation_config import GenerationConfig
 from minivllm.errors import MinivllmError, NonFiniteLogitsError, WorkerDiedError
 from minivllm.executor.abstract import make_executor
 from minivllm.logger import init_logger
 from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
+from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.device import pick_device
 from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.platforms.out_of_memory import explain_out_of_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
+from minivllm.structured_output.manager import StructuredOutputManager
 from minivllm.worker.memory_profiling import check_override, profile_memory
 
 logger = init_logger(__name__)
+SECONDS_WITHOUT_A_STEP = 0.005
+"""How long the core waits for a grammar when it has nothing else to do: then it looks for new requests again."""
 
 
 class EngineCore:
@@ -65,6 +71,7 @@ class EngineCore:
         self.scheduler: Scheduler = (args.parts.scheduler or Scheduler)(
             config, args.cache_config(num_blocks), args.parts
         )
+        self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
         self._log_memory()
 
     @property
@@ -77,7 +84,10 @@ class EngineCore:
         """Adds a request to the queue. A rejected one ends with an error, which the next step returns."""
         with self._all_or_nothing((request.request_id,)):
             try:
-                self.scheduler.add_request(request.to_request())
+                added = request.to_request()
+                if request.sampling_params.structured_outputs is not None:
+                    self.structured_outputs.grammar_init(added, request.sampling_params.structured_outputs)
+                self.scheduler.add_request(added)
             except MinivllmError as error:
                 self._undelivered.append(_failed(request.request_id, error))
 
@@ -107,7 +117,9 @@ class EngineCore:
                 scheduler_output = self.scheduler.schedule()
             scheduled = scheduler_output.num_scheduled_tokens
             self._log_step(scheduler_output)
-            model_runner_output = self.executor.execute_model(scheduler_output)
+            if not scheduled:
+                self.structured_outputs.wait_for_one(SECONDS_WITHOUT_A_STEP)
+            model_runner_output = self._execute(scheduler_output)
             if model_runner_output.nonfinite_req_ids:
                 raise NonFiniteLogitsError(model_runner_output.nonfinite_req_ids)
             with record_function_or_nullcontext("minivllm::update"):
@@ -125,6 +137,16 @@ class EngineCore:
             return delivered
         except BaseException as failure:
             raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs the step. The grammars' bitmask is filled while the forward pass runs, and applied before sampling."""
+        if not scheduler_output.has_structured_output_requests:
+            return self.executor.execute_model(scheduler_output)
+        forward = self.executor.execute_model(scheduler_output, non_block=True)
+        with record_function_or_nullcontext("minivllm::grammar"):
+            grammar_output = self.structured_outputs.grammar_bitmask(self.scheduler.requests, scheduler_output)
+        forward.result()
+        return self.executor.sample_tokens(grammar_output)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
@@ -202,6 +224,15 @@ class EngineCore:
             for use in self.executor.collective_rpc("memory_use")
         ]
         return min(ledgers, key=lambda ledger: ledger.num_blocks)
+
+
+def _tokenizer_of(args: EngineArgs) -> tuple[str, tuple[int, ...]]:
+    """The tokenizer as JSON, and the model's end-of-sequence tokens."""
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    config = ModelConfig.from_pretrained(args.model)
+    return tokenizer.to_str(), GenerationConfig.of(args.model, config, tokenizer).eos_token_ids
 
 
 def _failed(request_id: str, error: BaseException) -> EngineCoreOutput:

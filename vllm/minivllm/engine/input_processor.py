@@ -17,6 +17,7 @@ from minivllm.core.messages import EngineCoreRequest
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, parse_prompt
 from minivllm.sampling_params import SamplingParams
+from minivllm.structured_output.grammar_text import check_grammar
 
 
 class InputProcessor:
@@ -112,6 +113,10 @@ class InputProcessor:
             if outside is not None:
                 message = f"{name} has the token id {outside}; the vocabulary is 0 to {self.vocab_size - 1}"
                 raise MinivllmError(message, name)
+        if params.structured_outputs is not None:
+            if self.tokenizer is None:
+                raise MinivllmError("structured_outputs is about text, and skip_tokenizer_init is on")
+            check_grammar(params.structured_outputs)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             raise MinivllmError("stop and bad_words are texts, and skip_tokenizer_init is on; use stop_token_ids")
         allowed = frozenset(params.allowed_token_ids or ())

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
 from minivllm.worker.worker import WorkerSettings
 
@@ -55,9 +55,15 @@ class Executor(ABC):
 
         Several steps may be in flight. They run in order, each with the tokens sampled by those before it, which the
         caller need not know yet. A step's exceptions are raised by its future.
+
+        If any of its requests has a grammar, the step is not over: it ends with `sample_tokens`, which must come next.
         """
         future = self.start_model(scheduler_output)
         return future if non_block else future.result()
+
+    @abstractmethod
+    def sample_tokens(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
+        """Ends the step that `execute_model` began, on all ranks: samples tokens that fit; returns rank 0's output."""
 
     @abstractmethod
     def take_draft_token_ids(self) -> dict[str, list[int]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
 from minivllm.executor.abstract import Executor
 from minivllm.executor.rank_processes import RankProcesses
@@ -38,6 +38,10 @@ class MultiprocExecutor(Executor):
     def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """See `Executor`."""
         return self.ranks.send_for_one("execute_model", scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
+        """See `Executor`."""
+        return self.ranks.call_for_one("sample_tokens", grammar_output)
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """See `Executor`."""

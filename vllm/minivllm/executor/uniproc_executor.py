@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import Any
 
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.executor.abstract import Executor
 from minivllm.worker.worker import Worker, WorkerSettings
 
@@ -28,6 +28,10 @@ class UniprocExecutor(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def sample_tokens(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
+        """See `Executor`."""
+        return self.worker.sample_tokens(grammar_output)
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """See `Executor`."""

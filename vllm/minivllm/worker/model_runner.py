@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from minivllm.config import SpeculativeConfig
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.kernels.grammar_bitmask import apply_grammar_bitmask
 from minivllm.models.decoder import Decoder
 from minivllm.models.forward_context import ForwardContext
 from minivllm.models.linear import process_weights_after_loading, weight_bytes
@@ -74,6 +75,7 @@ class ModelRunner:
         self.batch = InputBatch(self.max_num_seqs, self.max_model_len, self.block_size)
         self.prompt_logprobs = PromptLogprobs()
         self._draft_token_ids: dict[str, list[int]] = {}
+        self._waits_for_grammar: tuple[StepInputs, torch.Tensor] | None = None
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters and tables as stored in memory; tied ones count once."""
@@ -113,7 +115,8 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step: takes the scheduler's decisions, returns the sampled tokens.
 
-        After any error, `reset` must come before the next step.
+        If any of its requests has a grammar, it returns none yet: `sample_by_grammar` comes next. After any error,
+        `reset` must come before the next step.
         """
         with record_function_or_nullcontext("minivllm::prepare"):
             self._update_states(scheduler_output)
@@ -122,11 +125,26 @@ class ModelRunner:
             inputs = self.prepare_inputs(scheduler_output)
         with record_function_or_nullcontext("minivllm::forward"):
             hidden = self.forward(inputs)
+        if scheduler_output.has_structured_output_requests:
+            self._waits_for_grammar = inputs, hidden
+            return ModelRunnerOutput({})
+        return self._end_step(inputs, hidden)
+
+    @torch.inference_mode()
+    def sample_by_grammar(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
+        """Ends the step that `execute_model` began, and returns the sampled tokens."""
+        assert self._waits_for_grammar is not None
+        (inputs, hidden), self._waits_for_grammar = self._waits_for_grammar, None
+        return self._end_step(inputs, hidden, grammar_output)
+
+    def _end_step(
+        self, inputs: StepInputs, hidden: torch.Tensor, grammar_output: GrammarOutput | None = None
+    ) -> ModelRunnerOutput:
         if self.model.group.rank > 0:
             self.prompt_logprobs.pass_over(inputs)
             return ModelRunnerOutput({})
         with record_function_or_nullcontext("minivllm::sample"):
-            output = self.sample_tokens(inputs, hidden)
+            output = self.sample_tokens(inputs, hidden, grammar_output)
         if self.proposer:
             with record_function_or_nullcontext("minivllm::draft"):
                 self.propose_draft_token_ids(inputs)
@@ -159,7 +177,9 @@ class ModelRunner:
         input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
         return self.model(input_ids, positions, self._forward_context(inputs), rows)
 
-    def sample_tokens(self, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput:
+    def sample_tokens(
+        self, inputs: StepInputs, hidden: torch.Tensor, grammar_output: GrammarOutput | None = None
+    ) -> ModelRunnerOutput:
         """Samples for the requests that reached their last known token, and appends the accepted tokens to the batch.
 
         `hidden` is as returned by `forward`.
@@ -171,11 +191,22 @@ class ModelRunner:
         if not len(inputs.sampling):
             return ModelRunnerOutput({})
         logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
+        if grammar_output is not None:
+            self._apply_grammars(logits, inputs, grammar_output)
         sampled = sample(logits, self._sampling_metadata(inputs))  # one token per row of logits
         output = kept_of(inputs, sampled)  # per request, accepted drafts and one more token
         output.prompt_logprobs, output.nonfinite_req_ids = prompt_logprobs, nonfinite_req_ids(inputs, sampled.largest)
         self.batch.append_tokens(inputs.rows[inputs.sampling], list(output.sampled_token_ids.values()))
         return output
+
+    def _apply_grammars(self, logits: torch.Tensor, inputs: StepInputs, grammar_output: GrammarOutput) -> None:
+        """Masks the tokens that do not fit, in the rows of the requests that have a grammar."""
+        place_of = {inputs.req_ids[index]: place for place, index in enumerate(inputs.sampling)}
+        places = [place_of[req_id] for req_id in grammar_output.structured_output_request_ids]
+        starts = np.cumsum(inputs.num_sampled) - inputs.num_sampled  # [n]
+        rows = consecutive(starts[places], inputs.num_sampled[places])
+        bitmask = self._on_device(grammar_output.grammar_bitmask)
+        apply_grammar_bitmask(logits, bitmask, self._on_device(rows.astype(np.int32)))
 
     def propose_draft_token_ids(self, inputs: StepInputs) -> None:
         """Asks the proposer to draft for the requests that sampled in this step."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from minivllm.config import ModelConfig, SpeculativeConfig
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
@@ -67,6 +67,7 @@ class Worker:
         if self.device.type == "cpu":
             keep_freed_memory()
             limit_spinning()
+        self._without_tokens: SchedulerOutput | None = None
         self.runner = ModelRunner(
             load(settings, self.device, self.group),
             max_num_seqs=settings.max_num_seqs,
@@ -101,6 +102,18 @@ class Worker:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step. Only rank 0 samples; it broadcasts the tokens to the others before the step ends."""
         output = self.runner.execute_model(scheduler_output)
+        if scheduler_output.has_structured_output_requests:
+            self._without_tokens = scheduler_output
+            return output
+        return self._shared(scheduler_output, output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
+        """Ends the step that `execute_model` began and that waits for its grammars."""
+        assert self._without_tokens is not None
+        scheduler_output, self._without_tokens = self._without_tokens, None
+        return self._shared(scheduler_output, self.runner.sample_by_grammar(grammar_output))
+
+    def _shared(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if self.group.size > 1 and scheduler_output.num_scheduled_tokens:
             self._share_sampled(scheduler_output, output.sampled_token_ids)
         return output
@@ -126,6 +139,7 @@ class Worker:
     def reset(self) -> None:
         """Drops all requests, in whatever state a failed step left them, and joins the group anew."""
         self.runner.reset()
+        self._without_tokens = None
         self.group.rejoin()
 
     def leave_group(self) -> None:

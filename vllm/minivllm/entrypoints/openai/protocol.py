@@ -62,6 +62,9 @@ class StructuredOutputsParams(OpenAIBaseModel):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
     structural_tag: str | None = None
 
 

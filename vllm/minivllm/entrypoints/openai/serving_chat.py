@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, Mapping
 
+from minivllm.entrypoints.openai.constraints import forced_tools
 from minivllm.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
 from minivllm.entrypoints.openai.protocol import (
     ChatCompletionLogProbs,
@@ -22,6 +23,8 @@ from minivllm.entrypoints.openai.serving_engine import (
     usage_of,
 )
 from minivllm.entrypoints.openai.stream import EventStream
+from minivllm.entrypoints.openai.tool_calls import CalledTools
+from minivllm.errors import MinivllmError
 from minivllm.outputs import CompletionOutput
 
 
@@ -40,6 +43,10 @@ class OpenAIServingChat(OpenAIServing):
             EngineDeadError: the engine has ended.
         """
         self.check(request, 1)
+        if request.tool_choice == "auto" and not (
+            self.settings.enable_auto_tool_choice and self.settings.tool_call_parser
+        ):
+            raise MinivllmError('tool_choice "auto" needs the flags --enable-auto-tool-choice and --tool-call-parser')
         text = self.rendered(request, reasoning_effort=request.reasoning_effort)
         token_ids = self.truncated(await self.tokenize(text, request.add_special_tokens), request)
         prompt = TokenizedPrompt(token_ids, text)
@@ -71,6 +78,16 @@ class _Answer:
         """Who speaks. A message that goes on may be echoed, so that the reply has it whole."""
         said = last.get("content") if request.echo and last["role"] == self._role else ""
         self._said_before = said if isinstance(said, str) else ""
+        self._tools = self._called_tools(request)
+
+    @staticmethod
+    def _called_tools(request: ChatCompletionRequest) -> list[CalledTools]:
+        """One for each choice, if a tool must be called."""
+        tools = forced_tools(request)
+        if not tools:
+            return []
+        name = None if request.tool_choice == "required" else tools[0].function.name
+        return [CalledTools(name) for _ in range(request.n or 1)]
 
     async def whole(self, requests: EngineRequests) -> ChatCompletionResponse:
         """The reply that is not a stream."""
@@ -132,11 +149,14 @@ class _Answer:
 
     def _delta(self, one: CompletionOutput) -> ChatCompletionResponseStreamChoice:
         said = DeltaMessage(content=one.text) if one.text or one.finish_reason is None else DeltaMessage()
+        if self._tools:
+            calls = self._tools[one.index].new(one.text)
+            said = DeltaMessage(tool_calls=calls) if calls else DeltaMessage()
         choice = ChatCompletionResponseStreamChoice(
             index=one.index,
             delta=said,
             logprobs=self._logprobs(one),
-            finish_reason=one.finish_reason,
+            finish_reason=self._finish_reason(one),
             token_ids=one.token_ids if self._request.return_token_ids else None,
         )
         if one.finish_reason is not None:
@@ -144,14 +164,22 @@ class _Answer:
         return choice
 
     def _choice(self, one: CompletionOutput) -> ChatCompletionResponseChoice:
+        message = ChatMessage(role=self._role, content=self._said_before + one.text)
+        if self._tools and one.finish_reason == "stop":  # else it is cut off, and no call
+            message.content, message.tool_calls = None, self._tools[one.index].whole(one.text)
         return ChatCompletionResponseChoice(
             index=one.index,
-            message=ChatMessage(role=self._role, content=self._said_before + one.text),
+            message=message,
             logprobs=self._logprobs(one),
-            finish_reason=one.finish_reason,
+            finish_reason=self._finish_reason(one),
             stop_reason=one.stop_reason,
             token_ids=one.token_ids if self._request.return_token_ids else None,
         )
+
+    def _finish_reason(self, one: CompletionOutput) -> str | None:
+        """With "required" a call is the reason, as OpenAI's clients expect; with a named tool it is "stop"."""
+        calls = bool(self._tools) and self._request.tool_choice == "required"
+        return "tool_calls" if calls and one.finish_reason == "stop" else one.finish_reason
 
     def _logprobs(self, one: CompletionOutput) -> ChatCompletionLogProbs | None:
         if not self._request.logprobs:

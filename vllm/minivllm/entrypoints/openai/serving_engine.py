@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from minivllm.config.checks import encodable
 from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
 from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render
+from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.errors import error_response, failed, unavailable
 from minivllm.entrypoints.openai.protocol import ChatTemplateRequest, GenerationRequest, UsageInfo
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
@@ -24,6 +25,7 @@ from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.inputs import TokensPrompt
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import MAX_N, SamplingParams
+from minivllm.structured_output.grammar_text import check_grammar
 
 CHARACTERS_IN_LOOP = 4096
 """A longer text is tokenized in a thread, so that it holds up nobody."""
@@ -119,7 +121,6 @@ class OpenAIServing:
         for name in NOT_SERVED:
             if getattr(request, name):
                 raise MinivllmError(f"{name} is not served here", name)
-        _refuse_constraints(request)
         total = num_prompts * max(1, request.n or 1)
         if total > MAX_N:
             raise MinivllmError(f"prompts times n are {total}; the most is {MAX_N}")
@@ -142,7 +143,9 @@ class OpenAIServing:
         default = self._defaults.get("max_tokens")
         wanted = [room, asked, default if asked is None else None]
         max_tokens = min(count for count in wanted if count is not None)
-        return request.to_sampling_params(max_tokens, self._defaults, self.vocab_size)
+        params = request.to_sampling_params(max_tokens, self._defaults, self.vocab_size)
+        params.structured_outputs = constraint_of(request)
+        return params
 
     async def start(
         self,
@@ -158,6 +161,9 @@ class OpenAIServing:
             EngineDeadError: the engine has ended.
         """
         requests = EngineRequests(self.engine)
+        constraint = params[0].structured_outputs
+        if constraint is not None:  # all have the same; in a thread, for a long grammar takes a while to check
+            await asyncio.to_thread(check_grammar, constraint)
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 tokens = TokensPrompt(prompt_token_ids=prompt.token_ids)
@@ -255,16 +261,6 @@ class OpenAIServing:
     def includes_usage(self, request: GenerationRequest) -> bool:
         """Whether a stream of this request ends with an event of its usage."""
         return request.include_usage or self.settings.enable_force_include_usage
-
-
-def _refuse_constraints(request: GenerationRequest) -> None:
-    form, constraint = request.response_format, request.structured_outputs
-    if form is not None and form.type != "text":
-        raise MinivllmError(f"response_format {form.type} is not served yet", "response_format")
-    if constraint is not None and constraint.model_dump(exclude_none=True):
-        raise MinivllmError("structured_outputs is not served yet", "structured_outputs")
-    if getattr(request, "tool_choice", "none") not in ("none", "auto", None):
-        raise MinivllmError("a required or named tool is not served yet; say none or auto", "tool_choice")
 
 
 def usage_of(num_prompt_tokens: int, num_generated: int) -> UsageInfo:

@@ -1,0 +1,73 @@
+"""The mask of grammars: against bits read one by one, kernel against twin, compiled for every target."""
+
+import math
+
+import pytest
+import torch
+from kernels.harness import DTYPES, assert_compiles, assert_twin
+
+from minivllm.kernels.grammar_bitmask import WORDS, apply_grammar_bitmask, apply_grammar_bitmask_kernel
+
+VOCABULARIES = (1, 31, 32, 33, 4096, 32 * WORDS - 1, 32 * WORDS + 40)
+SIGN = -(2**31)
+
+
+def random_case(vocab, num_rows=5, rows=(3, 0), dtype=torch.float32):
+    """Logits, a bitmask for some rows with random bits behind the vocabulary too, and those rows."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn((num_rows, vocab), generator=generator).to(dtype)
+    words = torch.randint(SIGN, -SIGN, (len(rows), math.ceil(vocab / 32)), generator=generator).to(torch.int32)
+    return logits, words, torch.tensor(rows, dtype=torch.int32)
+
+
+def masked(logits, bitmask, rows):
+    """By the book: every token's bit."""
+    expected = logits.clone()
+    for row, words in zip(rows.tolist(), bitmask.tolist(), strict=True):
+        for token in range(logits.shape[1]):
+            if not words[token // 32] >> (token % 32) & 1:
+                expected[row, token] = -torch.inf
+    return expected
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_tokens_that_are_not_allowed_are_impossible(device, vocab):
+    logits, bitmask, rows = random_case(vocab)
+    found = logits.to(device)
+    apply_grammar_bitmask(found, bitmask.to(device), rows.to(device), backend="triton")
+    assert torch.equal(found.cpu(), masked(logits, bitmask, rows))
+
+
+def test_rows_without_a_grammar_keep_every_bit(device):
+    """Those beside a masked row, too, where rows are part of a wider table; NaN shows that nothing was computed."""
+    wide = torch.full((4, 200), torch.nan)
+    found = wide.to(device)[:, :100]
+    nothing = torch.zeros(1, 4, dtype=torch.int32)
+    apply_grammar_bitmask(found, nothing.to(device), torch.tensor([2], dtype=torch.int32).to(device), backend="triton")
+    assert (found[2] == -torch.inf).all()
+    assert found[[0, 1, 3]].isnan().all()
+
+
+def test_nothing_to_mask(device):
+    logits, _, _ = random_case(64)
+    found = logits.to(device)
+    none = torch.zeros((0, 2), dtype=torch.int32).to(device)
+    apply_grammar_bitmask(found, none, torch.zeros(0, dtype=torch.int32).to(device), backend="triton")
+    assert torch.equal(found.cpu(), logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_and_twin_are_alike(device, dtype):
+    for vocab in VOCABULARIES:
+        logits, bitmask, rows = random_case(vocab, dtype=dtype)
+        kernel, twin = logits.to(device), logits.clone()
+        apply_grammar_bitmask(kernel, bitmask.to(device), rows.to(device), backend="triton")
+        apply_grammar_bitmask(twin, bitmask, rows, backend="cpu")
+        assert_twin(kernel, twin, scale=0)
+        assert torch.equal(twin, masked(logits, bitmask, rows))
+
+
+def test_compiled_for_every_target():
+    arguments = {"logits": "*fp32", "bitmask": "*i32", "rows": "*i32", "row_stride": 128256}
+    sizes = {"NUM_WORDS": 128256 // 32, "VOCAB": 128256, "WORDS": WORDS}
+    assert_compiles(apply_grammar_bitmask_kernel, arguments | sizes)

@@ -1,0 +1,68 @@
+"""What a generated text must conform to. In vLLM v0.33.0: `vllm/sampling_params.py` (`StructuredOutputsParams`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.config.checks import encodable, require, require_flags
+from minivllm.errors import MinivllmError
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(kw_only=True, slots=True)
+class StructuredOutputsParams:
+    """Exactly one constraint; the generated text conforms to it as a whole, unless `max_tokens` cuts it off.
+
+    - `json`: a JSON schema, as a dictionary or as text. `json_object`: any JSON object.
+    - `regex`: a regular expression without look-around. `choice`: one of these strings.
+    - `grammar`: a grammar in Lark's syntax, or in GBNF with the rule `root`.
+    - `whitespace_pattern`: a regular expression for the space between the tokens of JSON; None: at most one space.
+      (vLLM allows any amount by default, and a small greedy model may not find an end of it.)
+      `disable_any_whitespace`: none at all.
+
+    `disable_additional_properties` and `structural_tag` are not served.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("structural_tag", "disable_additional_properties"):
+            require(not getattr(self, name), f"structured_outputs: {name} is not served here")
+        require_flags(self, "disable_any_whitespace")
+        self._check_types()
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        require(bool(given), f"structured_outputs has no constraint; give one of {', '.join(CONSTRAINTS)}")
+        require(len(given) == 1, f"structured_outputs has {' and '.join(given)}; give only one of them")
+
+    def _check_types(self) -> None:
+        require(
+            self.json is None or isinstance(self.json, str | dict),
+            f"json is {type(self.json).__name__}; it must be a JSON schema, as a dictionary or as text",
+        )
+        require(
+            self.json_object in (None, True, False), f"json_object is {self.json_object!r}; it must be True or None"
+        )
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            require(value is None or isinstance(value, str), f"{name} is {type(value).__name__}; it must be a text")
+            encodable(value or "", name)
+        self._check_choice()
+
+    def _check_choice(self) -> None:
+        if self.choice is None:
+            return
+        if isinstance(self.choice, str) or not isinstance(self.choice, Sequence):
+            raise MinivllmError(f"choice is {type(self.choice).__name__}; it must be a list of texts")
+        require(len(self.choice) > 0, "choice is an empty list; give at least one text")
+        for one in self.choice:
+            require(isinstance(one, str), f"choice has {one!r}; it must be a list of texts")
+            encodable(one, "a choice")

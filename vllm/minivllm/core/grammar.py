@@ -1,0 +1,44 @@
+"""What the scheduler asks of a request's grammar. `minivllm.structured_output` compiles them.
+
+In vLLM v0.33.0: `vllm/v1/structured_output/backend_types.py` (`StructuredOutputGrammar`).
+"""
+
+from typing import Protocol
+
+
+class StructuredOutputGrammar(Protocol):
+    """One request's place in its grammar."""
+
+    @property
+    def error(self) -> str | None:
+        """What has gone wrong, in one line; None while nothing has."""
+        ...
+
+    def accept_token(self, token_id: int) -> bool:
+        """Moves on. Returns whether the token fits; if not, the grammar is in error."""
+        ...
+
+    def validate_tokens(self, token_ids: list[int]) -> list[int]:
+        """Returns the leading tokens that fit one after another. The place stays the same."""
+        ...
+
+    def is_terminated(self) -> bool:
+        """Whether only the end-of-sequence token can follow, or already has."""
+        ...
+
+
+class StructuredOutputRequest(Protocol):
+    """A grammar that is being compiled, is compiled, or has failed."""
+
+    @property
+    def grammar(self) -> StructuredOutputGrammar:
+        """The grammar, once it is compiled without an error."""
+        ...
+
+    def is_pending(self) -> bool:
+        """Whether it is still being compiled."""
+        ...
+
+    def failure(self) -> str | None:
+        """Why there is no grammar; None if there is one."""
+        ...

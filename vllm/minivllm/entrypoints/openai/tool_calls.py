@@ -1,0 +1,75 @@
+"""From a constrained answer to the tools that it calls. What the model says freely is text, whatever it says.
+
+In vLLM v0.33.0: `vllm/entrypoints/openai/chat_completion/serving.py`, `vllm/parser/`.
+"""
+
+import json
+import uuid
+from typing import Any
+
+from minivllm.entrypoints.openai.protocol import FunctionCall, ToolCall
+
+
+class CalledTools:
+    """The calls of one answer. Its text is the arguments of the tool with this name; without one, a list of calls."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+        self._calls = _Objects()
+        self._number = 0
+
+    def whole(self, text: str) -> list[ToolCall]:
+        """Return the calls of a text that is complete."""
+        if self._name is not None:
+            return [_call(self._name, text)]
+        return [_call(one["name"], _as_text(one["parameters"])) for one in json.loads(text)]
+
+    def new(self, text: str) -> list[dict[str, Any]]:
+        """Return what this piece of the text adds: arguments of a named tool as they come, other calls as a whole."""
+        if self._name is None:
+            return [self._next(one["name"], _as_text(one["parameters"])) for one in self._calls.completed_by(text)]
+        if self._number == 0:
+            return [self._next(self._name, text)]
+        return [{"index": 0, "function": {"arguments": text}}] if text else []
+
+    def _next(self, name: str, arguments: str) -> dict[str, Any]:
+        self._number += 1
+        return {"index": self._number - 1, **_call(name, arguments).model_dump()}
+
+
+class _Objects:
+    """The objects of a JSON list, out of pieces of its text."""
+
+    def __init__(self) -> None:
+        self._piece: list[str] = []
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def completed_by(self, text: str) -> list[dict[str, Any]]:
+        """Return the objects that end in this piece."""
+        found = []
+        for character in text:
+            self._take(character)
+            if character == "}" and not self._in_string and self._depth == 0:
+                found.append(json.loads("".join(self._piece)))
+                self._piece = []
+        return found
+
+    def _take(self, character: str) -> None:
+        if self._in_string:
+            self._in_string = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+        elif character == '"':
+            self._in_string = True
+        else:
+            self._depth += (character == "{") - (character == "}")
+        if self._piece or character == "{":
+            self._piece.append(character)
+
+
+def _call(name: str, arguments: str) -> ToolCall:
+    return ToolCall(id=f"chatcmpl-tool-{uuid.uuid4().hex[:16]}", function=FunctionCall(name=name, arguments=arguments))
+
+
+def _as_text(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,68 @@
+"""A grammar at work: which tokens may come next, and moving on by one. llguidance does the parsing.
+
+Its matchers never raise. One that has met its limits (it bounds its own work at every step) or a token that does not
+fit is in error for good, and then allows only the end.
+
+In vLLM v0.33.0: `vllm/v1/structured_output/backend_guidance.py` (`GuidanceBackend`, `GuidanceGrammar`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+
+class GuidanceGrammar:
+    """Implements `minivllm.core.grammar.StructuredOutputGrammar`."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    def copy(self) -> "GuidanceGrammar":
+        """Return the same place in the same grammar, to go on from independently."""
+        return GuidanceGrammar(self.matcher.deep_copy())
+
+    @property
+    def error(self) -> str | None:
+        """What has gone wrong, in one line; None while nothing has."""
+        return " ".join(self.matcher.get_error().split())[:400] if self.matcher.is_error() else None
+
+    def accept_token(self, token_id: int) -> bool:
+        """Move on. Returns whether the token fits; if not, the grammar is in error."""
+        return self.matcher.consume_token(token_id)
+
+    def validate_tokens(self, token_ids: list[int]) -> list[int]:
+        """Return the leading tokens that fit one after another. The place stays the same."""
+        return token_ids[: self.matcher.validate_tokens(token_ids)]
+
+    def is_terminated(self) -> bool:
+        """Whether only the end-of-sequence token can follow, or already has."""
+        return self.matcher.is_stopped()
+
+
+class GuidanceBackend:
+    """Compiles grammars for one vocabulary, and fills their bitmasks."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+        self._executor = LLExecutor()
+
+    def compile_grammar(self, text: str) -> GuidanceGrammar:
+        """Return a grammar at its beginning; in error, if it cannot be compiled."""
+        limits = LLParserLimits(verbose_errors=False)
+        return GuidanceGrammar(LLMatcher(self._tokenizer, text, log_level=0, limits=limits))
+
+    def fill_bitmask(self, bitmask: np.ndarray, wanted: Sequence[tuple[GuidanceGrammar, int, list[int]]]) -> None:
+        """Fill rows of bitmask [rows, ceil(vocab / 32)], int32: bit i of word w is token 32 w + i.
+
+        `wanted`: a grammar, its first row, and the drafts after which its next rows are filled. The rows after a draft
+        that does not fit, or that ends the text, stay as they are. The grammars' places stay the same.
+        """
+        plain = [(grammar.matcher, row) for grammar, row, drafts in wanted if not drafts]
+        drafted = [(grammar.matcher, row, drafts) for grammar, row, drafts in wanted if drafts]
+        where: tuple[Any, ...] = (bitmask.ctypes.data, bitmask.strides[0], len(bitmask))
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)

@@ -1,0 +1,122 @@
+"""From a constraint to a grammar in the library's own text, and what is wrong with it.
+
+The library follows references recursively, in native code: a long enough chain of them would overflow the stack, and
+end the process. So texts are bounded, and read in threads whose stacks are deep enough for that bound.
+
+In vLLM v0.33.0: `vllm/v1/structured_output/backend_guidance.py` (`serialize_guidance_grammar`,
+`validate_guidance_grammar`), `vllm/v1/structured_output/utils.py` (`choice_as_grammar`).
+"""
+
+import functools
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from minivllm.config import StructuredOutputsParams
+from minivllm.errors import MinivllmError
+
+MOST_CHARACTERS = 1 << 18
+STACK_BYTES = 256 << 20
+"""Address space, of which only what is used becomes memory: 5 kB for each reference in a chain."""
+MOST_ERROR_CHARACTERS = 400
+ONE_SPACE = "[ ]?"
+
+Result = TypeVar("Result")
+
+
+def grammar_text(params: StructuredOutputsParams) -> str:
+    """Return the grammar in the syntax of llguidance, the library that enforces it; whether it is valid is not known.
+
+    Raises:
+        MinivllmError: it is too long, or cannot even be written down.
+    """
+    try:
+        text = _written(params)
+    except Exception as error:  # the converter from GBNF raises plain Exception
+        raise MinivllmError(_one_line("the constraint cannot be read", str(error))) from None
+    if len(text) > MOST_CHARACTERS:
+        raise MinivllmError(f"the grammar has {len(text):,} characters; at most {MOST_CHARACTERS:,} are served")
+    return text
+
+
+def check_grammar(params: StructuredOutputsParams) -> None:
+    """Compile the grammar without a vocabulary. What is valid is remembered.
+
+    Raises:
+        MinivllmError: what is wrong, as the library says it.
+    """
+    message = _validated(grammar_text(params))
+    if message:
+        raise MinivllmError(_one_line("the grammar is not valid", message))
+
+
+class DeepThreads:
+    """A pool of threads with deep stacks."""
+
+    def __init__(self, max_workers: int) -> None:
+        self._pool = ThreadPoolExecutor(max_workers, "grammar")
+        self._starting = threading.Lock()
+
+    def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Run a call in one of them."""
+        with (
+            self._starting
+        ):  # the size is the whole process's, and a new thread takes the one that is set when it starts
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                return self._pool.submit(call, *arguments)
+            finally:
+                threading.stack_size(usual)
+
+
+@functools.lru_cache(maxsize=32)
+def _validated(text: str) -> str:
+    return _checkers().submit(_validate, text).result()
+
+
+@functools.cache
+def _checkers() -> DeepThreads:
+    return DeepThreads(1)
+
+
+def _validate(text: str) -> str:
+    from llguidance import LLMatcher, LLParserLimits  # only who needs it waits for it
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LLParserLimits(verbose_errors=False))
+    return messages[0] if is_error else ""
+
+
+def _written(params: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+
+    if params.choice is not None:
+        return "start: " + " | ".join(_quoted(one) for one in params.choice)
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.grammar is not None:
+        return LLMatcher.grammar_from_lark(_lark(params.grammar))
+    schema = {"type": "object"} if params.json is None else params.json
+    return LLMatcher.grammar_from_json_schema(
+        schema if isinstance(schema, str) else json.dumps(schema),
+        defaults={"whitespace_flexible": False}
+        if params.disable_any_whitespace
+        else {"whitespace_pattern": params.whitespace_pattern or ONE_SPACE},
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _lark(grammar: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return any_to_lark(grammar)
+
+
+def _quoted(text: str) -> str:
+    """The text as Lark writes it. JSON leaves one control character as it is."""
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def _one_line(what: str, message: str) -> str:
+    return f"{what}: {' '.join(message.split())[:MOST_ERROR_CHARACTERS]}"
