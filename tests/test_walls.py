@@ -29,6 +29,7 @@ ENGINE_FLOORS = (
     "worker",
     "executor",
     "engine",
+    "benchmarks",
     "entrypoints",
     "__main__",
 )
@@ -44,6 +45,7 @@ WITHOUT_TORCH = (
     "outputs",
     "memory",
     "core",
+    "benchmarks",
     "structured_output",
     "simulate",
 )

@@ -1,4 +1,4 @@
-"""Two servers for all tests of a worker: one as it is, and one with a chat template, keys and the x-ray."""
+"""Two servers for all tests: one as it is, and one with a chat template, keys and the x-ray."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,15 @@ import pytest
 from server.serving import CHAT_TEMPLATE, Server, running
 
 KEYS = ("first-key", "second-key")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """These tests come first: so one worker of xdist has them all, and starts each server once.
+
+    The others take from the end of its list what they steal.
+    """
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent != here)
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
 """What clients do to a server: leave, read slowly, send nonsense, come in crowds."""
 
+import asyncio
 import json
 import random
 import socket
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -16,11 +15,15 @@ PROMPT = "def add(a, b):\n    return"
 LONG = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
+def request_bytes(body: bytes, path: str = "/v1/completions", *further: str) -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    return "\r\n".join((*lines, *further, "", "")).encode() + body
+
+
 def raw_request(server: Server, body: bytes, path: str = "/v1/completions", *further: str) -> socket.socket:
     """A connection on which this request was sent, and nothing was read."""
-    lines = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}")
     connection = socket.create_connection(("127.0.0.1", server.port), 20)
-    connection.sendall("\r\n".join((*lines, *further, "", "")).encode() + body)
+    connection.sendall(request_bytes(body, path, *further))
     return connection
 
 
@@ -56,23 +59,34 @@ def test_a_client_that_reads_slowly_holds_up_nobody_and_loses_nothing(base: Serv
 
 
 def test_a_crowd_of_which_a_third_leaves(base: Server):
+    """500 at once: half of them stream, and a third vanishes, before or after anything has come."""
     chance = random.Random(7)
-    chosen = [(index, chance.random() < 1 / 3, chance.uniform(0, 0.5)) for index in range(120)]
 
-    def visit(visitor: tuple[int, bool, float]) -> int | None:
-        index, leaves, when = visitor
-        body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "stream": bool(index % 2)}
+    async def visit(index: int, leaves: bool, seconds: float) -> bytes | None:
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": bool(index % 2)}
         if leaves:
-            connection = raw_request(base, json.dumps(body | {"max_tokens": 400, "ignore_eos": True}).encode())
-            time.sleep(when)
-            connection.close()
-            return None
-        return httpx.post(f"{base.url}/v1/completions", json=body, timeout=60).status_code
+            body |= {"max_tokens": 400, "ignore_eos": True}
+        reader, writer = await asyncio.open_connection("127.0.0.1", base.port)
+        writer.write(request_bytes(json.dumps(body).encode(), "/v1/completions", "Connection: close"))
+        try:
+            if leaves:
+                await asyncio.sleep(seconds)
+                writer.transport.abort()
+                return None
+            return await reader.read()
+        finally:
+            writer.close()
 
-    with ThreadPoolExecutor(40) as crowd:
-        statuses = [status for status in crowd.map(visit, chosen) if status is not None]
-    assert statuses
-    assert set(statuses) == {200}
+    async def all_of_them() -> list[bytes | None]:
+        visitors = [(index, chance.random() < 1 / 3, chance.uniform(0, 1.0)) for index in range(500)]
+        return await asyncio.gather(*(visit(*visitor) for visitor in visitors))
+
+    answers = [answer for answer in asyncio.run(all_of_them()) if answer is not None]
+    assert 300 < len(answers) < 370
+    assert all(answer.startswith(b"HTTP/1.1 200 OK") for answer in answers)
+    streams = [answer for answer in answers if b"text/event-stream" in answer]
+    assert len(streams) > 100
+    assert all(b"data: [DONE]" in stream for stream in streams)
     assert eventually(lambda: is_idle(base), 2)
 
 
@@ -151,6 +165,20 @@ def test_many_wait_and_all_are_answered(base: Server):
     assert [choice["index"] for choice in reply["choices"]] == list(range(2000))
 
 
+def test_ten_thousand_wait_and_leave(base: Server):
+    """The server answers others meanwhile, and has forgotten them at once when they are gone."""
+    body = LONG | {"prompt": [[index + 1] for index in range(1000)], "stream": True}
+    waiting = [raw_request(base, json.dumps(body).encode()) for _ in range(10)]
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    assert eventually(lambda: sum(map(base.metric, names)) == 10_000, 60)
+    assert base.client.get("/health").status_code == 200
+    assert base.client.post("/tokenize", json={"prompt": "a"}).status_code == 200
+    for connection in waiting:
+        connection.close()
+    assert eventually(lambda: is_idle(base))
+    assert base.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
 def test_choices_of_n_are_numbered_by_prompt_and_seeded_one_by_one(base: Server):
     body = {"prompt": [PROMPT, "import os\n"], "n": 3, "seed": 5, "max_tokens": 6, "temperature": 1.0}
     whole = base.client.post("/v1/completions", json=body).json()["choices"]
@@ -211,9 +239,57 @@ def test_development_routes_need_development_mode(chat: Server):
     assert chat.client.post("/reset_prefix_cache").status_code == 404
 
 
-def test_a_request_brings_no_template_and_no_pictures(chat: Server):
-    said = [{"role": "user", "content": "a"}]
-    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]
-    for body in ({"messages": said, "chat_template": "{{ 1 }}"}, {"messages": seen}):
-        reply = chat.client.post("/v1/chat/completions", json=body)
-        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")
+def test_answers_of_a_chat_are_numbered_and_seeded_one_by_one(chat: Server):
+    body = {"messages": [{"role": "user", "content": PROMPT}], "n": 3, "seed": 5, "max_tokens": 6, "temperature": 1.0}
+    whole = chat.client.post("/v1/chat/completions", json=body).json()["choices"]
+    assert [choice["index"] for choice in whole] == [0, 1, 2]
+    streamed, ends = [""] * 3, []
+    with chat.client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as reply:
+        for line in reply.iter_lines():
+            for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                streamed[choice["index"]] += choice["delta"].get("content") or ""
+                ends += [choice["index"]] if choice["finish_reason"] else []
+    assert streamed == [choice["message"]["content"] for choice in whole]
+    assert sorted(ends) == [0, 1, 2]
+    assert len(set(streamed)) > 1
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("completions", {"logprobs": 21}, "logprobs"),
+        ("completions", {"logprobs": -1}, "logprobs"),
+        ("completions", {"prompt_logprobs": 21}, "prompt_logprobs"),
+        ("completions", {"n": 16385, "temperature": 1}, None),
+        ("completions", {"n": 0}, None),
+        ("completions", {"prompt": ["a"] * 16385}, None),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ("chat/completions", {"n": 16385, "temperature": 1}, None),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
+)
+def test_what_a_request_may_ask_for_is_bounded(chat: Server, path: str, more: dict, param: str | None):
+    body = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    reply = chat.client.post(f"/v1/{path}", json=body | {"max_tokens": 1} | more)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError"), reply.text[:200]
+    assert reply.json()["error"]["param"] == param
+
+
+URLS = ("file:///etc/passwd", "http://127.0.0.1:1/", "https://example.org/a.png", "data:image/png;base64,AAAA")
+PARTS = ("image_url", "video_url", "audio_url", "input_audio", "file")
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("url", URLS, ids=lambda url: url.partition(":")[0])
+def test_a_request_reaches_neither_files_nor_addresses(chat: Server, kind: str, url: str):
+    part = {"type": kind, kind: {"url": url, "data": url, "file_data": url}}
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}], "max_tokens": 1}
+    reply = chat.client.post("/v1/chat/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")
+    assert "only texts are served" in reply.json()["error"]["message"]
+
+
+def test_a_request_brings_no_template(chat: Server):
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1 }}"}
+    reply = chat.client.post("/v1/chat/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")

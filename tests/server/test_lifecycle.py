@@ -1,5 +1,6 @@
 """How the server starts and ends: nothing is lost, nobody is stuck, nothing is left over."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -14,6 +16,8 @@ import pytest
 from server.serving import MODEL, Server, eventually, free_port, running
 
 from minivllm.entrypoints.cli.main import _vllms_arguments, main
+from minivllm.entrypoints.openai.launcher import _drain
+from minivllm.entrypoints.openai.middleware import ServerState
 
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
@@ -55,28 +59,80 @@ def slow_server(*flags: str):
     return running("--max-num-seqs", "4", "--max-model-len", "2048", *flags)
 
 
-def test_sigterm_ends_open_requests_with_an_error_and_leaves_nothing():
-    with slow_server() as server:
-        processes = server.processes()
+def left_by(processes: list[psutil.Process], folder: Path) -> list[object]:
+    """What is still there of a server: processes, and the folder of its sockets."""
+    return [*psutil.wait_procs(processes, 2)[1], *([folder] if folder.exists() else [])]
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*")} if Path("/dev/shm").is_dir() else set()
+
+
+def test_a_full_queue_refuses_and_sigterm_ends_open_requests_with_an_error():
+    before = shared_memory()
+    with slow_server("--max-num-queued-reqs", "5", "--max-num-queued-tokens", "40") as server:
+        processes, folder = server.processes(), server.folder()
+        assert folder.is_dir()
         clients = Clients(server, 4)
+        for body, reason in (
+            ({"prompt": "a", "n": 2, "temperature": 1}, "max_num_queued_reqs"),
+            ({"prompt": ["a", "b"]}, "max_num_queued_reqs"),
+        ):
+            reply = server.client.post("/v1/completions", json=body)
+            assert (reply.status_code, reply.json()["error"]["type"]) == (503, "ServiceUnavailableError")
+            assert reason in reply.json()["error"]["message"]
+        assert server.metric("vllm:admission_rejections_total") == 2
         since = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
         clients.all_answered(since, 2.0)
-        assert not psutil.wait_procs(processes, 2)[1]
+        assert not left_by(processes, folder)
+        assert shared_memory() <= before
+
+
+def test_a_second_sigterm_does_not_wait_for_open_requests():
+    with slow_server("--shutdown-timeout", "60") as server:
+        processes, folder = server.processes(), server.folder()
+        clients = Clients(server, 4)
+        server.process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: "Shutting down" in server.said())
+        assert server.client.get("/health").status_code == 200
+        assert not clients.answers
+        since = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        clients.all_answered(since, 2.0)
+        assert not left_by(processes, folder)
+
+
+def test_open_requests_have_as_long_as_was_said():
+    """`_drain` alone: it waits for the deadline, and no longer than requests are open."""
+
+    async def seconds(open_for: float, most: float) -> float:
+        state, loop = ServerState(), asyncio.get_running_loop()
+        state.num_open, start = 1, loop.time()
+        loop.call_later(open_for, lambda: setattr(state, "num_open", 0))
+        assert await _drain(state, None, asyncio.Semaphore(0), most) == 0
+        return loop.time() - start
+
+    assert asyncio.run(seconds(60, 0.4)) == pytest.approx(0.4, abs=0.3)
+    assert asyncio.run(seconds(0.2, 60)) == pytest.approx(0.2, abs=0.3)
 
 
 def test_a_killed_core_is_told_at_once_and_ends_the_server():
+    before = shared_memory()
     with slow_server() as server:
-        processes = server.processes()
+        processes, folder = server.processes(), server.folder()
         clients = Clients(server, 4)
         since = time.monotonic()
         server.core().kill()
         clients.all_answered(since, 1.0)
         assert server.client.get("/health").status_code == 503
         assert server.client.post("/v1/completions", json=LONG).status_code in (500, 503)
-        assert server.process.wait(30) not in (0, None)
-        assert not psutil.wait_procs(processes, 2)[1]
+        assert server.process.wait(5) not in (0, None)
+        assert time.monotonic() - since < 5.0
+        assert not left_by(processes, folder)
+        assert shared_memory() <= before
         assert "Traceback" not in server.said()
 
 
@@ -98,16 +154,14 @@ def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused()
         assert server.process.wait(30) == 0
 
 
-def test_a_port_in_use_is_one_line():
+def test_a_port_in_use_is_one_line(capfd):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        command = [sys.executable, "-P", "-m", "minivllm", "serve", "--host", "127.0.0.1"]
-        port = str(taken.getsockname()[1])
-        done = subprocess.run([*command, "--port", port], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "in use" in done.stderr
-    assert done.stderr.count("\n") == 1
+        assert main(["serve", "--host", "127.0.0.1", "--port", str(taken.getsockname()[1])]) == 2
+    said = capfd.readouterr().err
+    assert "in use" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -132,6 +186,16 @@ def test_what_cannot_work_is_one_line(arguments, said, capfd):
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("minivllm: ")]
     assert len(lines) == 1
     assert said in lines[0]
+
+
+def test_a_mistyped_flag_is_told_before_torch_is_loaded():
+    code = (
+        "import sys; from minivllm.entrypoints.cli.main import main; assert main(sys.argv[1:]) == 2; "
+        "print({'torch', 'transformers', 'fastapi'} & sys.modules.keys())"
+    )
+    for arguments in (["serve", "--max-modellen", "64"], ["serve", "--dtype", "float7"], ["bench", "serve", "--prot"]):
+        done = subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True)
+        assert (done.stdout, done.stderr.count("\n")) == ("set()\n", 1)
 
 
 def test_the_flags_are_listed(capsys):

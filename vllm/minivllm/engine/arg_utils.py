@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config import (
     EMBEDDED_MODEL,
@@ -21,11 +21,13 @@ from minivllm.config import (
 from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import is_count, is_number, require, require_flags
 from minivllm.config.flags import add_flags, add_unlisted_flags
+from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.config.units import GIB
 from minivllm.config.vllm_arguments import takes_vllms_arguments
 from minivllm.engine.vllm_engine_arguments import NOT_SERVED, WITHOUT_EFFECT
-from minivllm.kernels.packed_weights import QUANTIZATIONS
-from minivllm.worker.worker import WorkerSettings
+
+if TYPE_CHECKING:
+    from minivllm.worker.worker import WorkerSettings  # brings torch, which a mistyped flag must not wait for
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = (None, "naive")
@@ -252,8 +254,10 @@ class EngineArgs:
             static_batching=self.static_batching,
         )
 
-    def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> WorkerSettings:
+    def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> "WorkerSettings":
         """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads of all ranks."""
+        from minivllm.worker.worker import WorkerSettings
+
         return WorkerSettings(
             model=self.model,
             device=device,

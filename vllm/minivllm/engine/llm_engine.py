@@ -142,7 +142,7 @@ class LLMEngine(FrontEnd):
     def _make_metrics(self) -> PrometheusStatLogger:
         from minivllm.engine.prometheus import PrometheusStatLogger  # prometheus_client is needed only here
 
-        return PrometheusStatLogger(self.engine_args, self.engine_core.ready, str(self.engine_args.model))
+        return PrometheusStatLogger(self.engine_args, self.engine_core.engines, str(self.engine_args.model))
 
     def _take_in(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:
         self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)

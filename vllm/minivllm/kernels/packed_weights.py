@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import torch
 
+from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.errors import MinivllmError
 
-QUANTIZATIONS = ("int8", "int4")
 SMALLEST_GROUP = 16
 WIDE = 1024  # rows at least this long get large groups
 

@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import (
-    QUANTIZATIONS,
     SMALLEST_GROUP,
     check_group_size,
     default_group_size,

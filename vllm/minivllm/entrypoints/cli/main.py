@@ -1,4 +1,7 @@
-"""`minivllm serve MODEL [flags named as vLLM's]`. In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`."""
+"""`minivllm serve MODEL [flags named as vLLM's]`, and `minivllm bench serve`.
+
+In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`, `benchmark/serve.py`.
+"""
 
 import argparse
 import difflib
@@ -11,6 +14,7 @@ from typing import Any, NoReturn
 import minivllm
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.flags import add_flags, value_of
+from minivllm.entrypoints.cli import bench_serve
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
 
@@ -26,7 +30,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; return the exit code. 2: it cannot be done as said, and one line says why."""
     try:
-        return _serve(_parser().parse_known_args(sys.argv[1:] if arguments is None else arguments))
+        given, unknown = _parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+        return bench_serve.run(given, unknown) if given.command == "bench" else _serve((given, unknown))
     except (MinivllmError, EngineDeadError, WorkerDiedError) as error:
         print(f"minivllm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -44,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         description="An OpenAI-compatible server. The flags are vLLM's.",
         allow_abbrev=False,
     )
+    bench_serve.add_to(commands)
     serve.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="a directory or a name on the Hub; the embedded one"
     )
@@ -69,6 +75,7 @@ def _serve(parsed: tuple[argparse.Namespace, list[str]]) -> int:
     args = EngineArgs(model=model or EMBEDDED_MODEL, multiprocess=True, **engine, **_vllms_arguments(unknown))
     ModelConfig.from_pretrained(args.model)
 
+    # torch and FastAPI come only now: a mistyped flag is told at once
     from minivllm.entrypoints.openai.chat_template import PLAIN
     from minivllm.entrypoints.openai.launcher import serve
 
