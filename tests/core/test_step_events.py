@@ -178,6 +178,18 @@ def test_prefix_hits_sharing_and_eviction_are_told() -> None:
     assert {1, 2} <= set(told.line().removed)
 
 
+def test_a_block_that_is_published_and_withdrawn_in_one_step_is_not_stored() -> None:
+    told = Told()
+    told.add("a", 9)
+    output = told.schedule()
+    pool = told.scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks([pool.blocks[2]])
+    told.watched.recorder.observe(output, told.scheduler.update_from_output(output, told.worker.execute(output)))
+    told.watched.check()
+    line = msgspec.json.decode(told.watched.lines[-1], type=StepLine)
+    assert (line.stored, line.removed) == ([1], [2])
+
+
 def test_a_preemption_is_told() -> None:
     told = Told(num_gpu_blocks=5, enable_prefix_caching=False)
     told.add("a", 7, max_tokens=6)

@@ -79,7 +79,7 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
     engine: AsyncLLM | None = None
     recording: RecordingFile | None = None
     try:
-        recording = open_recording(settings, str(args.model))
+        recording = open_recording(settings, args.model)
         template = read_template(settings.chat_template, args.model) or template
         _allow_many_connections()
         with _signals_end_the_start():

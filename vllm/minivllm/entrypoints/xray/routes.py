@@ -6,6 +6,7 @@ the page asks its reader. Events have request ids and counts, no tokens and no t
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -42,21 +43,23 @@ async def watch_steps(app: FastAPI, engine: AsyncLLM, settings: FrontendArgs, re
     if settings.xray:
         ring = StepRing()
         engine.step_watchers.append(ring.put)
-        names = settings.served_model_name or [engine.model_name]
-        add_xray(app, ring, HeaderLine(xray=FORMAT, model=names[0]), engine)
+        add_xray(app, ring, header_for(settings, engine.model_name), engine)
     if engine.step_watchers:
         await engine.start_step_events()
 
 
-def open_recording(settings: FrontendArgs, model: str) -> RecordingFile | None:
+def open_recording(settings: FrontendArgs, model: str | Path) -> RecordingFile | None:
     """The file of `--record`, if it was given.
 
     Raises:
         MinivllmError: it cannot be written.
     """
-    if settings.record is None:
-        return None
-    return RecordingFile(settings.record, HeaderLine(xray=FORMAT, model=model))
+    return RecordingFile(settings.record, header_for(settings, Path(model).name)) if settings.record else None
+
+
+def header_for(settings: FrontendArgs, model: str) -> HeaderLine:
+    """The first line: the model's name in the API, else its own."""
+    return HeaderLine(xray=FORMAT, model=(settings.served_model_name or [model])[0])
 
 
 def add_xray(app: FastAPI, ring: StepRing, header: HeaderLine, engine: Engine) -> None:

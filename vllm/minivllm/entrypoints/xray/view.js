@@ -689,8 +689,9 @@ class View {
   drawPool(state, frame) {
     const width = this.widthOf(this.pool);
     const shown = Math.min(state.numBlocks, CELLS);
-    const size = Math.max(4, Math.min(30, Math.floor(Math.sqrt((width * 470) / shown))));
-    const columns = Math.max(1, Math.floor(width / size));
+    const fitting = Math.max(4, Math.min(shown > 100 ? 30 : 44, Math.floor(Math.sqrt((width * 470) / shown))));
+    const columns = Math.max(1, Math.floor(width / fitting));
+    const size = Math.floor(width / columns);
     const brush = this.brush(this.pool, width, Math.ceil(shown / columns) * size + (shown < state.numBlocks ? 18 : 0));
     const chosen = this.selected === null ? null : state.requests.get(this.selected);
     const place = new Map(chosen?.blocks.map((block, index) => [block, index]));
