@@ -38,6 +38,10 @@ class EventStream(Response):
             self._close()
             await self._events.aclose()
 
+    def events(self) -> AsyncGenerator[str, None]:
+        """The events, for whoever reads them without a connection."""
+        return self._events
+
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:

@@ -7,9 +7,11 @@ docstring says what happens in it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,16 @@ from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.async_thread_client import AsyncThreadClient
 from minivllm.engine.core import EngineCore
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.llm_engine import LLMEngine
+from minivllm.entrypoints.openai.protocol import CompletionRequest
+from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
+from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.entrypoints.openai.stream import EventStream, unless_disconnected
 from minivllm.memory import kv_bytes_per_token, kv_cache_tokens
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
@@ -496,3 +505,146 @@ def lookahead() -> Seen:
         scheduler.update_from_output(output, ModelRunnerOutput({name: [7] for name in output.num_scheduled_tokens}))
     ended = sum(request.num_output_tokens == 9 for request in requests)
     return {"requests ended": ended, "slots ahead that lie outside their request's blocks": outside}
+
+
+# ---- lesson 06: a server's front end ---------------------------------------------------------------------------------
+
+
+def in_a_loop(work: Callable[[AsyncLLM], Awaitable[Seen]], **settings: Any) -> Seen:
+    """What `work(engine)` sees in an event loop. The core is a thread, which takes calls as they come."""
+
+    async def run() -> Seen:
+        defaults = {"device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
+        args = EngineArgs(**{"model": MODEL, **defaults, **settings})
+        llm = AsyncLLM(args, AsyncThreadClient(args))
+        try:
+            return await asyncio.wait_for(work(llm), 60)
+        finally:
+            await asyncio.to_thread(llm.shutdown)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, run()).result()
+
+
+def deltas(max_tokens: int, **more: Any) -> SamplingParams:
+    """A greedy stream of so many tokens."""
+    settings = {"temperature": 0.0, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, **more}
+    return SamplingParams(max_tokens=max_tokens, **settings)
+
+
+async def idle(llm: AsyncLLM) -> None:
+    """Waits until every request has ended, as far as the front end can tell."""
+    while llm.has_unfinished_requests():
+        await asyncio.sleep(0.005)
+
+
+def slow_reader() -> Seen:
+    """Two clients ask the same; one reads each piece as it comes, the other one nothing until all has come."""
+
+    async def work(llm: AsyncLLM) -> Seen:
+        names = ("the fast reader", "the slow reader")
+        collectors = {name: await llm.add_request(name, {"prompt": ADD}, deltas(16)) for name in names}
+        seen: Seen = {}
+        for name, collector in collectors.items():
+            text, finished = "", False
+            while not finished:
+                output = await collector.get()
+                text, finished = text + output.outputs[0].text, output.finished
+            seen[f"text of {name}"] = text
+            await idle(llm)
+        return seen
+
+    return in_a_loop(work)
+
+
+def reader_leaves() -> Seen:
+    """A client leaves after two pieces of an answer of 200 tokens; then somebody asks whether any block is taken."""
+
+    async def work(llm: AsyncLLM) -> Seen:
+        stream = llm.generate({"prompt": ADD}, deltas(200), "A")
+        pieces = [await anext(stream) for _ in range(2)]
+        await stream.aclose()
+        free = await llm.reset_prefix_cache()  # refused while any request holds a block
+        return {"pieces read": len(pieces), "all blocks are free": free}
+
+    return in_a_loop(work)
+
+
+def crowd() -> Seen:
+    """130 clients at once, three tokens each."""
+
+    async def work(llm: AsyncLLM) -> Seen:
+        async def ask(number: int) -> int:
+            outputs = llm.generate({"prompt_token_ids": prompt_of(number, 4)}, deltas(3), str(number))
+            return sum([len(output.outputs[0].token_ids) async for output in outputs])
+
+        asked = [asyncio.create_task(ask(number)) for number in range(130)]
+        while sum(one.done() for one in asked) < 129:
+            await asyncio.sleep(0.01)
+        done, late = await asyncio.wait(asked, timeout=0.5)
+        for one in late:
+            one.cancel()
+        tokens = sum(one.result() for one in done)
+        return {"clients with an answer": len(done), "tokens": tokens}
+
+    return in_a_loop(work, num_gpu_blocks_override=200)
+
+
+def hang_up() -> Seen:
+    """A client that waits for a whole answer of 150 tokens hangs up when three of them are computed."""
+
+    async def work(llm: AsyncLLM) -> Seen:
+        computed: list[RequestOutput] = []
+        three = asyncio.Event()
+
+        async def answer() -> str:
+            async for output in llm.generate({"prompt": ADD}, deltas(150), "A"):
+                computed.append(output)
+                if len(computed) == 3:
+                    three.set()
+            return "answered"
+
+        async def hangs_up() -> None:
+            await three.wait()
+
+        answered = await unless_disconnected(answer(), hangs_up())
+        finished = bool(computed and computed[-1].finished)
+        return {"what is sent": answered, "the answer was computed to its end": finished}
+
+    return in_a_loop(work)
+
+
+async def completion_events(llm: AsyncLLM, **asked: Any) -> list[dict[str, Any]]:
+    """The events of a streamed `POST /v1/completions`, without the socket."""
+    models = OpenAIServingModels(["tiny"], "tiny", llm.input_processor.limits.max_model_len)
+    serving = OpenAIServingCompletion(llm, models, FrontendArgs(), None)
+    request = CompletionRequest(**{"temperature": 0, "max_tokens": 12, "stream": True, "ignore_eos": True, **asked})
+    stream = await serving.create_completion(request, {})
+    assert isinstance(stream, EventStream)
+    events = [event.removeprefix("data: ") async for event in stream.events()]
+    return [json.loads(event) for event in events if "[DONE]" not in event]
+
+
+def two_prompts() -> Seen:
+    """One streamed request with two prompts: the text of each choice."""
+
+    async def work(llm: AsyncLLM) -> Seen:
+        found: dict[int, str] = {}
+        for event in await completion_events(llm, prompt=[ADD, READ]):
+            for choice in event["choices"]:
+                found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+        return {f"text of choice {index}": text for index, text in sorted(found.items())}
+
+    return in_a_loop(work)
+
+
+def bill() -> Seen:
+    """A streamed request with drafts, and its usage at the end."""
+
+    async def work(llm: AsyncLLM) -> Seen:
+        asked = {"prompt": LOOP, "max_tokens": 40, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        *events, last = await completion_events(llm, **asked)
+        sent = sum(len(choice["token_ids"] or []) for event in events for choice in event["choices"])
+        return {"tokens sent": sent, "completion_tokens of the usage": last["usage"]["completion_tokens"]}
+
+    return in_a_loop(work, speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2})
