@@ -55,7 +55,7 @@ async def refuses_to_end():
     [
         (waits_for_ever, "your get waits, and nobody will ever wake it"),
         (asks_for_ever, "your get does not end: does it look again and again"),
-        (computes_for_ever, "your get did not return within 1 s"),
+        (computes_for_ever, "your get did not return within 0.5 s"),
         (sleeps, "time.sleep in your get blocks the event loop"),
         (refuses_to_end, "your get waits, and nobody will ever wake it"),
     ],
