@@ -191,7 +191,7 @@ async def until_disconnected(work: Coroutine, disconnected: Coroutine) -> Any:
 # %% 3. The core in a process of its own: one thread receives, one steps and sends
 
 
-# region: core_in_process
+# region: busy_loop
 def busy_loop(core: EngineCore, inbox: SimpleQueue, put_outputs: Callable[[EngineCoreOutputs], object]) -> None:
     """The core's life: take in what has arrived, step while anything is unfinished, else wait. None ends it."""
     while True:
@@ -201,6 +201,9 @@ def busy_loop(core: EngineCore, inbox: SimpleQueue, put_outputs: Callable[[Engin
             act, argument = message
             core.add_request(argument) if act == "add" else core.abort_requests(argument)
         put_outputs(core.step())
+
+
+# endregion
 
 
 def packed(message: bytes) -> bytes:
@@ -253,8 +256,6 @@ class CoreInProcess:
         """The socket's end is the core's end."""
         self.writer.close()
 
-
-# endregion
 
 # %% 4. The server that uses all of it: nothing in its loop waits for the core, or for a client
 

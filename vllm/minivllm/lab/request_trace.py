@@ -10,12 +10,12 @@ The functions that the hops go through are replaced while the block runs, by one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from minivllm.core.messages import EngineCoreOutputs
 from minivllm.engine.async_llm import AsyncLLM, RequestOutputCollector
 from minivllm.engine.async_mp_client import AsyncMPClient
+from minivllm.engine.output_processor import OutputProcessor
 from minivllm.entrypoints.openai.middleware import BodySizeMiddleware
 from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
 
@@ -48,7 +48,7 @@ class Trace:
         self._replace(OpenAIServingCompletion, "create_completion", self._before(HOPS[1]))
         self._replace(AsyncLLM, "add_request", self._before(HOPS[2]))
         self._replace(AsyncMPClient, "add_request", self._after(HOPS[3]))
-        self._replace(AsyncLLM, "_take_in", self._at_the_outputs)
+        self._replace(OutputProcessor, "note_scheduled", self._at_the_outputs)
         self._replace(RequestOutputCollector, "put", self._before(HOPS[6]))
         return self
 
@@ -101,10 +101,10 @@ class Trace:
         return noted
 
     def _at_the_outputs(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        async def noted(engine: Any, outputs: EngineCoreOutputs) -> None:
-            if outputs.outputs:
-                self._note(HOPS[4], outputs.timestamp)
+        def noted(processor: OutputProcessor, admitted: Sequence[str], timestamp: float) -> None:
+            if admitted:
+                self._note(HOPS[4], timestamp)
                 self._note(HOPS[5])
-            await original(engine, outputs)
+            original(processor, admitted, timestamp)
 
         return noted

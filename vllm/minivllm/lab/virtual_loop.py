@@ -22,7 +22,7 @@ from minivllm.errors import MinivllmError
 from minivllm.lab.bounded import bounded
 
 Result = TypeVar("Result")
-CPU_SECONDS, SECONDS = 1.0, 20.0
+CPU_SECONDS, SECONDS = 0.5, 20.0
 """What a run may take of the processor, and of the clock on the wall, which a blocking call takes."""
 MOST_TURNS = 20_000
 BLOCKS = "{} blocks the event loop, and nobody else is served meanwhile: wait with `await`"

@@ -42,7 +42,7 @@ SECONDS_UNREAD = {True: 0.8, False: 1.5}
 """How long the slow client does not read, by `--quick`."""
 NUM_LEAVING, TOKENS_OF_LEAVING = 6, 200
 GPUS, GPU, MODEL = 4, "H100", "Llama-3.1-8B"
-TTFT_SLO, TPOT_SLOS = 0.5, (0.0075, 0.010)
+TTFT_SLO, TPOT_SLOS = 0.5, {"tight": 0.0075, "loose": 0.010}
 """Seconds, of the modelled deployments."""
 
 
@@ -269,7 +269,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     rows = [(rate, f"{share:.0%}") for rate, share in tried.items()]
     caption = f"The knee is at {knee:.1f} requests a second; the closed load's most was {capacity:.1f}."
     table("Open load: who met the service level", ("requests a second", "of the requests"), rows, caption)
-    beyond = _beyond(real, {"0.7 × the knee": 0.7 * knee, "1.5 × capacity": 1.5 * capacity}, seconds, arguments.seed)
+    beyond = _beyond(real, {"below": 0.7 * knee, "above": 1.5 * capacity}, seconds, arguments.seed)
     return {"closed": closed, "capacity": capacity, "knee": knee, "tried": tried, "beyond": beyond}
 
 
@@ -296,6 +296,9 @@ def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
     return found
 
 
+BEYOND = {"below": "0.7 × the knee", "above": "1.5 × capacity"}
+
+
 def _beyond(real: RealServer, rates: Mapping[str, float], seconds: float, seed: int) -> dict:
     """Time to first token of each quarter of the requests, in the order in which they came."""
     found, rows = {}, []
@@ -303,8 +306,14 @@ def _beyond(real: RealServer, rates: Mapping[str, float], seconds: float, seed: 
         answers = sorted(load_real(real, rate, 2 * seconds, seed), key=lambda one: one.due)
         size = max(1, len(answers) // 4)
         quarters = [statistics.median(one.ttft for one in answers[at : at + size]) for at in range(0, 4 * size, size)]
-        found[name] = {"rate": rate, "requests": len(answers), "ttft_ms": [1e3 * ttft for ttft in quarters]}
-        rows.append((name, f"{rate:.1f}", len(answers), *map(ms, quarters)))
+        found[name] = {
+            "rate": rate,
+            "requests": len(answers),
+            "ttft_ms": [1e3 * ttft for ttft in quarters],
+            "ttft_first_ms": 1e3 * quarters[0],
+            "ttft_last_ms": 1e3 * quarters[-1],
+        }
+        rows.append((BEYOND[name], f"{rate:.1f}", len(answers), *map(ms, quarters)))
     columns = ("offered", "requests/s", "requests", "TTFT p50, 1st quarter, ms", "2nd", "3rd", "4th")
     table("Below and above", columns, rows)
     return found
@@ -355,10 +364,8 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
         deployment = Deployment(model, gpu, way, GPUS)
         served = cache(lambda rate, deployment=deployment: serve(deployment, rate, seconds))
         knees = {
-            f"{1e3 * tpot:g} ms": find_knee(
-                lambda rate, s=served, t=tpot: s(rate).attainment(TTFT_SLO, t), 1, 321, rounds
-            )
-            for tpot in TPOT_SLOS
+            name: find_knee(lambda rate, s=served, t=tpot: s(rate).attainment(TTFT_SLO, t), 1, 321, rounds)
+            for name, tpot in TPOT_SLOS.items()
         }
         alone = serve(deployment, 0.01, 1.0)
         found[way] = one = {
@@ -398,18 +405,20 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
 def close(found: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     slow, left, load_, ways = found["slow"], found["left"], found["load"], found["ways"]["ways"]
-    (tight, loose), beyond = ways["TP"]["knees"], load_["beyond"]["1.5 × capacity"]["ttft_ms"]
+    above = load_["beyond"]["above"]
+    tight, loose = ({way: one["knees"][level] for way, one in ways.items()} for level in TPOT_SLOS)
     closing(
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
         f"{left['naive']['in_vain']:,} tokens for nobody.",
         Timed(
             f"This server's knee is at {load_['knee']:.1f} requests a second. At 1.5 times its capacity the first "
-            f"quarter of the requests waited {beyond[0]:,.0f} ms for a first token, the last {beyond[3]:,.0f}."
+            f"quarter of the requests waited {above['ttft_first_ms']:,.0f} ms for a first token, the last "
+            f"{above['ttft_last_ms']:,.0f}."
         ),
-        f"On 4 {GPU}, modelled: for {MODEL} with {tight} a token TP bears {ways['TP']['knees'][tight]:.0f} requests a "
-        f"second and DP {ways['DP']['knees'][tight]:.0f}; with {loose} {ways['TP']['knees'][loose]:.0f} and "
-        f"{ways['DP']['knees'][loose]:.0f}.",
+        f"On 4 {GPU}, modelled: for {MODEL} within {1e3 * TPOT_SLOS['tight']:g} ms a token TP bears "
+        f"{tight['TP']:.0f} requests a second and DP {tight['DP']:.0f}; within {1e3 * TPOT_SLOS['loose']:g} ms "
+        f"{loose['TP']:.0f} and {loose['DP']:.0f}.",
         disturbance=disturbance,
     )
 
@@ -427,7 +436,9 @@ def draw(found: dict, path: str) -> None:
         for clients, one in closed.items():
             left.annotate(f" {clients}", (one["tokens_per_second"], one["latency_mean_ms"]), fontsize=9)
         left.set(title="Closed load: clients", xlabel="tokens a second", ylabel="ms a request", ylim=(0, None))
-        lines = {name: dict(enumerate(one["ttft_ms"], start=1)) for name, one in found["load"]["beyond"].items()}
+        lines = {
+            BEYOND[name]: dict(enumerate(one["ttft_ms"], start=1)) for name, one in found["load"]["beyond"].items()
+        }
         curves(middle, lines)
         middle.set(title="Open load: first token", xlabel="quarter of the requests", ylabel="ms", xticks=(1, 2, 3, 4))
         ways = found["ways"]["ways"]
@@ -435,7 +446,9 @@ def draw(found: dict, path: str) -> None:
         for place, (way, slo) in enumerate(names):
             knee = ways[way]["knees"][slo]
             right.barh(place, knee, color=palette.SKY)
-            right.annotate(f" {way}, {slo} a token: {knee:.0f}", (0, place), va="center", fontsize=9)
+            right.annotate(
+                f" {way}, {1e3 * TPOT_SLOS[slo]:g} ms a token: {knee:.0f}", (0, place), va="center", fontsize=9
+            )
         right.set(title=f"Knees on 4 {GPU} (modelled)", xlabel="requests a second", yticks=[])
         right.invert_yaxis()
 
