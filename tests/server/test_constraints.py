@@ -1,4 +1,4 @@
-"""What a request says its answer must conform to, and the tools that the answer calls. No server but for a few lines."""
+"""What a request says its answer must conform to, and the tools that the answer calls."""
 
 import json
 
