@@ -52,7 +52,8 @@ def check_scheduler(scheduler: Scheduler, under_way: bool = False) -> None:
         assert 0 < request.num_computed_tokens <= min(most, config.max_model_len - 1)
         assert request.num_computed_tokens <= len(tables[request.request_id]) * manager.block_size
     for request in waiting:
-        assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        assert not request.status.is_finished
+        assert request.status is not RequestStatus.RUNNING
         assert (request.status is RequestStatus.PREEMPTED) == (request.num_preemptions > 0)
         assert request.num_computed_tokens == 0
         assert not request.spec_token_ids

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from engine.test_all_or_nothing import LeaningOnCtrlC, generate_for_ever
 
-from minivllm import LLM, MinivllmError, SamplingParams
+from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.stats import SchedulerStats
@@ -20,13 +20,16 @@ from minivllm.errors import EngineDeadError
 from minivllm.lab.inside import core_of
 
 SETTINGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
-PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n", "for name in", "import os\nimport sys\n"] * 2
+PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n", "for name in", "import os\nimport sys\n", "x ="] * 2
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=16),
     SamplingParams(temperature=1.0, seed=3, max_tokens=12, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.8, n=2, seed=1, max_tokens=12, stop=["\n"], logit_bias={5: 1.0}, bad_words=["self"]),
     SamplingParams(temperature=0.0, max_tokens=12, min_tokens=3, repetition_penalty=1.3, stop_token_ids=[7]),
     SamplingParams(temperature=1.2, top_p=0.8, top_k=50, min_p=0.01, seed=9, max_tokens=12, allowed_token_ids=range(9)),
+    SamplingParams(
+        temperature=1.0, seed=4, max_tokens=12, structured_outputs=StructuredOutputsParams(json_object=True)
+    ),
 ] * 2
 
 
@@ -60,7 +63,7 @@ def test_the_same_answers_with_drafts_int8_cache_chunks_and_priority():
         "num_gpu_blocks_override": 12, "scheduling_policy": "priority",
     }  # fmt: skip
     here, apart = (LLM(EMBEDDED_MODEL, **settings, multiprocess=there) for there in (False, True))
-    ours, theirs = (answers(llm, priority=[*range(5)] * 2) for llm in (here, apart))
+    ours, theirs = (answers(llm, priority=[*range(6)] * 2) for llm in (here, apart))
     assert ours == theirs
     stats = here.llm_engine.stats
     assert stats == apart.llm_engine.stats

@@ -14,7 +14,7 @@ import torch
 from executor.failing_worker import PLACES, failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
@@ -24,11 +24,20 @@ from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token
 
 SETTINGS = {
-    "device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6,
+    "device": "cpu", "max_model_len": 96, "max_num_seqs": 6,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
 }  # fmt: skip
 SHARED = [(7 * position + 5) % 900 for position in range(40)]
-PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], [5, 6, 5, 6, 5], SHARED[3:35]]
+PROMPTS = [
+    SHARED,
+    [*SHARED, 11, 12],
+    SHARED[:17],
+    [9],
+    [*SHARED[:16], 1, 2, 3, 4],
+    [5, 6, 5, 6, 5],
+    SHARED[3:35],
+    SHARED,
+]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 WISHES = [
     GREEDY,
@@ -38,6 +47,7 @@ WISHES = [
     SamplingParams(temperature=0.8, seed=5, max_tokens=11, prompt_logprobs=1),
     GREEDY,
     SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[8, 9], min_tokens=3),
+    SamplingParams(temperature=0.9, seed=3, structured_outputs=StructuredOutputsParams(regex="(ab|x y ){2,5}")),
 ]
 
 

@@ -23,7 +23,7 @@ class StructuredOutputGrammar(Protocol):
         ...
 
     def is_terminated(self) -> bool:
-        """Whether only the end-of-sequence token can follow, or already has."""
+        """Whether an end-of-sequence token has been accepted."""
         ...
 
 

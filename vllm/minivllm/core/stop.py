@@ -25,8 +25,8 @@ def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
 def check_grammar(request: Request, token_id: int) -> bool:
     """Moves the request's grammar on; returns whether that ends the request, and if so, sets its final status.
 
-    At its end the grammar allows only the end-of-sequence token, which `check_stop` sees. Where that token does not end
-    the request, the end of the grammar does.
+    An end-of-sequence token fits only where the grammar may end, and nothing fits after it. So it ends the request with
+    `ignore_eos`, too.
     """
     assert request.structured_output_request is not None
     grammar = request.structured_output_request.grammar
@@ -34,7 +34,7 @@ def check_grammar(request: Request, token_id: int) -> bool:
         request.status = RequestStatus.FINISHED_ERROR
         request.error = f"the grammar and the other parameters leave no token to sample: {grammar.error}"
         return True
-    if not request.eos_token_ids and grammar.is_terminated():
+    if grammar.is_terminated():
         request.status = RequestStatus.FINISHED_STOPPED
         return True
     return False

@@ -16,12 +16,14 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 class GuidanceGrammar:
     """Implements `minivllm.core.grammar.StructuredOutputGrammar`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
         self.matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._terminated = False
 
     def copy(self) -> "GuidanceGrammar":
-        """Return the same place in the same grammar, to go on from independently."""
-        return GuidanceGrammar(self.matcher.deep_copy())
+        """Return a grammar at the same place, to go on from independently."""
+        return GuidanceGrammar(self.matcher.deep_copy(), self._eos_token_ids)
 
     @property
     def error(self) -> str | None:
@@ -30,15 +32,17 @@ class GuidanceGrammar:
 
     def accept_token(self, token_id: int) -> bool:
         """Move on. Returns whether the token fits; if not, the grammar is in error."""
-        return self.matcher.consume_token(token_id)
+        fits = self.matcher.consume_token(token_id)
+        self._terminated = fits and token_id in self._eos_token_ids
+        return fits
 
     def validate_tokens(self, token_ids: list[int]) -> list[int]:
         """Return the leading tokens that fit one after another. The place stays the same."""
         return token_ids[: self.matcher.validate_tokens(token_ids)]
 
     def is_terminated(self) -> bool:
-        """Whether only the end-of-sequence token can follow, or already has."""
-        return self.matcher.is_stopped()
+        """Whether an end-of-sequence token has been accepted."""
+        return self._terminated
 
 
 class GuidanceBackend:
@@ -46,12 +50,14 @@ class GuidanceBackend:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+        self._eos_token_ids = frozenset(self._tokenizer.eos_tokens)
         self._executor = LLExecutor()
 
     def compile_grammar(self, text: str) -> GuidanceGrammar:
         """Return a grammar at its beginning; in error, if it cannot be compiled."""
         limits = LLParserLimits(verbose_errors=False)
-        return GuidanceGrammar(LLMatcher(self._tokenizer, text, log_level=0, limits=limits))
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        return GuidanceGrammar(matcher, self._eos_token_ids)
 
     def fill_bitmask(self, bitmask: np.ndarray, wanted: Sequence[tuple[GuidanceGrammar, int, list[int]]]) -> None:
         """Fill rows of bitmask [rows, ceil(vocab / 32)], int32: bit i of word w is token 32 w + i.

@@ -92,7 +92,8 @@ def _written(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     if params.choice is not None:
-        return "start: " + " | ".join(_quoted(one) for one in params.choice)
+        # Not a rule, which may have 2,000 options only.
+        return LLMatcher.grammar_from_regex("|".join(map(_literal, params.choice)))
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.grammar is not None:
@@ -113,9 +114,9 @@ def _lark(grammar: str) -> str:
     return any_to_lark(grammar)
 
 
-def _quoted(text: str) -> str:
-    """The text as Lark writes it. JSON leaves one control character as it is."""
-    return json.dumps(text).replace("\x7f", "\\u007f")
+def _literal(text: str) -> str:
+    """The regular expression of just this text."""
+    return "".join(one if one.isalnum() else f"\\x{{{ord(one):x}}}" for one in text)
 
 
 def _one_line(what: str, message: str) -> str:

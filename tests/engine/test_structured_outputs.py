@@ -1,0 +1,325 @@
+"""What is generated under a constraint conforms to it, however the engine gets there, and nothing else changes."""
+
+import json
+import re
+import string
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.lab.inside import core_of
+from minivllm.structured_output import request as waiting
+from minivllm.structured_output.grammar_text import MOST_CHARACTERS, check_grammar, grammar_text
+from minivllm.structured_output.manager import StructuredOutputManager
+from minivllm.structured_output.request import StructuredOutputRequest
+
+PROMPT = "def add(a, b):\n    return"
+SETTINGS = {"device": "cpu", "dtype": "float32", "max_model_len": 160, "num_gpu_blocks_override": 150}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "ages": {"type": "array", "items": {"enum": [1, 22]}}},
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(EMBEDDED_MODEL, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def speculating():
+    return LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=NGRAM)
+
+
+@pytest.fixture(scope="module")
+def cramped():
+    """Chunks of prompts, preemptions and drafts, all at once."""
+    return LLM(
+        EMBEDDED_MODEL,
+        **SETTINGS | {"num_gpu_blocks_override": 21, "block_size": 8},
+        max_num_batched_tokens=12,
+        speculative_config=NGRAM,
+    )
+
+
+def conforming(llm, constraints, **params):
+    """The completions of one batch, one for each constraint, drawn at temperature 1."""
+    common = {"temperature": 1.0, "max_tokens": 80, "seed": 5} | params
+    wanted = [SamplingParams(structured_outputs=one, **common) for one in constraints]
+    return [output.outputs[0] for output in llm.generate([PROMPT] * len(wanted), wanted, use_tqdm=False)]
+
+
+words = st.text(string.ascii_letters + "_é🙂\n\"\\'{}[], ", max_size=6)
+leaves = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.builds(lambda low: {"type": "integer", "minimum": low, "maximum": low + 20}, st.integers(-99, 99)),
+    st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 5)),
+    st.builds(lambda options: {"enum": options}, st.lists(words | st.integers(-9, 9), min_size=1, max_size=3)),
+)  # fmt: skip
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.builds(lambda items, most: {"type": "array", "items": items, "maxItems": most}, inner, st.integers(0, 2)),
+        st.builds(
+            lambda properties: {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+                "additionalProperties": False,
+            },
+            st.dictionaries(st.text(string.ascii_lowercase, min_size=1, max_size=3), inner, max_size=2),
+        ),
+    ),
+    max_leaves=4,
+)
+regexes = st.recursive(
+    st.sampled_from(["a", "b", "[0-9]", "[^x]", "é", r"\.", " ", r"\{"]),
+    lambda inner: st.one_of(
+        st.builds(lambda one, other: f"{one}{other}", inner, inner),
+        st.builds(lambda one, other: f"(?:{one}|{other})", inner, inner),
+        st.builds(lambda one, least: f"(?:{one}){{{least},{least + 2}}}", inner, st.integers(0, 2)),
+    ),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@FEW
+@given(st.lists(schemas, min_size=5, max_size=5), st.integers(0, 1000))
+def test_json_fits_its_schema(llm, speculating, drawn, seed):
+    constraints = [StructuredOutputsParams(json=schema) for schema in drawn]
+    found = conforming(llm, constraints, seed=seed)
+    for schema, one in zip(drawn, found, strict=True):
+        if one.finish_reason == "stop":
+            jsonschema.validate(json.loads(one.text), schema)
+    assert any(one.finish_reason == "stop" for one in found)
+    drafted = conforming(speculating, constraints, seed=seed)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in found]
+
+
+@FEW
+@given(st.lists(regexes, min_size=5, max_size=5), st.lists(words, min_size=1, max_size=4), st.integers(0, 1000))
+def test_a_text_fits_its_regex_and_a_choice_is_one_of_them(llm, speculating, drawn, choice, seed):
+    constraints = [StructuredOutputsParams(regex=regex) for regex in drawn] + [StructuredOutputsParams(choice=choice)]
+    found = conforming(llm, constraints, seed=seed)
+    assert {one.finish_reason for one in found} == {"stop"}
+    for regex, one in zip(drawn, found, strict=False):
+        assert re.fullmatch(regex, one.text), (regex, one.text)
+    assert found[-1].text in choice
+    drafted = conforming(speculating, constraints, seed=seed)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in found]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_that_allows_everything_changes_no_token(llm, temperature):
+    prompts = [PROMPT, "class Stack:\n", "import os\n"]
+    plain = SamplingParams(temperature=temperature, max_tokens=24, seed=3)
+    anything = replace(plain, structured_outputs=StructuredOutputsParams(regex="(?s:.*)"))
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, plain, use_tqdm=False)]
+    # Beside requests without a grammar, which are not touched either.
+    mixed = llm.generate([*prompts, *prompts], [anything] * 3 + [plain] * 3, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in mixed] == expected * 2
+
+
+def test_chunks_preemptions_and_drafts_change_no_token(llm, cramped):
+    constraints = [
+        StructuredOutputsParams(json=PERSON),
+        StructuredOutputsParams(json_object=True),
+        StructuredOutputsParams(regex="(ab|cd ){2,9}x"),
+        StructuredOutputsParams(grammar='root ::= item+\nitem ::= "x" | "yy, "'),
+        StructuredOutputsParams(grammar='start: "f(" NUMBER ")"\nNUMBER: /[0-9]{1,3}/'),
+    ]
+    for prefix in range(2):  # the second time with cached blocks
+        expected = conforming(llm, constraints * 2, max_tokens=40, seed=prefix)
+        found = conforming(cramped, constraints * 2, max_tokens=40, seed=prefix)
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    stats = cramped.llm_engine.stats
+    assert stats.num_preemptions > 0
+    assert stats.spec_decoding_stats.num_accepted_tokens > 0
+
+
+def test_several_completions_have_a_place_each(llm):
+    params = SamplingParams(n=4, seed=1, max_tokens=30, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,9}!"))
+    texts = [one.text for one in llm.generate(PROMPT, params, use_tqdm=False)[0].outputs]
+    assert all(re.fullmatch("[a-z]{3,9}!", text) for text in texts)
+    assert len(set(texts)) > 1
+
+
+def test_max_tokens_cuts_off(llm):
+    [whole] = conforming(llm, [StructuredOutputsParams(json=PERSON)])
+    [cut] = conforming(llm, [StructuredOutputsParams(json=PERSON)], max_tokens=5)
+    assert (whole.finish_reason, cut.finish_reason) == ("stop", "length")
+    assert cut.token_ids == whole.token_ids[:5]
+
+
+def test_the_end_is_the_grammars_also_where_eos_is_ignored(llm):
+    [usual] = conforming(llm, [StructuredOutputsParams(choice=["yes"])])
+    [ignoring] = conforming(llm, [StructuredOutputsParams(choice=["yes"])], ignore_eos=True)
+    assert usual.finish_reason == ignoring.finish_reason == "stop"
+    assert usual.text == ignoring.text == "yes"
+    assert usual.token_ids == ignoring.token_ids
+    assert usual.token_ids[-1] == 0, "as in vLLM, the end-of-sequence token is the last one"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "[ 1 , 1 ]"),
+        ({"disable_any_whitespace": True}, "[1,1]"),
+        ({"whitespace_pattern": " {2}"}, "[  1  ,  1  ]"),
+    ],
+)
+def test_whitespace_is_as_the_request_says(llm, settings, text):
+    """Of a model that would write nothing but spaces."""
+    two = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
+    [space] = llm.get_tokenizer().encode(" ").ids
+    for schema in (two, json.dumps(two)):
+        constraint = StructuredOutputsParams(json=schema, **settings)
+        assert conforming(llm, [constraint], logit_bias={space: 100.0})[0].text == text
+
+
+def test_any_number_of_choices(llm):
+    choice = [f"label {number}" for number in range(3000)]
+    assert conforming(llm, [StructuredOutputsParams(choice=choice)])[0].text in choice
+
+
+def test_what_other_parameters_make_impossible_is_that_requests_error(llm):
+    impossible = SamplingParams(
+        structured_outputs=StructuredOutputsParams(choice=["yes"]), bad_words=["y", "ye", "yes"], max_tokens=8
+    )
+    with pytest.raises(MinivllmError, match=r"^prompt 1: the grammar and the other parameters leave no token [^\n]*$"):
+        llm.generate([PROMPT] * 2, [SamplingParams(max_tokens=8), impossible], use_tqdm=False)
+    assert conforming(llm, [StructuredOutputsParams(choice=["yes"])])[0].text == "yes"
+
+
+def test_a_step_that_fails_between_forward_and_sampling_costs_only_its_requests(llm, monkeypatch):
+    executor = core_of(llm).executor
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "sample_tokens", lambda grammar_output: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            conforming(llm, [StructuredOutputsParams(choice=["yes"])])
+    assert conforming(llm, [StructuredOutputsParams(choice=["no"])])[0].text == "no"
+
+
+def test_without_constraints_no_step_waits_for_a_grammar(llm, monkeypatch):
+    monkeypatch.setattr(core_of(llm).executor, "sample_tokens", None)
+    monkeypatch.setattr(core_of(llm).structured_outputs, "grammar_bitmask", None)
+    assert llm.generate(PROMPT, SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        ({"regex": "("}, "regex parse error"),
+        ({"json": {"type": "nothing"}}, "Invalid type: nothing"),
+        ({"json": "{"}, "the constraint cannot be read"),
+        ({"json": {"type": "string", "pattern": "("}}, "regex parse error"),
+        ({"grammar": "start: foo"}, "unknown name"),
+        ({"grammar": 'root ::= ("'}, "the constraint cannot be read"),
+        ({"grammar": "root ::= " + "(" * 9000}, "the constraint cannot be read"),
+        ({"regex": "a" * (MOST_CHARACTERS + 1)}, "at most 262,144 are served"),
+        ({"json_object": True, "whitespace_pattern": "("}, "regex parse error"),
+    ],
+)
+def test_a_malformed_constraint_is_one_line(llm, constraint, message):
+    with pytest.raises(MinivllmError, match=message) as error:
+        conforming(llm, [StructuredOutputsParams(**constraint)])
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "has no constraint"),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice; give only one"),
+        ({"choice": []}, "empty list"),
+        ({"choice": "yes"}, "a list of texts"),
+        ({"choice": ["\ud800"]}, "half a character"),
+        ({"json": 1}, "must be a JSON schema"),
+        ({"regex": 1}, "regex is int"),
+        ({"structural_tag": "{}"}, "structural_tag is not served"),
+        ({"json": {}, "disable_additional_properties": True}, "is not served"),
+    ],
+)
+def test_a_constraint_that_is_none_is_refused(fields, message):
+    with pytest.raises(MinivllmError, match=message):
+        StructuredOutputsParams(**fields)
+
+
+def test_text_needs_a_tokenizer():
+    tokenless = LLM(EMBEDDED_MODEL, **SETTINGS, skip_tokenizer_init=True)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), detokenize=False)
+    with pytest.raises(MinivllmError, match="structured_outputs is about text"):
+        tokenless.generate({"prompt_token_ids": [1]}, params)
+
+
+@pytest.mark.parametrize("link", ["rule", "definition"])
+def test_a_long_chain_of_references_ends_no_process(link):
+    """Each reference takes some kB of stack in native code: thousands of them would overflow a usual one."""
+    if link == "rule":
+        text = {"grammar": "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000)) + 'a9000: "x"'}
+    else:
+        chain = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(5000)}
+        text = {"json": {"$defs": chain | {"a5000": {}}, "$ref": "#/$defs/a0"}}
+    check_grammar(StructuredOutputsParams(**text))
+
+
+def test_a_grammar_that_grows_too_large_at_work_is_that_requests_error(llm):
+    too_wide = StructuredOutputsParams(grammar="start: " + " | ".join(f'"w{number}"' for number in range(3000)))
+    with pytest.raises(MinivllmError, match="Current row has 3001 items"):
+        conforming(llm, [too_wide])
+    assert conforming(llm, [StructuredOutputsParams(choice=["yes"])])[0].text == "yes"
+
+
+def test_a_grammar_that_is_never_compiled_is_given_up():
+    clock = iter([0.0, waiting.SECONDS_TO_COMPILE - 1, waiting.SECONDS_TO_COMPILE + 1])
+    wanted = StructuredOutputRequest(Future(), lambda: next(clock))
+    assert wanted.is_pending()
+    assert not wanted.is_pending()
+    assert wanted.failure() == "the grammar was not compiled within 60 s"
+    assert wanted.future.cancelled()
+
+
+def test_what_a_thread_raises_is_the_failure():
+    future = Future()
+    future.set_exception(OSError("no tokenizer"))
+    assert StructuredOutputRequest(future).failure() == "the grammar could not be compiled: OSError: no tokenizer"
+
+
+def test_others_are_served_while_a_grammar_is_compiled(llm, monkeypatch):
+    compile_it = StructuredOutputManager._compile
+    admitted = []
+
+    def slowly(self, params):
+        time.sleep(0.3)
+        return compile_it(self, params)
+
+    engine = llm.llm_engine
+    monkeypatch.setattr(StructuredOutputManager, "_compile", slowly)
+    constrained = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), max_tokens=4)
+    engine.add_request("constrained", PROMPT, constrained)
+    engine.add_request("plain", PROMPT, SamplingParams(max_tokens=2))
+    while engine.has_unfinished_requests():
+        admitted += [output.request_id for output in engine.step() if output.finished]
+    assert admitted == ["plain", "constrained"]
+
+
+def test_equal_grammars_are_compiled_once(llm):
+    manager = core_of(llm).structured_outputs
+    same = StructuredOutputsParams(regex="once[0-9]")
+    conforming(llm, [same] * 3)
+    compiled = manager._compiled[grammar_text(same)]
+    conforming(llm, [same])
+    assert manager._compiled[grammar_text(same)] is compiled

@@ -1,0 +1,134 @@
+"""What a request says its answer must conform to, and the tools that the answer calls."""
+
+import json
+
+import jsonschema
+import pytest
+from server.serving import Server
+
+from minivllm import MinivllmError, StructuredOutputsParams
+from minivllm.entrypoints.openai.constraints import constraint_of
+from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from minivllm.entrypoints.openai.tool_calls import CalledTools
+
+MESSAGES = [{"role": "user", "content": "def add(a, b):\n    return"}]
+CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"]}
+CITIES = {"city": {"enum": ["Rome", 'a "b" {']}}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY | {"$defs": CITIES}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def asked(**fields) -> StructuredOutputsParams | None:
+    return constraint_of(ChatCompletionRequest(messages=MESSAGES, **fields))
+
+
+def test_each_form_of_a_constraint():
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert asked() is None
+    assert asked(response_format={"type": "text"}) is None
+    assert asked(response_format={"type": "json_object"}) == StructuredOutputsParams(json_object=True)
+    assert asked(response_format=form) == StructuredOutputsParams(json=schema)
+    assert asked(structured_outputs={"json": schema}) == StructuredOutputsParams(json=schema)
+    assert asked(structured_outputs={"json": True}) == StructuredOutputsParams(json={})
+    choice = constraint_of(CompletionRequest(prompt="a", structured_outputs={"choice": ["a"]}))
+    assert choice == StructuredOutputsParams(choice=["a"])
+    spaced = asked(response_format=form, structured_outputs={"whitespace_pattern": " "})
+    assert spaced == StructuredOutputsParams(json=schema, whitespace_pattern=" ")
+    assert asked(tools=TOOLS, tool_choice="none") is asked(tools=TOOLS) is None
+    assert asked(tools=TOOLS, tool_choice=NAMED).json == CITY | {"$defs": CITIES}
+    assert asked(tools=TOOLS, tool_choice=NAMED, response_format={"type": "json_object"}).json_object is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"structured_outputs": {}}, "no constraint"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "only one of them"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "only one of them"),
+        ({"structured_outputs": {"json": {}}, "tools": TOOLS, "tool_choice": NAMED}, "give only one"),
+        ({"response_format": {"type": "structural_tag"}}, "not served"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "has no schema"),
+    ],
+)
+def test_what_is_no_constraint_is_refused(fields, message):
+    with pytest.raises(MinivllmError, match=message):
+        asked(**fields)
+
+
+def test_a_required_tool_is_a_list_of_calls_of_any():
+    schema = asked(tools=TOOLS, tool_choice="required").json
+    for fits in (
+        [{"name": "now", "parameters": {}}],
+        [{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "now", "parameters": {"a": 1}}],
+    ):
+        jsonschema.validate(fits, schema)
+    for wrong in ([], [{"name": "other", "parameters": {}}], [{"name": "weather", "parameters": {"city": "Oslo"}}]):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+    assert asked(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).json["maxItems"] == 1
+    other = {"type": "function", "function": {"name": "x", "parameters": {"$defs": {"city": {"enum": ["Oslo"]}}}}}
+    with pytest.raises(MinivllmError, match="two tools define 'city' differently"):
+        asked(tools=[TOOLS[0], other], tool_choice="required")
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_calls_come_out_of_pieces_of_the_text(size):
+    text = '[{"name": "weather", "parameters": {"city": "a \\"b\\" {}\\\\"}}, {"name":"now","parameters":{}}]'
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    tools = CalledTools(None)
+    calls = [call for piece in pieces for call in tools.new(piece)]
+    assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather"), (1, "now")]
+    assert json.loads(calls[0]["function"]["arguments"]) == {"city": 'a "b" {}\\'}
+    whole = CalledTools(None).whole(text)
+    assert [call.function.model_dump() for call in whole] == [call["function"] for call in calls]
+    assert len({call["id"] for call in calls}) == 2
+
+
+def test_arguments_of_a_named_tool_come_as_they_are_written():
+    tools = CalledTools("weather")
+    first, second = [*tools.new('{"city'), *tools.new(""), *tools.new('": "Rome"}')]
+    assert (first["function"]["name"], first["index"], second["index"]) == ("weather", 0, 0)
+    assert first["function"]["arguments"] + second["function"]["arguments"] == '{"city": "Rome"}'
+    assert second.keys() == {"index", "function"}, "a client would take a second id for a second call"
+
+
+def post(server: Server, **fields):
+    body = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0, "tools": TOOLS} | fields
+    return server.client.post("/v1/chat/completions", json=body)
+
+
+def test_a_tool_that_must_be_called_is_called(chat: Server):
+    [choice] = post(chat, tool_choice=NAMED).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", None)
+    assert (call["type"], call["function"]["name"]) == ("function", "weather")
+    assert json.loads(call["function"]["arguments"])["city"] in CITIES["city"]["enum"]
+    one = post(chat, tool_choice="required", tools=TOOLS[:1], parallel_tool_calls=False).json()["choices"][0]
+    assert (one["finish_reason"], one["message"]["tool_calls"][0]["function"]["name"]) == ("tool_calls", "weather")
+    lines = post(chat, tool_choice="required", tools=TOOLS[:1], parallel_tool_calls=False, stream=True).text.split("\n")
+    events = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    [streamed] = [call for event in events for call in event["delta"].get("tool_calls", ())]
+    assert streamed["function"] == one["message"]["tool_calls"][0]["function"]
+    assert [event["finish_reason"] for event in events if event["finish_reason"]] == ["tool_calls"]
+
+
+def test_auto_needs_its_flags(base: Server):
+    reply = post(base)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError")
+    assert "--enable-auto-tool-choice and --tool-call-parser" in reply.json()["error"]["message"]
+
+
+def test_a_schema_that_is_none_is_refused(base: Server):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    reply = base.client.post("/v1/completions", json={"prompt": "a", "response_format": form})
+    assert reply.status_code == 400
+    assert "Invalid type: nothing" in reply.json()["error"]["message"]
+    deep = {"$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(9000)}, "$ref": "#/$defs/a0"}
+    form["json_schema"]["schema"] = deep
+    reply = base.client.post("/v1/completions", json={"prompt": "a", "response_format": form})
+    assert reply.status_code == 400
+    assert "at most 262,144 are served" in reply.json()["error"]["message"]
