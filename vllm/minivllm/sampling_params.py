@@ -23,6 +23,7 @@ MAX_N = 16384
 MAX_LOGIT_BIAS = 100.0
 WITHOUT_EFFECT = {
     "flat_logprobs": (False,),
+    "output_text_buffer_length": ANY_VALUE,
     "routed_experts_prompt_start": ANY_VALUE,
     "skip_clone": ANY_VALUE,
     "spaces_between_special_tokens": ANY_VALUE,

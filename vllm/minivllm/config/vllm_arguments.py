@@ -83,8 +83,8 @@ def takes_vllms_arguments(
                 refuse_unless_without_effect(name, value)
 
         def __getattr__(self: Any, name: str) -> Any:
-            if name in not_served:
-                return not_served[name].default
+            if name in not_served or name in without_effect:
+                return not_served[name].default if name in not_served else None
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
         def refuse_unless_without_effect(name: str, value: Any) -> None:

@@ -319,3 +319,7 @@ class AsyncLLM(FrontEnd):
         self._ended.set()
         for collector in self._collectors.values():
             collector.put(self.dead_error)
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's older name."""

@@ -68,7 +68,8 @@ class BeamSearcher:
         return [self._best(search) for search in searches]
 
     def _num_steps(self, prompt: TokensPrompt) -> int:
-        return min(self._params.max_tokens, self._max_model_len - len(prompt["prompt_token_ids"]))
+        room = self._max_model_len - len(prompt["prompt_token_ids"])
+        return min(self._params.max_tokens, max(1, room))  # without room, the engine refuses the prompt
 
     def _step(self, searches: Sequence[Search]) -> None:
         """Extends every open sequence by one token; the best of a prompt's children go on."""

@@ -108,6 +108,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], further: Mappin
 
 def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with its parts joined, and its tools' arguments read, which is how templates want them."""
+    if not isinstance(message, Mapping):
+        raise MinivllmError(f"a message is {type(message).__name__}; it must be a dictionary with role and content")
     changed = dict(message)
     if isinstance(changed.get("content"), list):
         changed["content"] = "\n".join(_text_of(part) for part in changed["content"])

@@ -1,0 +1,160 @@
+"""What vLLM's offline examples call, on one engine: chat, metrics, queued prompts, tokenizer, a loop of steps."""
+
+import pytest
+from tqdm import tqdm
+
+from minivllm import (
+    LLM,
+    Counter,
+    EngineArgs,
+    Gauge,
+    Histogram,
+    LLMEngine,
+    MinivllmError,
+    NotServedError,
+    SamplingParams,
+    TokensPrompt,
+    Vector,
+    cleanup_dist_env_and_memory,
+)  # fmt: skip
+from minivllm.config import EMBEDDED_MODEL
+
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 3}
+SETTINGS = {"device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def add(a, b):"}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(EMBEDDED_MODEL, **SETTINGS, disable_log_stats=False, speculative_config=SPECULATION)
+
+
+@pytest.fixture
+def idle(llm):
+    yield llm
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.reset_prefix_cache(), "some request still holds a block"
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_a_conversation_is_its_prompt_by_the_template_without_special_tokens_added(idle):
+    [answer] = idle.chat(CONVERSATION, GREEDY)
+    text = "### system\nBe brief.\n### user\ndef add(a, b):\n### assistant\n"
+    ids = idle.llm_engine.tokenizer.encode(text, add_special_tokens=False).ids
+    assert (answer.prompt, answer.prompt_token_ids) == (text, ids)
+    assert tokens([answer]) == tokens(idle.generate([ids], GREEDY))
+    both = idle.chat([CONVERSATION, CONVERSATION[1:]], [GREEDY, SamplingParams(max_tokens=2, ignore_eos=True)])
+    assert [len(one) for one in tokens(both)] == [6, 2]
+    assert tokens(both[:1]) == tokens([answer])
+
+
+def test_a_template_sees_tools_and_keywords_and_may_leave_the_last_message_open(idle):
+    template = "{{ bos_token }}{{ tools[0].name }} {{ mood }} {% for m in messages %}{{ m.content }}!{% endfor %}"
+    tools, kwargs = [{"name": "look"}], {"mood": "glad"}
+    options = {
+        "chat_template": template,
+        "tools": tools,
+        "chat_template_kwargs": kwargs,
+        "add_generation_prompt": False,
+    }
+    [output] = idle.chat([{"role": "user", "content": "a"}], GREEDY, **options)
+    assert output.prompt == "<|endoftext|>look glad a!"
+    [output] = idle.chat([{"role": "user", "content": "a"}], GREEDY, **options, continue_final_message=True)
+    assert output.prompt == "<|endoftext|>look glad a"
+    for messages, said in ((5, "messages are int"), ([], "no messages"), ([{}, 5], "a message is int")):
+        with pytest.raises(MinivllmError, match=said):
+            idle.chat(messages, GREEDY)
+
+
+def test_the_tokenizer_is_transformers_own_and_says_what_the_engines_says(idle):
+    tokenizer = idle.get_tokenizer()
+    text = "def add(a, b):\n    return 'ä'"
+    assert tokenizer is idle.get_tokenizer()
+    assert tokenizer.encode(text) == idle.llm_engine.tokenizer.encode(text).ids
+    assert tokenizer(text)["input_ids"] == tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_token_id == idle.llm_engine.generation_config.eos_token_ids[0]
+    with pytest.raises(NotServedError, match="'truncation'"):
+        idle.generate("a", GREEDY, tokenization_kwargs={"truncation": True})
+
+
+def test_metrics_count_what_was_generated(idle):
+    before = {metric.name: metric for metric in idle.get_metrics()}
+    idle.generate(["x = [1, 2, 3, 1, 2, 3, 1, 2", "b"], GREEDY, use_tqdm=tqdm)
+    after = {metric.name: metric for metric in idle.get_metrics()}
+    assert {type(metric) for metric in after.values()} == {Counter, Gauge, Histogram, Vector}
+    assert all(name.startswith("vllm:") for name in after)
+    assert after["vllm:generation_tokens"].value - before["vllm:generation_tokens"].value == 12
+    assert after["vllm:generation_tokens"].labels == {"model_name": str(EMBEDDED_MODEL), "engine": "0"}
+    latency, earlier = after["vllm:e2e_request_latency_seconds"], before["vllm:e2e_request_latency_seconds"]
+    assert latency.count - earlier.count == 2
+    assert latency.buckets["+Inf"] == latency.count
+    assert latency.sum > earlier.sum
+    stats = idle.llm_engine.stats.spec_decoding_stats
+    assert after["vllm:spec_decode_num_drafts"].value == stats.num_drafts > 0
+    assert after["vllm:spec_decode_num_accepted_tokens"].value == stats.num_accepted_tokens
+    per_position = after["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    assert per_position == [*stats.num_accepted_tokens_per_pos, 0, 0, 0][:3]
+
+
+def test_queued_prompts_are_computed_when_waited_for_and_by_any_call_meanwhile(idle):
+    names = idle.enqueue(["a", "b"], GREEDY)
+    assert idle.llm_engine.get_num_unfinished_requests() == 2
+    alone = idle.generate("c", GREEDY)
+    outputs = idle.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == names
+    assert tokens([*outputs, *alone]) == tokens(idle.generate(["a", "b", "c"], GREEDY))
+    assert idle.wait_for_completion() == []
+    with pytest.raises(NotServedError, match="output_type is"):
+        idle.wait_for_completion(dict)
+    with pytest.raises(MinivllmError, match="prompt 1"):
+        idle.enqueue(["a", ""], GREEDY)
+
+
+def test_the_caches_of_running_requests_can_be_reset_and_their_tokens_stay_the_same(idle):
+    engine, long = idle.llm_engine, "import os\n" * 20
+    wanted = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
+    [plain] = idle.generate(long, wanted)
+    assert engine.add_request("a", long, wanted) == "a"
+    found, steps = [], 0
+    while engine.has_unfinished_requests():
+        steps += 1
+        if steps == 3:
+            assert not engine.reset_prefix_cache()
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+        found += [output for output in engine.step() if output.finished]
+    assert tokens(found) == tokens([plain])
+    assert found[0].prompt_logprobs == plain.prompt_logprobs
+
+
+def test_what_a_request_does_not_read_from_the_cache_is_computed(idle):
+    prompt = TokensPrompt(prompt_token_ids=list(range(40)), prompt="named")
+    idle.generate(prompt, GREEDY)
+    fresh = GREEDY.clone()
+    fresh.skip_reading_prefix_cache = True
+    outputs = idle.generate([prompt, prompt], [GREEDY, fresh])
+    assert [output.num_cached_tokens for output in outputs] == [32, 0]
+    assert {output.prompt for output in outputs} == {"named"}
+    assert tokens(outputs[:1]) == tokens(outputs[1:])
+
+
+def test_an_engine_from_its_arguments_counts_unless_told_not_to():
+    args = EngineArgs(model=EMBEDDED_MODEL, **SETTINGS, disable_log_stats=True)
+    engine = LLMEngine.from_engine_args(args)
+    with pytest.raises(MinivllmError, match="disable_log_stats=False"):
+        engine.get_metrics()
+    with pytest.raises(NotServedError, match="lora_request is"):
+        engine.add_request("a", "b", GREEDY, lora_request="adapter")
+    assert not engine.has_unfinished_requests()
+    llm = LLM.from_engine_args(args)
+    assert repr(llm) == f"LLM({str(EMBEDDED_MODEL)!r})"
+    assert llm.get_world_size() == 1
+    assert not hasattr(llm, "encode")
+    with pytest.raises(NotServedError, match="'classify': models that embed, score or classify"):
+        llm.classify("a")
+    del llm, engine
+    cleanup_dist_env_and_memory()
