@@ -5,6 +5,7 @@ In vLLM v0.33.0: `with_cancellation` in `vllm/entrypoints/serve/utils/api_utils.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -30,7 +31,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
-            await _unless_disconnected(self._send(send), receive)
+            with suppress(ClientDisconnected):
+                await _unless_disconnected(self._send(send), receive)
         finally:
             self._close()
             await self._events.aclose()
