@@ -1,23 +1,39 @@
-"""A server with two cores: both are used, shown, and reset; one of them dies."""
+"""Servers with two cores and two API servers: all are used, shown, and reset; one process of each kind is killed."""
 
+import contextlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 
+import httpx
 import psutil
 import pytest
 from server.serving import Server, eventually, running
 from server.test_clients import is_idle, raw_request
 
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
+SHORT = {"prompt": [7] * 64, "max_tokens": 1}
+FLAGS = ("--data-parallel-size", "2", "--api-server-count", "2", "--max-num-seqs", "2")
+CORE, RANK, API = "minivllm.engine.core_entry", "rank_main.py", "api_server_entry"
+
+
+@contextlib.contextmanager
+def pair_of_cores(folder, *flags: str) -> Iterator[Server]:
+    env = {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    with running(*FLAGS, *flags, env=env) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Server]:
-    flags = ("--data-parallel-size", "2", "--max-num-seqs", "2")
-    with running(*flags, env={"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1"}) as server:
+def pair(tmp_path_factory) -> Iterator[Server]:
+    with pair_of_cores(tmp_path_factory.mktemp("sockets")) as server:
         yield server
+
+
+def processes_of(server: Server, kind: str) -> list[psutil.Process]:
+    return [one for one in server.processes() if any(kind in word for word in one.cmdline())]
 
 
 def by_engine(server: Server, name: str) -> dict[str, float]:
@@ -26,17 +42,42 @@ def by_engine(server: Server, name: str) -> dict[str, float]:
     return {engine: float(value) for engine, value in rows}
 
 
-def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
-    connections = [raw_request(pair, json.dumps(LONG | {"stream": True}).encode()) for _ in range(4)]
-    both = {"0": 2.0, "1": 2.0}
-    assert eventually(lambda: by_engine(pair, "vllm:num_requests_running") == both)
+def from_each_api_server(server: Server, path: str) -> list[httpx.Response]:
+    """Answers from different API servers, in the order of their processes."""
+    found: dict[int, httpx.Response] = {}
+    servers = {one.pid: one for one in processes_of(server, API)}
+    while len(found) < len(servers):
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            reply = client.get(path)
+            port = reply.extensions["network_stream"].get_extra_info("client_addr")[1]
+            for pid, one in servers.items():
+                if any(held.raddr and held.raddr.port == port for held in one.net_connections("tcp")):
+                    found[pid] = reply
+    return [found[pid] for pid in sorted(found)]
+
+
+def test_requests_go_to_the_core_with_the_fewest_whoever_takes_them(pair: Server):
+    """And their aborts where they are. Each of the four may reach either API server: both know all counts."""
+    assert len(processes_of(pair, API)) == 2
+    connections: list[socket.socket] = []
+    for counts in ({"0": 1, "1": 0}, {"0": 1, "1": 1}, {"0": 2, "1": 1}, {"0": 2, "1": 2}):
+        connections.append(raw_request(pair, json.dumps(LONG | {"stream": True}).encode()))
+        wanted = sorted(counts.values())
+        assert eventually(lambda: sorted(by_engine(pair, "vllm:num_requests_running").values()) == wanted)  # noqa: B023
     for connection in connections:
         connection.close()
     assert eventually(lambda: is_idle(pair), 2)
-    assert by_engine(pair, "vllm:generation_tokens_total").keys() == both.keys()
     assert min(by_engine(pair, "vllm:generation_tokens_total").values()) > 0
     pattern = r'request_success_total\{engine="(\d)",finished_reason="abort",.*\} (\S+)'
-    assert dict(re.findall(pattern, pair.client.get("/metrics").text)) == {"0": "2.0", "1": "2.0"}
+    assert eventually(
+        lambda: dict(re.findall(pattern, pair.client.get("/metrics").text)) == {"0": "2.0", "1": "2.0"}, 2
+    )
+
+
+def test_each_api_server_shows_all_metrics(pair: Server):
+    first, second = from_each_api_server(pair, "/metrics")
+    assert first.text == second.text
+    assert 'vllm:e2e_request_latency_seconds_count{engine="1"' in first.text
 
 
 def test_a_reset_reaches_all_caches(pair: Server):
@@ -44,9 +85,7 @@ def test_a_reset_reaches_all_caches(pair: Server):
         """What each core finds of a prompt, which is sent to both."""
         before = by_engine(pair, "vllm:prefix_cache_hits_total")
         for rank in before:
-            headers = {"X-data-parallel-rank": rank}
-            reply = pair.client.post("/v1/completions", json={"prompt": [7] * 64, "max_tokens": 1}, headers=headers)
-            assert reply.status_code == 200
+            assert post(pair, SHORT, rank).status_code == 200
         after = by_engine(pair, "vllm:prefix_cache_hits_total")
         return {rank: after[rank] - before[rank] for rank in before}
 
@@ -54,44 +93,71 @@ def test_a_reset_reaches_all_caches(pair: Server):
     assert hits() == {"0": 48, "1": 48}
     assert pair.client.post("/reset_prefix_cache").json() == {"success": True}
     assert hits() == {"0": 0, "1": 0}
-    for wrong in ("2", "-1", "all", "9" * 5000):
-        headers = {"X-data-parallel-rank": wrong}
-        assert pair.client.post("/v1/completions", json=LONG, headers=headers).status_code == 400
+    assert {post(pair, SHORT, wrong).status_code for wrong in ("2", "-1", "all", "9" * 5000)} == {400}
+
+
+class Waiting:
+    """On each core two requests run and two wait, half of them streams."""
+
+    def __init__(self, server: Server) -> None:
+        self.answers: list[tuple[str, int, str]] = []
+        self._server = server
+        self._threads = [threading.Thread(target=self._ask, args=(index,)) for index in range(8)]
+        for state, some in (("running", self._threads[:4]), ("waiting", self._threads[4:])):
+            for thread in some:
+                thread.start()
+            both = {"0": 2.0, "1": 2.0}
+            assert eventually(lambda: by_engine(server, f"vllm:num_requests_{state}") == both), state  # noqa: B023
+
+    def _ask(self, index: int) -> None:
+        rank = str(index % 2)
+        reply = post(self._server, LONG | {"stream": index % 4 < 2}, rank)
+        self.answers.append((rank, reply.status_code, reply.text))
+
+    def failed(self) -> list[str]:
+        """The cores that those were sent to which failed; each was told so, to the end."""
+        for thread in self._threads:
+            thread.join(60)
+        assert len(self.answers) == len(self._threads)
+        failed = [one for one in self.answers if one[1] != 200 or '"error"' in one[2]]
+        assert all('"code":500' in body for _, _, body in failed)
+        assert all(body.endswith("data: [DONE]\n\n") for _, _, body in self.answers if body.startswith("data: "))
+        return [rank for rank, _, _ in failed]
+
+
+def post(server: Server, body: dict, rank: str) -> httpx.Response:
+    return server.client.post("/v1/completions", json=body, headers={"X-data-parallel-rank": rank})
 
 
 def test_a_killed_core_takes_with_it_only_what_it_had_begun(pair: Server):
-    """The last of the tests of this server: two requests run on each core, and two wait."""
-    answers: list[tuple[int, str]] = []
-
-    def ask(stream: bool) -> None:
-        reply = pair.client.post("/v1/completions", json=LONG | {"stream": stream})
-        answers.append((reply.status_code, reply.text))
-
-    threads = [threading.Thread(target=ask, args=(index % 2 == 0,)) for index in range(8)]
-    for state, some in (("running", threads[:4]), ("waiting", threads[4:])):
-        for thread in some:
-            thread.start()
-        assert eventually(lambda: by_engine(pair, f"vllm:num_requests_{state}") == {"0": 2.0, "1": 2.0})  # noqa: B023
-    cores = [one for one in pair.processes() if "minivllm.engine.core_entry" in one.cmdline()]
-    victim = next(one for one in cores if one.cmdline()[-1] == "1")
-    victim.kill()
-    for thread in threads:
-        thread.join(60)
-    assert sum(is_whole(*answer) for answer in answers) == 6
-    failed = [body for status, body in answers if not is_whole(status, body)]
-    assert all('"code":500' in body for body in failed)
-    assert all(body.endswith("data: [DONE]\n\n") for body in failed if body.startswith("data: "))
-    assert pair.client.get("/health").status_code == 503
+    """And a killed launcher everything. The last of the tests of this server."""
+    waiting = Waiting(pair)
+    next(one for one in processes_of(pair, CORE) if one.cmdline()[-1] == "1").kill()
+    assert waiting.failed() == ["1", "1"]
+    assert [reply.status_code for reply in from_each_api_server(pair, "/health")] == [503, 503]
     assert by_engine(pair, "vllm:num_requests_running") == {"0": 0.0, "1": 0.0}
-    assert pair.client.post("/v1/completions", json=LONG).status_code == 200, "the other core goes on"
+    assert pair.client.post("/v1/completions", json=SHORT).status_code == 200, "the other core goes on"
+    assert post(pair, SHORT, "1").status_code == 400
     assert pair.client.post("/reset_prefix_cache").json() == {"success": True}
-    processes = pair.processes()
-    next(one for one in cores if one != victim).kill()
-    assert pair.process.wait(30) not in (0, None), "no core is left"
-    assert not psutil.wait_procs(processes, 2)[1]
     assert "core 1 of 2" in pair.said()
-    assert "Traceback" not in pair.said(), pair.said()[pair.said().index("Traceback") - 1500 :][:6000]
+    assert "Traceback" not in pair.said()
+    processes = pair.processes()
+    pair.process.kill()
+    assert not psutil.wait_procs(processes, 10)[1]
 
 
-def is_whole(status: int, body: str) -> bool:
-    return status == 200 and '"error"' not in body and '"length"' in body
+def test_a_killed_rank_is_its_cores_end_and_a_killed_api_server_that_of_all(tmp_path):
+    with pair_of_cores(tmp_path, "--distributed-executor-backend", "mp") as server:
+        waiting = Waiting(server)
+        core = next(one for one in processes_of(server, CORE) if one.cmdline()[-1] == "1")
+        next(one for one in core.children() if any(RANK in word for word in one.cmdline())).kill()
+        assert waiting.failed() == ["1", "1"]
+        assert server.client.get("/health").status_code == 503
+        assert server.client.post("/v1/completions", json=SHORT).status_code == 200
+        processes = server.processes()
+        processes_of(server, API)[0].kill()
+        assert server.process.wait(20) == 1
+        assert not psutil.wait_procs(processes, 10)[1]
+        assert "An API server has ended" in server.said()
+        assert "Traceback" not in server.said()
+    assert not list(tmp_path.iterdir()), "neither sockets nor metrics are left"

@@ -18,13 +18,13 @@ from collections.abc import Callable
 SECONDS = 0.5
 
 
-def _end_with_front_end(parent: int, folder: str, end: Callable[[], object]) -> None:
+def end_with_parent(parent: int, end: Callable[[], object]) -> None:
+    """Wait until the parent has ended; then call `end`, and end this process."""
     while os.getppid() == parent and not select.select([sys.stdin], [], [], SECONDS)[0]:
         continue
     try:
         end()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
 
@@ -32,8 +32,15 @@ def main(folder: str, lifeline: int, parent: int, rank: int) -> int:
     """Runs the core until it fails or the front end is gone; returns the exit code."""
     os.set_inheritable(lifeline, False)  # ranks must not inherit it
     process: EngineCoreProc | None = None
-    end = (parent, folder, lambda: process and process.shutdown())
-    threading.Thread(target=_end_with_front_end, args=end, daemon=True).start()
+
+    def end() -> None:
+        try:
+            if process is not None:
+                process.shutdown()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    threading.Thread(target=end_with_parent, args=(parent, end), daemon=True).start()
 
     from minivllm.engine.core_proc import EngineCoreProc
 

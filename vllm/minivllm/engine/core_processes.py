@@ -18,10 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -63,7 +62,7 @@ class CoreProcesses:
         self.folder = tempfile.mkdtemp(prefix="minivllm-")
         self.context = zmq.Context()
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._lifelines: list[int] = []
+        self.lifelines: list[int] = []
 
     def start(self) -> CoreAddresses:
         """Starts the cores; returns their addresses for the first client once all are ready.
@@ -79,16 +78,17 @@ class CoreProcesses:
         engines = self._meet(handshake)
         handshake.close()
         pids = [process.pid for process in self.processes]
-        return CoreAddresses(self.folder, pids, list(self._lifelines), engines, 0, self._client_count)
+        return CoreAddresses(self.folder, pids, list(self.lifelines), engines, 0, self._client_count)
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
         """Returns a socket in the folder."""
         return bind(self.context, kind, self.folder, name)
 
-    def how_it_ended(self, rank: int) -> str:
+    def obituary(self, rank: int) -> str:
         """Says how a core's process, which has ended, did so."""
         code = self.processes[rank].wait()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return died(rank, [process.pid for process in self.processes], how)
 
     def end(self) -> None:
         """Lets the processes go, kills those that stay, and gives all else back. A second call does nothing."""
@@ -104,15 +104,15 @@ class CoreProcesses:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        while self._lifelines:
-            os.close(self._lifelines.pop())
+        while self.lifelines:
+            os.close(self.lifelines.pop())
         self.context.destroy(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_one(self, rank: int, environment: Mapping[str, str]) -> None:
         """Starts a core's process. Our end of its lifeline becomes readable as soon as the process has ended."""
         ours, theirs = os.pipe()
-        self._lifelines.append(ours)
+        self.lifelines.append(ours)
         command = [sys.executable, "-P", "-m", "minivllm.engine.core_entry", self.folder, str(theirs), str(self._owner)]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process inherits the mask
         try:
@@ -135,10 +135,10 @@ class CoreProcesses:
         ready: dict[int, EngineCoreReady] = {}
         names = [identity(rank) for rank in range(len(self.processes))]
         while len(ready) < len(names):
-            waiting = {fd: rank for rank, fd in enumerate(self._lifelines) if rank not in ready}
+            waiting = {fd: rank for rank, fd in enumerate(self.lifelines) if rank not in ready}
             ended = wait_for_message(handshake, waiting)
             if ended is not None:
-                raise EngineDeadError(died(ended, self.processes, self.how_it_ended(ended)))
+                raise EngineDeadError(self.obituary(ended))
             name, kind, payload = handshake.recv_multipart()
             if kind == Kind.HELLO:
                 handshake.send_multipart((name, Kind.START, start))
@@ -172,9 +172,8 @@ def wait_for_message(socket: zmq.Socket, lifelines: Mapping[int, int]) -> int | 
     return next(lifelines[fd] for fd in lifelines if fd in ready)
 
 
-def died(rank: int, processes: Iterable[Any], how: str) -> str:
-    """Say that a core has died. `processes` are all cores' processes, or their pids."""
-    pids = [getattr(process, "pid", process) for process in processes]
+def died(rank: int, pids: Sequence[int], how: str) -> str:
+    """Say that a core has died, one of those with these process ids."""
     which = f"core {rank} of {len(pids)}" if len(pids) > 1 else "core"
     return f"the engine's {which} (process {pids[rank]}) {how}; its output says why"
 

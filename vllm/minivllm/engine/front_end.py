@@ -57,6 +57,7 @@ class FrontEnd:
             self.model_config, self.tokenizer, client.ready.limits, self.generation_config.eos_token_ids, args.seed
         )
         self.parts = args.parts
+        self.input_processor.share_numbers(client.client_index, client.client_count)
         self.output_processor = OutputProcessor(self.tokenizer, args.parts)
         self._children: dict[str, list[str]] = {}
         """The core's ids of each unfinished request, by the user's id."""

@@ -28,7 +28,7 @@ class InputProcessor:
 
     The core knows each request by an id that is never used twice: the user's with a running number behind it. A user
     may abort "a" and add another "a" at once; outputs of the first that are still on their way from the core's process
-    must not be taken for the second's. vLLM appends random characters, which also keeps several front ends apart.
+    must not be taken for the second's. vLLM appends random characters.
     """
 
     def __init__(
@@ -43,8 +43,14 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.limits = limits
         self.eos_token_ids = eos_token_ids
+        self._seed = seed
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
+
+    def share_numbers(self, index: int, count: int) -> None:
+        """Several front ends of the same cores give their requests different numbers, and other seeds."""
+        self._numbers = itertools.count(index, count)
+        self._seeds = random.Random(self._seed + index)
 
     def process_inputs(
         self,

@@ -44,7 +44,9 @@ class MPClient(EngineCoreClient):
         self._finalizer = weakref.finalize(self, _end, self._processes, context)
         try:
             folder = addresses.folder if addresses else self._processes.folder if self._processes else ""
-            index = addresses.client_index if addresses else 0
+            if addresses is not None:
+                self.client_index, self.client_count = addresses.client_index, addresses.client_count
+            index = self.client_index
             self._input = bind(context, zmq.ROUTER, folder, f"input-{index}")
             self._input.router_mandatory = True
             self._output = bind(context, zmq.PULL, folder, f"output-{index}")
@@ -55,7 +57,7 @@ class MPClient(EngineCoreClient):
         except BaseException:
             self.shutdown()
             raise
-        self._balancer = LoadBalancer(self.engines, args.data_parallel_routing, index, self.addresses.client_count)
+        self._balancer = LoadBalancer(self.engines, args.data_parallel_routing, index, self.client_count)
         self._rank_of: dict[str, int] = {}
         """The core of each unfinished request, where there are several."""
 
@@ -162,8 +164,9 @@ class MPClient(EngineCoreClient):
 
     def _obituary(self, rank: int) -> str:
         """Says that a core has died; how, only its parent knows."""
-        how = self._processes.how_it_ended(rank) if self._processes else "has ended"
-        return died(rank, self.addresses.pids, how)
+        if self._processes is not None:
+            return self._processes.obituary(rank)
+        return died(rank, self.addresses.pids, "has ended")
 
 
 class SyncMPClient(MPClient):

@@ -3,11 +3,13 @@
 In vLLM v0.33.0: `vllm/v1/metrics/loggers.py` (`PrometheusStatLogger`).
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from minivllm.core.messages import EngineCoreReady
@@ -16,6 +18,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
 
 Metric = TypeVar("Metric", bound=MetricWrapperBase)
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
@@ -46,20 +49,34 @@ REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens")
 
 
 class PrometheusStatLogger:
-    """Metrics of all cores, each with its own label `engine`, in a registry of their own."""
+    """Metrics of all cores, each with its own label `engine`, in a registry of their own.
 
-    def __init__(self, args: EngineArgs, engines: Sequence[EngineCoreReady], model_name: str) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
+    Of several API servers, each measures its own requests, and the first one (`client_index` 0) also shows the
+    schedulers' states, of which all are told. They keep their metrics in files of a folder, so that any of them can
+    show all (prometheus_client's multiprocess mode, on where `FOLDER_VARIABLE` is set before it is imported).
+    """
+
+    def __init__(
+        self, args: EngineArgs, engines: Sequence[EngineCoreReady], model_name: str, client_index: int = 0
+    ) -> None:
+        self._shows_schedulers = client_index == 0
+        self.registry = registry = CollectorRegistry()
+        if FOLDER_VARIABLE in os.environ:
+            MultiProcessCollector(self.registry)
+            registry = CollectorRegistry()  # of this process alone, which is never shown
+        else:
+            ProcessCollector(registry=registry)
         families: dict[str, MetricWrapperBase] = {}
         self._engines = [
-            _EngineMetrics(args, engine, model_name, str(index), families, self.registry)
+            _EngineMetrics(args, engine, model_name, str(index), families, registry)
             for index, engine in enumerate(engines)
         ]
 
     def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats, engine_idx: int = 0) -> None:
         """Takes in a step of a core. Its scheduler's counts are since the start, the others since the last call."""
-        self._engines[engine_idx].record(scheduler_stats, iteration_stats)
+        if self._shows_schedulers:
+            self._engines[engine_idx].record_scheduler(scheduler_stats)
+        self._engines[engine_idx].record_iteration(iteration_stats)
 
     def record_rejection(self, reason: str) -> None:
         """A request was refused since this limit was reached."""
@@ -87,7 +104,7 @@ class _EngineMetrics:
         self._make_speculative_counters(args.speculation.num_speculative_tokens if args.speculation else 0)
         self._make_histograms(_steps_of_1_2_5(ready.limits.max_model_len))
 
-    def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats) -> None:
+    def record_scheduler(self, scheduler_stats: SchedulerStats) -> None:
         """See `PrometheusStatLogger`."""
         self._running.set(scheduler_stats.num_running_reqs)
         self._waiting.set(scheduler_stats.num_waiting_reqs)
@@ -99,7 +116,6 @@ class _EngineMetrics:
         self._raise_to("num_preemptions", scheduler_stats.num_preemptions)
         if self._accepted_per_pos:
             self._record_drafts(scheduler_stats.spec_decoding_stats)
-        self._record_iteration(iteration_stats)
 
     def record_rejection(self, reason: str) -> None:
         """See `PrometheusStatLogger`; no core is to blame."""
@@ -113,7 +129,8 @@ class _EngineMetrics:
             counter.inc(total - self._seen_per_pos[position])
             self._seen_per_pos[position] = total
 
-    def _record_iteration(self, stats: IterationStats) -> None:
+    def record_iteration(self, stats: IterationStats) -> None:
+        """See `PrometheusStatLogger`."""
         cached = min(stats.num_cached_prompt_tokens, stats.num_prompt_tokens)
         self._counters["prompt_tokens"].inc(stats.num_prompt_tokens)
         self._counters["prompt_tokens_cached"].inc(cached)
@@ -229,6 +246,8 @@ class _EngineMetrics:
 
     def _family(self, kind: type[Metric], name: str, text: str, labels: Sequence[str], **settings: Any) -> Metric:
         """The metric of this name, which all cores share."""
+        if kind is Gauge:
+            settings["multiprocess_mode"] = "mostrecent"
         if name not in self._families:
             self._families[name] = kind(f"vllm:{name}", text, labels, registry=self.registry, **settings)
         found = self._families[name]

@@ -2,7 +2,9 @@
 
 The socket is bound before the engine starts, so that a port in use is said at once. Signals are ours and not uvicorn's:
 a first SIGTERM or Ctrl-C lets open requests finish for as long as the settings say, then ends them with an error; a
-second one does not wait. When the engine's core dies, clients are told for a moment, and then the server ends too.
+second one does not wait. When the engine's last core dies, clients are told for a moment, and then the server ends too.
+
+`api_servers.py` has several of these processes over the same cores.
 
 In vLLM v0.33.0: `vllm/entrypoints/launchers/`.
 """
@@ -21,6 +23,8 @@ from fastapi import FastAPI
 
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.async_mp_client import AsyncMPClient
+from minivllm.engine.core_processes import CoreAddresses
 from minivllm.engine.prometheus import PrometheusStatLogger
 from minivllm.entrypoints.openai.api_server import build_app
 from minivllm.entrypoints.openai.chat_template import read_template
@@ -49,8 +53,8 @@ class NoSignalServer(uvicorn.Server):
         yield
 
 
-def bind(settings: FrontendArgs) -> socket.socket:
-    """Return the listening socket.
+def bind(settings: FrontendArgs, shared: bool = False) -> socket.socket:
+    """Return the listening socket; a shared one is one of several, among which the system distributes connections.
 
     Raises:
         MinivllmError: the port is in use, or the host is not this machine's.
@@ -58,6 +62,8 @@ def bind(settings: FrontendArgs) -> socket.socket:
     family = socket.AF_INET6 if ":" in (settings.host or "") else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listening.bind((settings.host or "", settings.port))
         listening.listen(2048)
@@ -75,15 +81,29 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
         MinivllmError: the arguments are invalid, or the port is in use.
         EngineDeadError: the engine died before it was ready.
     """
-    listening = bind(settings)
+    if settings.api_server_count > 1:
+        from minivllm.entrypoints.openai.api_servers import serve_with_several
+
+        return serve_with_several(args, settings, template)
+    return serve_on(bind(settings), args, settings, template)
+
+
+def serve_on(
+    listening: socket.socket,
+    args: EngineArgs,
+    settings: FrontendArgs,
+    template: str | None,
+    addresses: CoreAddresses | None = None,
+) -> int:
+    """As `serve`, on this socket; `addresses` are of cores that run already, for one of several API servers."""
     engine: AsyncLLM | None = None
     recording: RecordingFile | None = None
     try:
         recording = open_recording(settings, args.model)
         template = read_template(settings.chat_template, args.model) or template
         _allow_many_connections()
-        with _signals_end_the_start():
-            engine = AsyncLLM(args)
+        with signals_end_the_start():
+            engine = AsyncLLM(args, AsyncMPClient(args, addresses) if addresses else None)
         return _run(_serve(engine, listening, args, settings, template, recording))
     finally:
         listening.close()
@@ -119,7 +139,8 @@ async def _serve(
 def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, template: str | None) -> FastAPI:
     """The routes over an engine, whose metrics are counted from now on."""
     names = settings.served_model_name or [str(args.model)]
-    metrics = engine.stat_logger = PrometheusStatLogger(args, engine.engine_core.engines, names[0])
+    client = engine.engine_core
+    metrics = engine.stat_logger = PrometheusStatLogger(args, client.engines, names[0], client.client_index)
     for index, stats in enumerate(engine.engine_stats):
         metrics.record(stats, engine.output_processor.take_stats(index), index)
     models = OpenAIServingModels(names, str(args.model), engine.input_processor.limits.max_model_len)
@@ -144,7 +165,7 @@ def make_server(app: FastAPI, settings: FrontendArgs, protocol: Any = "auto") ->
 async def _until_the_end(
     server: NoSignalServer, engine: AsyncLLM, listening: socket.socket, settings: FrontendArgs, state: ServerState
 ) -> int:
-    asked = _signals()
+    asked = signals()
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     dying, stopping = asyncio.create_task(engine.wait_until_dead()), asyncio.create_task(asked.acquire())
     await asyncio.wait({serving, dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -189,7 +210,7 @@ async def _either(serving: asyncio.Task[None], asked: asyncio.Semaphore, seconds
     signalled.cancel()
 
 
-def _signals() -> asyncio.Semaphore:
+def signals() -> asyncio.Semaphore:
     """Each signal releases it once."""
     asked = asyncio.Semaphore(0)
     for one in SIGNALS:
@@ -198,7 +219,7 @@ def _signals() -> asyncio.Semaphore:
 
 
 @contextmanager
-def _signals_end_the_start() -> Generator[None, None, None]:
+def signals_end_the_start() -> Generator[None, None, None]:
     """SIGTERM before the engine is ready ends everything, and is no failure."""
 
     def leave(*_: object) -> None:

@@ -5,33 +5,38 @@ In vLLM v0.33.0: `vllm/entrypoints/launchers/cli_args.py` (`FrontendArgs`). Name
 
 from dataclasses import dataclass, field
 
+from minivllm.config.checks import is_count, require
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendArgs:
     """Settings of the server.
 
     - `host`, `port`: where it listens; by default on all interfaces.
+    - `api_server_count`: processes that serve the port, each with an event loop of its own, all over the same cores. By
+      default one; vLLM's default is `data_parallel_size`.
     - `api_key`: requests below /v1 must bring one of these.
     - `served_model_name`: the model's names in the API; default: its path or name.
     - `chat_template`: a file, or the template itself. `trust_request_chat_template`: requests may bring one.
     - `response_role`: who speaks in chat replies.
     - `max_logprobs`: the most log probabilities a position that a request may ask for; -1: the whole vocabulary.
     - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or tokens of prompts than this, new
-      requests get a 503.
+      requests get a 503. Each of several API servers counts its own.
     - `shutdown_timeout`: seconds that open requests have to finish after SIGTERM.
     - `enable_prompt_tokens_details`: usage says how many tokens of the prompt were cached.
     - `enable_force_include_usage`: streams report usage, asked or not.
     - `return_tokens_as_token_ids`: log probabilities show tokens as "token_id:289".
     - `enable_request_id_headers`: replies have the header X-Request-Id.
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
-    - `enable_auto_tool_choice`, `tool_call_parser`: without both, `tool_choice: "auto"` is refused. Calls are not looked
-      for in what the model says freely, whatever the parser.
+    - `enable_auto_tool_choice`, `tool_call_parser`: without both, `tool_choice: "auto"` is refused. Calls are not
+      looked for in what the model says freely, whatever the parser.
     - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Not in vLLM.
     - `allow_credentials`, `allowed_origins`, `allowed_methods`, `allowed_headers`: for browsers (CORS), as JSON.
     """
 
     host: str | None = None
     port: int = 8000
+    api_server_count: int = 1
     api_key: list[str] = field(default_factory=list)
     served_model_name: list[str] = field(default_factory=list)
     chat_template: str | None = None
@@ -56,3 +61,9 @@ class FrontendArgs:
     allowed_origins: list[str] = field(default_factory=lambda: ["*"])
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])
+
+    def __post_init__(self) -> None:
+        require(
+            is_count(self.api_server_count, 1),
+            f"api_server_count is {self.api_server_count!r}; it must be a whole number of at least 1",
+        )
