@@ -69,7 +69,7 @@ peers: setup .peers ## our engine beside transformers and vLLM's CPU build (its 
 	@.peers/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
 clients: setup .venv-clients $(if $(filter-out 0,$(FULL)),.venv-clients/aiperf .venv-clients/guidellm) ## real clients against our server: openai, langchain, litellm, lm-eval, schemathesis (1 GB); FULL=1: aiperf, guidellm, vllm bench too
-	@PYTHONPATH=tests $(UV_RUN) python -m clients.run $(if $(filter-out 0,$(FULL)),--full)
+	@PYTHONPATH=tests:benchmarks $(UV_RUN) python -m clients.run $(if $(filter-out 0,$(FULL)),--full)
 
 .venv-clients: tests/clients/requirements.txt # environments of their own; finished, or not there
 	@rm -rf .venv-clients

