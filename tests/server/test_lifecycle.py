@@ -208,8 +208,8 @@ def test_the_flags_are_listed(capsys):
 
 
 def test_vllms_other_flags_are_accepted_where_they_change_nothing():
-    assert _vllms_arguments(["--no-async-scheduling", "--disable-log-stats", "--swap-space", "4"]) == {
+    assert _vllms_arguments(["--no-async-scheduling", "--disable-log-requests", "--swap-space", "4"]) == {
         "async_scheduling": False,
-        "disable_log_stats": True,
+        "disable_log_requests": True,
         "swap_space": 4,
     }

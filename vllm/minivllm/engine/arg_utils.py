@@ -21,6 +21,7 @@ from minivllm.config import (
 from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import is_count, is_number, require, require_flags
 from minivllm.config.flags import add_flags, add_unlisted_flags
+from minivllm.config.profiler import ProfilerConfig
 from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.config.units import GIB
 from minivllm.config.vllm_arguments import takes_vllms_arguments
@@ -75,6 +76,7 @@ class EngineArgs:
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
     - `seed`: seeds the random seeds of requests that do not set one.
     - `disable_log_stats`: do not count for `get_metrics`. A server always counts.
+    - `profiler_config`: what `start_profile` records, such as {"profiler": "torch", "torch_profiler_dir": "traces"}.
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
     """
@@ -115,6 +117,7 @@ class EngineArgs:
     data_parallel_retry: bool = True
     enforce_eager: bool = False
     disable_log_stats: bool = False
+    profiler_config: Mapping[str, Any] | ProfilerConfig | None = None
     parts: Parts = NO_PARTS
 
     def __post_init__(self) -> None:
@@ -171,6 +174,7 @@ class EngineArgs:
             "tensor_parallel_size, data_parallel_size and distributed_executor_backend",
         )
         SpeculativeConfig.of(self.speculative_config)
+        self.profiler_config = ProfilerConfig.of(self.profiler_config)
         require(is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
         for name, least, by_default in (
             ("max_model_len", 2, True),

@@ -112,9 +112,7 @@ NOT_SERVED = not_served(
             "max_num_scheduled_tokens": None, "prefill_schedule_interval": 1, "stream_interval": 1,
         },
         "a limit of the queue without a server": {"max_num_queued_reqs": None, "max_num_queued_tokens": None},
-        "profiles and traces; torch.profiler around the calls sees the engine's ranges": {
-            "profiler_config": None, "otlp_traces_endpoint": None,
-        },
+        "traces to a collector": {"otlp_traces_endpoint": None},
         "another name without a server": {"served_model_name": None},
         "other buckets of histograms": {"custom_histogram_buckets": None},
         "weights that change, or engines that heal": {
