@@ -24,8 +24,8 @@ class FrontendArgs:
     - `return_tokens_as_token_ids`: log probabilities show tokens as "token_id:289".
     - `enable_request_id_headers`: replies have the header X-Request-Id.
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
-    - `enable_auto_tool_choice`, `tool_call_parser`: without both, `tool_choice: "auto"` is refused. Calls are not looked
-      for in what the model says freely, whatever the parser.
+    - `enable_auto_tool_choice`, `tool_call_parser`: without both, `tool_choice: "auto"` is refused. Calls are not
+      looked for in what the model says freely, whatever the parser.
     - `allow_credentials`, `allowed_origins`, `allowed_methods`, `allowed_headers`: for browsers (CORS), as JSON.
     """
 
