@@ -343,11 +343,11 @@ def test_an_engine_that_cannot_be(changes, said):
 def test_vllms_arguments_that_change_nothing_are_taken_and_named_in_one_line(capsys):
     args = EngineArgs(
         model=EMBEDDED_MODEL, trust_remote_code=True, disable_log_stats=True, revision="main", tokenizer_mode="slow",
-        swap_space=4, seed=None, enable_prefix_caching=None, enable_sleep_mode=False, pipeline_parallel_size=1,
+        swap_space=4, seed=None, enable_prefix_caching=None, enable_sleep_mode=False, data_parallel_size=1,
     )  # fmt: skip
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith(
-        "disable_log_stats, enable_sleep_mode, pipeline_parallel_size, revision, swap_space, tokenizer_mode, "
+        "data_parallel_size, disable_log_stats, enable_sleep_mode, revision, swap_space, tokenizer_mode, "
         "trust_remote_code"
     )
     assert args == EngineArgs(model=EMBEDDED_MODEL)

@@ -17,6 +17,9 @@ class FailingWorker(Worker):
     def fail_in(self, place: str, ranks: list[int], error: Callable[..., Exception] = KeyError) -> None:
         self.place, self.error = place if self.group.rank in ranks else "", error
 
+    def keep_drafts(self, keeps: bool) -> None:
+        self.runner.keeps_drafts = keeps
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self._fail_if("before")
         if self.place == "in the layers":

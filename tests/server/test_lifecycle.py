@@ -143,8 +143,8 @@ def test_the_flags_are_listed(capsys):
 
 
 def test_vllms_other_flags_are_accepted_where_they_change_nothing():
-    assert _vllms_arguments(["--no-async-scheduling", "--disable-log-stats", "--swap-space", "4"]) == {
-        "async_scheduling": False,
+    assert _vllms_arguments(["--no-enable-sleep-mode", "--disable-log-stats", "--swap-space", "4"]) == {
+        "enable_sleep_mode": False,
         "disable_log_stats": True,
         "swap_space": 4,
     }

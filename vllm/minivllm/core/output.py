@@ -54,8 +54,9 @@ class CachedRequestData:
 class SchedulerOutput:
     """One step. `num_scheduled_tokens` maps each request to its number of tokens, in scheduling order.
 
-    `scheduled_spec_decode_tokens` are the draft tokens among them, the last of their request's tokens. The worker
-    forgets `preempted_req_ids`, which will be sent again as new, and `finished_req_ids`, finished since the last step.
+    `scheduled_spec_decode_tokens` are the draft tokens among them, the last of their request's tokens; -1 stands for
+    one that only the worker knows, if it has drafted any (`AsyncScheduler`). The worker forgets `preempted_req_ids`,
+    which will be sent again as new, and `finished_req_ids`, finished since the last step.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -66,16 +67,23 @@ class SchedulerOutput:
     preempted_req_ids: set[str]
     finished_req_ids: set[str]
 
+    @property
+    def changes_worker(self) -> bool:
+        """Whether the worker has anything to compute or to forget."""
+        return bool(self.num_scheduled_tokens or self.preempted_req_ids or self.finished_req_ids)
+
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """Sampled tokens by request id: accepted draft tokens and one more. An unfinished prompt chunk has none.
 
     `logprobs`, if requested, has one entry per token; the scheduler truncates it together with the tokens, but does not
-    read it. `prompt_logprobs` come once, with the first sampled token.
+    read it. `prompt_logprobs` come once, with the first sampled token. `num_invalid_spec_tokens`: how many of a
+    request's scheduled drafts were only placeholders that the worker had no draft for.
     """
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     nonfinite_req_ids: list[str] = field(default_factory=list)
+    num_invalid_spec_tokens: dict[str, int] = field(default_factory=dict)

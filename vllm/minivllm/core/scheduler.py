@@ -7,7 +7,7 @@ is preempted: it loses its blocks, keeps its tokens and is recomputed later.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`, `_update_after_schedule`,
 `update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs, structured output,
-KV connectors, pipeline and data parallelism.
+KV connectors, data parallelism. Steps in flight: `minivllm.core.async_scheduler`.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -64,7 +64,7 @@ class Scheduler:
             scheduler_config.max_model_len,
             cache_config.block_size,
             self.kv_cache_manager.block_pool.num_usable_blocks,
-            scheduler_config.num_speculative_tokens + scheduler_config.num_lookahead_tokens,
+            scheduler_config.num_extra_tokens,
         )
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(scheduler_config.policy)
@@ -130,6 +130,7 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 request.status = RequestStatus.PREEMPTED
             request.num_computed_tokens = 0
+            request.num_output_placeholders = 0
             request.spec_token_ids = []
             self.waiting.add_request(request)
 
@@ -157,8 +158,10 @@ class Scheduler:
         """Schedules running requests in order of admission. One that can get no tokens is skipped and blocks none."""
         while step.position < len(self.running) and step.token_budget > 0:
             request = self.running[step.position]
-            num_new_tokens = request.num_tokens_with_spec - request.num_computed_tokens
-            if num_new_tokens > 1:
+            num_new_tokens = (
+                request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+            )
+            if num_new_tokens > 1 or request.num_output_placeholders:
                 num_new_tokens = self._cap_num_tokens(request, num_new_tokens, min(chunk_limit, step.token_budget))
             if num_new_tokens == 0:
                 step.position += 1
@@ -186,7 +189,8 @@ class Scheduler:
 
     def _schedule_drafts(self, request: Request, num_new_tokens: int, step: _Step) -> None:
         """Records which of a request's new tokens are draft tokens; those that do not fit into the step are dropped."""
-        num_drafts = num_new_tokens - (request.num_tokens - request.num_computed_tokens)
+        num_known = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+        num_drafts = num_new_tokens - num_known
         if num_drafts > 0:
             step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
         request.spec_token_ids = []
@@ -223,7 +227,7 @@ class Scheduler:
         running_loras = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
         while self.waiting and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek_request()
-            if self._lacks_lora_slot(request, running_loras):
+            if self._is_blocked(request, running_loras):
                 skipped.append(self.waiting.pop_request())
                 continue
             if not self._admit(request, step, chunk_limit):
@@ -232,7 +236,8 @@ class Scheduler:
                 running_loras.add(request.lora_request.lora_int_id)
         self.waiting.prepend_requests(skipped)
 
-    def _lacks_lora_slot(self, request: Request, running_loras: set[int]) -> bool:
+    def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
+        """Whether a waiting request cannot be admitted now, for a reason of its own: here, it lacks a LoRA slot."""
         if request.lora_request is None or request.lora_request.lora_int_id in running_loras:
             return False
         return len(running_loras) >= self.config.max_loras
@@ -284,7 +289,7 @@ class Scheduler:
         )
 
     def _update_after_schedule(self, output: SchedulerOutput) -> None:
-        # Updated before the forward pass, so that the next step could be scheduled while this one is computed.
+        # Updated before the forward pass, so that the next step can be scheduled while this one is computed.
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             request.num_computed_tokens += num_tokens
@@ -309,11 +314,11 @@ class Scheduler:
                 continue
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)
             if drafts:
-                self._roll_back_rejected(request, len(drafts), num_accepted=len(sampled) - 1)
+                num_invalid = model_runner_output.num_invalid_spec_tokens.get(request_id, 0)
+                self._roll_back_rejected(request, len(drafts), len(sampled) - 1, num_invalid)
             new_token_ids, has_stopped = self._update_request_with_output(request, sampled)
             if drafts:
-                # Accepted draft tokens are known tokens now, and may fill blocks. The last token is not computed yet.
-                self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
+                self._cache_accepted(request)
             output = EngineCoreOutput(request_id, new_token_ids, request.num_cached_tokens)
             if has_stopped:
                 stopped.append(request)
@@ -338,10 +343,19 @@ class Scheduler:
             if request is not None and request.status is RequestStatus.RUNNING and not request.is_prefill_chunk:
                 request.spec_token_ids = drafts
 
-    def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int, num_invalid: int) -> None:
         # Keys and values of rejected draft tokens stay in the blocks as garbage; the next tokens overwrite them.
         request.num_computed_tokens -= num_drafts - num_accepted
-        self.spec_decoding_stats.observe_draft(num_drafts, num_accepted)
+        if num_drafts > num_invalid:
+            self.spec_decoding_stats.observe_draft(num_drafts - num_invalid, num_accepted)
+
+    def _cache_accepted(self, request: Request) -> None:
+        """Publishes the blocks that accepted draft tokens, which are known tokens now, have filled."""
+        self._cache_known(request)
+
+    def _cache_known(self, request: Request) -> None:
+        # The last token is not computed yet.
+        self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
 
     def _update_request_with_output(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
         """Appends tokens one by one; returns those kept, and whether the last of them ended the request."""

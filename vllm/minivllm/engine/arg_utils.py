@@ -23,7 +23,6 @@ LOAD_FORMATS = ("auto", "dummy")
 
 WITHOUT_EFFECT = {
     "allowed_local_media_path": ANY_VALUE,
-    "async_scheduling": ANY_VALUE,
     "compilation_config": ANY_VALUE,
     "config_format": ("auto", "hf"),
     "cpu_offload_gb": (0,),
@@ -84,6 +83,8 @@ class EngineArgs:
     - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on one CPU.
     - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own. None:
       "uni" for one rank, else "mp".
+    - `async_scheduling`: schedule a step while the one before it is computed. None: on a GPU, unless `parts` replace
+      the scheduler. On a CPU the host's work and the model's share the same cores, so there is little to gain.
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
     - `seed`: seeds the random seeds of requests that do not set one.
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
@@ -118,6 +119,7 @@ class EngineArgs:
     multiprocess: bool = False
     tensor_parallel_size: int = 1
     distributed_executor_backend: str | None = None
+    async_scheduling: bool | None = None
     enforce_eager: bool = False
     parts: Parts = NO_PARTS
 
@@ -135,6 +137,12 @@ class EngineArgs:
         )
         require_flags(
             self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager"
+        )
+        if self.async_scheduling is not None:
+            require_flags(self, "async_scheduling")
+        require(
+            not (self.async_scheduling and self.parts.scheduler),
+            "async_scheduling needs the engine's own scheduler: leave it out, or the part scheduler",
         )
         require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         require(
@@ -212,8 +220,14 @@ class EngineArgs:
             watermark=self.watermark,
             num_speculative_tokens=self.speculation.num_speculative_tokens if self.speculation else 0,
             num_lookahead_tokens=self.speculation.num_lookahead_tokens if self.speculation else 0,
+            async_scheduling=self._schedules_ahead(on_gpu=gpu_memory is not None),
             static_batching=self.static_batching,
         )
+
+    def _schedules_ahead(self, on_gpu: bool) -> bool:
+        if self.async_scheduling is not None:
+            return self.async_scheduling
+        return on_gpu and self.parts.scheduler is None
 
     def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> WorkerSettings:
         """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads of all ranks."""
@@ -236,6 +250,7 @@ class EngineArgs:
             tensor_parallel_size=self.tensor_parallel_size,
             num_threads=num_threads,
             enforce_eager=self.enforce_eager,
+            async_scheduling=scheduler.async_scheduling,
         )
 
     def cache_config(self, num_gpu_blocks: int) -> CacheConfig:

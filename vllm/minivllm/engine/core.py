@@ -3,22 +3,26 @@
 A step is all or nothing. Blocks are published when they are scheduled, before they are computed, so a step that fails
 halfway leaves hashes for keys and values that were never computed. After any exception in a step, the core starts over:
 the step's requests end with an error, the block pool is recreated empty, the worker forgets its batch, and all other
-requests are recomputed from their first token.
+requests are recomputed from their first token. Steps that were in flight behind it are dropped with it.
 
 In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.step`, `_initialize_kv_caches`).
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.config.units import GIB
+from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
@@ -36,6 +40,14 @@ from minivllm.worker.memory_profiling import check_override, profile_memory
 logger = init_logger(__name__)
 
 
+class _Batch(NamedTuple):
+    """A step in flight, scheduled at `timestamp` in seconds of `time.monotonic()`."""
+
+    scheduler_output: SchedulerOutput
+    future: Future[ModelRunnerOutput]
+    timestamp: float
+
+
 class EngineCore:
     """A scheduler and the executor that runs its steps.
 
@@ -45,7 +57,6 @@ class EngineCore:
 
     def __init__(self, args: EngineArgs) -> None:
         device = pick_device(args.device)
-        self._speculates = args.speculation is not None
         self._undelivered: list[EngineCoreOutput] = []
         self.model_config = ModelConfig.from_pretrained(args.model)
         shard_config(self.model_config, args.tensor_parallel_size)
@@ -62,9 +73,11 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
-        self.scheduler: Scheduler = (args.parts.scheduler or Scheduler)(
-            config, args.cache_config(num_blocks), args.parts
-        )
+        ahead = self.executor.max_concurrent_batches > 1
+        scheduler_class = args.parts.scheduler or (AsyncScheduler if ahead else Scheduler)
+        self.scheduler: Scheduler = scheduler_class(config, args.cache_config(num_blocks), args.parts)
+        self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
+        self.batch_queue: deque[_Batch] | None = deque() if ahead else None
         self._log_memory()
 
     @property
@@ -90,7 +103,7 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything for a step to do or return."""
-        return bool(self._undelivered) or self.scheduler.has_unfinished_requests()
+        return bool(self._undelivered or self.batch_queue) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> EngineCoreOutputs:
         """Runs one step: scheduling, a forward pass, and processing of its output.
@@ -100,31 +113,73 @@ class EngineCore:
             Exception: whatever the step raised. The requests in it (after `NonFiniteLogitsError`, only those it names)
                 end with an error, which the next step returns; the others continue.
         """
+        if self.batch_queue is not None:
+            return self._step_with_batch_queue(self.batch_queue)
         scheduled: Collection[str] | None = None
         now = time.monotonic()
         try:
-            with record_function_or_nullcontext("minivllm::schedule"):
-                scheduler_output = self.scheduler.schedule()
+            scheduler_output = self._schedule()
             scheduled = scheduler_output.num_scheduled_tokens
-            self._log_step(scheduler_output)
-            model_runner_output = self.executor.execute_model(scheduler_output)
-            if model_runner_output.nonfinite_req_ids:
-                raise NonFiniteLogitsError(model_runner_output.nonfinite_req_ids)
-            with record_function_or_nullcontext("minivllm::update"):
-                outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
-                if self._speculates:
-                    self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
-                admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
-                delivered = EngineCoreOutputs(
-                    [*self._undelivered, *outputs],
-                    self.scheduler.make_stats(),
-                    scheduled_req_ids=admitted,
-                    timestamp=now,
-                )
-                self._undelivered = []
-            return delivered
+            return self._update(scheduler_output, self.executor.execute_model(scheduler_output), now)
         except BaseException as failure:
             raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
+
+    def _step_with_batch_queue(self, queue: "deque[_Batch]") -> EngineCoreOutputs:
+        """A step for when several are in flight: fills the queue of those, then waits for the oldest one's output.
+
+        If a step fails, the ones behind it are lost too, but only the requests in it end. In vLLM:
+        `EngineCore.step_with_batch_queue`.
+        """
+        concerned: Collection[str] | None = None
+        try:
+            while len(queue) < self.executor.max_concurrent_batches and self.scheduler.has_unfinished_requests():
+                concerned, now = None, time.monotonic()
+                scheduler_output = self._schedule()
+                concerned = scheduler_output.num_scheduled_tokens
+                if scheduler_output.changes_worker:
+                    future = self.executor.execute_model(scheduler_output, non_block=True)
+                    queue.append(_Batch(scheduler_output, future, now))
+                if not concerned:
+                    break  # nobody can go on before the outputs in flight have arrived
+            concerned = ()
+            if not queue:
+                return self._delivered([], [], time.monotonic())
+            batch = queue.popleft()
+            scheduled = batch.scheduler_output.num_scheduled_tokens
+            concerned = [request_id for request_id in scheduled if request_id in self.scheduler.requests]
+            return self._update(batch.scheduler_output, batch.future.result(), batch.timestamp)
+        except BaseException as failure:
+            raise self._start_over(failure, self.scheduler.requests if concerned is None else concerned) from None
+
+    def _schedule(self) -> SchedulerOutput:
+        with record_function_or_nullcontext("minivllm::schedule"):
+            scheduler_output = self.scheduler.schedule()
+        self._log_step(scheduler_output)
+        return scheduler_output
+
+    def _update(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, timestamp: float
+    ) -> EngineCoreOutputs:
+        """Takes in the output of a step scheduled at `timestamp`; returns it, and what is still undelivered."""
+        nonfinite = [name for name in model_runner_output.nonfinite_req_ids if name in self.scheduler.requests]
+        if nonfinite:
+            raise NonFiniteLogitsError(nonfinite)
+        with record_function_or_nullcontext("minivllm::update"):
+            outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
+            if self._takes_drafts:
+                self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
+            admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+            return self._delivered(outputs, admitted, timestamp)
+
+    def _delivered(self, outputs: list[EngineCoreOutput], admitted: list[str], timestamp: float) -> EngineCoreOutputs:
+        delivered = EngineCoreOutputs(
+            [*self._undelivered, *outputs],
+            self.scheduler.make_stats(),
+            scheduled_req_ids=admitted,
+            timestamp=timestamp,
+        )
+        self._undelivered = []
+        return delivered
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
@@ -155,6 +210,8 @@ class EngineCore:
         logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
         known = {output.request_id for output in self._undelivered}
         self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
+        if self.batch_queue is not None:
+            self.batch_queue.clear()
         self.scheduler.start_over(lost)
         self.executor.collective_rpc("reset")
         return error

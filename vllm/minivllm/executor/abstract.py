@@ -27,6 +27,8 @@ class Executor(ABC):
 
     max_tensor_parallel_size: int | None = None
     """The most ranks that it can run; None: any number."""
+    max_concurrent_batches: int
+    """How many steps the core should have in flight: 1, or with `async_scheduling` one computed and one to follow."""
 
     @abstractmethod
     def __init__(self, settings: WorkerSettings) -> None:

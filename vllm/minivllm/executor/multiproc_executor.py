@@ -27,6 +27,7 @@ class MultiprocExecutor(Executor):
 
     def __init__(self, settings: WorkerSettings) -> None:
         check_devices(settings)
+        self.max_concurrent_batches = settings.max_concurrent_batches
         self._store = rendezvous(settings.tensor_parallel_size)  # must live as long as the ranks, which use it
         address = (self._store.host, self._store.port)
         self.ranks = RankProcesses(worker_of_rank, (settings, address), settings.tensor_parallel_size)

@@ -8,7 +8,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/states.py` (`RequestState`), `vllm/v1/worke
 writes; here they live on the host, and each step copies the gathered inputs to the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -82,7 +82,8 @@ class InputBatch:
         cached = output.scheduled_cached_reqs
         if cached.req_ids:
             rows = [self.row_of[req_id] for req_id in cached.req_ids]
-            self.num_computed_tokens[rows] = cached.num_computed_tokens
+            # A scheduler that is ahead does not know yet which drafts were rejected. The last token is never computed.
+            self.num_computed_tokens[rows] = np.minimum(cached.num_computed_tokens, self.num_tokens[rows] - 1)
             for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
                 if block_ids:
                     self._append_block_ids(row, block_ids)
@@ -103,7 +104,7 @@ class InputBatch:
             row = self.row_of[req_id]
             self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + len(token_ids)] = token_ids
         req_ids = list(num_scheduled_tokens)
-        rows = np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))  # [requests]
+        rows = self.rows_of(req_ids)  # [requests]
         counts = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))  # [requests]
         num_computed = self.num_computed_tokens[rows]  # [requests]
         seq_lens = num_computed + counts  # [requests]
@@ -134,6 +135,10 @@ class InputBatch:
             logits_indices=consecutive(ends - num_sampled, num_sampled),  # [sum of num_sampled]
             drafts=drafts,
         )
+
+    def rows_of(self, req_ids: Collection[str]) -> np.ndarray:
+        """The rows of these requests [len(req_ids)], int64."""
+        return np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))
 
     def append_tokens(self, rows: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
         """Appends sampled tokens, one list for each of `rows` [n], overwriting any drafts stored there."""

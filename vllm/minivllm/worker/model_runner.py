@@ -47,6 +47,7 @@ class ModelRunner:
         attention_backend: str | None = None,
         attention: Callable[..., PagedAttention] | None = None,
         use_kv_cache: bool = True,
+        async_scheduling: bool = False,
     ) -> None:
         self.model = model
         self.config = model.config
@@ -63,6 +64,7 @@ class ModelRunner:
             "lower max_num_seqs",
         )
         self.use_kv_cache = use_kv_cache
+        self.keeps_drafts = async_scheduling
         self.make_attention = attention or partial(PagedAttention, backend=attention_backend)
         self.proposer = make_proposer(speculative_config, max_model_len)
         self.attention: PagedAttention | None = None
@@ -129,20 +131,39 @@ class ModelRunner:
             output = self.sample_tokens(inputs, hidden)
         if self.proposer:
             with record_function_or_nullcontext("minivllm::draft"):
-                self.propose_draft_token_ids(inputs)
+                self.propose_draft_token_ids([inputs.req_ids[index] for index in inputs.sampling])
+        if self.keeps_drafts:
+            output.num_invalid_spec_tokens = num_invalid_of(scheduler_output, inputs)
         return output
 
     def take_sampled(self, sampled: dict[str, list[int]]) -> None:
-        """Appends the tokens that rank 0 sampled in this step, by request id."""
-        rows = np.array([self.batch.row_of[req_id] for req_id in sampled])
-        self.batch.append_tokens(rows, list(sampled.values()))
+        """Appends the tokens that rank 0 sampled, by request id, and drafts as it does if drafts are kept."""
+        self.batch.append_tokens(self.batch.rows_of(sampled), list(sampled.values()))
+        if self.proposer and self.keeps_drafts:
+            self.propose_draft_token_ids(list(sampled))
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
         """Gathers the step's inputs from the batch, on the host."""
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if self.keeps_drafts and drafts:
+            num_scheduled_tokens, drafts = self._with_kept_drafts(num_scheduled_tokens, drafts)
         if not self.use_kv_cache:
             num_scheduled_tokens = self.batch.forget_computed(num_scheduled_tokens)
-        return self.batch.prepare(num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens)
+        return self.batch.prepare(num_scheduled_tokens, drafts)
+
+    def _with_kept_drafts(
+        self, num_scheduled_tokens: dict[str, int], placeholders: dict[str, list[int]]
+    ) -> tuple[dict[str, int], dict[str, list[int]]]:
+        """The step with this rank's own drafts after the last one, in place of the scheduler's placeholders.
+
+        There may be fewer of them; then the request has fewer tokens in this step.
+        """
+        kept = self.take_draft_token_ids()
+        drafts = {req_id: kept.get(req_id, [])[: len(unknown)] for req_id, unknown in placeholders.items()}
+        missing = {req_id: len(placeholders[req_id]) - len(theirs) for req_id, theirs in drafts.items()}
+        counts = {req_id: count - missing.get(req_id, 0) for req_id, count in num_scheduled_tokens.items()}
+        return counts, {req_id: theirs for req_id, theirs in drafts.items() if theirs}
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Hidden states to sample from, [sum of num_sampled, hidden].
@@ -177,11 +198,10 @@ class ModelRunner:
         self.batch.append_tokens(inputs.rows[inputs.sampling], list(output.sampled_token_ids.values()))
         return output
 
-    def propose_draft_token_ids(self, inputs: StepInputs) -> None:
+    def propose_draft_token_ids(self, req_ids: list[str]) -> None:
         """Asks the proposer to draft for the requests that sampled in this step."""
         assert self.proposer is not None
-        drafts = self.proposer.propose(self.batch, inputs.rows[inputs.sampling])
-        req_ids = (inputs.req_ids[index] for index in inputs.sampling)
+        drafts = self.proposer.propose(self.batch, self.batch.rows_of(req_ids))
         self._draft_token_ids = {req_id: theirs for req_id, theirs in zip(req_ids, drafts, strict=True) if theirs}
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
@@ -242,6 +262,12 @@ def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
         if sampled.logprobs and sampled.logprobs[places.start] is not None:
             output.logprobs[req_id] = sampled.logprobs[places]
     return output
+
+
+def num_invalid_of(scheduler_output: SchedulerOutput, inputs: StepInputs) -> dict[str, int]:
+    """By request, how many of its scheduled drafts were placeholders that nothing was drafted for."""
+    placeholders = scheduler_output.scheduled_spec_decode_tokens.items()
+    return {req_id: len(unknown) - len(inputs.drafts.get(req_id, ())) for req_id, unknown in placeholders}
 
 
 def nonfinite_req_ids(inputs: StepInputs, largest: np.ndarray) -> list[str]:

@@ -50,6 +50,12 @@ class WorkerSettings:
     tensor_parallel_size: int
     num_threads: int
     enforce_eager: bool
+    async_scheduling: bool = False
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """How many steps are to be in flight."""
+        return 2 if self.async_scheduling else 1
 
     @property
     def uses_cuda_graphs(self) -> bool:
@@ -77,6 +83,7 @@ class Worker:
             attention_backend=settings.attention_backend,
             attention=settings.attention,
             use_kv_cache=settings.use_kv_cache,
+            async_scheduling=settings.async_scheduling,
         )
 
     def memory_use(self) -> MemoryUse:
