@@ -324,7 +324,7 @@ def test_a_request_that_could_never_fit_the_pool(idle):
         ({"block_size": "16"}, "block_size is '16'"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be a whole number"),
         ({"enable_sleep_mode": True}, "the engine of vLLM has the argument 'enable_sleep_mode'; minivllm does not"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; the engine takes no value of it but 1"),
+        ({"data_parallel_size": 2}, "data_parallel_size is 2; the engine takes no value of it but 1"),
         ({"runner": "pooling"}, "runner is 'pooling'; the engine takes no value of it but 'auto' or 'generate'"),
         ({"tokenizer": 5}, "tokenizer is 5; it must be a directory"),
         ({"tokenizer": ""}, "tokenizer is ''"),

@@ -7,14 +7,15 @@ and `max_model_len` can be foreseen. A block is published when its last token is
 is scheduled. And a preempted request is resumed only after the outputs that were in flight have arrived.
 
 Where the model is a pipeline of stages, several steps are in flight too, but a request's next token is scheduled only
-when the last one has arrived: it has to travel from the last stage to the first. Other requests fill the pipeline.
+when the last one has arrived: it has to travel from the last stage to the first. Other requests fill the pipeline,
+unless all were admitted into the same step: the scheduler does not divide them to that end.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/async_scheduler.py` (`AsyncScheduler`).
 """
 
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler import Scheduler, Step
 
 UNKNOWN_TOKEN = -1
 """Stands for a draft token that only the worker will know."""
@@ -22,6 +23,13 @@ UNKNOWN_TOKEN = -1
 
 class AsyncScheduler(Scheduler):
     """A scheduler whose `schedule` may be called again before `update_from_output`; outputs come in the same order."""
+
+    def _make_output(self, step: Step) -> SchedulerOutput:
+        output = super()._make_output(step)
+        if not self.config.async_scheduling:
+            sampled = [[] if request.is_prefill_chunk else [request.all_token_ids[-1]] for request in step.continued]
+            output.scheduled_cached_reqs.new_token_ids = sampled
+        return output
 
     def _update_after_schedule(self, output: SchedulerOutput) -> None:
         super()._update_after_schedule(output)

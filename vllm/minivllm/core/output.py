@@ -42,12 +42,14 @@ class CachedRequestData:
     """Updates of requests that the worker already knows: entry i of each list belongs to `req_ids[i]`.
 
     `new_block_ids` are to be appended to the block table (None: no new block). `num_computed_tokens` is the position of
-    this step's first token; it is sent because rejected draft tokens move it back.
+    this step's first token; it is sent because rejected draft tokens move it back. `new_token_ids` are the
+    tokens sampled since the request's last step, for stages that did not sample them; with one stage the list is empty.
     """
 
     req_ids: list[str] = field(default_factory=list)
     new_block_ids: list[list[int] | None] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
+    new_token_ids: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from minivllm.errors import MinivllmError
 
 
 @dataclass(slots=True)
-class _Step:
+class Step:
     """A step under construction. `position` is the index in `running` of the request being scheduled."""
 
     token_budget: int
@@ -138,7 +138,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Returns the next step. `num_computed_tokens` includes its tokens at once, before they are computed."""
-        step = _Step(self.config.max_num_batched_tokens)
+        step = Step(self.config.max_num_batched_tokens)
         chunk_limit = self._chunk_limit()
         may_admit = not (self.config.static_batching and self.running)
         self._schedule_running(step, chunk_limit)
@@ -154,7 +154,7 @@ class Scheduler:
         threshold = 0 if alone else self.config.long_prefill_token_threshold
         return threshold or self.config.max_num_batched_tokens
 
-    def _schedule_running(self, step: _Step, chunk_limit: int) -> None:
+    def _schedule_running(self, step: Step, chunk_limit: int) -> None:
         """Schedules running requests in order of admission. One that can get no tokens is skipped and blocks none."""
         while step.position < len(self.running) and step.token_budget > 0:
             request = self.running[step.position]
@@ -187,7 +187,7 @@ class Scheduler:
         # Draft tokens must not take the last position: the token sampled after it would exceed max_model_len.
         return min(num_new_tokens, limit, self.config.max_model_len - 1 - request.num_computed_tokens)
 
-    def _schedule_drafts(self, request: Request, num_new_tokens: int, step: _Step) -> None:
+    def _schedule_drafts(self, request: Request, num_new_tokens: int, step: Step) -> None:
         """Records which of a request's new tokens are draft tokens; those that do not fit into the step are dropped."""
         num_known = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
         num_drafts = num_new_tokens - num_known
@@ -195,7 +195,7 @@ class Scheduler:
             step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
         request.spec_token_ids = []
 
-    def _preempt_one(self, step: _Step) -> Request:
+    def _preempt_one(self, step: Step) -> Request:
         """Preempts the last running request (FCFS), or the one with the greatest `sort_key` (priority); returns it."""
         if self.config.policy == "fcfs":
             victim = self.running.pop()
@@ -209,7 +209,7 @@ class Scheduler:
         self._preempt_request(victim, step)
         return victim
 
-    def _preempt_request(self, request: Request, step: _Step) -> None:
+    def _preempt_request(self, request: Request, step: Step) -> None:
         """Frees a request's blocks and puts it back into the waiting queue (FCFS: at the head). It keeps its tokens."""
         was_scheduled = step.unschedule(request)
         self.kv_cache_manager.free(request, withdraw_uncomputed=was_scheduled)
@@ -221,7 +221,7 @@ class Scheduler:
         self.waiting.prepend_requests((request,))
         step.preempted_req_ids.add(request.request_id)
 
-    def _schedule_waiting(self, step: _Step, chunk_limit: int) -> None:
+    def _schedule_waiting(self, step: Step, chunk_limit: int) -> None:
         """Admits waiting requests. One that does not fit blocks those behind it; one without a LoRA slot does not."""
         skipped: list[Request] = []
         running_loras = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
@@ -242,7 +242,7 @@ class Scheduler:
             return False
         return len(running_loras) >= self.config.max_loras
 
-    def _admit(self, request: Request, step: _Step, chunk_limit: int) -> bool:
+    def _admit(self, request: Request, step: Step, chunk_limit: int) -> bool:
         """Moves the head of the waiting queue to `running`, scheduled. If it does not fit, only returns False."""
         hit_blocks, num_hit_tokens = self.kv_cache_manager.get_computed_blocks(request)
         num_new_tokens = min(request.num_tokens - num_hit_tokens, chunk_limit)
@@ -270,7 +270,7 @@ class Scheduler:
         step.admitted.append(request)
         return True
 
-    def _make_output(self, step: _Step) -> SchedulerOutput:
+    def _make_output(self, step: Step) -> SchedulerOutput:
         get_block_ids = self.kv_cache_manager.get_block_ids
         return SchedulerOutput(
             scheduled_new_reqs=[

@@ -35,7 +35,6 @@ WITHOUT_EFFECT = {
     "max_logprobs": ANY_VALUE,
     "max_parallel_loading_workers": ANY_VALUE,
     "max_seq_len_to_capture": ANY_VALUE,
-    "pipeline_parallel_size": (1,),
     "revision": ANY_VALUE,
     "runner": ("auto", "generate"),
     "swap_space": ANY_VALUE,
@@ -81,6 +80,8 @@ class EngineArgs:
     - `speculative_config`: a dictionary as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 4}.
     - `multiprocess`: run the core in a separate process. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
     - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on one CPU.
+    - `pipeline_parallel_size`: number of stages that the layers are divided over, each of `tensor_parallel_size` ranks.
+      As many steps are in flight, each of other requests; not with `speculative_config`.
     - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own. None:
       "uni" for one rank, else "mp".
     - `async_scheduling`: schedule a step while the one before it is computed. None: on a GPU, unless `parts` replace
@@ -118,6 +119,7 @@ class EngineArgs:
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None
     multiprocess: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     async_scheduling: bool | None = None
     enforce_eager: bool = False
@@ -181,12 +183,31 @@ class EngineArgs:
             ("max_num_batched_tokens", 1, True),
             ("num_gpu_blocks_override", 2, True),
             ("tensor_parallel_size", 1, False),
+            ("pipeline_parallel_size", 1, False),
         ):
             value = getattr(self, name)
             require(
                 (value is None and by_default) or is_count(value, least),
                 f"{name} is {value!r}; it must be a whole number of at least {least}",
             )
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline_parallel_size == 1:
+            return
+        require(
+            self.speculative_config is None,
+            f"speculative_config does not go with pipeline_parallel_size {self.pipeline_parallel_size}: leave one out",
+        )
+        require(
+            not self.async_scheduling,
+            f"async_scheduling does not go with pipeline_parallel_size {self.pipeline_parallel_size}, where steps in "
+            "flight are of different requests: leave one out",
+        )
+        require(
+            not self.parts.names,
+            f"parts ({', '.join(self.parts.names)}) cannot go to another process: leave out pipeline_parallel_size",
+        )
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -227,7 +248,7 @@ class EngineArgs:
     def _schedules_ahead(self, on_gpu: bool) -> bool:
         if self.async_scheduling is not None:
             return self.async_scheduling
-        return on_gpu and self.parts.scheduler is None
+        return on_gpu and self.parts.scheduler is None and self.pipeline_parallel_size == 1
 
     def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> WorkerSettings:
         """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads of all ranks."""
@@ -248,6 +269,7 @@ class EngineArgs:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
             num_threads=num_threads,
             enforce_eager=self.enforce_eager,
             async_scheduling=scheduler.async_scheduling,

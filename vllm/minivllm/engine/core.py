@@ -31,6 +31,7 @@ from minivllm.executor.abstract import make_executor
 from minivllm.logger import init_logger
 from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
+from minivllm.models.pipeline import Stage, stage_config
 from minivllm.platforms.device import pick_device
 from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.platforms.out_of_memory import explain_out_of_memory
@@ -56,10 +57,13 @@ class EngineCore:
     """
 
     def __init__(self, args: EngineArgs) -> None:
+        self.args = args
         device = pick_device(args.device)
         self._undelivered: list[EngineCoreOutput] = []
         self.model_config = ModelConfig.from_pretrained(args.model)
         shard_config(self.model_config, args.tensor_parallel_size)
+        stages = [Stage(rank, args.pipeline_parallel_size) for rank in range(args.pipeline_parallel_size)]
+        self._stage_configs = [stage_config(self.model_config, stage) for stage in stages]
         memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
         config = args.scheduler_config(self.model_config, memory)
         self.executor = make_executor(
@@ -246,7 +250,7 @@ class EngineCore:
             return None
         ledgers = [
             profile_memory(
-                self.model_config,
+                self._stage_configs[rank // args.tensor_parallel_size],
                 use,
                 tp=args.tensor_parallel_size,
                 kv_cache_dtype=args.kv_cache_dtype,
@@ -256,7 +260,7 @@ class EngineCore:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 gpu_memory_utilization=args.gpu_memory_utilization,
             )
-            for use in self.executor.collective_rpc("memory_use")
+            for rank, use in enumerate(self.executor.collective_rpc("memory_use"))
         ]
         return min(ledgers, key=lambda ledger: ledger.num_blocks)
 

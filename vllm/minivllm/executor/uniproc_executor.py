@@ -12,7 +12,7 @@ from minivllm.worker.worker import Worker, WorkerSettings
 class UniprocExecutor(Executor):
     """One rank, in this process. If several steps are to be in flight, a thread of its own runs all of its calls."""
 
-    max_tensor_parallel_size = 1
+    max_ranks = 1
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.max_concurrent_batches = settings.max_concurrent_batches

@@ -82,6 +82,8 @@ class InputBatch:
         cached = output.scheduled_cached_reqs
         if cached.req_ids:
             rows = [self.row_of[req_id] for req_id in cached.req_ids]
+            for row, start, token_ids in zip(rows, cached.num_computed_tokens, cached.new_token_ids, strict=False):
+                self._take_token_ids(row, start, token_ids)
             # A scheduler that is ahead does not know yet which drafts were rejected. The last token is never computed.
             self.num_computed_tokens[rows] = np.minimum(cached.num_computed_tokens, self.num_tokens[rows] - 1)
             for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
@@ -158,6 +160,12 @@ class InputBatch:
         self.num_blocks[row] = 0
         self._append_block_ids(row, request.block_ids)
         self.sampling.add_request(row, request.sampling_params)
+
+    def _take_token_ids(self, row: int, start: int, token_ids: list[int]) -> None:
+        """Takes tokens that the last stage has sampled, from position `start` on; the rank that did has them."""
+        end = start + len(token_ids)
+        self.token_ids[row, start:end] = token_ids
+        self.num_tokens[row] = max(self.num_tokens[row], end)
 
     def _append_block_ids(self, row: int, block_ids: list[int]) -> None:
         start = self.num_blocks[row]

@@ -124,7 +124,7 @@ class ModelRunner:
             inputs = self.prepare_inputs(scheduler_output)
         with record_function_or_nullcontext("minivllm::forward"):
             hidden = self.forward(inputs)
-        if self.model.group.rank > 0:
+        if not self.model.group.samples:
             self.prompt_logprobs.pass_over(inputs)
             return ModelRunnerOutput({})
         with record_function_or_nullcontext("minivllm::sample"):
@@ -166,7 +166,7 @@ class ModelRunner:
         return counts, {req_id: theirs for req_id, theirs in drafts.items() if theirs}
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states to sample from, [sum of num_sampled, hidden].
+        """Hidden states to sample from, [sum of num_sampled, hidden]; on a stage before the last, what it has sent on.
 
         If any prompt log probabilities are requested, those of all tokens, [tokens, hidden]. A decode step replays a
         CUDA graph if one fits.
@@ -178,7 +178,16 @@ class ModelRunner:
             hidden = self.cuda_graphs.replay(inputs)  # [tokens, hidden]
             return hidden if rows is None else hidden[rows]
         input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
-        return self.model(input_ids, positions, self._forward_context(inputs), rows)
+        context, group = self._forward_context(inputs), self.model.group
+        received = None if group.stage.is_first else self._receive(num_tokens)
+        hidden = self.model(input_ids, positions, context, rows, received)
+        if not group.stage.is_last:
+            group.send_to_next_stage(hidden)
+        return hidden
+
+    def _receive(self, num_tokens: int) -> torch.Tensor:
+        shape = (2, num_tokens, self.config.hidden_size)
+        return self.model.group.receive_from_previous_stage(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def sample_tokens(self, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput:
         """Samples for the requests that reached their last known token, and appends the accepted tokens to the batch.
@@ -239,7 +248,11 @@ class ModelRunner:
     def _dummy_step(self, num_tokens: int, num_rows: int) -> None:
         """The largest possible step, without attention; sampling applies top-p and min-p, but no bias or penalties."""
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        hidden = self.model(ids, ids, lambda layer, q, k, v: torch.zeros_like(q))
+        stage, shape = self.model.group.stage, (2, num_tokens, self.config.hidden_size)
+        received = None if stage.is_first else torch.zeros(shape, dtype=self.dtype, device=self.device)
+        hidden = self.model(ids, ids, lambda layer, q, k, v: torch.zeros_like(q), None, received)
+        if not stage.is_last:
+            return
         logits = self.model.compute_logits(hidden[:num_rows]).float()
         states = SamplingStates(num_rows)
         for row in range(num_rows):

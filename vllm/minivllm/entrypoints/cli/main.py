@@ -16,6 +16,7 @@ from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
 
 KEY_VARIABLES = ("MINIVLLM_API_KEY", "VLLM_API_KEY")
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}
 NOT_FLAGS = {"model", "parts", "multiprocess"}
 
 
@@ -61,6 +62,7 @@ def _add_flag(group: Any, field: Field[Any], hint: Any) -> None:
     """A flag for a field of a dataclass; one that is not given is not in the namespace."""
     flag = f"--{field.name.replace('_', '-')}"
     aliases = [flag, f"--{field.name}"] if "_" in field.name else [flag]
+    aliases += [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
     options = {"dest": field.name, "default": argparse.SUPPRESS, "metavar": field.name.upper()}
     kinds = set(get_args(hint)) - {type(None)} if get_origin(hint) in (types.UnionType, Union) else {hint}
     if kinds == {bool}:
