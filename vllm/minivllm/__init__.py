@@ -50,7 +50,6 @@ _NOT_SERVED = {
     **dict.fromkeys(("ScoringOutput", "ScoringRequestOutput"), _POOLING),
     "ModelRegistry": "models of one's own",
     "initialize_ray_cluster": "a call that starts Ray",
-    "StructuredOutputsParams": "constraints on the output's form",
     **dict.fromkeys(("LogitsProcessor", "AdapterLogitsProcessor", "BatchUpdate"), "other code in the sampler"),
     "gpu_sync_allowed": "other code in the sampler",
     "LoRARequest": "LoRA adapters",
