@@ -329,7 +329,13 @@ def as_bitmask(allowed: Tensor) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
-def verify_mask(apply: Callable[[Tensor, Tensor, Tensor], None], device: torch.device) -> dict:
+def apply_mask(kernel: Any, logits: Tensor, bitmask: Tensor, has_grammar: Tensor) -> None:
+    """Launch the lesson's kernel on logits float32 [rows, vocab], in place; the others are int32."""
+    rows, words = bitmask.shape
+    kernel[(rows, -(-words // 32))](logits, bitmask, has_grammar, logits.shape[1], words, BLOCK=32)
+
+
+def verify_mask(kernel: Any, device: torch.device) -> dict:
     """The kernel against a mask of booleans, bit for bit, in vocabularies that no word and no tile divides.
 
     Raises:
@@ -339,7 +345,7 @@ def verify_mask(apply: Callable[[Tensor, Tensor, Tensor], None], device: torch.d
     for vocabulary in (31, 32, 1000, 4096, 5003):
         allowed, logits = torch.rand(3, vocabulary) < 0.3, torch.randn(3, vocabulary)
         has_grammar, masked = torch.tensor([1, 0, 1], dtype=torch.int32), logits.to(device)
-        apply(masked, as_bitmask(allowed).to(device), has_grammar.to(device))
+        apply_mask(kernel, masked, as_bitmask(allowed).to(device), has_grammar.to(device))
         forbidden = ~allowed & has_grammar.bool()[:, None]
         right = logits.masked_fill(forbidden, -torch.inf)
         assert torch.equal(masked.cpu(), right), f"a vocabulary of {vocabulary} is masked wrongly"
