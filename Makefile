@@ -14,7 +14,7 @@ WORKERS ?= 2
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check bugs lab notebooks claims measure bench peers ablation gpu doctor lint format card site
+.PHONY: help setup setup-cpu run test lesson check capstone bugs lab notebooks claims measure bench peers ablation gpu doctor lint format card site
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -41,6 +41,9 @@ lesson: setup ## one lesson's script: make lesson N=01
 
 check: setup ## your solution of one exercise: make check N=01
 	@$(UV_RUN) python -m minivllm.lab.exercise $(or $(N),--help)
+
+capstone: setup ## your solutions of all exercises serve HTTP together; SERVE=1 leaves the server running
+	@$(UV_RUN) python -m minivllm.lab.capstone $(if $(filter-out 0,$(SERVE)),--serve) $(if $(PORT),--port '$(PORT)')
 
 bugs: setup ## the bug museum: make bugs; make bugs B=7, then with HINT=1, LINE=core/stop.py:12 or TRY=1
 	@$(UV_RUN) python -m minivllm.lab.museum $(if $(B),--bug '$(B)') $(if $(HINT),--hint '$(HINT)') $(if $(LINE),--line '$(LINE)') $(if $(filter-out 0,$(TRY)),--try)

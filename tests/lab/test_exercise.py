@@ -120,3 +120,31 @@ def test_the_command_says_by_its_exit_code_whether_all_is_done(tmp_path, monkeyp
             exercise.main(arguments)
         assert end.value.code == code
     assert ("✓" if code is None else "✗") in capsys.readouterr().out
+
+
+STRETCH = '''"""c"""
+def check_double(m):
+    """Twice."""
+    assert m.double(2) == 4
+def check_kernel(m):
+    """Stretch: the kernel."""
+    m.kernel()
+def plug(m):
+    return m
+'''
+
+
+@pytest.mark.parametrize(("source", "is_run"), [("def double(x): return 2 * x", True), ("def kernel(): pass", False)])
+def test_a_missing_stretch_part_withholds_no_run(tmp_path, monkeypatch, capsys, source, is_run):
+    (tmp_path / "checks").mkdir()
+    (tmp_path / "checks" / "05_x.py").write_text(STRETCH)
+    (tmp_path / "05_x.py").write_text(source)
+    ran = []
+    monkeypatch.setattr(exercise, "EXERCISES", tmp_path)
+    monkeypatch.setattr(exercise, "run_plugged", lambda *given: ran.append(given) or True)
+    with pytest.raises(SystemExit) as end:
+        exercise.main(exercise.parser().parse_args(["5"]))
+    assert end.value.code == 1, "something is missing all the same"
+    check_here("5", load(tmp_path / "05_x.py"))
+    assert len(ran) == 2 * is_run
+    assert "1 of 2 checks to go" in capsys.readouterr().out

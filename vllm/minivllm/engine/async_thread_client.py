@@ -55,11 +55,23 @@ class AsyncThreadClient(EngineCoreClient):
         return outputs
 
     async def call_utility_async(self, method: str) -> Any:
-        """Calls one of `UTILITIES` in the core and returns its result."""
+        """Calls one of `UTILITIES` in the core and returns its result.
+
+        Raises:
+            RuntimeError: the method failed.
+        """
         assert method in UTILITIES
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
-        self._to_do.put(lambda: loop.call_soon_threadsafe(answer.set_result, getattr(self.engine_core, method)()))
+
+        def call() -> None:
+            try:
+                loop.call_soon_threadsafe(answer.set_result, getattr(self.engine_core, method)())
+            except Exception as error:
+                failure = RuntimeError(f"{method} failed in the engine's core: {type(error).__name__}: {error}")
+                loop.call_soon_threadsafe(answer.set_exception, failure)
+
+        self._to_do.put(call)
         return await answer
 
     def get_output(self) -> EngineCoreOutputs:

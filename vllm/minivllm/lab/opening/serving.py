@@ -1,6 +1,6 @@
 """Lesson 06's opening: the followed request from a POST to its tokens, over the server's two processes.
 
-On top the way in, from left to right; at the bottom the way out. The API's process has one event loop, the core's a loop
+On top the way in, from left to right; at the bottom the way out. The API process has one event loop, the core a loop
 of steps; between them cross messages, and nobody waits for the other.
 """
 

@@ -1,0 +1,48 @@
+"""The capstone: the parts of all solved exercises serve together, and what differs from ours is told."""
+
+import pytest
+from lessons.harness import script_path
+
+from minivllm.lab import capstone
+from minivllm.lab.capstone import NUMBERS, SERVERS, difference_of, parts_of, serve_all
+from minivllm.lab.exercise import load
+from minivllm.lab.over_http import Answer, Load
+
+
+@pytest.fixture(scope="module")
+def solutions():
+    return {number: load(script_path(number)) for number in NUMBERS}
+
+
+def test_every_exercise_is_in_a_server(solutions):
+    assert {number for server in SERVERS for number in server.exercises} == set(NUMBERS)
+    front_end = ["output_collector", "stop_strings", "until_disconnected"]
+    named = [parts_of(server, solutions).names for server in SERVERS]
+    assert named[0] == ["scheduler", "block_pool", "attention", *front_end]
+    assert named[1] == ["attention", *front_end]
+    assert named[2] == ["hash_block_tokens", "attention", *front_end]
+    assert parts_of(SERVERS[0], {"04": solutions["04"]}).names == ["scheduler"], "ours where yours is not solved"
+
+
+def test_the_solutions_serve_together(solutions, capsys):
+    assert serve_all(solutions)
+    shown = capsys.readouterr().out
+    assert shown.count("the same") == len(SERVERS)
+
+
+def test_what_differs_is_told():
+    def load_of(text="a", aborted=1, free=9):
+        return Load([Answer(text, [1])], 1.0, aborted, free, 9)
+
+    assert difference_of(load_of(), load_of()) is None
+    assert difference_of(load_of("b"), load_of()) == "request 0: 'b', and ours 'a'"
+    assert difference_of(load_of(aborted=0), load_of()) == "0 requests aborted, and 1 by ours"
+    assert difference_of(load_of(free=7), load_of()) == "2 blocks are still held"
+
+
+def test_without_a_solution_nothing_is_served(monkeypatch, capsys):
+    monkeypatch.setattr(capstone, "solved", lambda number: "5 of 5 checks to go")
+    with pytest.raises(SystemExit) as end:
+        capstone.main(capstone.parser().parse_args([]))
+    assert end.value.code == 1
+    assert "make check N=01" in capsys.readouterr().out

@@ -1,0 +1,155 @@
+"""The capstone: a server made of what a learner has written in exercises 01 to 06, and clients that ask it.
+
+    uv run python -m minivllm.lab.capstone            # which parts are yours, and what the servers do with them
+    uv run python -m minivllm.lab.capstone --serve    # and then `minivllm serve` with them, on port 8000
+
+An exercise whose checks pass gives its parts; for the others the engine's own serve. Not all parts fit into one engine:
+there are three attentions, and a pool without names cannot find prefixes. So there are three servers, and the front end
+of exercise 06 is in each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
+from minivllm.lab.cli import Parser, run
+from minivllm.lab.exercise import can_be_plugged, checks_of, exercise_path, load, plug_of, run_checks
+from minivllm.lab.over_http import Client, Load, serve_load
+from minivllm.lab.progress import working
+from minivllm.lab.tables import console, table
+
+NUMBERS = ("01", "02", "03", "04", "05", "06")
+PORT = 8000
+
+
+@dataclass(frozen=True)
+class Server:
+    """One of the three: which exercises are in it, and the engine's arguments that they need."""
+
+    name: str
+    exercises: tuple[str, ...]
+    engine_args: Mapping[str, Any]
+
+
+SERVERS = (
+    Server("paged", ("02", "03", "04", "06"), {"enable_prefix_caching": False, "max_num_batched_tokens": 64}),
+    Server("a block for each request", ("01", "06"), {"block_size": 64, "max_model_len": 64}),
+    Server("prefix cache, int8", ("05", "06"), {"block_size": 4, "kv_cache_dtype": "int8"}),
+)
+ADD = "def add(a, b):\n    return"
+CLIENTS = (
+    Client(prompt=ADD, max_tokens=16),
+    Client(prompt=ADD, max_tokens=16, stop=("b\n\ndef _",)),
+    Client(prompt=ADD, max_tokens=12, stream=False),
+    Client(prompt="class Stack:\n", max_tokens=12),
+    Client(prompt="import os\n", max_tokens=12),
+    Client(prompt="for i in range(3):\n", max_tokens=40, leaves_after=2),
+)
+
+
+def solved(number: str) -> ModuleType | str:
+    """A learner's module, or what is missing in it."""
+    module = load(exercise_path(number))
+    results = run_checks(module, checks_of(number))
+    missing = sum(not result.passed for result in results)
+    return module if can_be_plugged(results) else f"{missing} of {len(results)} checks to go"
+
+
+def parts_of(server: Server, modules: Mapping[str, ModuleType]) -> Parts:
+    """The parts of all modules that are in this server."""
+    found: dict[str, Callable[..., Any]] = {}
+    for number in server.exercises:
+        plug = plug_of(number) if number in modules else None
+        if plug is not None:
+            parts = plug(modules[number]).parts
+            found |= {name: getattr(parts, name) for name in parts.names}
+    return Parts(**found)
+
+
+def serve_all(modules: Mapping[str, ModuleType]) -> bool:
+    """Serve the clients with the learner's parts and with ours, server by server; whether all answers are the same."""
+    rows, same = [], True
+    for server in SERVERS:
+        parts = parts_of(server, modules)
+        if not parts.names:
+            continue
+        yours, ours = (serve_load(CLIENTS, which, **server.engine_args) for which in (parts, NO_PARTS))
+        difference = difference_of(yours, ours)
+        same = same and difference is None
+        names = ", ".join(name.replace("_", " ") for name in parts.names)
+        rows.append((server.name, names, str(len(yours.answers)), speed(yours), speed(ours), difference or "the same"))
+    heads = ["server", "your parts", "requests", "tokens/s, yours", "ours", "tokens"]
+    table("Three servers with your parts, on real sockets", heads, rows, words=True)
+    return same
+
+
+def difference_of(yours: Load, ours: Load) -> str | None:
+    """What is not the same, in a few words."""
+    for number, (mine, other) in enumerate(zip(yours.answers, ours.answers, strict=True)):
+        if (mine.token_ids, mine.text) != (other.token_ids, other.text):
+            return f"request {number}: {mine.text!r}, and ours {other.text!r}"
+    if yours.num_aborted != ours.num_aborted:
+        return f"{yours.num_aborted} requests aborted, and {ours.num_aborted} by ours"
+    held = yours.num_blocks - yours.num_free_blocks
+    return f"{held} blocks are still held" if held else None
+
+
+def speed(load: Load) -> str:
+    """Tokens a second that the clients got."""
+    return f"{sum(len(answer.token_ids) for answer in load.answers) / load.seconds:,.0f}"
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Check all exercises, serve with what is solved; exit with 1 if answers differ or nothing is solved."""
+    found = {number: solved(number) for number in NUMBERS}
+    modules = {number: one for number, one in found.items() if isinstance(one, ModuleType)}
+    rows = [(number, _parts(number), "yours" if number in modules else f"ours: {found[number]}") for number in NUMBERS]
+    table("Whose parts serve", ["exercise", "parts", "whose"], rows, words=True)
+    if not modules:
+        console.print("nothing of yours can serve yet; begin with: make check N=01")
+        raise SystemExit(1)
+    with working("three servers, each with your parts and without"):
+        same = serve_all(modules)
+    if arguments.serve:
+        serve_here(modules, arguments.port)
+    if not same:
+        raise SystemExit(1)
+
+
+def serve_here(modules: Mapping[str, ModuleType], port: int) -> None:
+    """`minivllm serve` on the embedded model, with the parts of the first server, until Ctrl-C."""
+    from minivllm.engine.arg_utils import EngineArgs
+    from minivllm.entrypoints.openai.chat_template import PLAIN
+    from minivllm.entrypoints.openai.launcher import serve
+    from minivllm.entrypoints.openai.settings import FrontendArgs
+
+    server = SERVERS[0]
+    args = EngineArgs(model=EMBEDDED_MODEL, device="cpu", parts=parts_of(server, modules), **server.engine_args)
+    console.print(f"http://127.0.0.1:{port}/v1/completions, until Ctrl-C")
+    raise SystemExit(serve(args, FrontendArgs(host="127.0.0.1", port=port), PLAIN))
+
+
+def _parts(number: str) -> str:
+    return {
+        "01": "attention over contiguous caches", "02": "block pool", "03": "attention in tiles", "04": "scheduler",
+        "05": "block names, int8 cache", "06": "collector, stop strings, disconnects",
+    }[number]  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `python -m minivllm.lab.capstone`."""
+    flags = Parser(prog="capstone", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--serve", action="store_true", help="then serve with the parts of the first server")
+    flags.add_argument("--port", type=int, default=PORT, help="where to serve (default: 8000)")
+    return flags
+
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # the checks count what kernels read and write
+    run(main, parser())
