@@ -182,9 +182,12 @@ def measure_slow_client(servers: Mapping[str, tuple[int, Any]], quick: bool) -> 
     found, rows, seconds = {}, [], SECONDS_UNREAD[quick]
     slow, *others = prompts(5, seed=2)
     for name, (port, server) in servers.items():
-        client = RawClient(port, to_lesson(slow, 400))
+        core = core_of(server)
         process = start_load(port, [Ask(to_lesson(token_ids, 200)) for token_ids in others], clients=4)
-        _wait_until_still(core_of(server), process.poll, seconds)
+        while process.poll() is None and len(core.scheduler.requests) < 4:
+            time.sleep(0.001)
+        client = RawClient(port, to_lesson(slow, 400))
+        _wait_until_still(core, process.poll, seconds)
         events, answers = client.read_events(), answers_of(process)
         client.close()
         gap = max(gap for one in answers for gap in one.itls)
