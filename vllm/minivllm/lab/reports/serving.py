@@ -178,7 +178,7 @@ class RawClient:
 
 
 def measure_slow_client(servers: Mapping[str, tuple[int, Any]], quick: bool) -> dict:
-    """One client asks for 400 tokens and reads nothing; four others are served, or nothing moves until it reads."""
+    """Four clients are served; one comes, asks for 400 tokens, and reads nothing until nothing has moved for a while."""
     found, rows, seconds = {}, [], SECONDS_UNREAD[quick]
     slow, *others = prompts(5, seed=2)
     for name, (port, server) in servers.items():
@@ -187,21 +187,21 @@ def measure_slow_client(servers: Mapping[str, tuple[int, Any]], quick: bool) -> 
         while process.poll() is None and len(core.scheduler.requests) < 4:
             time.sleep(0.001)
         client = RawClient(port, to_lesson(slow, 400))
-        _wait_until_still(core, process.poll, seconds)
+        _wait_until_still(core, seconds)
         events, answers = client.read_events(), answers_of(process)
         client.close()
         gap = max(gap for one in answers for gap in one.itls)
         found[name] = {"longest_gap_ms": 1e3 * gap, "events": events}
         rows.append((name, ms(gap), events))
     columns = ("server", "the others' longest gap, ms", "events with its 400 tokens")
-    table(f"A client that reads nothing for {seconds:g} s, while four others want 200 tokens each", columns, rows)
+    table(f"A client that reads nothing until all has stood still for {seconds:g} s, among four others", columns, rows)
     return {"unread_seconds": seconds, "servers": found}
 
 
-def _wait_until_still(core: EngineCore, ended: Callable[[], int | None], seconds: float) -> None:
-    """Wait until the core has computed nothing for so long, or the others have been served."""
+def _wait_until_still(core: EngineCore, seconds: float) -> None:
+    """Wait until the core has computed nothing for so long."""
     before, since = -1, time.monotonic()
-    while ended() is None and time.monotonic() < since + seconds:
+    while time.monotonic() < since + seconds:
         computed = sum(request.num_computed_tokens for request in list(core.scheduler.requests.values()))
         if computed != before:
             before, since = computed, time.monotonic()
