@@ -178,7 +178,7 @@ class RawClient:
 
 
 def measure_slow_client(servers: Mapping[str, tuple[int, Any]], quick: bool) -> dict:
-    """Four clients are served; one comes, asks for 400 tokens, and reads nothing until nothing has moved for a while."""
+    """Four clients are served; one more asks for 400 tokens, and reads only when nothing has moved for a while."""
     found, rows, seconds = {}, [], SECONDS_UNREAD[quick]
     slow, *others = prompts(5, seed=2)
     for name, (port, server) in servers.items():
