@@ -82,8 +82,8 @@ class EngineArgs:
     - `speculative_config`: a dictionary as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 4}.
     - `multiprocess`: run the core in a separate process. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
     - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on one CPU.
-    - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own. None:
-      "uni" for one rank, else "mp".
+    - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own, "ray"
+      each in an actor of a Ray cluster (`uv sync --group dist`). None: "uni" for one rank, else "mp".
     - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its own.
       `data_parallel_routing`: which core gets a request: "load", the least loaded one, as in vLLM, or "prefix", which
       prefers one that was recently sent the prompt's beginning (`load_balancing`). `data_parallel_retry`: when one of
@@ -172,11 +172,7 @@ class EngineArgs:
         )
         require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
         require(
-            not self.parts.names
-            or (
-                not (self.multiprocess or self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp")
-                and self.data_parallel_size == 1
-            ),
+            not self.parts.names or not (self.multiprocess or self._has_other_processes),
             f"parts ({', '.join(self.parts.names)}) cannot go to another process: leave out multiprocess, "
             "tensor_parallel_size, data_parallel_size and distributed_executor_backend",
         )
@@ -196,6 +192,11 @@ class EngineArgs:
                 (value is None and by_default) or is_count(value, least),
                 f"{name} is {value!r}; it must be a whole number of at least {least}",
             )
+
+    @property
+    def _has_other_processes(self) -> bool:
+        several = self.tensor_parallel_size > 1 or self.data_parallel_size > 1
+        return several or self.distributed_executor_backend in ("mp", "ray")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

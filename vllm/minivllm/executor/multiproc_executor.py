@@ -48,14 +48,14 @@ class MultiprocExecutor(Executor):
         self.ranks.shutdown()
 
 
-def rendezvous(size: int) -> dist.TCPStore:
+def rendezvous(size: int, host: str = LOOPBACK_ADDRESS) -> dist.TCPStore:
     """Returns the store through which `size` ranks find each other, served by this process on a free port.
 
-    It listens on the loopback address only. Without a socket from us, torch would listen on every interface.
+    It listens on this address only. Without a socket from us, torch would listen on every interface.
     """
-    with socket.create_server((LOOPBACK_ADDRESS, 0), backlog=128) as listener:
+    with socket.create_server((host, 0), backlog=128) as listener:
         port, fd = listener.getsockname()[1], listener.detach()
-    return dist.TCPStore(LOOPBACK_ADDRESS, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    return dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def check_devices(settings: WorkerSettings) -> None:
