@@ -28,6 +28,7 @@ WITHOUT_EFFECT = {
     "compilation_config": ANY_VALUE,
     "config_format": ("auto", "hf"),
     "cpu_offload_gb": (0,),
+    "data_parallel_backend": ("mp",),
     "disable_custom_all_reduce": ANY_VALUE,
     "disable_log_requests": ANY_VALUE,
     "disable_log_stats": ANY_VALUE,
