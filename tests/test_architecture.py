@@ -26,7 +26,8 @@ def hops(mark: str) -> list[tuple[str, str]]:
 
 
 WAY, PROCESSES, SERVED, WIDGET = hops("way"), hops("processes"), hops("served"), hops("widget")
-ALL = WAY + hops("ahead") + PROCESSES + hops("stages") + SERVED
+SEVERAL = hops("several")
+ALL = WAY + hops("ahead") + PROCESSES + hops("stages") + SERVED + SEVERAL
 SPINE = re.findall(r"`([\w/]+\.py)`", between("spine"))
 
 

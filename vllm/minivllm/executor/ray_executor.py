@@ -7,6 +7,7 @@ this machine does (`rank_loop.py`), so calls, failures and ends are those of `Mu
 In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py` (`RayExecutorV2`), which is a multiprocess executor, too.
 """
 
+import contextlib
 import hmac
 import importlib.util
 import os
@@ -16,9 +17,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.executor.multiproc_executor import MultiprocExecutor, rendezvous, sampling_rank
 from minivllm.executor.rank_loop import serve
 from minivllm.executor.rank_processes import RankProcess, RankProcesses
@@ -30,7 +32,10 @@ SECONDS_TO_CONNECT = 120.0
 TOKEN_BYTES = 32
 KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
 """A machine that has gone without a word is noticed within about ten seconds; Ray takes a minute."""
-MILLISECONDS_A_LOOK = 500
+SECONDS_A_LOOK, MILLISECONDS_A_LOOK = 1.0, 500
+UV_VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+"""Below `uv run`, Ray would install the project once more for every actor. It is there already, on every machine."""
+SECONDS_TO_END = 2.0
 
 
 class RayExecutor(MultiprocExecutor):
@@ -41,6 +46,7 @@ class RayExecutor(MultiprocExecutor):
 
         Raises:
             MinivllmError: ray is not installed, or the cluster has no room for the ranks.
+            WorkerDiedError: a rank died before it was ready.
         """
         ray = import_ray()
         size = settings.world_size
@@ -48,8 +54,9 @@ class RayExecutor(MultiprocExecutor):
         self._was_connected = ray.is_initialized()
         if not self._was_connected:
             ray.init(logging_level="WARNING", include_dashboard=False)
-        self._placement = place(ray, size, settings.device)
+        self._placement: Any = None
         try:
+            self._placement = place(ray, size, settings.device)
             host = ray.util.get_node_ip_address()
             self._store = rendezvous(size, host)
             self._listener = socket.create_server((host, 0))
@@ -71,25 +78,24 @@ class RayExecutor(MultiprocExecutor):
         actor = ray.remote(RankActor).options(**bundle_of(self._placement, rank)).remote()
         token = secrets.token_bytes(TOKEN_BYTES)
         process = RayProcess(actor, actor.live.remote(self._listener.getsockname()[:2], token))
-        self._listener.settimeout(SECONDS_TO_CONNECT)
-        while True:
-            try:
+        deadline = time.monotonic() + SECONDS_TO_CONNECT
+        self._listener.settimeout(SECONDS_A_LOOK)
+        while time.monotonic() < deadline and not process.has_ended():
+            with contextlib.suppress(TimeoutError):
                 connection, _ = self._listener.accept()
-            except TimeoutError:
-                raise MinivllmError(f"rank {rank} has not connected to {self._listener.getsockname()[0]}") from None
-            if _knows(connection, token):  # what comes after it is unpickled
-                break
-            connection.close()
-        keep_alive(connection)
-        return connection, process
+                if _knows(connection, token):  # what comes after it is unpickled
+                    keep_alive(connection)
+                    return connection, process
+                connection.close()
+        raise WorkerDiedError(f"rank {rank} of Ray has not connected to {self._listener.getsockname()[0]}")
 
     def _leave(self) -> None:
         ray = import_ray()
         if self._placement is not None and ray.is_initialized():
             ray.util.remove_placement_group(self._placement)
-            if not self._was_connected:
-                ray.shutdown()
         self._placement = None
+        if not self._was_connected:
+            ray.shutdown()
 
 
 class RankActor:
@@ -102,9 +108,11 @@ class RankActor:
         keep_alive(sock)
         own = sock.getsockname()[0]
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own))
-        threading.Thread(target=_end_with_executor, args=(sock,), daemon=True).start()
+        ended = threading.Event()
+        threading.Thread(target=_end_with_executor, args=(sock, ended), daemon=True).start()
         sock.sendall(token)
         serve(sock)
+        ended.set()
 
 
 class RayProcess:
@@ -127,6 +135,10 @@ class RayProcess:
             raise subprocess.TimeoutExpired("a Ray actor", timeout or 0.0)
         return 0
 
+    def has_ended(self) -> bool:
+        """Whether the actor's rank has ended."""
+        return bool(import_ray().wait([self._running], timeout=0)[0])
+
     def kill(self) -> None:
         """Ends the actor."""
         import_ray().kill(self._actor)
@@ -140,6 +152,7 @@ def import_ray() -> Any:
     """
     if importlib.util.find_spec("ray") is None:
         raise MinivllmError("ray is not installed: run `uv sync --group dist`, or use another backend")
+    os.environ.setdefault(UV_VARIABLE, "0")
     import ray  # pyright: ignore[reportMissingImports]
     import ray.util  # pyright: ignore[reportMissingImports]
 
@@ -153,14 +166,20 @@ def place(ray: Any, size: int, device: str) -> Any:
         MinivllmError: the cluster has no room for it.
     """
     resource = "GPU" if device == "cuda" else "CPU"
+    if ray.cluster_resources().get(resource, 0) < size:
+        raise _no_room(ray, size, resource)
     group = ray.util.placement_group([{resource: 1}] * size, strategy="PACK")
     if not group.wait(SECONDS_TO_PLACE):
         ray.util.remove_placement_group(group)
-        raise MinivllmError(
-            f"the Ray cluster has no room for {size} ranks with one {resource} each: it has "
-            f"{ray.available_resources().get(resource, 0):g} free of {ray.cluster_resources().get(resource, 0):g}"
-        )
+        raise _no_room(ray, size, resource)
     return group
+
+
+def _no_room(ray: Any, size: int, resource: str) -> MinivllmError:
+    return MinivllmError(
+        f"the Ray cluster has no room for {size} ranks with one {resource} each: it has "
+        f"{ray.available_resources().get(resource, 0):g} free of {ray.cluster_resources().get(resource, 0):g}"
+    )
 
 
 def bundle_of(group: Any, rank: int) -> dict[str, Any]:
@@ -209,10 +228,14 @@ def _knows(connection: socket.socket, token: bytes) -> bool:
     return hmac.compare_digest(said, token)
 
 
-def _end_with_executor(sock: socket.socket) -> None:
-    """Ends this process when the executor's end of the socket closes, wherever the rank waits then."""
+def _end_with_executor(sock: socket.socket, ended: threading.Event) -> None:
+    """Ends this process when the executor's end of the socket closes, wherever the rank waits then.
+
+    A rank that ends by itself is Ray's to clear away.
+    """
     hang_up = select.poll()
     hang_up.register(sock, select.POLLHUP | select.POLLRDHUP)
     while not hang_up.poll(MILLISECONDS_A_LOOK):
         pass
-    os._exit(0)
+    if not ended.wait(SECONDS_TO_END):
+        os._exit(0)
