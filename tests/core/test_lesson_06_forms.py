@@ -46,7 +46,7 @@ async def read_both(deltas):
     for number, (index, text, reads) in enumerate(deltas):
         last = number == len(deltas) - 1
         one = CompletionOutput(index, text, [number], finish_reason="length" if last else None)
-        output = RequestOutput("r", None, [1], [one], finished=last)
+        output = RequestOutput("r", None, [1], None, [one], finished=last)
         ours.put(deepcopy(output))
         engines.put(deepcopy(output))
         if reads or last:

@@ -129,7 +129,7 @@ def test_a_request_is_chosen_by_block_batch_and_queue(page: Page, run: list[byte
     assert [int(one.split("→")[1].split("×")[0]) for one in places] == request["blocks"]
     assert chip.get_attribute("aria-pressed") == "true"
     page.keyboard.press("Escape")
-    assert not page.locator(".xr-facts").is_visible()
+    page.locator(".xr-facts").wait_for(state="hidden")
 
     pool = page.get_by_role("application")
     block = state["requests"][-1]["blocks"][-1] if state["requests"][-1]["blocks"] else request["blocks"][-1]

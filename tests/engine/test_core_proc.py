@@ -25,7 +25,7 @@ def test_an_abort_frees_its_blocks_within_two_steps(tmp_path):
     def observed():
         if len(seen) == 3:
             (leaving,) = [one for one in core.scheduler.requests if one.startswith("leaves")]
-            process._requests.put([Kind.ABORT, encode([leaving])])
+            process._requests.put((0, Kind.ABORT, encode([leaving])))
         if len(seen) == 6:
             process._requests.put(Enough())
         outputs = step()

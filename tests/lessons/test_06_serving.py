@@ -40,7 +40,7 @@ def test_the_collector_by_hand():
     async def read() -> list[str]:
         collector, found = lesson.RequestOutputCollector(), []
         for step, piece in enumerate(pieces, start=1):
-            collector.put(RequestOutput("add", None, [], [CompletionOutput(0, piece, [step])], finished=False))
+            collector.put(RequestOutput("add", None, [], None, [CompletionOutput(0, piece, [step])], finished=False))
             if step in (1, 4, 5):
                 found.append((await collector.get()).outputs[0].text)
         return found
