@@ -26,7 +26,7 @@ def hops(mark: str) -> list[tuple[str, str]]:
 
 
 WAY, PROCESSES, SERVED, WIDGET = hops("way"), hops("processes"), hops("served"), hops("widget")
-ALL = WAY + PROCESSES + SERVED
+ALL = WAY + hops("ahead") + PROCESSES + hops("stages") + SERVED
 SPINE = re.findall(r"`([\w/]+\.py)`", between("spine"))
 
 

@@ -23,8 +23,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from torch import Tensor
-
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
@@ -67,12 +65,10 @@ class NaiveServer:
     async def run(self) -> None:
         """Step, write to everybody, step: nothing else happens while one of the two takes its time."""
         while True:
-            if not self.engine.has_unfinished_requests():
-                await asyncio.sleep(0.001)
-                continue
-            for output in self.engine.step():
+            busy = self.engine.has_unfinished_requests()
+            for output in self.engine.step() if busy else ():
                 await self.write(output)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0 if busy else 0.001)
 
     async def write(self, output: RequestOutput) -> None:
         """All the text so far to its client; the next one's turn comes when this one has taken it."""
@@ -357,13 +353,6 @@ def apply_grammar_bitmask_kernel(logits, bitmask, has_grammar, vocab_size, num_w
 # endregion
 
 
-def apply_grammar_bitmask(logits: Tensor, bitmask: Tensor, has_grammar: Tensor) -> None:
-    """The kernel, in place on logits float32 [rows, vocab]; bitmask int32 [rows, words], has_grammar int32 [rows]."""
-    rows, words = bitmask.shape
-    grid = (rows, triton.cdiv(words, 32))
-    apply_grammar_bitmask_kernel[grid](logits, bitmask, has_grammar, logits.shape[1], words, BLOCK=32)
-
-
 # %% The talk, in order
 
 
@@ -373,7 +362,7 @@ def main(arguments: Namespace) -> None:
     settings = {"model": model, "device": device.type, "num_gpu_blocks_override": 600, "max_model_len": 512}
     found: dict = {}
     with report.Stage() as stage:
-        process, real, naive = CoreInProcess(settings), stage.start_real_server(settings), NaiveServer(settings)
+        naive, process, real = NaiveServer(settings), CoreInProcess(settings), stage.start_real_server(settings)
         cores = {
             "the event loop": CoreInLoop(settings),
             "a thread": CoreInThread(settings, busy_loop),
@@ -398,7 +387,7 @@ def main(arguments: Namespace) -> None:
         with control.watch():
             found["load"] = report.measure_load(real, arguments)
     heading("5. The grammar's mask")
-    found["mask"] = prove(partial(report.verify_mask, apply_grammar_bitmask), device)
+    found["mask"] = prove(partial(report.verify_mask, apply_grammar_bitmask_kernel), device)
     heading("6. TP, PP and DP")
     found["ways"] = report.measure_ways(arguments)
     report.close(found, control.disturbance())

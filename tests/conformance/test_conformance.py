@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from conformance.replay import replay
 
+from minivllm.core.async_scheduler import AsyncScheduler
+
 HERE = Path(__file__).parent
 DATA = HERE / "data"
 TRACES = json.loads(gzip.decompress((DATA / "traces.json.gz").read_bytes()))
@@ -21,6 +23,11 @@ def test_every_step_equals_the_recorded_one(name: str) -> None:
     for ours, recorded in zip(steps, TRACES[name], strict=False):
         assert ours == recorded
     assert len(steps) == len(TRACES[name])
+
+
+def test_one_step_at_a_time_the_scheduler_for_steps_in_flight_decides_the_same() -> None:
+    for name, trace in TRACES.items():
+        assert replay(json.loads((DATA / f"{name}.json").read_text()), AsyncScheduler) == trace, name
 
 
 def test_every_workload_has_a_trace() -> None:

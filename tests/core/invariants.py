@@ -48,7 +48,8 @@ def check_scheduler(scheduler: Scheduler, under_way: bool = False) -> None:
 
     for request in running:
         assert request.status is RequestStatus.RUNNING
-        most = request.num_tokens + config.num_speculative_tokens if under_way else request.num_tokens - 1
+        known = request.num_tokens + request.num_output_placeholders  # or foreseen
+        most = known + config.num_speculative_tokens if under_way else known - 1
         assert 0 < request.num_computed_tokens <= min(most, config.max_model_len - 1)
         assert request.num_computed_tokens <= len(tables[request.request_id]) * manager.block_size
     for request in waiting:

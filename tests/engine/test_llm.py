@@ -324,7 +324,6 @@ def test_a_request_that_could_never_fit_the_pool(idle):
         ({"block_size": "16"}, "block_size is '16'"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be a whole number"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode is True; minivllm does not serve another memory"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; the engine takes no value of it but 1"),
         ({"runner": "pooling"}, "runner is 'pooling'; the engine takes no value of it but 'auto' or 'generate'"),
         ({"tokenizer": 5}, "tokenizer is 5; it must be a directory"),
         ({"tokenizer": ""}, "tokenizer is ''"),
@@ -343,12 +342,11 @@ def test_an_engine_that_cannot_be(changes, said):
 def test_vllms_arguments_that_change_nothing_are_taken_and_named_in_one_line(capsys):
     args = EngineArgs(
         model=EMBEDDED_MODEL, trust_remote_code=True, disable_log_requests=True, revision="main", tokenizer_mode="slow",
-        swap_space=4, seed=None, enable_prefix_caching=None, enable_sleep_mode=False, pipeline_parallel_size=1,
+        swap_space=4, seed=None, enable_prefix_caching=None, enable_sleep_mode=False, convert="auto",
     )  # fmt: skip
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith(
-        "disable_log_requests, enable_sleep_mode, pipeline_parallel_size, revision, swap_space, tokenizer_mode, "
-        "trust_remote_code"
+        "convert, disable_log_requests, enable_sleep_mode, revision, swap_space, tokenizer_mode, trust_remote_code"
     )
     assert args == EngineArgs(model=EMBEDDED_MODEL)
 

@@ -7,6 +7,7 @@ ranks fail where they are told to, and only there.
 import os
 import signal
 import time
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from executor.test_rank_processes import have_ended, pids_of
 
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
@@ -175,6 +177,27 @@ def test_an_exception_on_any_rank_ends_the_step_and_not_the_engine(breakable, pl
     assert tokens_of(llm) == expected
     assert pids_of(core.executor.ranks) == pids
     assert not have_ended(pids, 0.0)
+
+
+def test_steps_in_flight_give_the_same_tokens(engines, breakable):
+    """Each rank drafts for itself; and a rank that fails ends a step while the next one is on its way."""
+    llm, expected = breakable
+    core, single = core_of(llm), core_of(llm).scheduler
+    core.executor.collective_rpc("keep_drafts", True)
+    config = replace(single.config, async_scheduling=True)
+    core.scheduler, core._takes_drafts = AsyncScheduler(config, single.cache_config), False
+    core.executor.max_concurrent_batches, core.batch_queue = 2, deque()
+    assert tokens_of(llm) == expected
+    assert core.scheduler.spec_decoding_stats.num_accepted_tokens > 0
+    core.executor.collective_rpc("fail_in", "in the layers", [1])
+    with pytest.raises(WorkerFailedError, match=r"^rank 1 of 2: KeyError"):
+        llm.generate(PROMPTS, WISHES)
+    assert tokens_of(llm) == expected
+    while core.has_unfinished_requests():
+        core.step()
+    core.executor.collective_rpc("reset")
+    core.executor.collective_rpc("keep_drafts", False)
+    core.scheduler, core._takes_drafts, core.batch_queue = single, True, None
 
 
 def test_a_step_without_memory_on_one_rank_says_what_to_lower(breakable):

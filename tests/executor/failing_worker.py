@@ -15,7 +15,10 @@ class FailingWorker(Worker):
     place = ""
 
     def fail_in(self, place: str, ranks: list[int], error: Callable[..., Exception] = KeyError) -> None:
-        self.place, self.error = place if self.group.rank in ranks else "", error
+        self.place, self.error = place if self.group.world_rank in ranks else "", error
+
+    def keep_drafts(self, keeps: bool) -> None:
+        self.runner.keeps_drafts = keeps
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self._fail_if("before")

@@ -1,12 +1,151 @@
-"""Lesson 06: the exercise's checks catch its mistakes, and the server runs with the learner's parts."""
+"""Lesson 06: its servers do what the text says, its kernel is right, its exercise catches mistakes."""
+
+import asyncio
+import re
+import time
 
 import pytest
-from lessons.harness import checks_that_catch, problems_of, script_path
+import torch
+from kernels.harness import assert_compiles
+from lessons.harness import (
+    REPOSITORY,
+    assert_refuses,
+    checks_that_catch,
+    figures_of_quick_run,
+    problems_of,
+    script_path,
+)
 
-from minivllm.config import NO_PARTS
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL, NO_PARTS
+from minivllm.lab.core_places import CoreInLoop
 from minivllm.lab.exercise import load, plug_of
+from minivllm.lab.followed import PROMPT, followed
+from minivllm.lab.http_load import Answer
+from minivllm.lab.reports import serving as report
+from minivllm.lab.request_trace import HOPS
+from minivllm.outputs import CompletionOutput, RequestOutput
 
 lesson = load(script_path("06"))
+TEXT = (REPOSITORY / "lessons" / "06_serving.md").read_text()
+
+# ---- the text --------------------------------------------------------------------------------------------------------
+
+
+def test_the_collector_by_hand():
+    """The table of the text: the client reads after the first, the fourth and the fifth output."""
+    pieces = [token.text for token in followed("alone").request.output][:5]
+    assert pieces == [" a", " +", " b", "\n", "\n"]
+
+    async def read() -> list[str]:
+        collector, found = lesson.RequestOutputCollector(), []
+        for step, piece in enumerate(pieces, start=1):
+            collector.put(RequestOutput("add", None, [], [CompletionOutput(0, piece, [step])], finished=False))
+            if step in (1, 4, 5):
+                found.append((await collector.get()).outputs[0].text)
+        return found
+
+    found = asyncio.run(read())
+    assert found == [" a", " + b\n", "\n"]
+    for text in found:
+        assert f"reads `{text!r}`".replace("'", '"') in TEXT
+
+
+def test_stop_strings_by_hand():
+    """The table of the text: what is sent and held back of the followed request, with a stop string that comes."""
+    pieces = [token.text for token in followed("alone").request.output][2:]
+    stops = lesson.StopStrings(["\n\ndef"])
+    seen = [(*stops.push(piece), stops.held) for piece in pieces]
+    assert seen == [(" b", None, ""), ("", None, "\n"), ("", None, "\n\n"), ("", "\n\ndef", "")]
+    other = lesson.StopStrings(["\n\nclass"])
+    assert [other.push(piece)[0] for piece in pieces] == [" b", "", "", "\n\ndef"]
+
+
+def test_latencies_by_hand():
+    answer = Answer(due=0.0, sent=0.0, events=[0.05, 0.06, 0.07, 0.12])
+    assert (answer.ttft, answer.latency) == (0.05, 0.12)
+    assert [round(gap, 3) for gap in answer.itls] == [0.01, 0.01, 0.05]
+    assert answer.tpot(4) == pytest.approx(0.07 / 3)
+    assert answer.latency == pytest.approx(answer.ttft + 3 * answer.tpot(4))
+
+
+def test_no_answer_of_the_exercise_stands_before_it():
+    before = TEXT.partition("## Build it")[0]
+    assert "async def until_disconnected" not in before
+    assert "@triton.jit" not in before
+    assert not re.search(r"class (RequestOutputCollector|StopStrings)", before)
+
+
+# ---- the servers -----------------------------------------------------------------------------------------------------
+
+SETTINGS = {"model": str(EMBEDDED_MODEL), "device": "cpu", "num_gpu_blocks_override": 100, "max_model_len": 256}
+
+
+def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
+    """One server, on real sockets: the text of a whole request, with and without a stop string; then one who leaves."""
+    whole = LLM(**SETTINGS).generate(
+        PROMPT, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), use_tqdm=False
+    )
+    text = whole[0].outputs[0].text
+    core = CoreInLoop(SETTINGS)
+    with report.Stage() as stage:
+        server = lesson.Server(core, str(EMBEDDED_MODEL))
+        port = stage.serve(server, core)
+        assert texts_of(port, {"prompt": PROMPT, "max_tokens": 24}) == text
+        stopped = texts_of(port, {"prompt": PROMPT, "max_tokens": 24, "stop": ["\n\ndef"]})
+        assert stopped == text[: text.index("\n\ndef")]
+        assert report.held(core.core) == 0, "a stop string ends the request in the core too"
+        leaving = report.RawClient(port, {"prompt": PROMPT, "max_tokens": 200})
+        leaving.read_events(2)
+        leaving.close()
+        end = time.monotonic() + 20
+        while report.held(core.core) and time.monotonic() < end:
+            time.sleep(0.005)
+        assert report.held(core.core) == 0
+        assert server.readers == {}
+        assert server.unread < 5, "it went on computing"
+
+
+def texts_of(port, body):
+    """All events of a request, joined."""
+    client = report.RawClient(port, body)
+    answer = b""
+    while part := client.socket.recv(1 << 16):
+        answer += part
+    client.close()
+    return "".join(report.json.loads(event)["text"] for event in answer.decode().split("data: ")[1:])
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 1023, 1024, 1025, 5003])
+def test_the_kernel_masks_what_is_not_allowed(vocabulary, device):
+    torch.manual_seed(vocabulary)
+    allowed, logits = torch.rand(4, vocabulary) < 0.5, torch.randn(4, vocabulary)
+    has_grammar = torch.tensor([1, 0, 1, 1], dtype=torch.int32)
+    allowed[3] = False
+    masked = logits.to(device)
+    report.apply_mask(
+        lesson.apply_grammar_bitmask_kernel, masked, report.as_bitmask(allowed).to(device), has_grammar.to(device)
+    )
+    right = logits.masked_fill(~allowed & has_grammar.bool()[:, None], -torch.inf)
+    assert torch.equal(masked.cpu(), right)
+
+
+def test_the_kernel_compiles():
+    integers = torch.zeros(4, 4, dtype=torch.int32)
+    arguments = {
+        "logits": torch.zeros(4, 128), "bitmask": integers, "has_grammar": integers[0],
+        "vocab_size": 128, "num_words": 4, "BLOCK": 32,
+    }  # fmt: skip
+    assert_compiles(lesson.apply_grammar_bitmask_kernel, arguments)
+
+
+def test_bits_are_where_they_should_be():
+    assert report.as_bitmask(torch.tensor([[True, False, True]])).tolist() == [[5]]
+    assert report.as_bitmask(torch.arange(33)[None] >= 31).tolist() == [[-(2**31), 1]]
+
 
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
@@ -319,3 +458,39 @@ def test_the_server_runs_with_the_learners_parts():
     assert (yours.texts, yours.token_ids) == (ours.texts, ours.token_ids)
     assert list(yours.equal.values()) == list(ours.equal.values()) == [5, 1, 2, "200 of 200"]
     assert all(events < 150 for one in (yours, ours) for events in one.rows.values()), "unread outputs were joined"
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    figures = figures_of_quick_run("06", tmp_path)
+    at = figures["trace"]["at_ms"]
+    assert list(at)[1:-1] == list(HOPS), "every hop is passed"
+    assert sorted(at.values()) == list(at.values()), "in this order"
+    assert 0 < figures["trace"]["server_ttft_ms"] < figures["trace"]["ttft_ms"]
+    slow, left = figures["slow"]["servers"], figures["left"]
+    assert slow["naive"]["longest_gap_ms"] > 1000 * figures["slow"]["unread_seconds"], "everybody waits"
+    assert slow["naive"]["events"] == 400
+    assert slow["this lesson's"]["events"] < 400, "what was not read was merged"
+    assert left["naive"]["in_vain"] > 0.8 * 6 * 197
+    assert left["this lesson's"]["in_vain"] <= 6 * 5
+    assert left["naive"]["most_blocks"] > left["this lesson's"]["most_blocks"]
+    for clients, one in figures["load"]["closed"].items():
+        assert one["little"] <= 1.01 * int(clients), "no more can be inside than ask"
+    ways = figures["ways"]["ways"]
+    assert ways["TP"]["alone_ms"] < ways["DP"]["alone_ms"] < ways["PP"]["alone_ms"]
+    assert ways["TP"]["sent_64"] > 50 * ways["PP"]["sent_64"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (("--clients", "0"), "--clients: must be from 1 to 64"),
+        (("--slo-ttft", "0"), "--slo-ttft: must be above 0"),
+        (("--slo-tpot", "soon"), "'soon' is not a number of seconds"),
+        (("--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)

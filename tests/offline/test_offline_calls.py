@@ -1,5 +1,7 @@
 """What vLLM's offline examples call, on one engine: chat, metrics, queued prompts, tokenizer, a loop of steps."""
 
+import json
+
 import pytest
 from tqdm import tqdm
 
@@ -140,6 +142,19 @@ def test_what_a_request_does_not_read_from_the_cache_is_computed(idle):
     assert [output.num_cached_tokens for output in outputs] == [32, 0]
     assert {output.prompt for output in outputs} == {"named"}
     assert tokens(outputs[:1]) == tokens(outputs[1:])
+
+
+def test_a_profile_holds_the_steps_that_were_asked_for(idle, tmp_path):
+    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_use_gzip": False}
+    with pytest.raises(MinivllmError, match="nothing is recorded without profiler_config"):
+        idle.start_profile()
+    idle.llm_engine.engine_args.profiler_config = {**config, "torch_profiler_with_stack": False}
+    idle.start_profile("some", delay_iterations=1, max_iterations=2)
+    idle.generate("a", SamplingParams(temperature=0.0, max_tokens=6, logit_bias={5: 100.0}))
+    idle.stop_profile()
+    [trace] = tmp_path.glob("some_*.json")
+    ranges = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
+    assert ranges.count("minivllm::schedule") == 2
 
 
 def test_an_engine_from_its_arguments_counts_unless_told_not_to():

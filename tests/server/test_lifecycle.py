@@ -205,11 +205,13 @@ def test_the_flags_are_listed(capsys):
     listed = capsys.readouterr().out
     for flag in ("--max-model-len", "--served-model-name", "--api-key", "--tensor-parallel-size", "--chat-template"):
         assert flag in listed
+    for flag in ("-pp PIPELINE_PARALLEL_SIZE", "--no-async-scheduling"):
+        assert flag in listed
 
 
 def test_vllms_other_flags_are_accepted_where_they_change_nothing():
-    assert _vllms_arguments(["--no-async-scheduling", "--disable-log-stats", "--swap-space", "4"]) == {
-        "async_scheduling": False,
-        "disable_log_stats": True,
+    assert _vllms_arguments(["--no-enable-sleep-mode", "--disable-log-requests", "--swap-space", "4"]) == {
+        "enable_sleep_mode": False,
+        "disable_log_requests": True,
         "swap_space": 4,
     }

@@ -29,6 +29,7 @@ _HOMES = {
     "MinivllmError": "minivllm.errors",
     "ModelConfig": "minivllm.config",
     "NotServedError": "minivllm.errors",
+    "ProfilerConfig": "minivllm.config.profiler",
     "PromptType": "minivllm.inputs",
     "RequestOutput": "minivllm.outputs",
     "RequestOutputKind": "minivllm.sampling_params",
@@ -39,6 +40,7 @@ _HOMES = {
     "UnsupportedModelError": "minivllm.errors",
     "Vector": "minivllm.engine.metrics_reader",
     "cleanup_dist_env_and_memory": "minivllm.platforms.device_memory",
+    "init_logger": "minivllm.logger",
 }
 _POOLING = "models that embed, score or classify"
 _NOT_SERVED = {
@@ -48,10 +50,13 @@ _NOT_SERVED = {
     **dict.fromkeys(("ScoringOutput", "ScoringRequestOutput"), _POOLING),
     "ModelRegistry": "models of one's own",
     "initialize_ray_cluster": "a call that starts Ray",
-    "StructuredOutputsParams": "constraints on the output's form",
-    "LogitsProcessor": "other code in the sampler",
+    **dict.fromkeys(("LogitsProcessor", "AdapterLogitsProcessor", "BatchUpdate"), "other code in the sampler"),
+    "gpu_sync_allowed": "other code in the sampler",
     "LoRARequest": "LoRA adapters",
-    "ProfilerConfig": "profiles; torch.profiler around the calls sees the engine's ranges",
+    **dict.fromkeys(("add_dataset_parser", "get_samples"), "data sets of benchmarks"),
+    **dict.fromkeys(("AggregatedLoggingStatLogger", "StatLoggerFactory"), "other loggers of statistics"),
+    "ShardedStateLoader": "sharded checkpoints",
+    "current_platform": "an object for the platform",
     "KVTransferConfig": "another memory for the KV cache",
     "VllmConfig": "one config of all; there is EngineArgs",
 }

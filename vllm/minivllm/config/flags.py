@@ -12,6 +12,8 @@ from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """The parser of vLLM's examples. Flags may have underscores or dashes, which `add_flags` sees to for its own."""
@@ -64,6 +66,7 @@ def _default(field: Field[Any]) -> Any:
 def _add_flag(group: Any, name: str, hint: Any, default: Any) -> None:
     flag = f"--{name.replace('_', '-')}"
     aliases = [flag, f"--{name}"] if "_" in name else [flag]
+    aliases += [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
     options = {"dest": name, "default": default, "metavar": name.upper()}
     kinds = set(get_args(hint)) - {type(None)} if get_origin(hint) in (types.UnionType, Union) else {hint}
     if kinds == {bool}:

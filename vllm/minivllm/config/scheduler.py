@@ -24,6 +24,7 @@ class SchedulerConfig:
     - `max_loras`: how many LoRA adapters may run at once; 0 = no request may name one.
     - `num_speculative_tokens`: the most draft tokens per request and step. `num_lookahead_tokens`: extra slots to
       allocate, for a drafter that writes into the same blocks.
+    - `async_scheduling`: schedule a step while the one before it is computed.
     - `static_batching`: admit only into an empty batch, as before continuous batching. Not in vLLM.
     """
 
@@ -38,7 +39,13 @@ class SchedulerConfig:
     max_loras: int = 0
     num_speculative_tokens: int = 0
     num_lookahead_tokens: int = 0
+    async_scheduling: bool = False
     static_batching: bool = False
+
+    @property
+    def num_extra_tokens(self) -> int:
+        """The most slots that a request may need beyond its tokens: for lookahead, and for the drafts of each step."""
+        return self.num_speculative_tokens * (2 if self.async_scheduling else 1) + self.num_lookahead_tokens
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -61,7 +68,8 @@ class SchedulerConfig:
             is_number(self.watermark) and 0.0 <= self.watermark < 1.0,
             f"watermark is {self.watermark!r}; it is a share from 0 up to 1, exclusive",
         )
-        require_flags(self, "enable_chunked_prefill", "scheduler_reserve_full_isl", "static_batching")
+        require_flags(self, "enable_chunked_prefill", "scheduler_reserve_full_isl")
+        require_flags(self, "async_scheduling", "static_batching")
         require(
             self.enable_chunked_prefill or self.max_num_batched_tokens >= self.max_model_len,
             f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_model_len ({self.max_model_len}): "

@@ -45,20 +45,23 @@ class CachedRequestData:
     """Updates of requests that the worker already knows: entry i of each list belongs to `req_ids[i]`.
 
     `new_block_ids` are to be appended to the block table (None: no new block). `num_computed_tokens` is the position of
-    this step's first token; it is sent because rejected draft tokens move it back.
+    this step's first token; it is sent because rejected draft tokens move it back. `new_token_ids` are the
+    tokens sampled since the request's last step, for stages that did not sample them; with one stage the list is empty.
     """
 
     req_ids: list[str] = field(default_factory=list)
     new_block_ids: list[list[int] | None] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
+    new_token_ids: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step. `num_scheduled_tokens` maps each request to its number of tokens, in scheduling order.
 
-    `scheduled_spec_decode_tokens` are the draft tokens among them, the last of their request's tokens. The worker
-    forgets `preempted_req_ids`, which will be sent again as new, and `finished_req_ids`, finished since the last step.
+    `scheduled_spec_decode_tokens` are the draft tokens among them, the last of their request's tokens; -1 stands for
+    one that only the worker knows, if it has drafted any (`AsyncScheduler`). The worker forgets `preempted_req_ids`,
+    which will be sent again as new, and `finished_req_ids`, finished since the last step.
     With `has_structured_output_requests` it waits for a `GrammarOutput` before it samples.
     """
 
@@ -70,6 +73,11 @@ class SchedulerOutput:
     preempted_req_ids: set[str]
     finished_req_ids: set[str]
     has_structured_output_requests: bool = False
+
+    @property
+    def changes_worker(self) -> bool:
+        """Whether the worker has anything to compute or to forget."""
+        return bool(self.num_scheduled_tokens or self.preempted_req_ids or self.finished_req_ids)
 
 
 @dataclass(slots=True)
@@ -88,10 +96,12 @@ class ModelRunnerOutput:
     """Sampled tokens by request id: accepted draft tokens and one more. An unfinished prompt chunk has none.
 
     `logprobs`, if requested, has one entry per token; the scheduler truncates it together with the tokens, but does not
-    read it. `prompt_logprobs` come once, with the first sampled token.
+    read it. `prompt_logprobs` come once, with the first sampled token. `num_invalid_spec_tokens`: how many of a
+    request's scheduled drafts were only placeholders that the worker had no draft for.
     """
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     nonfinite_req_ids: list[str] = field(default_factory=list)
+    num_invalid_spec_tokens: dict[str, int] = field(default_factory=dict)

@@ -55,7 +55,8 @@ class Request:
 
     There are no phases. A request has `num_tokens_with_spec` tokens; the keys and values of `num_computed_tokens` of
     them are in the cache or being computed. Each step moves the second number towards the first. A prefill, a chunk of
-    one, a decode and a verification of draft tokens differ only in the size of the gap.
+    one, a decode and a verification of draft tokens differ only in the size of the gap. `num_output_placeholders` count
+    tokens that steps in flight may sample; they are 0 unless steps are scheduled ahead (`AsyncScheduler`).
     """
 
     __slots__ = (
@@ -73,6 +74,7 @@ class Request:
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
@@ -133,6 +135,7 @@ class Request:
         # Stored separately because the scheduler reads it several times per step.
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.spec_token_ids: list[int] = []

@@ -7,7 +7,7 @@ is preempted: it loses its blocks, keeps its tokens and is recomputed later.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`, `_update_after_schedule`,
 `update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs, KV
-connectors, pipeline and data parallelism.
+connectors, data parallelism. Steps in flight: `minivllm.core.async_scheduler`.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ from minivllm.errors import MinivllmError
 
 
 @dataclass(slots=True)
-class _Step:
+class Step:
     """A step under construction. `position` is the index in `running` of the request being scheduled."""
 
     token_budget: int
@@ -64,7 +64,7 @@ class Scheduler:
             scheduler_config.max_model_len,
             cache_config.block_size,
             self.kv_cache_manager.block_pool.num_usable_blocks,
-            scheduler_config.num_speculative_tokens + scheduler_config.num_lookahead_tokens,
+            scheduler_config.num_extra_tokens,
         )
         self.requests: dict[str, Request] = {}
         self.waiting = create_request_queue(scheduler_config.policy)
@@ -131,6 +131,7 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 request.status = RequestStatus.PREEMPTED
             request.num_computed_tokens = 0
+            request.num_output_placeholders = 0
             request.spec_token_ids = []
             self.waiting.add_request(request)
 
@@ -138,7 +139,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Returns the next step. `num_computed_tokens` includes its tokens at once, before they are computed."""
-        step = _Step(self.config.max_num_batched_tokens)
+        step = Step(self.config.max_num_batched_tokens)
         chunk_limit = self._chunk_limit()
         may_admit = not (self.config.static_batching and self.running)
         self._schedule_running(step, chunk_limit)
@@ -154,12 +155,14 @@ class Scheduler:
         threshold = 0 if alone else self.config.long_prefill_token_threshold
         return threshold or self.config.max_num_batched_tokens
 
-    def _schedule_running(self, step: _Step, chunk_limit: int) -> None:
+    def _schedule_running(self, step: Step, chunk_limit: int) -> None:
         """Schedules running requests in order of admission. One that can get no tokens is skipped and blocks none."""
         while step.position < len(self.running) and step.token_budget > 0:
             request = self.running[step.position]
-            num_new_tokens = request.num_tokens_with_spec - request.num_computed_tokens
-            if num_new_tokens > 1:
+            num_new_tokens = (
+                request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+            )
+            if num_new_tokens > 1 or request.num_output_placeholders:
                 num_new_tokens = self._cap_num_tokens(request, num_new_tokens, min(chunk_limit, step.token_budget))
             if num_new_tokens == 0:
                 step.position += 1
@@ -185,14 +188,15 @@ class Scheduler:
         # Draft tokens must not take the last position: the token sampled after it would exceed max_model_len.
         return min(num_new_tokens, limit, self.config.max_model_len - 1 - request.num_computed_tokens)
 
-    def _schedule_drafts(self, request: Request, num_new_tokens: int, step: _Step) -> None:
+    def _schedule_drafts(self, request: Request, num_new_tokens: int, step: Step) -> None:
         """Records which of a request's new tokens are draft tokens; those that do not fit into the step are dropped."""
-        num_drafts = num_new_tokens - (request.num_tokens - request.num_computed_tokens)
+        num_known = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+        num_drafts = num_new_tokens - num_known
         if num_drafts > 0:
             step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
         request.spec_token_ids = []
 
-    def _preempt_one(self, step: _Step) -> Request:
+    def _preempt_one(self, step: Step) -> Request:
         """Preempts the last running request (FCFS), or the one with the greatest `sort_key` (priority); returns it."""
         if self.config.policy == "fcfs":
             victim = self.running.pop()
@@ -206,7 +210,7 @@ class Scheduler:
         self._preempt_request(victim, step)
         return victim
 
-    def _preempt_request(self, request: Request, step: _Step) -> None:
+    def _preempt_request(self, request: Request, step: Step) -> None:
         """Frees a request's blocks and puts it back into the waiting queue (FCFS: at the head). It keeps its tokens."""
         was_scheduled = step.unschedule(request)
         self.kv_cache_manager.free(request, withdraw_uncomputed=was_scheduled)
@@ -218,7 +222,7 @@ class Scheduler:
         self.waiting.prepend_requests((request,))
         step.preempted_req_ids.add(request.request_id)
 
-    def _schedule_waiting(self, step: _Step, chunk_limit: int) -> None:
+    def _schedule_waiting(self, step: Step, chunk_limit: int) -> None:
         """Admits waiting requests. One that does not fit blocks those behind it.
 
         One that waits for its grammar or for a LoRA slot blocks nobody.
@@ -254,13 +258,14 @@ class Scheduler:
         self._failed.append(EngineCoreOutput(request.request_id, [], finish_reason="error", error=failure))
 
     def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
+        """Whether a waiting request cannot be admitted now, for want of a grammar or of a LoRA slot."""
         if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return True
         if request.lora_request is None or request.lora_request.lora_int_id in running_loras:
             return False
         return len(running_loras) >= self.config.max_loras
 
-    def _admit(self, request: Request, step: _Step, chunk_limit: int) -> bool:
+    def _admit(self, request: Request, step: Step, chunk_limit: int) -> bool:
         """Moves the head of the waiting queue to `running`, scheduled. If it does not fit, only returns False."""
         hit_blocks, num_hit_tokens = self.kv_cache_manager.get_computed_blocks(request)
         num_new_tokens = min(request.num_tokens - num_hit_tokens, chunk_limit)
@@ -288,7 +293,7 @@ class Scheduler:
         step.admitted.append(request)
         return True
 
-    def _make_output(self, step: _Step) -> SchedulerOutput:
+    def _make_output(self, step: Step) -> SchedulerOutput:
         get_block_ids = self.kv_cache_manager.get_block_ids
         return SchedulerOutput(
             scheduled_new_reqs=[
@@ -307,7 +312,7 @@ class Scheduler:
         )
 
     def _update_after_schedule(self, output: SchedulerOutput) -> None:
-        # Updated before the forward pass, so that the next step could be scheduled while this one is computed.
+        # Updated before the forward pass, so that the next step can be scheduled while this one is computed.
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             request.num_computed_tokens += num_tokens
@@ -335,11 +340,11 @@ class Scheduler:
                 continue
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)
             if drafts:
-                self._roll_back_rejected(request, len(drafts), num_accepted=len(sampled) - 1)
+                num_invalid = model_runner_output.num_invalid_spec_tokens.get(request_id, 0)
+                self._roll_back_rejected(request, len(drafts), len(sampled) - 1, num_invalid)
             new_token_ids, has_stopped = self._update_request_with_output(request, sampled)
             if drafts:
-                # Accepted draft tokens are known tokens now, and may fill blocks. The last token is not computed yet.
-                self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
+                self._cache_accepted(request)
             output = EngineCoreOutput(request_id, new_token_ids, request.num_cached_tokens)
             if has_stopped:
                 stopped.append(request)
@@ -365,10 +370,19 @@ class Scheduler:
                 wanted = request.structured_output_request
                 request.spec_token_ids = wanted.grammar.validate_tokens(drafts) if wanted else drafts
 
-    def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int, num_invalid: int) -> None:
         # Keys and values of rejected draft tokens stay in the blocks as garbage; the next tokens overwrite them.
         request.num_computed_tokens -= num_drafts - num_accepted
-        self.spec_decoding_stats.observe_draft(num_drafts, num_accepted)
+        if num_drafts > num_invalid:
+            self.spec_decoding_stats.observe_draft(num_drafts - num_invalid, num_accepted)
+
+    def _cache_accepted(self, request: Request) -> None:
+        """Publishes the blocks that accepted draft tokens, which are known tokens now, have filled."""
+        self._cache_known(request)
+
+    def _cache_known(self, request: Request) -> None:
+        # The last token is not computed yet.
+        self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)
 
     def _update_request_with_output(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
         """Appends tokens one by one; returns those kept, and whether the last of them ended the request."""

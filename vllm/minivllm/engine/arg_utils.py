@@ -21,6 +21,7 @@ from minivllm.config import (
 from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import is_count, is_number, require, require_flags
 from minivllm.config.flags import add_flags, add_unlisted_flags
+from minivllm.config.profiler import ProfilerConfig
 from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.config.units import GIB
 from minivllm.config.vllm_arguments import takes_vllms_arguments
@@ -65,6 +66,8 @@ class EngineArgs:
       `spec_method`, `spec_model`, `spec_tokens`: three of its entries, by names of their own.
     - `multiprocess`: run the core in a separate process. In vLLM: `VLLM_ENABLE_V1_MULTIPROCESSING`.
     - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on one CPU.
+    - `pipeline_parallel_size`: number of stages that the layers are divided over, each of `tensor_parallel_size` ranks.
+      As many steps are in flight, each of other requests; not with `speculative_config`.
     - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own. None:
       "uni" for one rank, else "mp".
     - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its own.
@@ -72,9 +75,12 @@ class EngineArgs:
       prefers one that was recently sent the prompt's beginning (`load_balancing`). `data_parallel_retry`: when one of
       several cores dies, requests of which nothing has come yet are computed on another, once; else they fail as the
       others do. In vLLM one core's death is the end of all. The last two are not in vLLM.
+    - `async_scheduling`: schedule a step while the one before it is computed. None: on a GPU, unless `parts` replace
+      the scheduler. On a CPU the host's work and the model's share the same cores, so there is little to gain.
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
     - `seed`: seeds the random seeds of requests that do not set one.
     - `disable_log_stats`: do not count for `get_metrics`. A server always counts.
+    - `profiler_config`: what `start_profile` records, such as {"profiler": "torch", "torch_profiler_dir": "traces"}.
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
     """
@@ -109,12 +115,15 @@ class EngineArgs:
     spec_tokens: int | None = None
     multiprocess: bool = False
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None
     data_parallel_size: int = 1
     data_parallel_routing: str = "load"
     data_parallel_retry: bool = True
+    async_scheduling: bool | None = None
     enforce_eager: bool = False
     disable_log_stats: bool = False
+    profiler_config: Mapping[str, Any] | ProfilerConfig | None = None
     parts: Parts = NO_PARTS
 
     def __post_init__(self) -> None:
@@ -135,6 +144,12 @@ class EngineArgs:
             self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager",
             "data_parallel_retry", "disable_log_stats",
         )  # fmt: skip
+        if self.async_scheduling is not None:
+            require_flags(self, "async_scheduling")
+        require(
+            not (self.async_scheduling and self.parts.scheduler),
+            "async_scheduling needs the engine's own scheduler: leave it out, or the part scheduler",
+        )
         require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         require(
             self.kv_cache_dtype in ("auto", *KV_CACHE_DTYPES),
@@ -171,6 +186,7 @@ class EngineArgs:
             "tensor_parallel_size, data_parallel_size and distributed_executor_backend",
         )
         SpeculativeConfig.of(self.speculative_config)
+        self.profiler_config = ProfilerConfig.of(self.profiler_config)
         require(is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
         for name, least, by_default in (
             ("max_model_len", 2, True),
@@ -180,12 +196,31 @@ class EngineArgs:
             ("num_gpu_blocks_override", 2, True),
             ("tensor_parallel_size", 1, False),
             ("data_parallel_size", 1, False),
+            ("pipeline_parallel_size", 1, False),
         ):
             value = getattr(self, name)
             require(
                 (value is None and by_default) or is_count(value, least),
                 f"{name} is {value!r}; it must be a whole number of at least {least}",
             )
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline_parallel_size == 1:
+            return
+        require(
+            self.speculative_config is None,
+            f"speculative_config does not go with pipeline_parallel_size {self.pipeline_parallel_size}: leave one out",
+        )
+        require(
+            not self.async_scheduling,
+            f"async_scheduling does not go with pipeline_parallel_size {self.pipeline_parallel_size}, where steps in "
+            "flight are of different requests: leave one out",
+        )
+        require(
+            not self.parts.names,
+            f"parts ({', '.join(self.parts.names)}) cannot go to another process: leave out pipeline_parallel_size",
+        )
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -251,8 +286,14 @@ class EngineArgs:
             watermark=self.watermark,
             num_speculative_tokens=self.speculation.num_speculative_tokens if self.speculation else 0,
             num_lookahead_tokens=self.speculation.num_lookahead_tokens if self.speculation else 0,
+            async_scheduling=self._schedules_ahead(on_gpu=gpu_memory is not None),
             static_batching=self.static_batching,
         )
+
+    def _schedules_ahead(self, on_gpu: bool) -> bool:
+        if self.async_scheduling is not None:
+            return self.async_scheduling
+        return on_gpu and self.parts.scheduler is None and self.pipeline_parallel_size == 1
 
     def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> "WorkerSettings":
         """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads of all ranks."""
@@ -275,8 +316,10 @@ class EngineArgs:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
             num_threads=num_threads,
             enforce_eager=self.enforce_eager,
+            async_scheduling=scheduler.async_scheduling,
         )
 
     def cache_config(self, num_gpu_blocks: int) -> CacheConfig:

@@ -3,22 +3,25 @@
 A step is all or nothing. Blocks are published when they are scheduled, before they are computed, so a step that fails
 halfway leaves hashes for keys and values that were never computed. After any exception in a step, the core starts over:
 the step's requests end with an error, the block pool is recreated empty, the worker forgets its batch, and all other
-requests are recomputed from their first token.
+requests are recomputed from their first token. Steps that were in flight behind it are dropped with it.
 
 In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.step`, `_initialize_kv_caches`).
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.config.units import GIB
+from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import RequestStatus
@@ -30,6 +33,7 @@ from minivllm.executor.abstract import make_executor
 from minivllm.logger import init_logger
 from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
+from minivllm.models.pipeline import Stage, stage_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.platforms.device import pick_device
 from minivllm.platforms.interrupts import InterruptsHeld
@@ -46,6 +50,14 @@ SECONDS_WITHOUT_A_STEP = 0.005
 """How long the core waits for a grammar when it has nothing else to do: then it looks for new requests again."""
 
 
+class _Batch(NamedTuple):
+    """A step in flight, scheduled at `timestamp` in seconds of `time.monotonic()`."""
+
+    scheduler_output: SchedulerOutput
+    future: Future[ModelRunnerOutput]
+    timestamp: float
+
+
 class EngineCore:
     """A scheduler and the executor that runs its steps.
 
@@ -54,11 +66,13 @@ class EngineCore:
     """
 
     def __init__(self, args: EngineArgs) -> None:
+        self.args = args
         device = pick_device(args.device)
-        self._speculates = args.speculation is not None
         self._undelivered: list[EngineCoreOutput] = []
         self.model_config = ModelConfig.from_pretrained(args.model)
         shard_config(self.model_config, args.tensor_parallel_size)
+        stages = [Stage(rank, args.pipeline_parallel_size) for rank in range(args.pipeline_parallel_size)]
+        self._stage_configs = [stage_config(self.model_config, stage) for stage in stages]
         memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
         config = args.scheduler_config(self.model_config, memory)
         self.executor = make_executor(
@@ -72,9 +86,11 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
-        self.scheduler: Scheduler = (args.parts.scheduler or Scheduler)(
-            config, args.cache_config(num_blocks), args.parts
-        )
+        ahead = self.executor.max_concurrent_batches > 1
+        scheduler_class = args.parts.scheduler or (AsyncScheduler if ahead else Scheduler)
+        self.scheduler: Scheduler = scheduler_class(config, args.cache_config(num_blocks), args.parts)
+        self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
+        self.batch_queue: deque[_Batch] | None = deque() if ahead else None
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
         self.step_recorder: StepRecorder | None = None
         self._log_memory()
@@ -106,7 +122,7 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is anything for a step to do or return."""
-        return bool(self._undelivered) or self.scheduler.has_unfinished_requests()
+        return bool(self._undelivered or self.batch_queue) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> EngineCoreOutputs:
         """Runs one step: scheduling, a forward pass, and processing of its output.
@@ -116,45 +132,88 @@ class EngineCore:
             Exception: whatever the step raised. The requests in it (after `NonFiniteLogitsError`, only those it names)
                 end with an error, which the next step returns; the others continue.
         """
+        if self.batch_queue is not None:
+            return self._step_with_batch_queue(self.batch_queue)
         scheduled: Collection[str] | None = None
         now = time.monotonic()
         try:
-            with record_function_or_nullcontext("minivllm::schedule"):
-                scheduler_output = self.scheduler.schedule()
+            scheduler_output = self._schedule()
             scheduled = scheduler_output.num_scheduled_tokens
-            self._log_step(scheduler_output)
-            if not scheduled:
-                self.structured_outputs.wait_for_one(SECONDS_WITHOUT_A_STEP)
-            model_runner_output = self._execute(scheduler_output)
-            if model_runner_output.nonfinite_req_ids:
-                raise NonFiniteLogitsError(model_runner_output.nonfinite_req_ids)
-            with record_function_or_nullcontext("minivllm::update"):
-                outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
-                if self._speculates:
-                    self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
-                admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
-                delivered = EngineCoreOutputs(
-                    [*self._undelivered, *outputs],
-                    self.scheduler.make_stats(),
-                    scheduled_req_ids=admitted,
-                    timestamp=now,
-                )
-                self._undelivered = []
-                self._observe((scheduler_output, outputs))
-                delivered.step_events = self.take_step_events()
-            return delivered
+            return self._update(scheduler_output, self._start(scheduler_output).result(), now)
         except BaseException as failure:
             raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
 
-    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs the step. The grammars' bitmask is filled while the forward pass runs, and applied before sampling."""
+    def _step_with_batch_queue(self, queue: "deque[_Batch]") -> EngineCoreOutputs:
+        """A step for when several are in flight: fills the queue of those, then waits for the oldest one's output.
+
+        If a step fails, the ones behind it are lost too, but only the requests in it end. In vLLM:
+        `EngineCore.step_with_batch_queue`.
+        """
+        concerned: Collection[str] | None = None
+        try:
+            while len(queue) < self.executor.max_concurrent_batches and self.scheduler.has_unfinished_requests():
+                concerned, now = None, time.monotonic()
+                scheduler_output = self._schedule(waits=not queue)
+                concerned = scheduler_output.num_scheduled_tokens
+                if scheduler_output.changes_worker:
+                    queue.append(_Batch(scheduler_output, self._start(scheduler_output), now))
+                if not concerned:
+                    break  # nobody can go on before the outputs in flight have arrived
+            concerned = ()
+            if not queue:
+                return self._delivered([], [], time.monotonic())
+            batch = queue.popleft()
+            scheduled = batch.scheduler_output.num_scheduled_tokens
+            concerned = [request_id for request_id in scheduled if request_id in self.scheduler.requests]
+            return self._update(batch.scheduler_output, batch.future.result(), batch.timestamp)
+        except BaseException as failure:
+            raise self._start_over(failure, self.scheduler.requests if concerned is None else concerned) from None
+
+    def _schedule(self, waits: bool = True) -> SchedulerOutput:
+        """Schedules a step. If there is nothing to compute, it `waits` for a grammar, if one is being compiled."""
+        with record_function_or_nullcontext("minivllm::schedule"):
+            scheduler_output = self.scheduler.schedule()
+        self._log_step(scheduler_output)
+        if waits and not scheduler_output.num_scheduled_tokens:
+            self.structured_outputs.wait_for_one(SECONDS_WITHOUT_A_STEP)
+        return scheduler_output
+
+    def _start(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Starts the step. The grammars' bitmask is filled while the forward pass runs, and applied before sampling."""
+        future = self.executor.execute_model(scheduler_output, non_block=True)
         if not scheduler_output.has_structured_output_requests:
-            return self.executor.execute_model(scheduler_output)
-        forward = self.executor.execute_model(scheduler_output, non_block=True)
+            return future
         with record_function_or_nullcontext("minivllm::grammar"):
             grammar_output = self.structured_outputs.grammar_bitmask(self.scheduler.requests, scheduler_output)
-        forward.result()
+        if future.done():
+            future.result()  # raises its failure
         return self.executor.sample_tokens(grammar_output)
+
+    def _update(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, timestamp: float
+    ) -> EngineCoreOutputs:
+        """Takes in the output of a step scheduled at `timestamp`; returns it, and what is still undelivered."""
+        nonfinite = [name for name in model_runner_output.nonfinite_req_ids if name in self.scheduler.requests]
+        if nonfinite:
+            raise NonFiniteLogitsError(nonfinite)
+        with record_function_or_nullcontext("minivllm::update"):
+            outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
+            if self._takes_drafts:
+                self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
+            admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+            self._observe((scheduler_output, outputs))
+            return self._delivered(outputs, admitted, timestamp)
+
+    def _delivered(self, outputs: list[EngineCoreOutput], admitted: list[str], timestamp: float) -> EngineCoreOutputs:
+        delivered = EngineCoreOutputs(
+            [*self._undelivered, *outputs],
+            self.scheduler.make_stats(),
+            scheduled_req_ids=admitted,
+            timestamp=timestamp,
+            step_events=self.take_step_events(),
+        )
+        self._undelivered = []
+        return delivered
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
@@ -183,8 +242,7 @@ class EngineCore:
     def reset_running_requests(self) -> bool:
         """Forgets all cached blocks, those of running requests too, which wait again and are recomputed."""
         with self._all_or_nothing(()):
-            self.scheduler.start_over(())
-            self.executor.collective_rpc("reset")
+            self._restart(())
         return True
 
     def shutdown(self) -> None:
@@ -224,9 +282,14 @@ class EngineCore:
         logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
         known = {output.request_id for output in self._undelivered}
         self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
+        self._restart(lost)
+        return error
+
+    def _restart(self, lost: Collection[str]) -> None:
+        if self.batch_queue is not None:
+            self.batch_queue.clear()
         self.scheduler.start_over(lost)
         self.executor.collective_rpc("reset")
-        return error
 
     def _log_step(self, output: SchedulerOutput) -> None:
         if not logger.isEnabledFor(logging.DEBUG):
@@ -258,7 +321,7 @@ class EngineCore:
             return None
         ledgers = [
             profile_memory(
-                self.model_config,
+                self._stage_configs[rank // args.tensor_parallel_size],
                 use,
                 tp=args.tensor_parallel_size,
                 kv_cache_dtype=args.kv_cache_dtype,
@@ -268,7 +331,7 @@ class EngineCore:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 gpu_memory_utilization=args.gpu_memory_utilization,
             )
-            for use in self.executor.collective_rpc("memory_use")
+            for rank, use in enumerate(self.executor.collective_rpc("memory_use"))
         ]
         return min(ledgers, key=lambda ledger: ledger.num_blocks)
 

@@ -5,16 +5,18 @@ In vLLM v0.33.0: `vllm/v1/engine/llm_engine.py` (`LLMEngine`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from minivllm.config.profiler import ProfilerConfig
 from minivllm.config.vllm_arguments import refuse_unless_default
 from minivllm.core.messages import EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import EngineCoreClient, InprocClient
 from minivllm.engine.front_end import FrontEnd
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, NotServedError
 from minivllm.inputs import Prompt
 from minivllm.outputs import RequestOutput
 from minivllm.platforms.interrupts import InterruptsHeld
@@ -22,6 +24,7 @@ from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minivllm.engine.metrics_reader import Metric
+    from minivllm.engine.profiler import TorchProfiler
     from minivllm.engine.prometheus import PrometheusStatLogger
 
 
@@ -33,6 +36,7 @@ class LLMEngine(FrontEnd):
         self.engine_core = make_client(args)
         super().__init__(args, self.engine_core)
         self._metrics: PrometheusStatLogger | None = None
+        self._profiler: TorchProfiler | None = None
         if not args.disable_log_stats:
             self.stat_logger = self._metrics = self._make_metrics()
 
@@ -103,7 +107,8 @@ class LLMEngine(FrontEnd):
         outputs: EngineCoreOutputs | None = None
         with InterruptsHeld():
             try:
-                outputs = self.engine_core.get_output()
+                with self._profiled():
+                    outputs = self.engine_core.get_output()
                 return self._take_in(outputs)
             except BaseException:
                 if outputs is not None:
@@ -121,6 +126,41 @@ class LLMEngine(FrontEnd):
         if self._metrics is None:
             raise MinivllmError("metrics are not counted: give disable_log_stats=False when the engine is made")
         return get_metrics_snapshot(self._metrics.registry)
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Records the steps from now on until `stop_profile`. Arguments that are given replace `profiler_config`'s.
+
+        Raises:
+            MinivllmError: the engine was made without `profiler_config`, or is recording already.
+            NotServedError: it computes in other processes.
+        """
+        from minivllm.engine.profiler import TorchProfiler
+
+        refuse_unless_default("start_profile", profiler_kwargs=profiler_kwargs)
+        args = self.engine_args
+        config = ProfilerConfig.of(args.profiler_config)
+        if config is None:
+            raise MinivllmError('nothing is recorded without profiler_config={"profiler": "torch", …}')
+        if args.multiprocess or args.tensor_parallel_size > 1 or args.distributed_executor_backend == "mp":
+            raise NotServedError("minivllm does not serve profiles of other processes than this one")
+        if self._profiler is not None:
+            raise MinivllmError("a profile is being recorded already; stop_profile ends it")
+        given = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
+        config = replace(config, **{name: value for name, value in given.items() if value is not None})
+        self._profiler = TorchProfiler(config, profile_prefix)
+
+    def stop_profile(self) -> None:
+        """Ends the recording, and writes it to a file whose name is logged."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
 
     def do_log_stats(self) -> None:
         """Does nothing: the throughput is logged every few seconds of work."""
@@ -143,6 +183,15 @@ class LLMEngine(FrontEnd):
         from minivllm.engine.prometheus import PrometheusStatLogger  # prometheus_client is needed only here
 
         return PrometheusStatLogger(self.engine_args, self.engine_core.engines, str(self.engine_args.model))
+
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        if self._profiler is None:
+            yield
+            return
+        self._profiler.before_step()
+        yield
+        self._profiler.after_step()
 
     def _take_in(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:
         self.output_processor.note_scheduled(outputs.scheduled_req_ids, outputs.timestamp)

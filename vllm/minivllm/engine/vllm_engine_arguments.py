@@ -13,7 +13,7 @@ HARMLESS = (
     "pt_load_map_location", "revision", "code_revision", "safetensors_load_strategy", "safetensors_prefetch_block_size",
     "safetensors_prefetch_num_threads", "tokenizer_mode", "tokenizer_revision", "trust_remote_code", "use_tqdm_on_load",
     # speed of kernels, graphs and collectives
-    "async_scheduling", "attention_config", "compilation_config", "cudagraph_capture_sizes", "disable_cascade_attn",
+    "attention_config", "compilation_config", "cudagraph_capture_sizes", "disable_cascade_attn",
     "disable_custom_all_reduce", "enable_batch_sharded_sampling", "enable_flashinfer_autotune",
     "enable_shm_tensor_arena", "gdn_prefill_backend", "ir_op_priority", "jit_monitor_mode", "jit_monitor_verbose",
     "kda_decode_backend", "kda_prefill_backend", "kernel_config", "linear_backend", "max_cudagraph_capture_size",
@@ -53,7 +53,6 @@ WITHOUT_EFFECT = {
     "data_parallel_backend": ("mp",),
     "decode_context_parallel_size": (1,),
     "generation_config": ("auto",),
-    "pipeline_parallel_size": (1,),
     "prefill_context_parallel_size": (1,),
     "runner": ("auto", "generate"),
     "task": ("auto", "generate"),
@@ -112,9 +111,7 @@ NOT_SERVED = not_served(
             "max_num_scheduled_tokens": None, "prefill_schedule_interval": 1, "stream_interval": 1,
         },
         "a limit of the queue without a server": {"max_num_queued_reqs": None, "max_num_queued_tokens": None},
-        "profiles and traces; torch.profiler around the calls sees the engine's ranges": {
-            "profiler_config": None, "otlp_traces_endpoint": None,
-        },
+        "traces to a collector": {"otlp_traces_endpoint": None},
         "another name without a server": {"served_model_name": None},
         "other buckets of histograms": {"custom_histogram_buckets": None},
         "weights that change, or engines that heal": {

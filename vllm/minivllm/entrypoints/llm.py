@@ -37,9 +37,6 @@ NOT_SERVED = {
     **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), "an engine keeps its memory until it ends"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "no code is sent to the ranks; parts=Parts(...) replaces parts"),
     **dict.fromkeys(
-        ("start_profile", "stop_profile"), "torch.profiler around a call of generate sees the engine's ranges"
-    ),
-    **dict.fromkeys(
         ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
         "weights do not change while an engine lives",
     ),
@@ -254,6 +251,22 @@ class LLM:
             MinivllmError: this LLM was not made with `disable_log_stats=False`.
         """
         return self.llm_engine.get_metrics()
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Records the steps from now on until `stop_profile`. See `LLMEngine.start_profile`."""
+        limits = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
+        self.llm_engine.start_profile(profile_prefix, **limits, profiler_kwargs=profiler_kwargs)
+
+    def stop_profile(self) -> None:
+        """Ends the recording, and writes it to a file whose name is logged."""
+        self.llm_engine.stop_profile()
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Returns the number of ranks."""

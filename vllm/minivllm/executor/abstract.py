@@ -25,8 +25,10 @@ class Executor(ABC):
     the engine ends.
     """
 
-    max_tensor_parallel_size: int | None = None
+    max_ranks: int | None = None
     """The most ranks that it can run; None: any number."""
+    max_concurrent_batches: int
+    """How many steps the core should have in flight: 1, 2 with `async_scheduling`, or one for each stage."""
 
     @abstractmethod
     def __init__(self, settings: WorkerSettings) -> None:
@@ -38,7 +40,7 @@ class Executor(ABC):
 
     @abstractmethod
     def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Starts one step on all ranks; returns a future of rank 0's output."""
+        """Starts one step on all ranks; returns a future of the output of the rank that samples."""
 
     @overload
     def execute_model(
@@ -51,7 +53,7 @@ class Executor(ABC):
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """Runs one step on all ranks; returns rank 0's output or, with `non_block`, a future of it.
+        """Runs one step on all ranks; returns the sampling rank's output or, with `non_block`, a future of it.
 
         Several steps may be in flight. They run in order, each with the tokens sampled by those before it, which the
         caller need not know yet. A step's exceptions are raised by its future.
@@ -62,8 +64,11 @@ class Executor(ABC):
         return future if non_block else future.result()
 
     @abstractmethod
-    def sample_tokens(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
-        """Ends the step that `execute_model` began, on all ranks: samples tokens that fit; returns rank 0's output."""
+    def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
+        """Ends the step that `execute_model` began, on all ranks: samples tokens that fit.
+
+        Returns a future of the output of the rank that samples.
+        """
 
     @abstractmethod
     def take_draft_token_ids(self) -> dict[str, list[int]]:
@@ -74,7 +79,7 @@ class Executor(ABC):
         """Ends the processes that were started, if any; a second call does nothing."""
 
 
-def get_class(backend: str | None, tensor_parallel_size: int) -> type[Executor]:
+def get_class(backend: str | None, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> type[Executor]:
     """Returns the executor class of that name; for None, "uni" for one rank and "mp" for more.
 
     Raises:
@@ -84,17 +89,18 @@ def get_class(backend: str | None, tensor_parallel_size: int) -> type[Executor]:
     from minivllm.executor.uniproc_executor import UniprocExecutor
 
     executors: dict[str, type[Executor]] = {"mp": MultiprocExecutor, "uni": UniprocExecutor}
+    size = tensor_parallel_size * pipeline_parallel_size
     if backend is None:
-        backend = "uni" if tensor_parallel_size == 1 else "mp"
+        backend = "uni" if size == 1 else "mp"
     if backend not in tuple(executors):
         names = ", ".join(f'"{name}"' for name in executors)
         raise MinivllmError(f"there is no distributed_executor_backend {backend!r}: use one of {names}, or None")
     executor_class = executors[backend]
-    most = executor_class.max_tensor_parallel_size
-    if most is not None and tensor_parallel_size > most:
+    most = executor_class.max_ranks
+    if most is not None and size > most:
+        what = "tensor_parallel_size" + " x pipeline_parallel_size" * (pipeline_parallel_size > 1)
         raise MinivllmError(
-            f'distributed_executor_backend "{backend}" runs {most} rank, but tensor_parallel_size is '
-            f'{tensor_parallel_size}: use "mp"'
+            f'distributed_executor_backend "{backend}" runs {most} rank, but {what} is {size}: use "mp"'
         )
     return executor_class
 
@@ -106,4 +112,4 @@ def make_executor(settings: WorkerSettings, backend: str | None = None) -> Execu
         MinivllmError: unknown backend, settings that a rank rejects, or more ranks than GPUs.
         WorkerDiedError: a rank died before it was ready.
     """
-    return get_class(backend, settings.tensor_parallel_size)(settings)
+    return get_class(backend, settings.tensor_parallel_size, settings.pipeline_parallel_size)(settings)

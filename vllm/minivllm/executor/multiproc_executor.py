@@ -27,9 +27,11 @@ class MultiprocExecutor(Executor):
 
     def __init__(self, settings: WorkerSettings) -> None:
         check_devices(settings)
-        self._store = rendezvous(settings.tensor_parallel_size)  # must live as long as the ranks, which use it
+        self.max_concurrent_batches = settings.max_concurrent_batches
+        self._store = rendezvous(settings.world_size)  # must live as long as the ranks, which use it
         address = (self._store.host, self._store.port)
-        self.ranks = RankProcesses(worker_of_rank, (settings, address), settings.tensor_parallel_size)
+        sampling = settings.world_size - settings.tensor_parallel_size  # the first rank of the last stage
+        self.ranks = RankProcesses(worker_of_rank, (settings, address), settings.world_size, sampling)
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """See `Executor`."""
@@ -39,9 +41,9 @@ class MultiprocExecutor(Executor):
         """See `Executor`."""
         return self.ranks.send_for_one("execute_model", scheduler_output)
 
-    def sample_tokens(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
         """See `Executor`."""
-        return self.ranks.call_for_one("sample_tokens", grammar_output)
+        return self.ranks.send_for_one("sample_tokens", grammar_output)
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """See `Executor`."""
@@ -66,11 +68,12 @@ def check_devices(settings: WorkerSettings) -> None:
     """Rejects more ranks than there are GPUs.
 
     Raises:
-        MinivllmError: `tensor_parallel_size` exceeds the number of GPUs.
+        MinivllmError: there are more ranks than GPUs.
     """
-    size = settings.tensor_parallel_size
+    size = settings.world_size
     if settings.device == "cuda" and size > torch.cuda.device_count():
+        what = "tensor_parallel_size" + " x pipeline_parallel_size" * (settings.pipeline_parallel_size > 1)
         raise MinivllmError(
-            f"tensor_parallel_size is {size}, and each rank needs a GPU of its own: "
+            f"{what} is {size}, and each rank needs a GPU of its own: "
             f'there are {torch.cuda.device_count()} here; use at most so many, or device="cpu"'
         )

@@ -58,7 +58,7 @@ def live(sock: socket.socket) -> NoReturn:
         _say(sock, Reply(0))
         while (call := _next_call(calls)) is not None:
             reply = loop.answer(call)
-            if rank == 0 or not call.one_reply or reply.failure is not None:
+            if call.replies in (None, rank) or reply.failure is not None:
                 _say(sock, reply)
     except Exception as error:
         _say(sock, Failure.of(error))

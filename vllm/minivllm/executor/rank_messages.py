@@ -16,12 +16,12 @@ RESET = "reset"
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `method(*arguments)` on every rank; with `one_reply`, only rank 0 replies, and whoever fails."""
+    """A call of `method(*arguments)` on every rank; only the rank `replies` replies (None: all), and whoever fails."""
 
     number: int
     method: str
     arguments: tuple[Any, ...]
-    one_reply: bool
+    replies: int | None
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,14 @@ class Outgoing:
 
 
 class RankFuture(Future[Any]):
-    """The result of a call that has been sent: rank 0's if only it replies, else the list of all ranks' results.
+    """The result of a call that has been sent: that of the one rank that replies, else the list of all ranks' results.
 
     No thread listens in the background: replies are received while this or another future of the ranks is queried.
     """
 
-    def __init__(self, ranks: "RankProcesses", one_reply: bool) -> None:
+    def __init__(self, ranks: "RankProcesses", replies: int | None) -> None:
         super().__init__()
-        self._ranks, self._one_reply = ranks, one_reply
+        self._ranks, self._one = ranks, replies
         self._replies: dict[int, Reply] = {}
         self._blame_after = math.inf
         self.set_running_or_notify_cancel()  # already sent, so it cannot be cancelled
@@ -135,8 +135,9 @@ class RankFuture(Future[Any]):
         everybody = range(self._ranks.size)
         if self.is_settled():
             return
-        if self._one_reply:
-            self.set_result(self._replies[0].value)
+        if self._one is not None:
+            if self._one in self._replies:
+                self.set_result(self._replies[self._one].value)
         elif len(self._replies) == len(everybody):
             self.set_result([self._replies[rank].value for rank in everybody])
 
@@ -149,14 +150,14 @@ class RankProcesses:
     in which they were made.
     """
 
-    def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...], size: int) -> None:
+    def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...], size: int, output_rank: int = 0) -> None:
         """Starts the ranks, and waits until all are ready.
 
         Raises:
             MinivllmError: a rank rejected its arguments.
             WorkerDiedError: a rank died before it was ready.
         """
-        self.size = size
+        self.size, self.output_rank = size, output_rank
         self.processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
         self._received: list[list[bytes]] = [[] for _ in range(size)]
@@ -167,7 +168,7 @@ class RankProcesses:
         self._end = functools.partial(_end, os.getpid(), self.processes, self._sockets)
         self._finalizer = weakref.finalize(self, self._end)
         try:
-            ready = self._futures[0] = RankFuture(self, one_reply=False)
+            ready = self._futures[0] = RankFuture(self, None)
             self._outgoing = [Outgoing(pickle.dumps((make, (*arguments, rank)))) for rank in range(size)]
             for _ in range(size):
                 self._start()
@@ -178,7 +179,7 @@ class RankProcesses:
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Returns the method's results on every rank; raises as `RankFuture.result`, as soon as a rank has failed."""
-        future = self._send(method, arguments, one_reply=False)
+        future = self._send(method, arguments, None)
         if method != RESET:
             return future.result()
         try:
@@ -189,12 +190,12 @@ class RankProcesses:
         return results
 
     def call_for_one(self, method: str, *arguments: Any) -> Any:
-        """As `call`, but waits only for rank 0, and returns its result."""
+        """As `call`, but waits only for the rank `output_rank`, and returns its result."""
         return self.send_for_one(method, *arguments).result()
 
     def send_for_one(self, method: str, *arguments: Any) -> RankFuture:
-        """Sends a call to all ranks; returns a future of rank 0's result without waiting for it."""
-        return self._send(method, arguments, one_reply=True)
+        """Sends a call to all ranks; returns a future of the result of the rank `output_rank`, without waiting."""
+        return self._send(method, arguments, self.output_rank)
 
     def wait_for(self, future: RankFuture, timeout: float | None) -> None:
         """Receives until the future is settled. Raises the ranks' error, or `TimeoutError`."""
@@ -229,11 +230,11 @@ class RankProcesses:
             )
             self.processes.append(process)
 
-    def _send(self, method: str, arguments: tuple[Any, ...], one_reply: bool) -> RankFuture:
+    def _send(self, method: str, arguments: tuple[Any, ...], replies: int | None) -> RankFuture:
         if self._dead is not None:
             raise self._dead
-        future, number = RankFuture(self, one_reply), next(self._numbers)
-        message = pickle.dumps(Call(number, method, arguments, one_reply))  # fails before anything is sent
+        future, number = RankFuture(self, replies), next(self._numbers)
+        message = pickle.dumps(Call(number, method, arguments, replies))  # fails before anything is sent
         # This assignment commits the call for all ranks: if sending is interrupted, the next call sends the rest.
         self._outgoing = [Outgoing(b"".join((outgoing.unsent(), message))) for outgoing in self._outgoing]
         self._futures[number] = future

@@ -1,41 +1,53 @@
 """One rank, in the engine's process. In vLLM v0.33.0: `vllm/v1/executor/uniproc_executor.py` (`UniProcExecutor`)."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.executor.abstract import Executor
+from minivllm.executor.step_thread import StepThread
 from minivllm.worker.worker import Worker, WorkerSettings
 
 
 class UniprocExecutor(Executor):
-    """One rank, in this process."""
+    """One rank, in this process. If several steps are to be in flight, a thread of its own runs all of its calls."""
 
-    max_tensor_parallel_size = 1
+    max_ranks = 1
 
     def __init__(self, settings: WorkerSettings) -> None:
+        self.max_concurrent_batches = settings.max_concurrent_batches
         self.worker = Worker(settings)
+        self._thread = StepThread() if settings.max_concurrent_batches > 1 else None
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """See `Executor`."""
-        return [getattr(self.worker, method)(*arguments)]
+        call = getattr(self.worker, method)
+        return [self._thread.call(method, call, *arguments) if self._thread else call(*arguments)]
 
     def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """See `Executor`; the future is already done when returned."""
+        """See `Executor`; without a thread, the future is already done when returned."""
+        return self._start(self.worker.execute_model, scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
+        """See `Executor`; without a thread, the future is already done when returned."""
+        return self._start(self.worker.sample_tokens, grammar_output)
+
+    def _start(self, call: Callable[..., ModelRunnerOutput], argument: Any) -> Future[ModelRunnerOutput]:
+        if self._thread:
+            return self._thread.start(call, argument)
         future: Future[ModelRunnerOutput] = Future()
         try:
-            future.set_result(self.worker.execute_model(scheduler_output))
+            future.set_result(call(argument))
         except Exception as error:
             future.set_exception(error)
         return future
 
-    def sample_tokens(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
-        """See `Executor`."""
-        return self.worker.sample_tokens(grammar_output)
-
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """See `Executor`."""
-        return self.worker.take_draft_token_ids()
+        return self.collective_rpc("take_draft_token_ids")[0]
 
     def shutdown(self) -> None:
-        """Does nothing, since no process was started."""
+        """Ends the thread, if there is one; no process was started."""
+        if self._thread:
+            self._thread.shutdown()

@@ -4,7 +4,8 @@
         ...                     # one request, from a client in another process
     trace.hops()                # [("the application has the request", 12.0013), ...]
 
-The functions that the hops go through are replaced while the block runs, by ones that note the time and call them.
+The functions that the hops go through are replaced while the block runs, by ones that note the time and call them. A
+hop that hands something over is noted before it does: whoever gets it may be quicker than the one who gave it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ HOPS = (
     "uvicorn has read the request",
     "its JSON is checked",
     "the prompt is tokenized",
-    "the core's socket has it",
+    "it goes to the core",
     "a step of the core begins",
     "the step's outputs are back",
     "the text is in its collector",
-    "the first event is written",
+    "the first event goes out",
 )
 """In their order, between the client's sending and its first event."""
 
@@ -47,7 +48,7 @@ class Trace:
         self._replace(BodySizeMiddleware, "__call__", self._at_the_application)
         self._replace(OpenAIServingCompletion, "create_completion", self._before(HOPS[1]))
         self._replace(AsyncLLM, "add_request", self._before(HOPS[2]))
-        self._replace(AsyncMPClient, "add_request", self._after(HOPS[3]))
+        self._replace(AsyncMPClient, "add_request", self._before(HOPS[3]))
         self._replace(OutputProcessor, "note_scheduled", self._at_the_outputs)
         self._replace(RequestOutputCollector, "put", self._before(HOPS[6]))
         return self
@@ -76,25 +77,14 @@ class Trace:
 
         return wrap
 
-    def _after(self, hop: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-            def noted(*arguments: Any, **more: Any) -> Any:
-                result = original(*arguments, **more)
-                self._note(hop)
-                return result
-
-            return noted
-
-        return wrap
-
     def _at_the_application(self, original: Callable[..., Any]) -> Callable[..., Any]:
         async def noted(middleware: Any, scope: Any, receive: Any, send: Any) -> None:
             self._note(HOPS[0])
 
             async def sent(message: Any) -> None:
-                await send(message)
                 if message.get("body"):
                     self._note(HOPS[7])
+                await send(message)
 
             await original(middleware, scope, receive, sent)
 

@@ -6,11 +6,14 @@ The tokens of all sequences in a step form one flat batch, each with its positio
 where a sequence starts. Attention does, and is passed in with the step (`ForwardContext`). Projections that read the
 same input are merged, as in vLLM: q, k and v are one matrix product, and so are the two halves of the gated MLP. How a
 product is computed is up to its method (`minivllm.models.linear`). A rank of a tensor-parallel group has a share of the
-heads and of the MLP's width, and adds its partial sums to those of the other ranks (`minivllm.models.parallel`).
+heads and of the MLP's width, and adds its partial sums to those of the other ranks (`minivllm.models.parallel`). A
+stage of a pipeline has some of the layers (`minivllm.models.pipeline`).
 
 In vLLM: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`; `QKVParallelLinear` and
 `MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`.
 """
+
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,7 @@ from minivllm.models.attention import AttentionFunction
 from minivllm.models.forward_context import ForwardContext
 from minivllm.models.linear import UNQUANTIZED, GatedLinear, Linear, LoadableLinearMethod
 from minivllm.models.parallel import GroupCoordinator, shard_config
+from minivllm.models.pipeline import get_pp_indices, stage_config
 from minivllm.models.rotary import RotaryTable
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -56,14 +60,21 @@ class Decoder(nn.Module):
         _check_supported(config)
         self.group = group = group or GroupCoordinator()
         self.whole_config = config
-        self.config = config = shard_config(config, group.size)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        stage, tied = group.stage, config.tie_word_embeddings
+        self.start_layer, self.end_layer = get_pp_indices(config.num_hidden_layers, stage.rank, stage.size)
+        self.config = config = stage_config(shard_config(config, group.size), stage)
+        # What another stage holds has no rows here, and its layers are empty modules, so that ours keep their numbers.
+        embeds = stage.is_first or (stage.is_last and tied)
+        self.embed_tokens = Embedding(config.vocab_size if embeds else 0, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, group, method) for index in range(config.num_hidden_layers)
+            DecoderLayer(config, index - self.start_layer, group, method)
+            if self.start_layer <= index < self.end_layer
+            else nn.Identity()
+            for index in range(self.whole_config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        if config.tie_word_embeddings:
+        self.norm = RMSNorm(config.hidden_size if stage.is_last else 0, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size if stage.is_last else 0)
+        if tied and stage.is_last:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryTable(config)
 
@@ -73,6 +84,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         context: ForwardContext | AttentionFunction,
         rows: Tensor | None = None,
+        intermediate: Tensor | None = None,
     ) -> Tensor:
         """One step over the flattened tokens of all sequences.
 
@@ -83,17 +95,24 @@ class Decoder(nn.Module):
                 maintains the cache, if any.
             rows: indices of the tokens whose output is needed; None for all. The others only contribute keys and
                 values, so the last layer drops them after attention.
+            intermediate: what the stage before has returned; None on the first one.
 
         Returns:
-            `[rows, hidden_size]`, normalised, as `compute_logits` expects it.
+            `[rows, hidden_size]`, normalised, as `compute_logits` expects it. From a stage before the last:
+            `[2, tokens, hidden_size]`, the last layer's output and the residual stream.
         """
         context = ForwardContext.of(context)
-        hidden = self.embed_tokens(input_ids)
-        residual = torch.zeros_like(hidden)
+        if intermediate is None:
+            hidden = self.embed_tokens(input_ids)
+            residual = torch.zeros_like(hidden)
+        else:
+            hidden, residual = intermediate
         table = self.rotary.table
-        for layer in self.layers:
+        for layer in islice(self.layers, self.start_layer, self.end_layer):
             wanted = rows if layer is self.layers[-1] else None
             hidden, residual = layer(hidden, residual, positions, table, context, wanted)
+        if not self.group.stage.is_last:
+            return torch.stack((hidden, residual))
         return self.norm(hidden, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

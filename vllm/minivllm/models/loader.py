@@ -5,6 +5,7 @@ tensor-parallel group has a part of each. A `Slot` says which part of a stored t
 like vLLM's `weight_loader` functions (`vllm/model_executor/layers/linear.py`).
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,6 +142,8 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
             continue  # redundant tensors that some checkpoints store
+        if name not in targets and _is_on_another_stage(model, name):
+            continue
         if name not in targets and name.endswith(".bias") and not tensor.any():
             continue  # GPTQ tools write a zero bias for linears that have none
         if name not in targets:
@@ -164,6 +167,16 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise MinivllmError(
             f"the checkpoint lacks {len(missing)} of the model's {len(targets)} tensors, such as {some}"
         )
+
+
+def _is_on_another_stage(model: Decoder, name: str) -> bool:
+    if model.group.stage.size == 1:
+        return False
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer is None:
+        return name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    in_model = int(layer[1]) < model.whole_config.num_hidden_layers
+    return in_model and not model.start_layer <= int(layer[1]) < model.end_layer
 
 
 def _extremes(name: str, target: Tensor) -> dict[str, Tensor]:
@@ -200,6 +213,8 @@ def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
         "gate_up_proj": (("gate_proj", "up_proj"), (config.intermediate_size,) * 2, (mine, mine)),
     }
     for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            continue  # another stage has it
         stored = name if name.startswith("lm_head") else f"model.{name}"
         linear, _, what = name.rpartition(".")
         whole = next((part for part in merged if part in name), None)
@@ -329,7 +344,7 @@ def _refuse_beyond_memory(
     """Rejects, before allocation, a model that does not fit the device even at `least_bits` bits per weight."""
     if config.model_type not in FAMILIES or device.type == "meta":
         return  # the decoder rejects other families with a better message; meta tensors take no memory
-    num_bytes = num_parameters(config) * least_bits // 8 // (group.size if group else 1)
+    num_bytes = num_parameters(config) * least_bits // 8 // (group.world_size if group else 1)
     what = f"the model ({config.num_hidden_layers} layers of width {config.hidden_size})"
     refuse_beyond_memory(num_bytes, device, what, "take a smaller one, or a dtype or checkpoint of fewer bits")
 

@@ -18,6 +18,7 @@ Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. In vLLM v0.33.0: `vllm/dis
 (`GroupCoordinator`), `vllm/model_executor/layers/linear.py` (`QKVParallelLinear`, `RowParallelLinear`).
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,22 +29,53 @@ import torch.distributed as dist
 from minivllm.config import ModelConfig
 from minivllm.errors import LostPeerError, MinivllmError
 from minivllm.memory.bytes_per_token import kv_heads_on_rank
+from minivllm.models.pipeline import Stage
+
+ONE_STAGE = Stage()
+Connect = Callable[[int], dist.ProcessGroup | None]
 
 
 class GroupCoordinator:
-    """The ranks that share one model, as seen by `rank`. A group of one exchanges nothing.
+    """The ranks that share the layers of one pipeline stage, as seen by `rank`. A group of one exchanges nothing.
 
-    `bytes_reduced` counts the bytes that this rank has contributed to all-reduces so far.
+    `bytes_reduced` counts the bytes that this rank has contributed to all-reduces so far, `bytes_sent` those that it
+    has sent to the next stage; `received_at` is when it last received from the one before, in `time.monotonic()`.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, connect: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        connect: Connect | None = None,
+        stage: Stage = ONE_STAGE,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         """A group of more than one uses torch.distributed's default process group, which must be initialized.
 
         `connect(n)` initializes it for the n-th time after that, once all ranks call it. None: it cannot be done again.
+        It returns what `process_group` is: the group of this stage's ranks, None for the default group.
         """
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.stage = rank, size, stage
         self._connect, self._num_connections = connect, 0
-        self.bytes_reduced = 0
+        self._process_group = process_group
+        self._sending: tuple[dist.Work, torch.Tensor] | None = None
+        self.bytes_reduced = self.bytes_sent = 0
+        self.received_at = 0.0
+
+    @property
+    def world_rank(self) -> int:
+        """This rank among those of all stages: stage after stage."""
+        return self.stage.rank * self.size + self.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of all stages."""
+        return self.stage.size * self.size
+
+    @property
+    def samples(self) -> bool:
+        """Whether it is this rank that samples: the first one of the last stage."""
+        return self.rank == 0 and self.stage.is_last
 
     def all_reduce(self, terms: torch.Tensor) -> torch.Tensor:
         """Sums the `terms` of all ranks, in place: all have the same shape, and every rank gets the same sum.
@@ -55,7 +87,7 @@ class GroupCoordinator:
             return terms
         self.bytes_reduced += terms.nbytes
         with self._peers():
-            dist.all_reduce(terms)
+            dist.all_reduce(terms, group=self._process_group)
         return terms
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -66,11 +98,37 @@ class GroupCoordinator:
         """
         if self.size > 1:
             with self._peers():
-                dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor, src=self.world_rank - self.rank, group=self._process_group)
+
+    def send_to_next_stage(self, hidden: torch.Tensor) -> None:
+        """Starts sending a step's hidden states to the same rank of the next stage; waits for those before them.
+
+        Raises:
+            LostPeerError: that rank is gone.
+        """
+        with self._peers():
+            if self._sending is not None:
+                self._sending[0].wait()
+            work = dist.isend(hidden, self.world_rank + self.size)
+            assert work is not None
+            self._sending = work, hidden  # the tensor must live until it is sent
+        self.bytes_sent += hidden.nbytes
+
+    def receive_from_previous_stage(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Waits for a step's hidden states; fills and returns `hidden`, which has their shape.
+
+        Raises:
+            LostPeerError: the rank that would send them is gone.
+        """
+        with self._peers():
+            dist.recv(hidden, self.world_rank - self.size)
+        self.received_at = time.monotonic()
+        return hidden
 
     def leave(self) -> None:
         """Ends the connections to the other ranks: whoever waits for this one, now or later, gets `LostPeerError`."""
         if self._connect is not None and dist.is_initialized():
+            self._sending = None
             dist.destroy_process_group()
 
     def rejoin(self) -> None:
@@ -83,7 +141,7 @@ class GroupCoordinator:
             self.leave()
             self._num_connections += 1
             with self._peers():
-                self._connect(self._num_connections)
+                self._process_group = self._connect(self._num_connections)
 
     @contextmanager
     def _peers(self) -> Iterator[None]:

@@ -125,14 +125,14 @@ class Served:
 def serve(deployment: Deployment, rate: float, seconds: float, kind: str = "sharegpt", seed: int = 0) -> Served:
     """Requests of a kind arrive at random, `rate` a second, for so long; all are served.
 
-    Each group gets its share of them, which arrive at random too: one group is simulated, with at least 30 requests.
+    Each group gets its share of them, which arrive at random too: one group is simulated, with at least 12 requests.
 
     Raises:
         MinivllmError: the model does not fit.
     """
     groups = deployment.groups
     share, half = rate / groups, MAX_MODEL_LEN // 2
-    count = max(30, round(share * seconds))
+    count = max(12, round(share * seconds))
     requests = [
         SimulatedRequest(min(one.prompt_tokens, half), min(one.output_tokens, half), at)
         for one, at in zip(workload(kind).sample(count, seed), poisson_arrivals(share, count, seed), strict=True)

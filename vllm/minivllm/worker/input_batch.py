@@ -8,7 +8,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/states.py` (`RequestState`), `vllm/v1/worke
 writes; here they live on the host, and each step copies the gathered inputs to the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -82,7 +82,10 @@ class InputBatch:
         cached = output.scheduled_cached_reqs
         if cached.req_ids:
             rows = [self.row_of[req_id] for req_id in cached.req_ids]
-            self.num_computed_tokens[rows] = cached.num_computed_tokens
+            for row, start, token_ids in zip(rows, cached.num_computed_tokens, cached.new_token_ids, strict=False):
+                self._take_token_ids(row, start, token_ids)
+            # A scheduler that is ahead does not know yet which drafts were rejected. The last token is never computed.
+            self.num_computed_tokens[rows] = np.minimum(cached.num_computed_tokens, self.num_tokens[rows] - 1)
             for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
                 if block_ids:
                     self._append_block_ids(row, block_ids)
@@ -103,7 +106,7 @@ class InputBatch:
             row = self.row_of[req_id]
             self.token_ids[row, self.num_tokens[row] : self.num_tokens[row] + len(token_ids)] = token_ids
         req_ids = list(num_scheduled_tokens)
-        rows = np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))  # [requests]
+        rows = self.rows_of(req_ids)  # [requests]
         counts = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))  # [requests]
         num_computed = self.num_computed_tokens[rows]  # [requests]
         seq_lens = num_computed + counts  # [requests]
@@ -135,6 +138,10 @@ class InputBatch:
             drafts=drafts,
         )
 
+    def rows_of(self, req_ids: Collection[str]) -> np.ndarray:
+        """The rows of these requests [len(req_ids)], int64."""
+        return np.fromiter(map(self.row_of.__getitem__, req_ids), np.int64, len(req_ids))
+
     def append_tokens(self, rows: np.ndarray, token_ids: Sequence[Sequence[int]]) -> None:
         """Appends sampled tokens, one list for each of `rows` [n], overwriting any drafts stored there."""
         counts = np.fromiter(map(len, token_ids), np.int64, len(rows))  # [n]
@@ -153,6 +160,12 @@ class InputBatch:
         self.num_blocks[row] = 0
         self._append_block_ids(row, request.block_ids)
         self.sampling.add_request(row, request.sampling_params)
+
+    def _take_token_ids(self, row: int, start: int, token_ids: list[int]) -> None:
+        """Takes tokens that the last stage has sampled, from position `start` on; the rank that did has them."""
+        end = start + len(token_ids)
+        self.token_ids[row, start:end] = token_ids
+        self.num_tokens[row] = max(self.num_tokens[row], end)
 
     def _append_block_ids(self, row: int, block_ids: list[int]) -> None:
         start = self.num_blocks[row]

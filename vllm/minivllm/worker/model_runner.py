@@ -48,6 +48,7 @@ class ModelRunner:
         attention_backend: str | None = None,
         attention: Callable[..., PagedAttention] | None = None,
         use_kv_cache: bool = True,
+        async_scheduling: bool = False,
     ) -> None:
         self.model = model
         self.config = model.config
@@ -64,6 +65,7 @@ class ModelRunner:
             "lower max_num_seqs",
         )
         self.use_kv_cache = use_kv_cache
+        self.keeps_drafts = async_scheduling
         self.make_attention = attention or partial(PagedAttention, backend=attention_backend)
         self.proposer = make_proposer(speculative_config, max_model_len)
         self.attention: PagedAttention | None = None
@@ -75,7 +77,7 @@ class ModelRunner:
         self.batch = InputBatch(self.max_num_seqs, self.max_model_len, self.block_size)
         self.prompt_logprobs = PromptLogprobs()
         self._draft_token_ids: dict[str, list[int]] = {}
-        self._waits_for_grammar: tuple[StepInputs, torch.Tensor] | None = None
+        self._waits_for_grammar: tuple[SchedulerOutput, StepInputs, torch.Tensor] | None = None
 
     def weight_bytes(self) -> int:
         """Bytes of all parameters and tables as stored in memory; tied ones count once."""
@@ -126,44 +128,67 @@ class ModelRunner:
         with record_function_or_nullcontext("minivllm::forward"):
             hidden = self.forward(inputs)
         if scheduler_output.has_structured_output_requests:
-            self._waits_for_grammar = inputs, hidden
+            self._waits_for_grammar = scheduler_output, inputs, hidden
             return ModelRunnerOutput({})
-        return self._end_step(inputs, hidden)
+        return self._end_step(scheduler_output, inputs, hidden)
 
     @torch.inference_mode()
     def sample_by_grammar(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
         """Ends the step that `execute_model` began, and returns the sampled tokens."""
         assert self._waits_for_grammar is not None
-        (inputs, hidden), self._waits_for_grammar = self._waits_for_grammar, None
-        return self._end_step(inputs, hidden, grammar_output)
+        begun, self._waits_for_grammar = self._waits_for_grammar, None
+        return self._end_step(*begun, grammar_output)
 
     def _end_step(
-        self, inputs: StepInputs, hidden: torch.Tensor, grammar_output: GrammarOutput | None = None
+        self,
+        scheduler_output: SchedulerOutput,
+        inputs: StepInputs,
+        hidden: torch.Tensor,
+        grammar_output: GrammarOutput | None = None,
     ) -> ModelRunnerOutput:
-        if self.model.group.rank > 0:
+        if not self.model.group.samples:
             self.prompt_logprobs.pass_over(inputs)
             return ModelRunnerOutput({})
         with record_function_or_nullcontext("minivllm::sample"):
             output = self.sample_tokens(inputs, hidden, grammar_output)
         if self.proposer:
             with record_function_or_nullcontext("minivllm::draft"):
-                self.propose_draft_token_ids(inputs)
+                self.propose_draft_token_ids([inputs.req_ids[index] for index in inputs.sampling])
+        if self.keeps_drafts:
+            output.num_invalid_spec_tokens = num_invalid_of(scheduler_output, inputs)
         return output
 
     def take_sampled(self, sampled: dict[str, list[int]]) -> None:
-        """Appends the tokens that rank 0 sampled in this step, by request id."""
-        rows = np.array([self.batch.row_of[req_id] for req_id in sampled])
-        self.batch.append_tokens(rows, list(sampled.values()))
+        """Appends the tokens that rank 0 sampled, by request id, and drafts as it does if drafts are kept."""
+        self.batch.append_tokens(self.batch.rows_of(sampled), list(sampled.values()))
+        if self.proposer and self.keeps_drafts:
+            self.propose_draft_token_ids(list(sampled))
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
         """Gathers the step's inputs from the batch, on the host."""
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if self.keeps_drafts and drafts:
+            num_scheduled_tokens, drafts = self._with_kept_drafts(num_scheduled_tokens, drafts)
         if not self.use_kv_cache:
             num_scheduled_tokens = self.batch.forget_computed(num_scheduled_tokens)
-        return self.batch.prepare(num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens)
+        return self.batch.prepare(num_scheduled_tokens, drafts)
+
+    def _with_kept_drafts(
+        self, num_scheduled_tokens: dict[str, int], placeholders: dict[str, list[int]]
+    ) -> tuple[dict[str, int], dict[str, list[int]]]:
+        """The step with this rank's own drafts after the last one, in place of the scheduler's placeholders.
+
+        There may be fewer of them; then the request has fewer tokens in this step.
+        """
+        kept = self.take_draft_token_ids()
+        drafts = {req_id: kept.get(req_id, [])[: len(unknown)] for req_id, unknown in placeholders.items()}
+        missing = {req_id: len(placeholders[req_id]) - len(theirs) for req_id, theirs in drafts.items()}
+        counts = {req_id: count - missing.get(req_id, 0) for req_id, count in num_scheduled_tokens.items()}
+        return counts, {req_id: theirs for req_id, theirs in drafts.items() if theirs}
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states to sample from, [sum of num_sampled, hidden].
+        """Hidden states to sample from, [sum of num_sampled, hidden]; on a stage before the last, what it has sent on.
 
         If any prompt log probabilities are requested, those of all tokens, [tokens, hidden]. A decode step replays a
         CUDA graph if one fits.
@@ -175,7 +200,16 @@ class ModelRunner:
             hidden = self.cuda_graphs.replay(inputs)  # [tokens, hidden]
             return hidden if rows is None else hidden[rows]
         input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
-        return self.model(input_ids, positions, self._forward_context(inputs), rows)
+        context, group = self._forward_context(inputs), self.model.group
+        received = None if group.stage.is_first else self._receive(num_tokens)
+        hidden = self.model(input_ids, positions, context, rows, received)
+        if not group.stage.is_last:
+            group.send_to_next_stage(hidden)
+        return hidden
+
+    def _receive(self, num_tokens: int) -> torch.Tensor:
+        shape = (2, num_tokens, self.config.hidden_size)
+        return self.model.group.receive_from_previous_stage(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def sample_tokens(
         self, inputs: StepInputs, hidden: torch.Tensor, grammar_output: GrammarOutput | None = None
@@ -208,11 +242,10 @@ class ModelRunner:
         bitmask = self._on_device(grammar_output.grammar_bitmask)
         apply_grammar_bitmask(logits, bitmask, self._on_device(rows.astype(np.int32)))
 
-    def propose_draft_token_ids(self, inputs: StepInputs) -> None:
+    def propose_draft_token_ids(self, req_ids: list[str]) -> None:
         """Asks the proposer to draft for the requests that sampled in this step."""
         assert self.proposer is not None
-        drafts = self.proposer.propose(self.batch, inputs.rows[inputs.sampling])
-        req_ids = (inputs.req_ids[index] for index in inputs.sampling)
+        drafts = self.proposer.propose(self.batch, self.batch.rows_of(req_ids))
         self._draft_token_ids = {req_id: theirs for req_id, theirs in zip(req_ids, drafts, strict=True) if theirs}
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
@@ -250,7 +283,11 @@ class ModelRunner:
     def _dummy_step(self, num_tokens: int, num_rows: int) -> None:
         """The largest possible step, without attention; sampling applies top-p and min-p, but no bias or penalties."""
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        hidden = self.model(ids, ids, lambda layer, q, k, v: torch.zeros_like(q))
+        stage, shape = self.model.group.stage, (2, num_tokens, self.config.hidden_size)
+        received = None if stage.is_first else torch.zeros(shape, dtype=self.dtype, device=self.device)
+        hidden = self.model(ids, ids, lambda layer, q, k, v: torch.zeros_like(q), None, received)
+        if not stage.is_last:
+            return
         logits = self.model.compute_logits(hidden[:num_rows]).float()
         states = SamplingStates(num_rows)
         for row in range(num_rows):
@@ -273,6 +310,12 @@ def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
         if sampled.logprobs and sampled.logprobs[places.start] is not None:
             output.logprobs[req_id] = sampled.logprobs[places]
     return output
+
+
+def num_invalid_of(scheduler_output: SchedulerOutput, inputs: StepInputs) -> dict[str, int]:
+    """By request, how many of its scheduled drafts were placeholders that nothing was drafted for."""
+    placeholders = scheduler_output.scheduled_spec_decode_tokens.items()
+    return {req_id: len(unknown) - len(inputs.drafts.get(req_id, ())) for req_id, unknown in placeholders}
 
 
 def nonfinite_req_ids(inputs: StepInputs, largest: np.ndarray) -> list[str]:

@@ -5,6 +5,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker`).
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutp
 from minivllm.models.decoder import Decoder
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
+from minivllm.models.pipeline import Stage
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.triton_utils import INTERPRETED
@@ -48,13 +50,26 @@ class WorkerSettings:
     max_num_seqs: int
     max_num_batched_tokens: int
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     num_threads: int
     enforce_eager: bool
+    async_scheduling: bool = False
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """How many steps are to be in flight."""
+        return self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 1 + self.async_scheduling
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether decode steps are captured: on a GPU, with its own kernels and a KV cache, and unless eager."""
+        """Whether decode steps are captured: on a GPU, with its own kernels, a KV cache and one stage, unless eager."""
         plain = self.attention_backend is None and self.attention is None and self.use_kv_cache
+        plain = plain and self.pipeline_parallel_size == 1
         return self.device == "cuda" and plain and not self.enforce_eager and not INTERPRETED
 
 
@@ -63,7 +78,8 @@ class Worker:
 
     def __init__(self, settings: WorkerSettings, group: GroupCoordinator | None = None) -> None:
         self.settings, self.group = settings, group or GroupCoordinator()
-        self.device = device_of_rank(settings.device, self.group.rank)
+        self._times: list[tuple[float, float]] | None = None
+        self.device = device_of_rank(settings.device, self.group.world_rank)
         if self.device.type == "cpu":
             keep_freed_memory()
             limit_spinning()
@@ -78,6 +94,7 @@ class Worker:
             attention_backend=settings.attention_backend,
             attention=settings.attention,
             use_kv_cache=settings.use_kv_cache,
+            async_scheduling=settings.async_scheduling,
         )
 
     def memory_use(self) -> MemoryUse:
@@ -85,7 +102,7 @@ class Worker:
         settings = self.settings
         return measure_memory(
             self.device,
-            self.group.size,
+            self.group.world_size,
             dtype=str(self.runner.dtype).removeprefix("torch."),
             weights=self.runner.weight_bytes(),
             activation_peak=self.runner.activation_peak(settings.max_num_batched_tokens, settings.max_num_seqs),
@@ -100,8 +117,14 @@ class Worker:
         self.group.bytes_reduced = 0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs one step. Only rank 0 samples; it broadcasts the tokens to the others before the step ends."""
+        """Runs one step. Only one rank samples; it broadcasts the tokens to the others before the step ends.
+
+        Not to other stages, which would have to wait for the last one: they get them with the request's next step.
+        """
+        start = time.monotonic()
         output = self.runner.execute_model(scheduler_output)
+        if self._times is not None:
+            self._times.append((max(start, self.group.received_at), time.monotonic()))
         if scheduler_output.has_structured_output_requests:
             self._without_tokens = scheduler_output
             return output
@@ -114,7 +137,7 @@ class Worker:
         return self._shared(scheduler_output, self.runner.sample_by_grammar(grammar_output))
 
     def _shared(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        if self.group.size > 1 and scheduler_output.num_scheduled_tokens:
+        if self.group.size > 1 and self.group.stage.size == 1 and scheduler_output.num_scheduled_tokens:
             self._share_sampled(scheduler_output, output.sampled_token_ids)
         return output
 
@@ -150,6 +173,19 @@ class Worker:
         """Returns the drafts to follow the last step's tokens, by request id, and clears them."""
         return self.runner.take_draft_token_ids()
 
+    def record_times(self) -> None:
+        """Begins to note when each step was computed here, from the arrival of what it needs to its end."""
+        self._times = []
+
+    def recorded_times(self) -> list[tuple[float, float]]:
+        """Returns these times, in seconds of `time.monotonic()`, and stops noting them."""
+        times, self._times = self._times or [], None
+        return times
+
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to the next stage since it started."""
+        return self.group.bytes_sent
+
     def bytes_reduced(self) -> int:
         """Bytes this rank has contributed to all-reduces since the cache was allocated."""
         return self.group.bytes_reduced
@@ -166,7 +202,8 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
     A group over gloo can be left and joined again, so the ranks survive an exception on any of them. NCCL's cannot: its
     communicators are captured in CUDA graphs, and a rank that waits in a kernel notices nothing.
     """
-    (host, port), size, device = address, settings.tensor_parallel_size, device_of_rank(settings.device, rank)
+    (host, port), size, device = address, settings.world_size, device_of_rank(settings.device, rank)
+    tp, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -175,7 +212,7 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     store = dist.TCPStore(host, port, size, is_master=False)
 
-    def connect(number: int) -> None:
+    def connect(number: int) -> dist.ProcessGroup | None:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore(str(number), store),  # nobody meets the addresses of an earlier group
@@ -183,9 +220,17 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
             world_size=size,
             device_id=device if device.type == "cuda" else None,
         )
+        if tp == 1 or stages == 1:
+            return None
+        # All ranks must make all of these groups, in the same order; each belongs to one.
+        groups = [dist.new_group(list(range(stage * tp, (stage + 1) * tp))) for stage in range(stages)]
+        mine = groups[rank // tp]
+        assert isinstance(mine, dist.ProcessGroup)
+        return mine
 
-    connect(0)
-    return GroupCoordinator(rank, size, None if device.type == "cuda" else connect)
+    own_group = connect(0)
+    again = None if device.type == "cuda" else connect
+    return GroupCoordinator(rank % tp, tp, again, Stage(rank // tp, stages), own_group)
 
 
 def device_of_rank(name: str, rank: int) -> torch.device:

@@ -184,9 +184,9 @@ def recorded_steps(llm: LLMEngine) -> list[SchedulerOutput]:
     executor = core_of(llm).executor
     execute = executor.execute_model
 
-    def execute_and_note(output: SchedulerOutput, *rest: Any) -> Any:
+    def execute_and_note(output: SchedulerOutput, **options: Any) -> Any:
         steps.append(output)
-        return execute(output, *rest)
+        return execute(output, **options)
 
     executor.execute_model = execute_and_note  # type: ignore[method-assign]
     return steps

@@ -178,27 +178,30 @@ class RawClient:
 
 
 def measure_slow_client(servers: Mapping[str, tuple[int, Any]], quick: bool) -> dict:
-    """One client asks for 400 tokens and reads nothing; four others are served, or nothing moves until it reads."""
+    """Four clients are served; one more asks for 400 tokens, and reads only when nothing has moved for a while."""
     found, rows, seconds = {}, [], SECONDS_UNREAD[quick]
     slow, *others = prompts(5, seed=2)
     for name, (port, server) in servers.items():
-        client = RawClient(port, to_lesson(slow, 400))
+        core = core_of(server)
         process = start_load(port, [Ask(to_lesson(token_ids, 200)) for token_ids in others], clients=4)
-        _wait_until_still(core_of(server), process.poll, seconds)
+        while process.poll() is None and len(core.scheduler.requests) < 4:
+            time.sleep(0.001)
+        client = RawClient(port, to_lesson(slow, 400))
+        _wait_until_still(core, seconds)
         events, answers = client.read_events(), answers_of(process)
         client.close()
         gap = max(gap for one in answers for gap in one.itls)
         found[name] = {"longest_gap_ms": 1e3 * gap, "events": events}
         rows.append((name, ms(gap), events))
     columns = ("server", "the others' longest gap, ms", "events with its 400 tokens")
-    table(f"A client that reads nothing for {seconds:g} s, while four others want 200 tokens each", columns, rows)
+    table(f"A client that reads nothing until all has stood still for {seconds:g} s, among four others", columns, rows)
     return {"unread_seconds": seconds, "servers": found}
 
 
-def _wait_until_still(core: EngineCore, ended: Callable[[], int | None], seconds: float) -> None:
-    """Wait until the core has computed nothing for so long, or the others have been served."""
+def _wait_until_still(core: EngineCore, seconds: float) -> None:
+    """Wait until the core has computed nothing for so long."""
     before, since = -1, time.monotonic()
-    while ended() is None and time.monotonic() < since + seconds:
+    while time.monotonic() < since + seconds:
         computed = sum(request.num_computed_tokens for request in list(core.scheduler.requests.values()))
         if computed != before:
             before, since = computed, time.monotonic()
@@ -329,7 +332,13 @@ def as_bitmask(allowed: Tensor) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
-def verify_mask(apply: Callable[[Tensor, Tensor, Tensor], None], device: torch.device) -> dict:
+def apply_mask(kernel: Any, logits: Tensor, bitmask: Tensor, has_grammar: Tensor) -> None:
+    """Launch the lesson's kernel on logits float32 [rows, vocab], in place; the others are int32."""
+    rows, words = bitmask.shape
+    kernel[(rows, -(-words // 32))](logits, bitmask, has_grammar, logits.shape[1], words, BLOCK=32)
+
+
+def verify_mask(kernel: Any, device: torch.device) -> dict:
     """The kernel against a mask of booleans, bit for bit, in vocabularies that no word and no tile divides.
 
     Raises:
@@ -339,7 +348,7 @@ def verify_mask(apply: Callable[[Tensor, Tensor, Tensor], None], device: torch.d
     for vocabulary in (31, 32, 1000, 4096, 5003):
         allowed, logits = torch.rand(3, vocabulary) < 0.3, torch.randn(3, vocabulary)
         has_grammar, masked = torch.tensor([1, 0, 1], dtype=torch.int32), logits.to(device)
-        apply(masked, as_bitmask(allowed).to(device), has_grammar.to(device))
+        apply_mask(kernel, masked, as_bitmask(allowed).to(device), has_grammar.to(device))
         forbidden = ~allowed & has_grammar.bool()[:, None]
         right = logits.masked_fill(forbidden, -torch.inf)
         assert torch.equal(masked.cpu(), right), f"a vocabulary of {vocabulary} is masked wrongly"

@@ -1,0 +1,201 @@
+"""`async_scheduling`: the same tokens, whatever is combined with it, and a failed step ends no more than it must."""
+
+import os
+import random
+import signal
+import threading
+from dataclasses import replace
+
+import pytest
+from engine.test_all_or_nothing import Boom, RaiseAtLine, generate_for_ever
+
+from minivllm import LLM, MinivllmError, SamplingParams
+from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
+from minivllm.config.units import GIB
+from minivllm.core.messages import EngineCoreRequest
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.lab.inside import core_of
+
+SHARED = [(7 * position + 5) % 900 for position in range(40)]
+PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], [5, 6, 5, 6, 5], SHARED[3:35]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+WISHES = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=1, max_tokens=20, logprobs=2),
+    SamplingParams(temperature=0.7, top_p=0.8, seed=2, max_tokens=9, n=2),
+    SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.4, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=11, prompt_logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=24, stop=["e", ")"]),
+    SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[8, 9], min_tokens=3),
+]
+SETTINGS = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 6, "block_size": 8}
+NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def answers(llm):
+    outputs = llm.generate(PROMPTS, WISHES, use_tqdm=False)
+    return [
+        (
+            output.prompt_logprobs and [entry and sorted(entry) for entry in output.prompt_logprobs],
+            [
+                (done.token_ids, done.text, done.finish_reason, done.stop_reason, done.logprobs and len(done.logprobs))
+                for done in output.outputs
+            ],
+        )
+        for output in outputs
+    ]
+
+
+def drained(llm):
+    """Nothing is left: no block, no request, and after the leftover steps none in flight."""
+    core = core_of(llm)
+    while core.has_unfinished_requests():
+        assert core.step().outputs == []
+    pool = core.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_usable_blocks
+    return True
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return answers(LLM(EMBEDDED_MODEL, **SETTINGS))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
+        {"speculative_config": NGRAM},
+        {"speculative_config": NGRAM, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
+        {"enable_prefix_caching": False, "scheduling_policy": "priority", "use_kv_cache": False},
+    ],
+    ids=str,
+)
+def test_the_tokens_of_steps_one_by_one(expected, settings):
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, **settings, async_scheduling=True)
+    assert answers(llm) == expected
+    assert drained(llm)
+    assert answers(llm) == expected, "with whatever the first run has left in the prefix cache"
+    stats = llm.llm_engine.stats
+    assert ("num_gpu_blocks_override" in settings) == (stats.num_preemptions > 0)
+    assert ("speculative_config" in settings) == (stats.spec_decoding_stats.num_accepted_tokens > 0)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=NGRAM, async_scheduling=True)
+
+
+@pytest.fixture(scope="module")
+def greedy_tokens(llm):
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def add_all(core):
+    for index, prompt in enumerate(PROMPTS):
+        core.add_request(EngineCoreRequest(str(index), prompt, replace(GREEDY, seed=0), (), 0.0))
+
+
+def tokens_of(core):
+    tokens, errors = {}, {}
+    while core.has_unfinished_requests():
+        for output in core.step().outputs:
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.error:
+                errors[output.request_id] = output.error
+    return tokens, errors
+
+
+def test_two_steps_are_in_flight_and_an_abort_drops_what_is_late(llm, greedy_tokens):
+    core = core_of(llm)
+    add_all(core)
+    core.step()
+    assert len(core.batch_queue) == 1, "the second, started before the first was waited for"
+    core.abort_requests(["0", "3"])
+    core.step()
+    tokens, errors = tokens_of(core)
+    assert not {"0", "3"} & set(tokens)
+    assert tokens["6"] == greedy_tokens[6], "it had to wait for a place"
+    assert not errors
+    assert drained(llm)
+
+
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_a_failed_step_ends_its_requests_and_the_one_behind_it_is_computed_again(
+    llm, greedy_tokens, monkeypatch, number
+):
+    core, worker, calls = core_of(llm), core_of(llm).executor.worker, []
+
+    def fails_once(scheduler_output):
+        calls.append(scheduler_output)
+        if len(calls) == 1 + number:
+            monkeypatch.undo()
+            raise RuntimeError("out of luck")
+        return type(worker).execute_model(worker, scheduler_output)
+
+    monkeypatch.setattr(worker, "execute_model", fails_once)
+    add_all(core)
+    for _ in range(number):
+        core.step()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        core.step()
+    assert not core.batch_queue
+    tokens, errors = tokens_of(core)
+    assert errors == dict.fromkeys(calls[number].num_scheduled_tokens, "RuntimeError: out of luck")
+    assert {name: tokens[name] for name in tokens if name not in errors} == {"6": greedy_tokens[6]}
+    assert drained(llm)
+
+
+def test_raised_at_many_lines(llm, greedy_tokens):
+    with RaiseAtLine(-1) as never:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    seen = set()
+    for line in random.Random(0).sample(range(1, never.count), 10):
+        with RaiseAtLine(line) as raiser, pytest.raises(Boom):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        seen.add(raiser.place)
+        found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        assert found == greedy_tokens, raiser.place
+        assert drained(llm)
+    assert len(seen) > 7, "the lines were to be different ones"
+
+
+def generate_until_interrupted(llm, seconds):
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+    generate_for_ever(llm, PROMPTS, GREEDY)
+
+
+def test_interrupted_by_a_timer(llm, greedy_tokens):
+    delays = random.Random(1)
+    for _ in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            generate_until_interrupted(llm, delays.uniform(0.0, 0.05))
+        found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        assert found == greedy_tokens
+        assert drained(llm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpu_memory", "ahead"),
+    [
+        ({}, None, False),
+        ({}, 80 * GIB, True),
+        ({"async_scheduling": False}, 80 * GIB, False),
+        ({"async_scheduling": True}, None, True),
+        ({"parts": Parts(scheduler=Scheduler)}, 80 * GIB, False),
+    ],
+)
+def test_it_is_on_by_default_where_a_gpu_computes(settings, gpu_memory, ahead):
+    args = EngineArgs(model=EMBEDDED_MODEL, **settings)
+    config = args.scheduler_config(ModelConfig.from_pretrained(EMBEDDED_MODEL), gpu_memory)
+    assert config.async_scheduling is ahead
+    assert args.worker_settings(config, "cpu", 1).max_concurrent_batches == 1 + ahead
+
+
+def test_what_it_cannot_be_combined_with():
+    with pytest.raises(MinivllmError, match="async_scheduling is 'yes'; it must be True or False"):
+        EngineArgs(model=EMBEDDED_MODEL, async_scheduling="yes")
+    with pytest.raises(MinivllmError, match="needs the engine's own scheduler"):
+        EngineArgs(model=EMBEDDED_MODEL, async_scheduling=True, parts=Parts(scheduler=Scheduler))

@@ -1,0 +1,156 @@
+"""`pipeline_parallel_size`: the tokens of one rank, layers and cache divided, an exception anywhere.
+
+One engine of two stages serves most of these; what the scheduler decides is changed by giving it another scheduler.
+"""
+
+from dataclasses import replace
+
+import pytest
+from executor.failing_worker import failing_worker_of_rank
+from executor.test_rank_processes import have_ended, pids_of
+
+from minivllm import LLM, MinivllmError, SamplingParams
+from minivllm.config import EMBEDDED_MODEL, Parts
+from minivllm.core.scheduler import Scheduler
+from minivllm.errors import WorkerFailedError
+from minivllm.lab.inside import core_of
+from minivllm.lab.pipeline import record_pipeline
+from minivllm.memory import kv_bytes_per_token
+from minivllm.models.pipeline import get_pp_indices
+
+SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6}
+SHARED = [(7 * position + 5) % 900 for position in range(40)]
+PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], [5, 6, 5, 6, 5], SHARED[3:35]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+WISHES = [
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=1, max_tokens=20),
+    SamplingParams(temperature=0.7, top_p=0.8, seed=2, max_tokens=9, n=2),
+    SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.4, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=11, prompt_logprobs=1),
+    GREEDY,
+    SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[8, 9], min_tokens=3),
+]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """Two stages of one rank each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minivllm.executor.multiproc_executor.worker_of_rank", failing_worker_of_rank)
+        llm = LLM(EMBEDDED_MODEL, **SETTINGS, pipeline_parallel_size=2)
+    yield llm
+    llm.shutdown()
+
+
+def reschedule(llm, budget, num_blocks=None):
+    """Another scheduler for the same ranks."""
+    core = core_of(llm)
+    while core.has_unfinished_requests():
+        core.step()
+    core.executor.collective_rpc("reset")
+    config, cache = core.scheduler.config, core.scheduler.cache_config
+    cache = replace(cache, num_gpu_blocks=num_blocks or core.ledger.num_blocks)
+    core.scheduler = type(core.scheduler)(replace(config, max_num_batched_tokens=budget), cache)
+
+
+def tokens_of(llm):
+    outputs = llm.generate(PROMPTS, WISHES, use_tqdm=False)
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The tokens of one rank."""
+    return tokens_of(LLM(EMBEDDED_MODEL, **SETTINGS))
+
+
+@pytest.mark.parametrize(("budget", "num_blocks"), [(2048, None), (24, None), (24, 11)])
+def test_the_tokens_of_one_rank(llm, expected, budget, num_blocks):
+    reschedule(llm, budget, num_blocks)
+    assert tokens_of(llm) == expected
+    assert tokens_of(llm) == expected, "with what the first run left in the prefix cache"
+    assert (llm.llm_engine.stats.num_preemptions > 0) == bool(num_blocks)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", ["before", "in the layers", "after"])
+def test_an_exception_on_any_stage_ends_the_step_and_not_the_engine(llm, expected, place, rank):
+    reschedule(llm, 24)
+    core = core_of(llm)
+    pids = pids_of(core.executor.ranks)
+    core.executor.collective_rpc("fail_in", place, [rank])
+    with pytest.raises(WorkerFailedError, match=rf"^rank {rank} of 2: KeyError"):
+        llm.generate(PROMPTS, WISHES, use_tqdm=False)
+    assert tokens_of(llm) == expected
+    assert pids_of(core.executor.ranks) == pids
+    assert not have_ended(pids, 0.0)
+
+
+def test_each_stage_has_its_layers_of_the_cache(llm):
+    core = core_of(llm)
+    layers = core.model_config.num_hidden_layers
+    assert core.ledger.bytes_per_token == kv_bytes_per_token(core.model_config, "float32") * -(-layers // 2) // layers
+
+
+def test_what_crosses_to_the_next_stage(llm):
+    """Two vectors for each token that is computed, from the first stage only."""
+    reschedule(llm, 24)
+    core = core_of(llm)
+    before = core.executor.collective_rpc("bytes_sent")
+    llm.generate([SHARED], GREEDY, use_tqdm=False)
+    sent = [now - then for now, then in zip(core.executor.collective_rpc("bytes_sent"), before, strict=True)]
+    assert sent == [(40 + 15) * 2 * core.model_config.hidden_size * 4, 0]
+
+
+def test_the_bubble_can_be_seen(llm):
+    """Six prompts that are too many for one step make two groups of requests, which take turns."""
+    reschedule(llm, 120)
+    core, prompts = core_of(llm), [[number, *SHARED] for number in range(6)]
+    records = []
+    for batches in (1, 2):
+        assert core.reset_prefix_cache(), "with their prefixes cached, all would fit into one step"
+        records.append(record_pipeline(core, lambda: llm.generate(prompts, GREEDY, use_tqdm=False), batches))
+    assert set(records[0].in_flight) == {1}
+    assert records[1].in_flight.count(2) > 0.8 * len(records[1].in_flight)
+    for record in records:
+        assert [len(record.timeline()[stage]) for stage in range(2)] == [60, 60]
+    assert records[0].fullness < 0.6, "one step is on one stage at a time"
+    assert core.executor.max_concurrent_batches == 2
+
+
+def test_two_ranks_in_each_of_two_stages(expected):
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2, max_num_batched_tokens=24)
+    try:
+        assert tokens_of(llm) == expected
+        assert core_of(llm).executor.ranks.size == 4
+    finally:
+        llm.shutdown()
+
+
+def test_layers_by_stage():
+    """The last stage has the head to compute, so what is left over goes to those before it."""
+    for layers, stages, sizes in ((4, 2, [2, 2]), (7, 3, [2, 3, 2]), (8, 3, [3, 3, 2]), (5, 5, [1] * 5), (6, 1, [6])):
+        bounds = [get_pp_indices(layers, rank, stages) for rank in range(stages)]
+        assert [end - start for start, end in bounds] == sizes
+        assert [start for start, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"pipeline_parallel_size": 99},
+            r"pipeline_parallel_size is 99, but .* has \d+ layers, .* at most \d+$",
+        ),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0; it must be a whole number of at least 1"),
+        ({"speculative_config": {"num_speculative_tokens": 2}}, "speculative_config does not go with"),
+        ({"async_scheduling": True}, "async_scheduling does not go with pipeline_parallel_size 2"),
+        ({"distributed_executor_backend": "uni"}, r'tensor_parallel_size x pipeline_parallel_size is 2: use "mp"$'),
+        ({"parts": Parts(scheduler=Scheduler)}, r"parts \(scheduler\) cannot go to another process"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(settings, said):
+    with pytest.raises(MinivllmError, match=said):
+        LLM(EMBEDDED_MODEL, **SETTINGS, **{"pipeline_parallel_size": 2, **settings})

@@ -1,0 +1,92 @@
+"""TP, PP and DP: what they send and keep is what formulas say, and the knee is found where it is."""
+
+from dataclasses import replace
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.memory import kv_bytes_per_token, weight_bytes
+from minivllm.simulate.cost_model import StepShape
+from minivllm.simulate.deployments import WAYS, Deployment, bubble, bytes_sent, find_knee, serve
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+
+LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
+
+
+def test_bytes_of_a_step():
+    """Llama-3.1-8B: 32 layers, hidden size 4,096, 16 bits."""
+    assert bytes_sent("TP", 2, 1, 4096, 32) == 2 * 32 * 4096 * 2
+    assert bytes_sent("TP", 4, 64, 4096, 32) == 64 * 2 * 32 * 1.5 * 4096 * 2
+    assert bytes_sent("PP", 4, 64, 4096, 32) == 64 * 4096 * 2
+    assert [bytes_sent(way, 1, 64, 4096, 32) for way in WAYS] == [0, 0, 0]
+    assert bytes_sent("DP", 8, 64, 4096, 32) == 0
+
+
+def test_the_bubble_is_that_of_a_drawn_pipeline():
+    """Stage s works on batch b at time s + b: count the empty places."""
+    for stages in (1, 2, 4):
+        for batches in (1, 3, 4, 16):
+            times = stages + batches - 1
+            empty = sum(not 0 <= time - stage < batches for stage in range(stages) for time in range(times))
+            assert bubble(stages, batches) == pytest.approx(empty / (stages * times))
+
+
+def test_one_gpu_is_the_same_in_every_way():
+    one = [Deployment(LLAMA, H100, way, 1) for way in WAYS]
+    assert len({deployment.kv_tokens() for deployment in one}) <= 2
+    shape = StepShape.of([(1, 500)] * 8)
+    assert len({deployment.cost().seconds(shape) for deployment in one}) == 1
+
+
+def test_what_is_left_for_the_cache():
+    """Copies of the weights are the cache's loss: three of them, in tokens, lie between PP and DP."""
+    four = {way: Deployment(LLAMA, H100, way, 4).kv_tokens() for way in WAYS}
+    copies = 3 * weight_bytes(LLAMA, "auto") / kv_bytes_per_token(LLAMA)
+    assert four["PP"] - four["DP"] == pytest.approx(copies, rel=0.02)
+    assert four["TP"] == pytest.approx(four["PP"], rel=0.05)
+
+
+def test_only_tensor_parallelism_makes_a_lone_token_faster():
+    alone = {way: serve(Deployment(LLAMA, H100, way, 4), 0.01, 1.0).timelines[0].tpot for way in WAYS}
+    assert alone["TP"] < alone["DP"] / 2
+    assert alone["DP"] < alone["PP"] < 1.05 * alone["DP"], "a pipeline has hand-overs besides"
+
+
+def test_engines_share_the_load():
+    """Four engines at four times the rate are one engine, four times."""
+    one, four = Deployment(LLAMA, H100, "DP", 1), Deployment(LLAMA, H100, "DP", 4)
+    alone, together = serve(one, 15, 2.0), serve(four, 60, 2.0)
+    assert together.throughput == pytest.approx(4 * alone.throughput)
+    assert together.timelines == alone.timelines
+
+
+def test_attainment_counts_requests_that_met_both():
+    served = serve(Deployment(LLAMA, H100, "TP", 2), 20, 1.0)
+    assert served.attainment(10, 10) == 1
+    assert served.attainment(10, 0) == served.attainment(0, 10) == 0
+    middle = sorted(one.ttft for one in served.timelines)[len(served.timelines) // 2]
+    assert 0.4 < served.attainment(middle, 10) < 0.65
+
+
+def test_a_model_that_does_not_fit_is_refused():
+    large = known_model("Meta-Llama-3-70B")
+    with pytest.raises(MinivllmError, match="nothing is left for the KV cache"):
+        Deployment(large, H100, "DP", 4).kv_tokens()
+    assert Deployment(large, H100, "PP", 4).kv_tokens() > 100_000
+    with pytest.raises(MinivllmError, match="known are TP, PP, DP"):
+        replace(Deployment(LLAMA, H100, "TP", 4), way="EP")
+
+
+@pytest.mark.parametrize(("true", "found"), [(27, 26.25), (100, 40), (5, 0)])
+def test_the_knee_by_hand(true, found):
+    """As the lesson tells it: between 20 and 40, with a knee at 27, it tries 30, 25, 27.5 and 26.25."""
+    tried = []
+
+    def attainment(rate):
+        tried.append(rate)
+        return 1.0 if rate <= true else 0.5
+
+    assert find_knee(attainment, 20, 40, 4) == found
+    if true == 27:
+        assert tried == [20, 40, 30, 25, 27.5, 26.25]

@@ -1,0 +1,76 @@
+"""What `start_profile` records, and where it is written. In vLLM v0.33.0: `vllm/config/profiler.py`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.config.checks import is_count, require, require_flags
+from minivllm.config.vllm_arguments import not_served, takes_vllms_arguments
+from minivllm.errors import MinivllmError
+
+WITHOUT_EFFECT: dict[str, None] = dict.fromkeys(
+    ("capture_torch_profiler", "ignore_frontend", "torch_profiler_dump_cuda_time_total")
+)
+NOT_SERVED = not_served(
+    {
+        "Proton": {
+            "proton_backend": None, "proton_context": "shadow", "proton_data": "tree",
+            "proton_graph_attribution": False, "proton_hook": None, "proton_mode": None, "proton_output_format": None,
+            "proton_profiler_dir": "",
+        },
+        "other ranges than its own": {"detailed_trace_annotation": False},
+        "a schedule of recorded steps besides delay_iterations and max_iterations": {
+            "active_iterations": 5, "wait_iterations": 0, "warmup_iterations": 0, "torch_profiler_activities": None,
+        },
+    }
+)  # fmt: skip
+
+
+@takes_vllms_arguments("ProfilerConfig", WITHOUT_EFFECT, NOT_SERVED)
+@dataclass(kw_only=True, slots=True)
+class ProfilerConfig:
+    """Settings of PyTorch's profiler. An invalid value raises a `MinivllmError`.
+
+    - `profiler`: "torch", or None for none. `torch_profiler_dir`: the folder for the traces.
+    - `torch_profiler_with_stack`, `…_record_shapes`, `…_with_memory`, `…_with_flops`: what is recorded of each
+      operation. `torch_profiler_use_gzip`: compress the trace.
+    - `delay_iterations`: steps after the start that are left out. `max_iterations`: the most that are recorded; 0: all
+      until the end.
+    """
+
+    profiler: str | None = None
+    torch_profiler_dir: str = ""
+    torch_profiler_with_stack: bool = True
+    torch_profiler_record_shapes: bool = False
+    torch_profiler_with_memory: bool = False
+    torch_profiler_with_flops: bool = False
+    torch_profiler_use_gzip: bool = True
+    delay_iterations: int = 0
+    max_iterations: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.profiler in (None, "torch"), f"profiler is {self.profiler!r}; it must be 'torch' or None")
+        require(
+            self.profiler is None or (isinstance(self.torch_profiler_dir, str) and bool(self.torch_profiler_dir)),
+            f"torch_profiler_dir is {self.torch_profiler_dir!r}; it must name a folder for the traces",
+        )
+        require_flags(
+            self,
+            *("torch_profiler_with_stack", "torch_profiler_record_shapes", "torch_profiler_with_memory"),
+            *("torch_profiler_with_flops", "torch_profiler_use_gzip"),
+        )
+        for name in ("delay_iterations", "max_iterations"):
+            require(is_count(getattr(self, name), 0), f"{name} is {getattr(self, name)!r}; it must be 0 or more")
+
+    @classmethod
+    def of(cls, value: "Mapping[str, Any] | ProfilerConfig | None") -> "ProfilerConfig | None":
+        """Return the config that a dictionary, a config or None stands for; None if nothing is to be recorded.
+
+        Raises:
+            MinivllmError: an entry is invalid.
+        """
+        if isinstance(value, Mapping):
+            value = cls(**value)
+        if value is not None and not isinstance(value, ProfilerConfig):
+            raise MinivllmError(f"profiler_config is {value!r}; it must be a dictionary, or ProfilerConfig(...)")
+        return value if value is not None and value.profiler is not None else None

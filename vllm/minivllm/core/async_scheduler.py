@@ -1,0 +1,82 @@
+"""Scheduling a step while earlier ones are still computed, so that the device does not wait for the host.
+
+The tokens that the steps in flight will sample are not known yet, only that there will be some: each stands as one of
+`num_output_placeholders`, and its value stays with the worker, which fills it into the next step's inputs. Three things
+follow. A stop token is noticed one step late, and what that step has sampled for the request is dropped; `max_tokens`
+and `max_model_len` can be foreseen. A block is published when its last token is known and computed, not when that token
+is scheduled. And a preempted request is resumed only after the outputs that were in flight have arrived.
+
+Where the model is a pipeline of stages, several steps are in flight too, but a request's next token is scheduled only
+when the last one has arrived: it has to travel from the last stage to the first. Other requests fill the pipeline,
+unless all were admitted into the same step: the scheduler does not divide them to that end.
+
+In vLLM v0.33.0: `vllm/v1/core/sched/async_scheduler.py` (`AsyncScheduler`).
+"""
+
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler import Scheduler, Step
+
+UNKNOWN_TOKEN = -1
+"""Stands for a draft token that only the worker will know."""
+
+
+class AsyncScheduler(Scheduler):
+    """A scheduler whose `schedule` may be called again before `update_from_output`; outputs come in the same order."""
+
+    def _make_output(self, step: Step) -> SchedulerOutput:
+        output = super()._make_output(step)
+        if not self.config.async_scheduling:
+            sampled = [[] if request.is_prefill_chunk else [request.all_token_ids[-1]] for request in step.continued]
+            output.scheduled_cached_reqs.new_token_ids = sampled
+        return output
+
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
+        super()._update_after_schedule(output)
+        drafts = output.scheduled_spec_decode_tokens
+        unknown_drafts = [UNKNOWN_TOKEN] * self.config.num_speculative_tokens
+        for request_id in output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            if not request.is_prefill_chunk:
+                request.num_output_placeholders += 1 + len(drafts.get(request_id, ()))
+                # The mask of a grammar needs to know the drafts before it.
+                request.spec_token_ids = [] if request.structured_output_request else unknown_drafts
+
+    def _cap_num_tokens(self, request: Request, num_new_tokens: int, limit: int) -> int:
+        if request.num_output_placeholders > 0 and not self._may_run_ahead(request):
+            return 0
+        return super()._cap_num_tokens(request, num_new_tokens, limit)
+
+    def _may_run_ahead(self, request: Request) -> bool:
+        """Whether a step may be scheduled for a request with outputs in flight: not if they are sure to be its last.
+
+        Nor if it has a grammar, whose mask depends on them.
+        """
+        if not self.config.async_scheduling or request.structured_output_request is not None:
+            return False
+        # Each step in flight yields at least one token: all placeholders but one may be drafts that are rejected.
+        least = request.num_computed_tokens + 2 - request.num_output_placeholders
+        return least < request.num_prompt_tokens + request.max_tokens
+
+    def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
+        return request.num_output_placeholders > 0 or super()._is_blocked(request, running_loras)
+
+    def _roll_back_rejected(self, request: Request, num_drafts: int, num_accepted: int, num_invalid: int) -> None:
+        super()._roll_back_rejected(request, num_drafts, num_accepted, num_invalid)
+        request.num_output_placeholders -= num_drafts - num_accepted
+        if request.status is RequestStatus.PREEMPTED:
+            request.num_computed_tokens = 0  # as it was: there is nothing left to roll back
+
+    def _update_request_with_output(self, request: Request, sampled: list[int]) -> tuple[list[int], bool]:
+        was_preempted = request.status is RequestStatus.PREEMPTED
+        new_token_ids, has_stopped = super()._update_request_with_output(request, sampled)
+        request.num_output_placeholders -= len(sampled)
+        assert request.num_output_placeholders >= 0
+        if not was_preempted:
+            self._cache_known(request)
+        elif has_stopped:
+            self.waiting.remove_requests((request,))
+        return new_token_ids, has_stopped
+
+    def _cache_accepted(self, request: Request) -> None:
+        """Nothing is left to publish: drafts or not, `_update_request_with_output` has done it."""

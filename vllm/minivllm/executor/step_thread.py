@@ -1,0 +1,51 @@
+"""A thread that runs a rank's calls in order, so that the caller can schedule the next step meanwhile.
+
+PyTorch's kernels and the waits for a GPU release the GIL, so the two run at the same time. As with a rank in a process
+(`rank_loop`), a failed step's failure answers all further calls until the call `reset`: steps that were already waiting
+behind it would find the rank in an unknown state. A reset answers the steps that still wait for it in the same way.
+
+In vLLM v0.33.0: `vllm/v1/executor/uniproc_executor.py` (`UniProcExecutor.async_output_thread`).
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from minivllm.errors import WorkerFailedError
+from minivllm.executor.rank_messages import RESET
+
+
+class StepThread:
+    """One thread, started with the first call. All calls must be made from one other thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="minivllm-steps")
+        self._failure: Exception | None = None
+
+    def start(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Starts a call; returns a future of its result."""
+        return self._pool.submit(self._run, call, *arguments)
+
+    def call(self, method: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a call of this name after all that were started; returns its result."""
+        if method != RESET:
+            return self.start(call, *arguments).result()
+        self._failure = self._failure or WorkerFailedError("the step was dropped: the one before it has failed")
+        return self._pool.submit(self._reset, call).result()
+
+    def shutdown(self) -> None:
+        """Ends the thread once its calls have ended."""
+        self._pool.shutdown(wait=False)
+
+    def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _reset(self, call: Callable[..., Any]) -> None:
+        self._failure = None
+        call()
