@@ -186,7 +186,7 @@ GUESS = Guess(
     "Four H100 serve Llama-3.1-8B, and tokens must come each 7.5 ms. Which layout bears most requests?",
     ("four replicas: TP 1 × DP 4", "TP 2 × DP 2", "all four as one: TP 4 × DP 1"),
     2,
-    "Reading all weights takes a GPU 6.5 ms of the 7.5. Four that share them have time left for a larger batch.",
+    "Reading all weights takes a GPU 6.4 ms of the 7.5. Four that share them have time left for a larger batch.",
 )
 
 # ---- the knobs

@@ -129,13 +129,13 @@ def _draw_pair(axes: Axes, served: Served, pick: Callable[[Point], tuple[float, 
 def _tpot_scale(state: State) -> Scale:
     """Up to what is seen, rounded up, so that it changes seldom while a sweep goes on."""
     most = max([2 * state.served.tpot, *(point.tpot[1] for point in state.served.points.values())])
-    return Scale(0.002, 10 ** (math.ceil(3 * math.log10(most)) / 3), log=True)
+    return Scale(0.001, 10 ** (math.ceil(3 * math.log10(most)) / 3), log=True)
 
 
 def _draw_tpot(axes: Axes, state: State) -> None:
     _shade(axes, state.served)
-    ticks = [at for at in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0) if at <= axes.y.high]
-    axes.frame("", "time per output token", x_ticks=(), y_ticks=ticks[-4:], y_format=seconds)
+    ticks = [at for at in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0) if at <= axes.y.high]
+    axes.frame("", "time per output token", x_ticks=(), y_ticks=ticks[-5:], y_format=seconds)
     axes.mark_y(state.served.tpot, "", GREEN)
     _draw_pair(axes, state.served, _tpots)
     _draw_here(axes, state.rate)

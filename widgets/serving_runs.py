@@ -40,6 +40,8 @@ class Point:
     """Of the requests that came, the share that waits in the end."""
     tokens_per_second: float
     """Output tokens, of all GPUs together."""
+    requests_per_second: float
+    """As many as those tokens are: what an engine serves that always has somebody waiting."""
     inside: float
     """Requests that are in the system, on average."""
 
@@ -119,11 +121,13 @@ class Experiment:
         run = yield from self.served(rate)
         groups, (half, most) = self.layout.groups, SHARES
         ttfts, tpots = run.ttfts, run.tpots or [0.0]
+        tokens_per_second = groups * run.tokens / run.end
         return Point(
             ttft=(within(ttfts, half), within(ttfts, most)),
             tpot=(within(tpots, half), within(tpots, most)),
             waiting=run.queue / run.come,
-            tokens_per_second=groups * run.tokens / run.end,
+            tokens_per_second=tokens_per_second,
+            requests_per_second=tokens_per_second / self.work.mean_output,
             inside=groups * run.request_seconds / run.end,
         )
 

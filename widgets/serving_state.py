@@ -63,8 +63,12 @@ class Served:
         """Where it breaks; None until it is known, or where no rate breaks it."""
         if not self.is_found or self.refused:
             return None
-        overs = zip(*(self._over(self.points[rate]) for rate in self.rates), strict=True)
-        found = [crossing(self.rates, [max(one, 1e-6) for one in over], 1.0, log=True) for over in overs]
+        points = [self.points[rate] for rate in self.rates]
+        found = [
+            self._queue_grows_from,
+            crossing(self.rates, [point.ttft[1] for point in points], self.ttft, log=True),
+            crossing(self.rates, [max(point.tpot[1], 1e-6) for point in points], self.tpot, log=True),
+        ]
         return Knee(min(found), CAUSES[found.index(min(found))]) if min(found) < math.inf else None
 
     @property
@@ -90,6 +94,13 @@ class Served:
             return 0.0
         knee = self.knee
         return RATES[-1] if knee is None else knee.rate
+
+    @property
+    def _queue_grows_from(self) -> float:
+        """What is served where somebody always waits: between the last rate without a queue and the first with one."""
+        short = max((rate for rate in self.rates if "queue" not in self.causes(rate)), default=0.0)
+        long = next((rate for rate in self.rates if rate > short), math.inf)
+        return min(long, max(short, self.points[long].requests_per_second)) if long in self.points else math.inf
 
     def _over(self, point: Point) -> tuple[float, float, float]:
         """How many times what is allowed: the queue, the time to first token, the time per token."""

@@ -21,6 +21,8 @@ from minivllm.simulate.hardware import Hardware
 from minivllm.simulate.levers import LeverCost
 
 MAX_MODEL_LEN, TOKEN_BUDGET, PLACES, BLOCK_SIZE = 4096, 2048, 256, 16
+GRID = 16
+"""Batch sizes that are looked at for the best one."""
 UTILIZATION = 0.92
 """vLLM's default of `gpu_memory_utilization`."""
 
@@ -138,15 +140,20 @@ class Steady:
 
     @property
     def capacity(self) -> float:
-        """Requests a second that the largest batch serves: beyond that, the queue grows whatever is done."""
-        return self.rate(self.most)
+        """Requests a second that it serves at most: beyond that, the queue grows whatever is done."""
+        return max(map(self.rate, self._batches()))
 
     def batch(self, rate: float) -> float:
         """How many requests are there at this rate, by Little's law; `most` where it is too much."""
-        low, high = 0.0, self.most
-        if self.rate(high) <= rate:
-            return high
-        for _ in range(20):
+        high = next((batch for batch in self._batches() if self.rate(batch) > rate), None)
+        if high is None:
+            return self.most
+        low = high - self.most / GRID
+        for _ in range(16):
             middle = (low + high) / 2
             low, high = (middle, high) if self.rate(middle) < rate else (low, middle)
         return high
+
+    def _batches(self) -> list[float]:
+        """Batches up to the largest, which need not serve most: a step that is too large for a CUDA graph is slower."""
+        return [self.most * share / GRID for share in range(1, GRID + 1)]
