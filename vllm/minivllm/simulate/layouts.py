@@ -1,8 +1,11 @@
 """One model on several GPUs as TP × PP × DP: whether it fits, what a step takes, and how many work side by side.
 
 A step's cost is that of `levers`, all-reduces over the data sheet's links included; `lever_checks` says how far it is
-off. Everything is *modelled*. A pipeline of p stages is p schedulers, each with a share of requests and places: see
-`deployments`.
+off, for tensor parallelism too. For pipelines it has nothing to go by. Everything is *modelled*.
+
+A pipeline of p stages works on p batches in turn. Each of them goes through all layers in the time that one GPU takes
+for a batch of its size, plus the hand-overs, and by then the stages have worked on the others. So it is computed as
+p schedulers, each with its share of the requests and of the places; weights and caches are spread over all GPUs.
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ from minivllm.config.checks import require
 from minivllm.config.units import GIB
 from minivllm.memory import memory_ledger, weight_bytes
 from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.deployments import SERVING, Cost
 from minivllm.simulate.hardware import Hardware
-from minivllm.simulate.levers import LeverCost
+from minivllm.simulate.levers import LeverCost, Levers
 
 MAX_MODEL_LEN, TOKEN_BUDGET, PLACES, BLOCK_SIZE = 4096, 2048, 256, 16
 GRID = 16
 """Batch sizes that are looked at for the best one."""
+HANDOVER_SECONDS = 1e-5
+"""Of sending hidden states from one stage to the next, beyond their bytes: assumed to be that of an all-reduce."""
+SERVING = Levers(
+    kv_cache=True, paging=True, continuous_batching=True, flash_attention=True, gqa=True, chunked_prefill=True,
+    cuda_graphs=True,
+)  # fmt: skip
 UTILIZATION = 0.92
 """vLLM's default of `gpu_memory_utilization`."""
 
@@ -51,12 +59,28 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """A step of a batch, and its way from stage to stage."""
+
+    step: LeverCost
+    handovers: int
+    bytes_per_token: float
+
+    def seconds(self, shape: StepShape) -> float:
+        """Seconds of one step of this shape, modelled."""
+        sent = self.bytes_per_token * shape.num_tokens / self.step.link
+        return self.step.seconds(shape) + self.handovers * (HANDOVER_SECONDS + sent)
+
+
+@dataclass(frozen=True)
 class PlacedModel:
     """A model on GPUs of one kind, laid out so."""
 
     model: ModelConfig
     gpu: Hardware
     layout: Layout
+    max_num_seqs: int = PLACES
+    """Of an engine; the batches of its pipeline share them."""
 
     def kv_tokens(self) -> int:
         """How many tokens fit into the cache of one group: of an engine, or of one of the batches in its pipeline.
@@ -72,7 +96,7 @@ class PlacedModel:
         ledger = memory_ledger(
             self.model, self.gpu, max_model_len=MAX_MODEL_LEN, tp=tp, gpu_memory_utilization=UTILIZATION,
             weights=weights if pp > 1 else None,
-            max_num_batched_tokens=TOKEN_BUDGET, max_num_seqs=PLACES, check=False,
+            max_num_batched_tokens=TOKEN_BUDGET, max_num_seqs=self.max_num_seqs, check=False,
         )  # fmt: skip
         # A stage keeps its own layers' keys and values only, so p stages have room for p times as many tokens; and p
         # batches share it.
@@ -90,7 +114,7 @@ class PlacedModel:
     @property
     def places(self) -> int:
         """Requests that a group runs at once, at most."""
-        return max(1, PLACES // self.layout.pp)
+        return max(1, self.max_num_seqs // self.layout.pp)
 
     def configs(self, most_tokens: int) -> tuple[SchedulerConfig, CacheConfig]:
         """For the scheduler of one group; the pool has no more blocks than `most_tokens` could use."""
