@@ -249,18 +249,25 @@ class _Sweep:
         above = [rate for rate in broken if not fine or rate > max(fine)]
         high = min((index for index, rate in enumerate(RATES) if above and rate >= min(above)), default=len(RATES))
         if not served.points:
-            guess = 0.7 * one.steady.capacity * one.layout.groups
-            return min(RATES, key=lambda rate: abs(math.log(rate / guess)))
+            return self._guess(one)
         if fine and above:
             middle = (low + high) // 2
         else:  # the first guess is not far off
-            middle = low + 2 if fine else high - 2
+            middle = low + 1 if fine else high - 1
         middle = min(max(middle, 0), len(RATES) - 1)
         return next((rate for rate in RATES[middle:] if rate not in served.points), None)
 
+    def _guess(self, one: Experiment) -> float:
+        """The highest rate that it seems to bear, as the mean step goes."""
+        steady, groups = one.steady, one.layout.groups
+        batches = ((rate, steady.batch(rate / groups)) for rate in RATES if rate < 0.95 * steady.capacity * groups)
+        fine = [rate for rate, batch in batches if steady.step_seconds(batch) < 0.98 * self.limits[1]]
+        return max(fine, default=RATES[0])
+
     def _drawn(self) -> list[float]:
         """The rates that the curves have: all that are near the knee, and every third where little happens."""
-        near = self._served(self._mine()).goodput / 4
+        goodput = self._served(self._mine()).goodput
+        near = goodput / 4 if goodput > RATES[0] else math.inf
         return [rate for index, rate in enumerate(RATES) if rate >= near or index % 3 == 0]
 
     def _far(self) -> float:

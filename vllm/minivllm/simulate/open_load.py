@@ -23,7 +23,7 @@ from minivllm.simulate.offline import Stretches
 from minivllm.simulate.virtual_clock import Acceptance, SimulatedRequest, to_request
 from minivllm.simulate.workloads import RequestLengths
 
-PAUSE = 2_000
+PAUSE = 1_500
 """Requests times stretches between two pauses: a few milliseconds of work."""
 
 
