@@ -14,7 +14,7 @@ WORKERS ?= 2
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
-.PHONY: help setup setup-cpu run test lesson check capstone bugs lab notebooks claims measure bench peers clients ablation gpu doctor lint format card site
+.PHONY: help setup setup-cpu run test lesson check capstone bugs lab notebooks claims measure bench peers clients ablation dist gpu doctor lint format card site
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -91,6 +91,9 @@ clients: setup .venv-clients $(if $(filter-out 0,$(FULL)),.venv-clients/aiperf .
 
 ablation: setup ## which lever bought what: a quarter of an hour, into README.md
 	@$(UV_RUN) python benchmarks/ablation.py --json benchmarks/results/ablation.cpu.json --readme --plot lessons/figures/05_ablation.svg
+
+dist: setup ## ranks on two hosts, which are network namespaces here, over Ray (needs root; 45 s)
+	@MINIVLLM_TEST_HOSTS=1 $(UV_RUN) --group dist pytest tests/cluster
 
 gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch, triton, transformers, numpy, pytest, rich)
 	@if python3 -c "import torch" 2>/dev/null; then python=python3; else python="$(UV_RUN) python"; fi; \

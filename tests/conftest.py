@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from cluster.hosts import why_not_here
 from e2e.chromium import HOW_TO_GET_IT, find_chromium
 
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
@@ -66,6 +67,8 @@ def missing_here() -> dict[str, str]:
         reasons["interpreted"] = "need Triton's interpreter (TRITON_INTERPRET=1)"
     if not find_chromium() and not BROWSER_REQUIRED:
         reasons["browser"] = f"need Chromium ({HOW_TO_GET_IT})"
+    if (reason := why_not_here()) is not None:
+        reasons["two_hosts"] = reason
     return reasons
 
 

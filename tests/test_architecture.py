@@ -26,7 +26,8 @@ def hops(mark: str) -> list[tuple[str, str]]:
 
 
 WAY, PROCESSES, SERVED, WIDGET = hops("way"), hops("processes"), hops("served"), hops("widget")
-ALL = WAY + hops("ahead") + PROCESSES + hops("stages") + SERVED
+SEVERAL = hops("several")
+ALL = WAY + hops("ahead") + PROCESSES + hops("stages") + SERVED + SEVERAL
 SPINE = re.findall(r"`([\w/]+\.py)`", between("spine"))
 
 
@@ -66,7 +67,7 @@ def test_the_way_is_told_whole():
 def test_the_spine_can_be_read_in_a_weekend():
     lines = {file: len((ENGINE / file).read_text().splitlines()) for file in SPINE}
     assert 20 <= len(lines) <= 26
-    assert sum(lines.values()) < 5500
+    assert sum(lines.values()) < 5800
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", PAGE))))

@@ -183,7 +183,7 @@ def test_the_end_is_the_grammars_also_where_eos_is_ignored(llm):
 def test_whitespace_is_as_the_request_says(llm, settings, text):
     """Of a model that would write nothing but spaces."""
     two = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
-    [space] = llm.get_tokenizer().encode(" ").ids
+    [space] = llm.get_tokenizer().encode(" ", add_special_tokens=False)
     for schema in (two, json.dumps(two)):
         constraint = StructuredOutputsParams(json=schema, **settings)
         assert conforming(llm, [constraint], logit_bias={space: 100.0})[0].text == text

@@ -111,9 +111,11 @@ def test_executors_by_name(backend, size, chosen):
     assert get_class(backend, size) is chosen
 
 
-@pytest.mark.parametrize("backend", ["ray", "MP", "", 3, ["mp"]])
+@pytest.mark.parametrize("backend", ["roy", "MP", "", 3, ["mp"]])
 def test_a_name_that_there_is_not(backend):
-    with pytest.raises(MinivllmError, match=r'^there is no distributed_executor_backend .*: use one of "mp", "uni"'):
+    with pytest.raises(
+        MinivllmError, match=r'^there is no distributed_executor_backend .*: use one of "mp", "ray", "uni"'
+    ):
         make_executor(settings_for(1), backend)
 
 
@@ -204,3 +206,9 @@ def test_a_parent_that_is_killed_leaves_no_file_and_no_process(tmp_path):
     assert done.returncode == -signal.SIGKILL
     assert have_ended([int(done.stdout)], 2.0)
     assert not list(tmp_path.iterdir())
+
+
+def test_ray_that_is_not_installed_is_one_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MinivllmError, match=r"^ray is not installed: run `uv sync --group dist`"):
+        make_executor(settings_for(2), "ray")

@@ -68,8 +68,8 @@ class EngineArgs:
     - `tensor_parallel_size`: number of ranks that share the model, each on its own GPU, or all on one CPU.
     - `pipeline_parallel_size`: number of stages that the layers are divided over, each of `tensor_parallel_size` ranks.
       As many steps are in flight, each of other requests; not with `speculative_config`.
-    - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own. None:
-      "uni" for one rank, else "mp".
+    - `distributed_executor_backend`: "uni" runs the only rank in the core's process, "mp" each rank in its own, "ray"
+      each in an actor of a Ray cluster (`uv sync --group dist`). None: "uni" for one rank, else "mp".
     - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its own.
       `data_parallel_routing`: which core gets a request: "load", the least loaded one, as in vLLM, or "prefix", which
       prefers one that was recently sent the prompt's beginning (`load_balancing`). `data_parallel_retry`: when one of
@@ -177,11 +177,7 @@ class EngineArgs:
         )
         require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
         require(
-            not self.parts.names_in_core
-            or (
-                not (self.multiprocess or self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp")
-                and self.data_parallel_size == 1
-            ),
+            not self.parts.names_in_core or not (self.multiprocess or self._has_other_processes),
             f"parts ({', '.join(self.parts.names_in_core)}) cannot go to another process: leave out multiprocess, "
             "tensor_parallel_size, data_parallel_size and distributed_executor_backend",
         )
@@ -241,6 +237,11 @@ class EngineArgs:
         """
         names = (*(field.name for field in fields(cls)), *WITHOUT_EFFECT, *NOT_SERVED)
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+    @property
+    def _has_other_processes(self) -> bool:
+        several = self.tensor_parallel_size > 1 or self.data_parallel_size > 1
+        return several or self.distributed_executor_backend in ("mp", "ray")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -139,7 +139,7 @@ class EngineCore:
         try:
             scheduler_output = self._schedule()
             scheduled = scheduler_output.num_scheduled_tokens
-            return self._update(scheduler_output, self._start(scheduler_output).result(), now)
+            return self._update(scheduler_output, self._execute(scheduler_output), now)
         except BaseException as failure:
             raise self._start_over(failure, self.scheduler.requests if scheduled is None else scheduled) from None
 
@@ -177,6 +177,11 @@ class EngineCore:
         if waits and not scheduler_output.num_scheduled_tokens:
             self.structured_outputs.wait_for_one(SECONDS_WITHOUT_A_STEP)
         return scheduler_output
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        if scheduler_output.has_structured_output_requests:
+            return self._start(scheduler_output).result()
+        return self.executor.execute_model(scheduler_output)
 
     def _start(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Starts the step. The grammars' bitmask is filled while the forward pass runs, and applied before sampling."""

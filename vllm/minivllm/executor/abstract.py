@@ -86,9 +86,10 @@ def get_class(backend: str | None, tensor_parallel_size: int, pipeline_parallel_
         MinivllmError: unknown backend, or it cannot run that many ranks.
     """
     from minivllm.executor.multiproc_executor import MultiprocExecutor  # both are made of the class above
+    from minivllm.executor.ray_executor import RayExecutor
     from minivllm.executor.uniproc_executor import UniprocExecutor
 
-    executors: dict[str, type[Executor]] = {"mp": MultiprocExecutor, "uni": UniprocExecutor}
+    executors: dict[str, type[Executor]] = {"mp": MultiprocExecutor, "ray": RayExecutor, "uni": UniprocExecutor}
     size = tensor_parallel_size * pipeline_parallel_size
     if backend is None:
         backend = "uni" if size == 1 else "mp"

@@ -30,8 +30,7 @@ class MultiprocExecutor(Executor):
         self.max_concurrent_batches = settings.max_concurrent_batches
         self._store = rendezvous(settings.world_size)  # must live as long as the ranks, which use it
         address = (self._store.host, self._store.port)
-        sampling = settings.world_size - settings.tensor_parallel_size  # the first rank of the last stage
-        self.ranks = RankProcesses(worker_of_rank, (settings, address), settings.world_size, sampling)
+        self.ranks = RankProcesses(worker_of_rank, (settings, address), settings.world_size, sampling_rank(settings))
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """See `Executor`."""
@@ -54,14 +53,19 @@ class MultiprocExecutor(Executor):
         self.ranks.shutdown()
 
 
-def rendezvous(size: int) -> dist.TCPStore:
+def sampling_rank(settings: WorkerSettings) -> int:
+    """Returns the rank whose outputs are read: the first one of the last stage."""
+    return settings.world_size - settings.tensor_parallel_size
+
+
+def rendezvous(size: int, host: str = LOOPBACK_ADDRESS) -> dist.TCPStore:
     """Returns the store through which `size` ranks find each other, served by this process on a free port.
 
-    It listens on the loopback address only. Without a socket from us, torch would listen on every interface.
+    It listens on this address only. Without a socket from us, torch would listen on every interface.
     """
-    with socket.create_server((LOOPBACK_ADDRESS, 0), backlog=128) as listener:
+    with socket.create_server((host, 0), backlog=128) as listener:
         port, fd = listener.getsockname()[1], listener.detach()
-    return dist.TCPStore(LOOPBACK_ADDRESS, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    return dist.TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def check_devices(settings: WorkerSettings) -> None:

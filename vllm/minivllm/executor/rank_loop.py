@@ -50,6 +50,14 @@ class RankLoop:
 
 
 def live(sock: socket.socket) -> NoReturn:
+    """Runs a rank until its socket is closed, and ends this process."""
+    try:
+        serve(sock)
+    finally:
+        os._exit(0)  # an orderly exit could wait forever for peers
+
+
+def serve(sock: socket.socket) -> None:
     """Runs a rank until its socket is closed. What it does not survive is its last message."""
     try:
         calls = sock.makefile("rb")
@@ -62,8 +70,6 @@ def live(sock: socket.socket) -> NoReturn:
                 _say(sock, reply)
     except Exception as error:
         _say(sock, Failure.of(error))
-    finally:
-        os._exit(0)  # an orderly exit could wait forever for peers
 
 
 def _next_call(calls: BinaryIO) -> Call | None:

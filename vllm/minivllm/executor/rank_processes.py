@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.rank_messages import LENGTH, RESET, Call, Failure, Reply
@@ -142,6 +142,46 @@ class RankFuture(Future[Any]):
             self.set_result([self._replies[rank].value for rank in everybody])
 
 
+class RankProcess(Protocol):
+    """What is needed of a rank's process; `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int | str:
+        """Names it in messages."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended, if that is known."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end, or raises `subprocess.TimeoutExpired`."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        ...
+
+
+RankStarter = Callable[[int], tuple[socket.socket, RankProcess]]
+"""Starts a rank's process; returns our end of its socket, which is closed when the rank ends."""
+
+
+def start_here(rank: int) -> tuple[socket.socket, RankProcess]:
+    """Start a rank's process on this machine."""
+    ours, theirs = socket.socketpair()
+    with theirs:  # close our copy, so that the socket hangs up when the rank ends
+        script, fd = Path(__file__).with_name("rank_main.py"), str(theirs.fileno())
+        command = [sys.executable, "-P", str(script), fd, str(os.getpid()), json.dumps(list(map(str, sys.path)))]
+        # A terminal sends Ctrl-C to its whole foreground process group. Each rank gets its own session, so that
+        # only this process receives it.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+        )
+    return ours, process
+
+
 class RankProcesses:
     """`size` processes; rank r holds the object that `make(*arguments, r)` returned.
 
@@ -150,15 +190,22 @@ class RankProcesses:
     in which they were made.
     """
 
-    def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...], size: int, output_rank: int = 0) -> None:
-        """Starts the ranks, and waits until all are ready.
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        size: int,
+        output_rank: int = 0,
+        start: "RankStarter | None" = None,
+    ) -> None:
+        """Starts the ranks, each with `start`, by default on this machine, and waits until all are ready.
 
         Raises:
             MinivllmError: a rank rejected its arguments.
             WorkerDiedError: a rank died before it was ready.
         """
         self.size, self.output_rank = size, output_rank
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[RankProcess] = []
         self._sockets: list[socket.socket] = []
         self._received: list[list[bytes]] = [[] for _ in range(size)]
         self._numbers = itertools.count(1)
@@ -170,8 +217,11 @@ class RankProcesses:
         try:
             ready = self._futures[0] = RankFuture(self, None)
             self._outgoing = [Outgoing(pickle.dumps((make, (*arguments, rank)))) for rank in range(size)]
-            for _ in range(size):
-                self._start()
+            for rank in range(size):
+                sock, process = (start or start_here)(rank)
+                sock.setblocking(False)
+                self._sockets.append(sock)
+                self.processes.append(process)
             ready.result()
         except BaseException:
             self.shutdown()
@@ -215,20 +265,6 @@ class RankProcesses:
         self._dead = self._dead or WorkerDiedError("the engine has been shut down")
         self._end()
         self._finalizer.detach()
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:  # close our copy, so that the socket hangs up when the rank ends
-            ours.setblocking(False)
-            self._sockets.append(ours)
-            script, fd = Path(__file__).with_name("rank_main.py"), str(theirs.fileno())
-            command = [sys.executable, "-P", str(script), fd, str(os.getpid()), json.dumps(list(map(str, sys.path)))]
-            # A terminal sends Ctrl-C to its whole foreground process group. Each rank gets its own session, so that
-            # only this process receives it.
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
-            )
-            self.processes.append(process)
 
     def _send(self, method: str, arguments: tuple[Any, ...], replies: int | None) -> RankFuture:
         if self._dead is not None:
@@ -304,7 +340,7 @@ class RankProcesses:
         code = process.returncode
         if code is not None and code < 0:
             return f"it was killed by {signal.Signals(-code).name}"
-        return f"its process ended with exit code {code}"
+        return "its process has ended" if code is None else f"its process ended with exit code {code}"
 
     def _fail(self) -> NoReturn:
         """Kills all ranks, and raises the error of the one that failed first."""
@@ -338,7 +374,7 @@ def first_to_fail(failures: Mapping[int, Failure]) -> tuple[int, Failure]:
     return min(failures.items(), key=lambda item: item[1].lost_peer)
 
 
-def _end(owner: int, processes: Sequence[subprocess.Popen[bytes]], sockets: Sequence[socket.socket]) -> None:
+def _end(owner: int, processes: Sequence[RankProcess], sockets: Sequence[socket.socket]) -> None:
     """Tells every rank to leave, and kills those still running after `SECONDS_TO_LEAVE`."""
     if os.getpid() != owner:
         return  # this is a fork of the process that owns them

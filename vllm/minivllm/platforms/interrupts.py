@@ -26,7 +26,9 @@ class InterruptsHeld:
         self._holder: InterruptsHeld | None = None
         self._handler: Callable[[int, FrameType | None], Any] | None = None
         self._held: list[tuple[int, FrameType | None]] = []
-        self._let_through = self._ending = False
+        self._let_through = False
+        self._at_an_edge = True
+        """In `__enter__` or `__exit__`, where an interrupt would leave signals to a block that is not there."""
 
     def __enter__(self) -> "InterruptsHeld":
         if threading.get_ident() != threading.main_thread().ident:
@@ -39,6 +41,7 @@ class InterruptsHeld:
         self._holder = InterruptsHeld._outermost
         if self._holder is not None:
             self._holder._num_clean_ups += self._clean_up
+        self._at_an_edge = False
         return self
 
     def deliver(self) -> None:
@@ -51,7 +54,7 @@ class InterruptsHeld:
             self._holder._num_clean_ups -= self._clean_up
         if self._handler is None:
             return
-        self._ending = True
+        self._at_an_edge = True
         InterruptsHeld._outermost = None
         signal.signal(signal.SIGINT, self._handler)
         if self._held and not self._let_through:
@@ -59,8 +62,9 @@ class InterruptsHeld:
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         self._held.append((number, frame))
-        ending = self._ending or (frame is not None and frame.f_code is InterruptsHeld.__exit__.__code__)
-        if len(self._held) > 1 and not (self._let_through or self._num_clean_ups or ending):
+        edges = (InterruptsHeld.__enter__.__code__, InterruptsHeld.__exit__.__code__)
+        at_an_edge = self._at_an_edge or (frame is not None and frame.f_code in edges)
+        if len(self._held) > 1 and not (self._let_through or self._num_clean_ups or at_an_edge):
             self._let_one_through(number, frame)
 
     def _let_one_through(self, number: int, frame: FrameType | None) -> None:

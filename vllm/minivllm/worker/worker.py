@@ -234,8 +234,8 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
 
 
 def device_of_rank(name: str, rank: int) -> torch.device:
-    """The rank's own GPU, or the CPU that all ranks share."""
-    return torch.device("cuda", rank) if name == "cuda" else torch.device(name)
+    """The rank's own GPU, or the CPU that all ranks share. On a machine of its own, a rank sees one GPU only."""
+    return torch.device("cuda", rank % max(1, torch.cuda.device_count())) if name == "cuda" else torch.device(name)
 
 
 def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator) -> Decoder:

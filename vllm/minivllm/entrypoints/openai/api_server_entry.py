@@ -57,4 +57,6 @@ def main(listening: int, parent: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    code = main(*map(int, sys.argv[1:]))
+    sys.stderr.flush()
+    os._exit(code)  # all has been given back; taking the interpreter apart would only take time
