@@ -134,7 +134,7 @@ def _tpot_scale(state: State) -> Scale:
 
 def _draw_tpot(axes: Axes, state: State) -> None:
     _shade(axes, state.served)
-    ticks = [at for at in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0) if at <= axes.y.high]
+    ticks = [at for at in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0) if at <= axes.y.high]
     axes.frame("", "time per output token", x_ticks=(), y_ticks=ticks[-5:], y_format=seconds)
     axes.mark_y(state.served.tpot, "", GREEN)
     _draw_pair(axes, state.served, _tpots)
