@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from minivllm.config.checks import require
 from minivllm.lab.asking_scheduler import Schedule
+from minivllm.simulate.load_sweep import crossing
 from minivllm.simulate.workloads import workload
 from widgets.continuous_batching_runs import POLICIES, SATURATED, Experiment, Point, Stretch, experiment
 from widgets.spec import require_numbers
@@ -67,18 +66,8 @@ class Curve:
         """Where it breaks: between two loads that were run, where the line between them crosses the service level."""
         if self.ceiling is None:
             return None
-        crossing = _crossing(self.loads, self.ttfts(SERVICE), self.limit)
-        return Knee(crossing, False) if crossing < self.ceiling else Knee(self.ceiling, True)
-
-
-def _crossing(loads: Sequence[float], seconds: Sequence[float], limit: float) -> float:
-    """The load from which on `seconds` stay above `limit`, interpolated on their logarithms; inf if they do not."""
-    if not loads or seconds[-1] <= limit:
-        return math.inf
-    for (low, before), (high, after) in reversed(list(pairwise(zip(loads, seconds, strict=True)))):
-        if before <= limit:
-            return low + (high - low) * math.log(limit / before) / math.log(after / before)
-    return loads[0]
+        late = crossing(self.loads, self.ttfts(SERVICE), self.limit)
+        return Knee(late, False) if late < self.ceiling else Knee(self.ceiling, True)
 
 
 @dataclass(frozen=True)
@@ -153,7 +142,7 @@ def _states(runs: Experiment, load: float, limit: float, burstiness: float, spre
 
     def now() -> State:
         curves = [
-            Curve(name, runs.at_loads(policy, (*LOADS, load)), runs.ceilings.get(policy), stretch, limit)
+            Curve(name, runs.at_loads(policy, (*LOADS, load)), runs.ceiling(policy), stretch, limit)
             for policy, name, stretch in zip(POLICIES, names, stretches, strict=True)
         ]
         return State(

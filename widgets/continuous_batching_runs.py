@@ -10,8 +10,7 @@ import math
 import random
 import statistics
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -25,8 +24,9 @@ from minivllm.lab.bounded import bounded
 from minivllm.simulate.cost_model import RooflineCost, StepShape
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
+from minivllm.simulate.load_sweep import Runs, share_within, within
 from minivllm.simulate.slots import seat
-from minivllm.simulate.virtual_clock import SimulatedRequest, StepRecord, simulate, simulate_in_parts
+from minivllm.simulate.virtual_clock import SimulatedRequest, Simulation, StepRecord, simulate, simulate_in_parts
 from minivllm.simulate.workloads import RequestLengths, Workload, gamma_arrivals
 
 REQUESTS, MEAN_OUTPUT, PROMPT = 400, 10, 16
@@ -55,11 +55,11 @@ class Point:
 
     def ttft(self, share: float) -> float:
         """Seconds within which this share of the requests has its first token."""
-        return self.ttfts[max(0, math.ceil(share * len(self.ttfts)) - 1)]
+        return within(self.ttfts, share)
 
     def goodput(self, limit: float) -> float:
         """Share of the requests that have their first token within `limit` seconds."""
-        return bisect_right(self.ttfts, limit) / len(self.ttfts)
+        return share_within(self.ttfts, limit)
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class Experiment:
         self.full_step = _cost().seconds(_full_step(self.lengths, slots))
         self.window = IN_WINDOW * statistics.mean(self.outputs) * self.full_step / slots
         """Seconds that are drawn slot by slot."""
-        self.points: dict[tuple[str, float], Point] = {}
-        self.ceilings: dict[str, float] = {}
-        """Policy -> the load that it can carry without end."""
-        self._under_way: dict[tuple[str, float], Iterator[None]] = {}
+        self._at_loads = Runs(self._run_at)
+        """By policy and load."""
+        self._saturated = Runs(self._run_saturated)
+        """By policy: the load that it can carry without end."""
         self._stretches: dict[tuple[str, float], Stretch] = {}
 
     @property
@@ -155,28 +155,18 @@ class Experiment:
         last = REQUESTS / self.rate(load)
         return [share * last for share in self.pattern]
 
-    def knows(self, policy: str, load: float) -> bool:
-        """Whether this run is done."""
-        return policy in self.ceilings if load == SATURATED else (policy, load) in self.points
-
     def run(self, policy: str, load: float) -> Iterator[None]:
         """Do a run, with pauses of the caller's; nothing if it is done."""
-        if self.knows(policy, load):
-            return
-        under_way = self._under_way.setdefault((policy, load), self._run(policy, load))
-        try:
-            for _ in under_way:
-                yield
-        except GeneratorExit:  # the caller has left; the run waits to be taken up again
-            raise
-        except BaseException:
-            del self._under_way[policy, load]
-            raise
-        self._under_way.pop((policy, load), None)
+        yield from self._saturated.run(policy) if load == SATURATED else self._at_loads.run((policy, load))
+
+    def ceiling(self, policy: str) -> float | None:
+        """The load that a policy can carry without end; None until it has run at SATURATED."""
+        return self._saturated.found.get(policy)
 
     def at_loads(self, policy: str, loads: Sequence[float]) -> dict[float, Point]:
         """The runs at these loads that are done."""
-        return {load: self.points[policy, load] for load in loads if (policy, load) in self.points}
+        found = self._at_loads.found
+        return {load: found[policy, load] for load in loads if (policy, load) in found}
 
     def stretch(self, policy: str, load: float) -> Stretch:
         """The first seconds of a run."""
@@ -190,7 +180,19 @@ class Experiment:
             self._stretches[key] = self._cut(run.steps, load)
         return self._stretches[key]
 
-    def _run(self, policy: str, load: float) -> Iterator[None]:
+    def _run_saturated(self, policy: str) -> Generator[None, None, float]:
+        run = yield from self._served(policy, SATURATED)
+        return self._ceiling(run.steps)
+
+    def _run_at(self, key: tuple[str, float]) -> Generator[None, None, Point]:
+        run, load = (yield from self._served(*key)), key[1]
+        last = self.arrivals(load)[-1]
+        queue = next((step.num_waiting for step in reversed(run.steps) if step.start <= last), 0)
+        self._stretches.setdefault(key, self._cut(run.steps, load))
+        return Point(array("d", sorted(run.ttfts)), queue, max(step.num_running for step in run.steps))
+
+    def _served(self, policy: str, load: float) -> Generator[None, None, Simulation]:
+        """All requests under this policy, with a pause every few milliseconds of work."""
         parts = simulate_in_parts(
             self._work(load), self._config(policy), CACHE, _cost(), steps=PAUSE, scheduler=self._scheduler(policy)
         )
@@ -199,18 +201,9 @@ class Experiment:
             with self._bound(policy):
                 run = next(parts)
             if run is not None:
-                break
+                return run
             yield
-        else:
-            raise MinivllmError(f"your schedule has not served {REQUESTS} requests after {most:,} steps")
-        if load == SATURATED:
-            self.ceilings[policy] = self._ceiling(run.steps)
-            return
-        last = self.arrivals(load)[-1]
-        queue = next((step.num_waiting for step in reversed(run.steps) if step.start <= last), 0)
-        most = max(step.num_running for step in run.steps)
-        self.points[policy, load] = Point(array("d", sorted(run.ttfts)), queue, most)
-        self._stretches.setdefault((policy, load), self._cut(run.steps, load))
+        raise MinivllmError(f"your schedule has not served {REQUESTS} requests after {most:,} steps")
 
     def _ceiling(self, steps: Sequence[StepRecord]) -> float:
         """Tokens per second while somebody waits, as a share of what full slots make; beyond 1 is chance."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import exp, log
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from minivllm.simulate.attention_traffic import (
     shared_memory_bytes,
 )
 from minivllm.simulate.hardware import Hardware, get_hardware
+from minivllm.simulate.load_sweep import crossing
 from widgets.flash_attention_challenges import CHALLENGES
 from widgets.flash_attention_figure import figure
 from widgets.flash_attention_row import Row, Step, scaled_row, walked
@@ -206,7 +207,7 @@ def sweep(
         lengths=LENGTHS,
         naive_by_length=tuple(naive_traffic(long, head_dim).moved for long in LENGTHS),
         tiled_by_length=tuple(_moved(long, head_dim, block_q, block_k).moved for long in LENGTHS),
-        few=_crossing([one.moved for one in by_queries], naive.moved),
+        few=_few(by_queries, naive),
         kept=most_queries_kept(chip, block_k, head_dim),
         launched=most_queries_launched(chip, block_k, head_dim, stages),
         longest=longest_naive(hardware.memory_bytes, HEADS),
@@ -228,15 +229,10 @@ def _by_queries(length: int, head_dim: int, block_k: int) -> tuple[Traffic, ...]
     return tuple(_moved(length, head_dim, block_q, block_k) for block_q in QUERIES)
 
 
-def _crossing(moved: Sequence[int], limit: int) -> float:
-    """The number of queries at which a falling curve over QUERIES meets `limit`."""
-    if moved[0] <= limit:
-        return QUERIES[0]
-    for (low, above), (high, below) in pairwise(zip(QUERIES, moved, strict=True)):
-        if below <= limit:
-            share = log(above / limit) / log(above / below)
-            return exp(log(low) + share * log(high / low))
-    return QUERIES[-1]
+def _few(by_queries: Sequence[Traffic], naive: Traffic) -> float:
+    """The number of queries below which tiles move more than the naive way; the fewest where they never do."""
+    few = crossing(QUERIES[::-1], [one.moved for one in by_queries[::-1]], naive.moved, log=True)
+    return min(few, QUERIES[-1]) if few < inf else QUERIES[0]
 
 
 @lru_cache(maxsize=256)

@@ -70,8 +70,8 @@ def test_each_queue_begins_to_grow_where_theory_says(slots: int, spread: float):
     outputs = experiment.outputs
     longest = [max(outputs[index : index + slots]) for index in range(0, len(outputs), slots)]
     formula = statistics.mean(outputs) / statistics.mean(longest)
-    assert experiment.ceilings["static"] == pytest.approx(formula, rel=0.03)
-    assert experiment.ceilings["continuous"] == pytest.approx(1.0, abs=0.01)
+    assert experiment.ceiling("static") == pytest.approx(formula, rel=0.03)
+    assert experiment.ceiling("continuous") == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize(("slots", "spread"), [(2, 1.5), (4, 0.5), (8, 1.0), (16, 1.5)])

@@ -19,6 +19,7 @@ FIGURES = Path(__file__).resolve().parents[2] / "lessons" / "figures"
         ("continuous_batching", "04_slots.svg"),
         ("prefix_caching", "05_prefix_cache.svg"),
         ("optimization_catalog", "05_levers.svg"),
+        ("serving", "06_layouts.svg"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")

@@ -1,36 +1,23 @@
 """One model on several GPUs, as tensor parallel, pipeline parallel or data parallel: what each sends, keeps and serves.
 
-The scheduler is the real one under the virtual clock; a step's cost is that of `levers`. Everything is *modelled*.
-`lever_checks.published_checks` says how far the step model is off, for tensor parallelism too; for pipelines it has
-nothing to go by.
-
-A pipeline of p stages works on p batches in turn. Each of them goes through all layers in the time that one GPU takes
-for a batch of its size, plus the hand-overs, and by then the stages have worked on the others. So it is computed as
-p schedulers, each with its share of the requests and of the places; weights and caches are spread over all GPUs.
+The scheduler is the real one under the virtual clock; what a layout keeps and what its steps cost is in `layouts`.
+Everything is *modelled*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
-from minivllm.memory import memory_ledger, weight_bytes
-from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.hardware import Hardware
-from minivllm.simulate.levers import LeverCost, Levers
+from minivllm.simulate.layouts import BLOCK_SIZE, MAX_MODEL_LEN, Cost, Layout, PlacedModel
 from minivllm.simulate.virtual_clock import RequestTimeline, SimulatedRequest, simulate
 from minivllm.simulate.workloads import poisson_arrivals, workload
 
 WAYS = ("TP", "PP", "DP")
-HANDOVER_SECONDS = 1e-5
-"""Of sending hidden states from one stage to the next, beyond their bytes: assumed to be that of an all-reduce."""
-SERVING = Levers(
-    kv_cache=True, paging=True, continuous_batching=True, flash_attention=True, gqa=True, chunked_prefill=True,
-    cuda_graphs=True,
-)  # fmt: skip
-MAX_MODEL_LEN, TOKEN_BUDGET, PLACES = 4096, 2048, 1024
+PLACES = 1024
 
 
 def bytes_sent(way: str, gpus: int, tokens: int, hidden: int, layers: int, element: int = 2) -> float:
@@ -68,39 +55,17 @@ class Deployment:
         Raises:
             MinivllmError: the weights do not fit, or leave no room for one request.
         """
-        tp = self.gpus if self.way == "TP" else 1
-        weights = weight_bytes(self.model, "auto") // self.gpus if self.way == "PP" else None
-        ledger = memory_ledger(
-            self.model, self.gpu, max_model_len=MAX_MODEL_LEN, tp=tp, weights=weights,
-            max_num_batched_tokens=TOKEN_BUDGET, max_num_seqs=PLACES, check=False,
-        )  # fmt: skip
-        # A stage keeps its own layers' keys and values: of a token, all stages together keep as much as one GPU would.
-        blocks = ledger.usable_blocks * (1 if self.way == "TP" else self.gpus)
-        if blocks // self.groups * 16 < MAX_MODEL_LEN:
-            raise MinivllmError(f"{self.gpus} × {self.gpu.name} as {self.way}: no room for a request")
-        return blocks * 16
+        return self.placed.kv_tokens() * self.groups
 
     def cost(self) -> Cost:
         """What a step of one of its batches takes."""
-        tp = self.gpus if self.way == "TP" else 1
-        levers = replace(SERVING, tensor_parallel=tp)
-        handovers = self.gpus - 1 if self.way == "PP" else 0
-        sent = 2.0 * self.model.hidden_size
-        return Cost(LeverCost.of(levers, self.model, self.gpu), handovers, sent)
+        return self.placed.cost
 
-
-@dataclass(frozen=True)
-class Cost:
-    """A step of a batch, and its way from stage to stage."""
-
-    step: LeverCost
-    handovers: int
-    bytes_per_token: float
-
-    def seconds(self, shape: StepShape) -> float:
-        """Seconds of one step of this shape, modelled."""
-        sent = self.bytes_per_token * shape.num_tokens / self.step.link
-        return self.step.seconds(shape) + self.handovers * (HANDOVER_SECONDS + sent)
+    @property
+    def placed(self) -> PlacedModel:
+        """The same as a layout."""
+        tp, pp, dp = (self.gpus if way == self.way else 1 for way in WAYS)
+        return PlacedModel(self.model, self.gpu, Layout(tp, pp, dp), PLACES)
 
 
 @dataclass(frozen=True)
@@ -137,13 +102,9 @@ def serve(deployment: Deployment, rate: float, seconds: float, kind: str = "shar
         SimulatedRequest(min(one.prompt_tokens, half), min(one.output_tokens, half), at)
         for one, at in zip(workload(kind).sample(count, seed), poisson_arrivals(share, count, seed), strict=True)
     ]
-    places = PLACES if deployment.way == "DP" else max(1, PLACES // groups)
-    config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=places, max_num_batched_tokens=TOKEN_BUDGET)
-    wanted = sum(-(-(one.prompt_tokens + one.output_tokens) // 16) + 1 for one in requests)
-    blocks = min(deployment.kv_tokens() // 16 // groups, wanted)
-    run = simulate(
-        requests, config, CacheConfig(num_gpu_blocks=1 + blocks, enable_prefix_caching=False), deployment.cost()
-    )
+    wanted = sum(one.prompt_tokens + one.output_tokens + 2 * BLOCK_SIZE for one in requests)
+    placed = deployment.placed
+    run = simulate(requests, *placed.configs(wanted), placed.cost)
     return Served(run.requests, run.seconds - requests[0].arrival, groups)
 
 

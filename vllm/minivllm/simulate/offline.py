@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import comb
 
 from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.messages import EngineCoreOutput
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -127,10 +128,10 @@ def run_offline(
         raise MinivllmError("a simulation needs at least one request")
     if any(one.arrival or one.after is not None for one in workload):
         raise MinivllmError("all requests of an offline run are there at the start: arrival is 0, after is None")
-    return _Offline(workload, Scheduler(scheduler_config, cache_config), Acceptance(acceptance), shape_of).run()
+    return Stretches(workload, Scheduler(scheduler_config, cache_config), Acceptance(acceptance), shape_of).run()
 
 
-class _Offline:
+class Stretches:
     """A run under way. `settled`: the last step admitted and ended nobody, so who waits then waits still."""
 
     def __init__(
@@ -139,6 +140,8 @@ class _Offline:
         self.scheduler, self.acceptance, self.shape_of = scheduler, acceptance, shape_of
         self.requests = [to_request(index, spec, 0.0) for index, spec in enumerate(workload)]
         self.settled = False
+        self.outputs: list[EngineCoreOutput] = []
+        """What the last stretch gave."""
 
     def run(self) -> OfflineRun:
         """Run steps until no request is left."""
@@ -146,14 +149,14 @@ class _Offline:
             self.scheduler.add_request(request)
         stretches = []
         while self.scheduler.has_unfinished_requests():
-            stretches.append(self._stretch())
+            stretches.append(self.stretch())
         hits = sum(request.num_cached_tokens for request in self.requests)
         return OfflineRun(tuple(stretches), hits, self.scheduler.num_preemptions)
 
-    def _stretch(self) -> Stretch:
+    def stretch(self) -> Stretch:
         """Take as many steps as are alike, at least one."""
         running = list(self.scheduler.running)
-        steps = self._steps_alike(running)
+        steps = self.steps_alike(running)
         before = [(1, request.num_computed_tokens) for request in running] if steps > 1 else []
         for request in running if steps > 1 else ():
             request.spec_token_ids = [GENERATED] * (steps - 1)
@@ -168,6 +171,7 @@ class _Offline:
             if live[key].num_computed_tokens >= live[key].num_tokens
         }
         engine_outputs = self.scheduler.update_from_output(output, ModelRunnerOutput(sampled))
+        self.outputs = engine_outputs
         ended = any(one.finish_reason for one in engine_outputs)
         only_decodes = all(new == steps for new in scheduled.values()) and not output.scheduled_new_reqs
         self.settled = only_decodes and not ended and not output.preempted_req_ids
@@ -185,7 +189,7 @@ class _Offline:
             drafts = {key: [GENERATED] * config.num_speculative_tokens for key in sampled if key in live}
             self.scheduler.update_draft_token_ids(drafts)
 
-    def _steps_alike(self, running: Sequence[Request]) -> int:
+    def steps_alike(self, running: Sequence[Request]) -> int:
         """Number of coming steps that give each running request one token, without admissions or preemptions."""
         scheduler = self.scheduler
         joins = bool(scheduler.waiting) and not self.settled

@@ -1,0 +1,367 @@
+"""Lesson 06's widget breaks where the work of the requests says, and tells which layout to pick when."""
+
+import asyncio
+import itertools
+import re
+import statistics
+import time
+import xml.etree.ElementTree as ET
+from collections import deque
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.drawing import text_width
+from minivllm.lab.exercise import load as load_lesson
+from minivllm.simulate.layouts import Layout
+from widgets import serving as widget
+from widgets import serving_runs as runs
+from widgets.serving_reader import PAUSES, read_answer
+from widgets.serving_state import Served, layouts
+from widgets.session import Session
+
+H100 = {"model": "Llama-3.1-8B", "gpu": "H100"}
+FEW = {"prompt": 64, "output": 16}
+"""Short requests, whose runs cost little."""
+
+
+def settled(**knobs) -> widget.State:
+    return list(widget.sweep(**knobs))[-1]
+
+
+def here(**knobs) -> widget.State:
+    """The first state that knows what becomes of the reader's own rate, and where the layout breaks."""
+    return next(state for state in widget.sweep(**knobs) if state.known)
+
+
+def bears(state: widget.State) -> dict[str, float]:
+    return {str(one.layout): one.goodput for one in state.others}
+
+
+# ---- theory
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 4), (4, 1), (2, 4)])
+def test_no_layout_bears_more_than_its_mean_work_allows(tp: int, dp: int):
+    """However loose the service level: rate × mean work > capacity breaks, and half of it does not."""
+    state = here(tp=tp, dp=dp, ttft=1000.0, tpot=1000.0, rate=1.0)
+    capacity = runs.experiment(**H100, layout=state.layout, work=state.work).steady.capacity * dp
+    assert state.served.knee is not None
+    assert state.served.knee.cause == "queue"
+    assert state.served.knee.rate == pytest.approx(capacity, rel=0.15)
+    for rate in (rate for rate in runs.RATES if rate in state.served.points):
+        assert (
+            state.served.causes(rate)
+            if rate > 1.15 * capacity
+            else rate > 0.85 * capacity or not state.served.causes(rate)
+        )
+
+
+def test_replicas_multiply_what_one_bears():
+    one, two, eight = (here(tp=1, dp=dp, rate=1.0).served.goodput for dp in (1, 2, 8))
+    assert two == pytest.approx(2 * one, rel=0.2)
+    assert eight == pytest.approx(8 * one, rel=0.2)
+
+
+def test_requests_inside_are_rate_times_time():
+    """Little's law over the whole system: a request stays for its first token and the others."""
+    state = settled(tp=1, dp=4)
+    for rate, point in state.served.points.items():
+        if not state.served.causes(rate) and rate >= 5:
+            stay = point.ttft[0] + (state.work.mean_output - 1) * point.tpot[0]
+            assert point.inside == pytest.approx(rate * stay, rel=0.2)
+
+
+def test_a_looser_service_level_never_lowers_a_knee():
+    for which, limits in (("ttft", widget.TTFTS), ("tpot", widget.TPOTS)):
+        found = [bears(settled(tp=1, dp=4, **{which: limit})) for _, limit in limits]
+        for tighter, looser in itertools.pairwise(found):
+            assert all(tighter[layout] <= looser[layout] for layout in tighter)
+
+
+def test_latencies_rise_with_the_rate_and_throughput_with_them_until_the_queue_grows():
+    state = settled()
+    points = [state.served.points[rate] for rate in state.served.rates]
+    tpots = [one.tpot[0] for one in points]
+    assert all(low <= 1.02 * high for low, high in itertools.pairwise(tpots))
+    fine = [rate for rate in state.served.rates if "queue" not in state.served.causes(rate)]
+    for rate in fine[2:]:
+        expected = rate * state.work.mean_output
+        assert state.served.points[rate].tokens_per_second == pytest.approx(expected, rel=0.2)
+
+
+def test_tensor_parallel_gives_tokens_sooner_and_replicas_bear_more():
+    alone = {tp: here(tp=tp, dp=4 // tp, rate=0.5).served.points[0.5].tpot[0] for tp in (1, 2, 4)}
+    assert alone[4] < 0.7 * alone[2] < 0.7 * 0.85 * alone[1] * 1.2
+    tight, loose = bears(settled(tpot=0.005)), bears(settled(tpot=0.05))
+    assert max(tight, key=tight.__getitem__) == "TP 4 × DP 1"
+    assert max(loose, key=loose.__getitem__) == "TP 1 × DP 4"
+
+
+def test_what_does_not_fit_is_broken_at_every_rate_and_says_why():
+    state = here(model="Meta-Llama-3-70B", tp=1, dp=8)
+    assert widget.verdict(state).tone == "broken"
+    assert "131.4 GiB" in widget.verdict(state).words
+    assert "does not fit" in widget.figure(state)
+    assert "refuses to start" in widget.command(state)
+    assert state.served.goodput == 0
+
+
+# ---- the search for a knee
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1, 4), Layout(4, 1, 1)])
+def test_the_knee_that_is_searched_is_that_of_the_whole_curve(layout: Layout):
+    state = settled(tp=layout.tp, dp=layout.dp)
+    knee = state.served.knee
+    assert knee is not None
+    below = [rate for rate in state.served.rates if rate < knee.rate]
+    above = [rate for rate in state.served.rates if rate > knee.rate]
+    assert not any(state.served.causes(rate) for rate in below)
+    assert all(state.served.causes(rate) for rate in above)
+    assert runs.RATES.index(above[0]) == runs.RATES.index(below[-1]) + 1
+
+
+def test_a_knee_is_not_told_before_it_is_known():
+    point = runs.Point((0.01, 0.02), (0.005, 0.006), 0.0, 100.0, 1.0, 1.0)
+    slow = runs.Point((0.01, 0.02), (0.005, 0.02), 0.0, 100.0, 1.0, 1.0)
+    for points, is_found in (
+        ({}, False),
+        ({10.0: point}, False),
+        ({10.0: point, 20.0: slow}, False),
+        ({10.0: point, 15.0: slow}, True),
+        ({1.0: slow}, False),
+        ({0.5: slow}, True),
+        ({1000.0: point}, True),
+    ):
+        served = Served(Layout(1, 1, 1), points, "", 0.5, 0.01)
+        assert served.is_found is is_found, points
+        assert is_found or served.knee is None
+    knee = Served(Layout(1, 1, 1), {10.0: point, 15.0: slow}, "", 0.5, 0.01).knee
+    assert knee is not None
+    assert 10 < knee.rate < 15
+    assert knee.cause == "tpot"
+
+
+def test_layouts_use_the_same_number_of_gpus_and_hold_the_readers_own():
+    for tp, pp, dp in itertools.product(widget.TPS, widget.PPS, widget.DPS):
+        found = layouts(Layout(tp, pp, dp))
+        assert {one.gpus for one in found} == {tp * pp * dp}
+        assert Layout(tp, pp, dp) in found
+        assert len(set(found)) == len(found) <= 5
+
+
+# ---- the start, the guess, the challenges
+
+
+def test_the_right_guess_is_the_best_layout_at_the_start():
+    state = settled()
+    assert str(state.best.layout) in widget.GUESS.options[widget.GUESS.right]
+    assert state.best.goodput > 1.1 * sorted(bears(state).values())[-2]
+    experiment = runs.experiment(**H100, layout=state.layout, work=state.work)
+    alone = experiment.steady.step_seconds(1e-3)
+    assert f"{alone * 1e3:.1f} ms" in widget.GUESS.because
+
+
+SOLUTIONS = (
+    {"tp": 8, "dp": 1, "prompt": 2048, "ttft": 0.025, "rate": 5.0},
+    {"tp": 1, "dp": 8, "tpot": 0.025, "rate": 500.0},
+    {"tp": 8, "dp": 1, "tpot": 0.025, "rate": 20.0, "model": "Meta-Llama-3-70B"},
+)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_each_challenge_can_be_met_and_by_the_layout_that_it_is_about(index: int):
+    solution = SOLUTIONS[index]
+    solved = widget.CHALLENGES[index].check(here(**solution))
+    assert solved.met, solved
+    assert not solved.advice
+    wrong = {"tp": 1, "dp": 8} if index != 1 else {"tp": 8, "dp": 1}
+    missed = widget.CHALLENGES[index].check(here(**{**solution, **wrong}))
+    assert not missed.met
+    assert missed.advice.startswith("TP")
+
+
+@pytest.mark.parametrize("preset", widget.SPEC.presets)
+def test_no_preset_meets_a_challenge(preset: str):
+    state = here(**widget.SPEC.presets[preset])
+    assert [challenge.check(state).met for challenge in widget.CHALLENGES] == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("index", "knobs", "named"),
+    [
+        (0, {"gpu": "B200"}, "GPU"),
+        (0, {"tp": 8, "dp": 2}, "TP, DP, PP"),
+        (0, {}, "Prompt"),
+        (0, {"prompt": 2048}, "First token in"),
+        (1, {"file": "alpaca"}, "Own lengths"),
+        (1, {"tpot": 0.05, "rate": 500.0}, "First token in, Tokens each"),
+        (1, {}, "Rate"),
+        (2, {}, "Model"),
+        (2, {"model": "Meta-Llama-3-70B", "rate": 20.0}, "TP"),
+    ],
+)
+def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
+    first = next(iter(widget.sweep(**knobs)))  # what is asked for needs no run
+    assert widget.CHALLENGES[index].check(first).advice.startswith(named)
+
+
+# ---- the picture and the command
+
+
+def test_the_hidden_answer_is_what_the_layouts_bear():
+    root = ET.fromstring(widget.figure(settled()))
+    hidden = [part for part in root.iter() if part.get("data-answer")]
+    words = " ".join("".join(part.itertext()) for part in hidden)
+    assert len(hidden) == 3
+    assert "102; then tokens take over 7.5 ms" in words
+
+
+@pytest.mark.parametrize("width", [360, 600, 760])
+def test_no_words_stick_out_of_the_picture(width: int):
+    state = settled(tp=8, dp=8, pp=2, gpu="L4", **FEW)
+    for text in (one for one in ET.fromstring(widget.figure(state, width)).iter() if one.tag.endswith("text")):
+        long = text_width("".join(text.itertext()), float(text.get("font-size", 13)))
+        x, anchor = float(text.get("x", 0)), text.get("text-anchor", "start")
+        left = {"start": x, "middle": x - long / 2, "end": x - long}[anchor]
+        assert left >= 0
+        assert left + long <= width, "".join(text.itertext())
+
+
+def test_the_command_serves_the_layout_and_loads_it_so():
+    said = widget.command(here(tp=2, dp=2, pp=2, rate=20.0, **FEW))
+    assert said.splitlines()[-1].startswith("vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size 2 --pipeline")
+    assert "--pipeline-parallel-size 2 --data-parallel-size 2" in said
+    assert "--random-input-len 64 --random-output-len 16 --ignore-eos" in said
+    assert "--request-rate 20 " in said
+    assert "--goodput ttft:500 tpot:7.5" in said
+
+
+def test_lengths_of_a_file_replace_those_of_the_knobs():
+    state = here(file=" alpaca ")
+    assert state.work.note in " ".join(ET.fromstring(widget.figure(state, 760)).itertext())
+    assert state.served.points == here(file="alpaca", prompt=64).served.points
+    with pytest.raises(MinivllmError, match="nonsense"):
+        widget.sweep(file="nonsense")
+
+
+def test_the_models_error_is_said():
+    assert re.search(r"modelled, a step off by \d+%", widget.figure(settled()))
+
+
+def test_a_pinned_state_is_drawn_behind():
+    assert 'data-group="pinned"' in widget.figure(settled(), pinned=settled(tp=4, dp=1))
+
+
+# ---- how it runs
+
+
+def test_the_first_picture_is_soon_there_and_the_whole_one_in_time():
+    best = {"first": 9.0, "here": 9.0, "all": 9.0}
+    for _ in range(2):
+        runs.experiment.cache_clear()
+        start, states, spent = time.process_time(), widget.sweep(gpu="H200"), {}
+        for state in states:
+            widget.figure(state) if not spent else None
+            spent.setdefault("first", time.process_time() - start)
+            if state.rate in state.served.points:
+                spent.setdefault("here", time.process_time() - start)
+        spent["all"] = time.process_time() - start
+        best = {name: min(best[name], one) for name, one in spent.items()}
+    assert best["first"] < 0.05
+    assert best["here"] < 0.3
+    assert best["all"] < 3
+
+
+def test_a_sweep_pauses_often():
+    runs.experiment.cache_clear()
+    begun, gaps = time.process_time(), []
+    for _ in widget.sweep(gpu="H200", **FEW):
+        gaps.append(time.process_time() - begun)
+        begun = time.process_time()
+    assert statistics.quantiles(gaps, n=10)[-1] < 0.05
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"rate": 0.0}, {"tp": 3}, {"dp": True}, {"pp": 0}, {"prompt": 0}, {"ttft": -1.0}, {"tpot": float("nan")}]
+)
+def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
+    with pytest.raises(MinivllmError, match=next(iter(knobs))):
+        widget.sweep(**knobs)
+
+
+# ---- the reader's own collector
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    return load_lesson("vllm/06_serving.py")
+
+
+def test_the_lessons_own_collector_gives_the_events_of_one_that_merges(lesson):
+    for pause in PAUSES:
+        mine, ours = (read_answer(128, 0.007, pause, own) for own in (lesson.RequestOutputCollector, None))
+        assert mine.tokens == ours.tokens == 128
+        assert mine.events == pytest.approx(ours.events, abs=1)
+    view = Session(widget.SPEC, output_collector=lesson.RequestOutputCollector).settle()
+    assert view["tone"] == "tight"
+    assert "your collector" in view["svg"]
+
+
+def test_events_are_the_time_of_the_answer_over_the_pause():
+    assert read_answer(100, 0.01, 0.001).events == 100
+    assert read_answer(100, 0.01, 0.1).events == pytest.approx(100 * 0.01 / 0.1, abs=2)
+    assert read_answer(100, 0.01, 10.0).events == 2
+
+
+class Queued:
+    """Joins nothing."""
+
+    def __init__(self):
+        self.kept, self.there = deque(), asyncio.Event()
+
+    def put(self, output):
+        self.kept.append(output)
+        self.there.set()
+
+    async def get(self):
+        while not self.kept:
+            self.there.clear()
+            await self.there.wait()
+        return self.kept.popleft()
+
+
+class Latest(Queued):
+    """Keeps the last only."""
+
+    def put(self, output):
+        self.kept.clear()
+        super().put(output)
+
+
+class Asleep(Queued):
+    """Nobody wakes its reader."""
+
+    def put(self, output):
+        self.kept.append(output)
+
+
+class Nothing(Queued):
+    async def get(self):
+        await super().get()
+
+
+@pytest.mark.parametrize(
+    ("collector", "words"),
+    [
+        (Queued, "must be joined"),
+        (Latest, "tokens of 128 to a client"),
+        (Asleep, "wake"),
+        (Nothing, "gives None, which is no output"),
+    ],
+)
+def test_a_collector_that_is_wrong_is_told_why(collector, words: str):
+    view = Session(widget.SPEC, output_collector=collector).settle()
+    assert view["tone"] == "broken"
+    assert words in view["words"], view["words"]

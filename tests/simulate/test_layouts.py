@@ -1,0 +1,199 @@
+"""Layouts and open loads: stretches give what single steps give, and means agree with queueing theory."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.scheduler import Scheduler
+from minivllm.errors import MinivllmError
+from minivllm.memory import kv_bytes_per_token, weight_bytes
+from minivllm.simulate.cost_model import StepShape
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+from minivllm.simulate.layouts import Layout, PlacedModel
+from minivllm.simulate.open_load import OpenLoad, OpenRun, run_open
+from minivllm.simulate.virtual_clock import GENERATED, SimulatedRequest, percentile, simulate, to_request
+from minivllm.simulate.workloads import RequestLengths, gamma_arrivals, poisson_arrivals
+
+MODEL, LARGE, H100 = known_model("Llama-3.1-8B"), known_model("Meta-Llama-3-70B"), get_hardware("H100")
+ONE = PlacedModel(MODEL, H100, Layout(1, 1, 1))
+
+
+def served(
+    rate: float,
+    prompt: int = 256,
+    output: int = 64,
+    *,
+    counted: int = 120,
+    at_start: int = 0,
+    placed: PlacedModel = ONE,
+) -> OpenRun:
+    arrivals = gamma_arrivals(rate, 2 * counted, seed=3)
+    load = OpenLoad([RequestLengths(prompt, output)] * 2 * counted, arrivals, counted, at_start)
+    return result(load, placed)
+
+
+def result(load: OpenLoad, placed: PlacedModel = ONE) -> OpenRun:
+    run = run_open(load, *placed.configs(10**6), placed.cost)
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            return end.value
+
+
+# ---- stretches
+
+
+@pytest.mark.parametrize("rate", [2.0, 30.0, 90.0])
+def test_stretches_give_what_single_steps_give(rate: float):
+    run = served(rate)
+    work = [SimulatedRequest(256, 64, at) for at in gamma_arrivals(rate, 240, seed=3)]
+    exact = simulate(work, *ONE.configs(10**6), ONE.cost).requests[:120]
+    assert run.ttfts == pytest.approx(sorted(one.ttft for one in exact), rel=0.02, abs=1e-4)
+    assert run.tpots == pytest.approx(sorted(one.tpot for one in exact), rel=0.01)
+    assert all(one.ended and one.tokens == 64 for one in run.stays)
+
+
+def test_a_prompt_that_is_cut_gives_its_first_token_when_its_last_piece_is_computed():
+    """One token of a prompt that is left over looks like a decode, and is none."""
+    lengths = [RequestLengths(64, 500), RequestLengths(2048, 64), RequestLengths(1, 1)]
+    run = result(OpenLoad(lengths, [0.0, 0.1, 100.0], 2, 0))
+    assert run.stays[1].first - 0.1 < 0.1
+
+
+# ---- queueing theory
+
+
+@pytest.mark.parametrize("rate", [5.0, 30.0, 80.0])
+def test_littles_law_holds(rate: float):
+    """Requests inside = rate × time that each stays, as many leaving as come."""
+    at_start = round(ONE.steady(256, 64, ONE.kv_tokens()).batch(rate))
+    run = served(rate, at_start=at_start)
+    stay = statistics.mean(one.last - one.arrival for one in run.stays)
+    assert run.request_seconds / run.end == pytest.approx(run.come / run.end * stay, rel=0.12)
+
+
+@pytest.mark.parametrize("prompt", [64, 512, 2048])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_more_than_the_mean_work_allows_makes_the_queue_grow_and_less_does_not(prompt: int, tp: int):
+    placed = replace(ONE, layout=Layout(tp, 1, 1))
+    steady = placed.steady(prompt, 64, placed.kv_tokens())
+    for share, grows in ((0.7, False), (1.3, True)):
+        rate = share * steady.capacity
+        run = served(rate, prompt, at_start=round(steady.batch(rate)), placed=placed)
+        assert (run.queue > 0.05 * run.come) is grows, (share, run.queue, run.come)
+
+
+@pytest.mark.parametrize("rate", [10.0, 40.0, 80.0])
+def test_the_mean_step_is_what_the_scheduler_comes_to(rate: float):
+    steady = ONE.steady(256, 64, ONE.kv_tokens())
+    batch = steady.batch(rate)
+    assert steady.rate(batch) == pytest.approx(rate, rel=0.01)
+    run = served(rate, at_start=round(batch))
+    assert run.request_seconds / run.end == pytest.approx(batch, rel=0.2, abs=1.5)
+    assert statistics.median(run.tpots) == pytest.approx(steady.step_seconds(batch), rel=0.1)
+
+
+def test_at_low_load_a_first_token_waits_as_in_an_m_d_1_queue():
+    """An answer of one token is served alone: a mean wait of rho × s / (2 × (1 - rho)), if a step takes one prompt."""
+    prompt, rho = 2048, 0.3
+    service = ONE.cost.seconds(StepShape.of([(prompt, 0)]))
+    run = served(rho / service, prompt, 1, counted=2000)
+    waits = [one.first - one.arrival - service for one in run.stays]
+    assert statistics.mean(waits) == pytest.approx(rho * service / (2 * (1 - rho)), rel=0.15)
+
+
+def test_beginning_in_the_middle_of_things_saves_the_time_to_fill_up():
+    """Without, early requests of a short run find an engine that is emptier than it will be."""
+    steady = ONE.steady(64, 256, ONE.kv_tokens())
+    rate = 0.6 * steady.capacity
+    empty, full = (served(rate, 64, 256, at_start=n) for n in (0, round(steady.batch(rate))))
+    expected = steady.batch(rate)
+    assert full.request_seconds / full.end == pytest.approx(expected, rel=0.1)
+    assert empty.request_seconds / empty.end < 0.8 * expected
+
+
+# ---- layouts
+
+
+def test_two_gpus_read_half_of_the_weights_each_in_a_step():
+    costs = [replace(ONE, layout=Layout(tp, 1, 1)).cost.step.roofline for tp in (1, 2, 4)]
+    assert [costs[0].weight_bytes / one.weight_bytes for one in costs] == pytest.approx([1, 2, 4], rel=0.01)
+    alone, four = (replace(ONE, layout=Layout(tp, 1, 1)).cost for tp in (1, 4))
+    shape = StepShape.of([(1, 500)])
+    assert alone.step.link_seconds(shape) == 0 < four.step.link_seconds(shape)
+    assert alone.seconds(shape) / 4 < four.seconds(shape) < alone.seconds(shape)
+
+
+def test_what_does_not_fit_says_how_many_bytes_it_wants():
+    with pytest.raises(MinivllmError, match=r"weights take 131\.4 GiB of each GPU, and 72\.8 may be used"):
+        PlacedModel(LARGE, H100, Layout(1, 1, 8)).kv_tokens()
+    assert weight_bytes(LARGE, "auto") / 2**30 == pytest.approx(131.4, abs=0.1)
+    room = [PlacedModel(LARGE, H100, Layout(*one)).kv_tokens() for one in ((2, 1, 1), (4, 1, 1), (8, 1, 1))]
+    assert room == sorted(room)
+    freed = weight_bytes(LARGE, "auto", 4) - weight_bytes(LARGE, "auto", 8)
+    assert room[2] - 2 * room[1] == pytest.approx(freed / kv_bytes_per_token(LARGE, "auto", 8), rel=0.05)
+
+
+def test_stages_divide_the_weights_as_tensor_parallel_does_and_batches_share_the_room():
+    stages, cut = (PlacedModel(LARGE, H100, Layout(*one)) for one in ((1, 4, 1), (4, 1, 1)))
+    assert stages.kv_tokens() * 4 == pytest.approx(cut.kv_tokens(), rel=0.1)
+    assert stages.cost.seconds(StepShape.of([(1, 500)])) > 3 * cut.cost.seconds(StepShape.of([(1, 500)]))
+
+
+def test_a_layout_in_words():
+    assert str(Layout(2, 1, 4)) == "TP 2 × DP 4"
+    assert str(Layout(2, 4, 1)) == "TP 2 × PP 4 × DP 1"
+    assert (Layout(2, 4, 3).gpus, Layout(2, 4, 3).groups) == (24, 12)
+
+
+# ---- replicas
+
+
+class Replica:
+    """An engine that is stepped to some time."""
+
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
+        self.scheduler, self.now, self.tokens = Scheduler(config, cache), 0.0, {}
+
+    def load(self) -> int:
+        """vLLM's rule: requests go where this is least."""
+        return 4 * len(self.scheduler.waiting) + len(self.scheduler.running)
+
+    def run_to(self, time: float) -> None:
+        while self.now < time and self.scheduler.has_unfinished_requests():
+            output, live = self.scheduler.schedule(), self.scheduler.requests
+            counts = output.num_scheduled_tokens
+            self.now += ONE.cost.seconds(StepShape.of((n, live[k].num_computed_tokens - n) for k, n in counts.items()))
+            done = {k: [GENERATED] for k in counts if live[k].num_computed_tokens >= live[k].num_tokens}
+            self.scheduler.update_from_output(output, ModelRunnerOutput(done))
+            for key in done:
+                self.tokens.setdefault(int(key), []).append(self.now)
+        self.now = max(self.now, time)
+
+
+@pytest.mark.parametrize("rate", [20.0, 120.0])
+def test_dealing_in_turn_is_what_vllms_rule_comes_to_where_requests_are_alike(rate: float):
+    count, groups = 240, 4
+    arrivals, replicas = poisson_arrivals(rate, count), [Replica(*ONE.configs(10**6)) for _ in range(groups)]
+    for index, at in enumerate(arrivals):
+        for one in replicas:
+            one.run_to(at)
+        request = to_request(index, SimulatedRequest(256, 64, at), at)
+        min(replicas, key=Replica.load).scheduler.add_request(request)
+    for one in replicas:
+        one.run_to(1e6)
+    times = {key: found for one in replicas for key, found in one.tokens.items() if key >= count // 4}
+    ttfts = [found[0] - arrivals[key] for key, found in times.items()]
+    tpots = [(found[-1] - found[0]) / 63 for found in times.values()]
+
+    in_turn = gamma_arrivals(rate / groups, count, burstiness=groups)
+    mine = result(OpenLoad([RequestLengths(256, 64)] * count, in_turn, 120, 0))
+    assert percentile(mine.tpots, 0.5) == pytest.approx(percentile(tpots, 0.5), rel=0.05)
+    assert percentile(mine.tpots, 0.99) == pytest.approx(percentile(tpots, 0.99), rel=0.05)
+    assert percentile(mine.ttfts, 0.5) == pytest.approx(percentile(ttfts, 0.5), rel=0.2)
+    assert percentile(mine.ttfts, 0.99) == pytest.approx(percentile(ttfts, 0.99), rel=0.3)

@@ -1,0 +1,74 @@
+"""A load that is swept: runs that can be left and taken up again, what they found, and where a system breaks.
+
+The widgets of lessons 04 and 06 stand on it. A run is a generator that pauses every few milliseconds of work, so that
+a page on which somebody drags the load stays alive.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from minivllm.errors import MinivllmError
+
+Key = TypeVar("Key", bound=Hashable)
+Found = TypeVar("Found")
+
+
+class Runs(Generic[Key, Found]):
+    """Runs by their key. What is done is kept in `found`; a run that was left goes on where it paused."""
+
+    def __init__(self, start: Callable[[Key], Generator[None, None, Found]]) -> None:
+        """`start(key)` is a run from its beginning: it pauses with `yield`, and returns what it has found."""
+        self._start = start
+        self._under_way: dict[Key, Generator[None, None, Found]] = {}
+        self.found: dict[Key, Found] = {}
+
+    def run(self, key: Key) -> Iterator[None]:
+        """Do a run, with pauses of the caller's; nothing if it is done. One that fails begins again the next time."""
+        while key not in self.found:  # somebody else may end it during a pause
+            under_way = self._under_way.get(key) or self._under_way.setdefault(key, self._start(key))
+            try:
+                next(under_way)
+            except StopIteration as end:
+                self.found[key] = end.value
+                del self._under_way[key]
+                return
+            except BaseException:
+                del self._under_way[key]
+                raise
+            yield
+
+
+def within(ordered: Sequence[float], share: float) -> float:
+    """The least of `ordered` values, from the smallest, that this share of them does not exceed.
+
+    Raises:
+        MinivllmError: there are no values.
+    """
+    if not ordered:
+        raise MinivllmError("a share needs at least one value")
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def share_within(ordered: Sequence[float], limit: float) -> float:
+    """Share of `ordered` values, from the smallest, that are at most `limit`."""
+    return bisect_right(ordered, limit) / len(ordered)
+
+
+def crossing(loads: Sequence[float], values: Sequence[float], limit: float, *, log: bool = False) -> float:
+    """The load from which on `values` stay above `limit`; inf if they do not.
+
+    It lies on the line between two loads, along the logarithm of the values (and of the loads, with `log`). Where all
+    values are above, it is the first load. A higher limit never gives a lower load.
+    """
+    if not loads or values[-1] <= limit:
+        return math.inf
+    for (low, before), (high, after) in reversed(list(pairwise(zip(loads, values, strict=True)))):
+        if before <= limit:
+            share = math.log(limit / before) / math.log(after / before)
+            return low * (high / low) ** share if log else low + (high - low) * share
+    return loads[0]
