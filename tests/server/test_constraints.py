@@ -21,6 +21,10 @@ TOOLS = [
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
+def tool_with(parameters) -> dict:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 def asked(**fields) -> StructuredOutputsParams | None:
     return constraint_of(ChatCompletionRequest(messages=MESSAGES, **fields))
 
@@ -50,6 +54,8 @@ def test_each_form_of_a_constraint():
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "only one of them"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "only one of them"),
         ({"structured_outputs": {"json": {}}, "tools": TOOLS, "tool_choice": NAMED}, "give only one"),
+        ({"tools": [tool_with({"$defs": 5})], "tool_choice": "required"}, r"\$defs of a tool"),
+        ({"tools": [tool_with({"$defs": ["a"]})], "tool_choice": "required"}, r"\$defs of a tool"),
         ({"response_format": {"type": "structural_tag"}}, "not served"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "has no schema"),
     ],

@@ -128,7 +128,8 @@ class GroupCoordinator:
     def leave(self) -> None:
         """Ends the connections to the other ranks: whoever waits for this one, now or later, gets `LostPeerError`."""
         if self._connect is not None and dist.is_initialized():
-            self._sending = None
+            # A stage's own group would keep its connections for as long as anybody holds it.
+            self._sending = self._process_group = None
             dist.destroy_process_group()
 
     def rejoin(self) -> None:

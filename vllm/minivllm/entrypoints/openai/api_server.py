@@ -138,7 +138,7 @@ def _add_tokenization(app: FastAPI, serving: OpenAIServingTokenization) -> None:
 
     @app.post("/detokenize", dependencies=JSON_ONLY, response_model=DetokenizeResponse, responses=ERRORS)
     async def detokenize(request: DetokenizeRequest) -> Response:
-        return _json(serving.create_detokenize(request))
+        return _json(await serving.create_detokenize(request))
 
 
 def _add_instruments(app: FastAPI, engine: AsyncLLM, registry: CollectorRegistry) -> None:

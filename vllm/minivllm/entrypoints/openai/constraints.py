@@ -89,7 +89,10 @@ def _definitions(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The tools' definitions, taken out: references to them start at the root of the schema."""
     found: dict[str, Any] = {}
     for call in calls:
-        for name, definition in call["properties"]["parameters"].pop("$defs", {}).items():
+        definitions = call["properties"]["parameters"].pop("$defs", {})
+        if not isinstance(definitions, dict):
+            raise MinivllmError("the $defs of a tool's parameters must be an object", "tools")
+        for name, definition in definitions.items():
             if found.setdefault(name, definition) != definition:
                 raise MinivllmError(f"two tools define {name!r} differently in their $defs", "tools")
     return found

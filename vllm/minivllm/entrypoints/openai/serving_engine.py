@@ -28,7 +28,7 @@ from minivllm.sampling_params import MAX_N, SamplingParams
 from minivllm.structured_output.grammar_text import check_grammar
 
 CHARACTERS_IN_LOOP = 4096
-"""A longer text is tokenized in a thread, so that it holds up nobody."""
+"""A longer text is tokenized in a thread, so that it holds up nobody; as many tokens are turned into text there."""
 MAX_RANK_DIGITS = 6
 NOT_SERVED = (
     "use_beam_search", "logprob_token_ids", "kv_transfer_params", "repetition_detection", "thinking_token_budget",
@@ -172,6 +172,7 @@ class OpenAIServing:
                 if request.cache_salt is not None:
                     tokens["cache_salt"] = request.cache_salt
                 await requests.add(f"{request_id}-{next(self._numbers)}", tokens, one, **settings)
+                await asyncio.sleep(0)  # thousands of prompts in a row would hold up everybody
         except BaseException:
             requests.close()
             raise
@@ -192,10 +193,20 @@ class OpenAIServing:
         tokenizer = self.tokenizer
 
         def encode() -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # The library gives up the GIL for batches only, and without that a thread holds up everybody.
+            return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
         encodable(text, "the prompt")
         return encode() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        tokenizer = self.tokenizer
+
+        def decode() -> str:
+            return tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0]  # as in `tokenize`
+
+        return decode() if len(token_ids) < CHARACTERS_IN_LOOP else await asyncio.to_thread(decode)
 
     def truncated(self, token_ids: list[int], request: GenerationRequest) -> list[int]:
         """Return what `truncate_prompt_tokens` leaves: the last tokens, or the first; -1: as many as fit."""

@@ -27,8 +27,8 @@ class OpenAIServingTokenization(OpenAIServing):
             count=len(token_ids), max_model_len=self.limits.max_model_len, tokens=token_ids, token_strs=names
         )
 
-    def create_detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+    async def create_detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
         """Return the text of token ids; those outside the vocabulary have none."""
         self.models.check(request.model)
         known = [token for token in request.tokens if token < self.vocab_size]
-        return DetokenizeResponse(prompt=self.tokenizer.decode(known, skip_special_tokens=False))
+        return DetokenizeResponse(prompt=await self.detokenize(known))

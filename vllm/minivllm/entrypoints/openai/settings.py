@@ -5,7 +5,9 @@ In vLLM v0.33.0: `vllm/entrypoints/launchers/cli_args.py` (`FrontendArgs`). Name
 
 from dataclasses import dataclass, field
 
-from minivllm.config.checks import is_count, require
+from minivllm.config.checks import is_count, is_number, require
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,8 @@ class FrontendArgs:
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
     - `enable_auto_tool_choice`, `tool_call_parser`: without both, `tool_choice: "auto"` is refused. Calls are not
       looked for in what the model says freely, whatever the parser.
-    - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Not in vLLM.
+    - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Not
+      in vLLM, and not with several API servers.
     - `allow_credentials`, `allowed_origins`, `allowed_methods`, `allowed_headers`: for browsers (CORS), as JSON.
     """
 
@@ -67,3 +70,31 @@ class FrontendArgs:
             is_count(self.api_server_count, 1),
             f"api_server_count is {self.api_server_count!r}; it must be a whole number of at least 1",
         )
+        require(
+            self.api_server_count == 1 or not (self.xray or self.record),
+            f"xray and record do not go with api_server_count {self.api_server_count}, where each server sees only "
+            "the steps of its own requests: leave one out",
+        )
+        require(
+            is_count(self.max_logprobs, -1),
+            f"max_logprobs is {self.max_logprobs!r}; it must be 0 or more, or -1 for the whole vocabulary",
+        )
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            value = getattr(self, name)
+            require(
+                value is None or is_count(value, 1), f"{name} is {value!r}; it must be a whole number of at least 1"
+            )
+        require(
+            is_number(self.shutdown_timeout) and self.shutdown_timeout >= 0.0,
+            f"shutdown_timeout is {self.shutdown_timeout!r}; it must be a number of seconds from 0 on",
+        )
+        require(
+            self.uvicorn_log_level in LOG_LEVELS,
+            f"unknown uvicorn_log_level {self.uvicorn_log_level!r}; known are {', '.join(LOG_LEVELS)}",
+        )
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            value = getattr(self, name)
+            require(
+                isinstance(value, list) and all(isinstance(one, str) for one in value),
+                f'{name} is {value!r}; it must be a list of texts in JSON, such as ["*"]',
+            )

@@ -1,0 +1,19 @@
+"""Ranks in stages of several: who leaves is missed by its own stage, too."""
+
+from executor.group_member import Member
+
+from minivllm.executor.multiproc_executor import rendezvous
+from minivllm.executor.rank_processes import RankProcesses
+
+
+def test_a_rank_that_leaves_is_missed_in_its_own_stage():
+    store = rendezvous(4)
+    ranks = RankProcesses(Member, ((store.host, store.port),), 4, 0)
+    try:
+        for _ in range(2):
+            waiting = ranks._send("add_up", (3,), None)
+            assert waiting.result(30) == ["elsewhere", "elsewhere", "lost a peer", "left"]
+            ranks.call("reset")
+        assert ranks.call("add_up", -1) == ["added"] * 4
+    finally:
+        ranks.shutdown()
