@@ -40,7 +40,7 @@ def test_the_collector_by_hand():
     async def read() -> list[str]:
         collector, found = lesson.RequestOutputCollector(), []
         for step, piece in enumerate(pieces, start=1):
-            collector.put(RequestOutput("add", None, [], [CompletionOutput(0, piece, [step])], finished=False))
+            collector.put(RequestOutput("add", None, [], None, [CompletionOutput(0, piece, [step])], finished=False))
             if step in (1, 4, 5):
                 found.append((await collector.get()).outputs[0].text)
         return found
@@ -195,6 +195,11 @@ MUTANTS = {
         "await self.there.wait()",
         "while self.unread is None and self.error is None: await asyncio.sleep(0.01)",
     ),
+    "looks once a second": (
+        "RequestOutputCollector.get",
+        "await self.there.wait()",
+        "while self.unread is None and self.error is None: await asyncio.sleep(1)",
+    ),
     "spins without await": (
         "RequestOutputCollector.get",
         "await self.there.wait()",
@@ -327,6 +332,16 @@ MUTANTS = {
         "await asyncio.gather(working, leaving, return_exceptions=True)",
         "await asyncio.sleep(0)",
     ),
+    "waits a second for the abort": (
+        "until_disconnected",
+        "await asyncio.gather(working, leaving, return_exceptions=True)",
+        "await asyncio.sleep(1)",
+    ),
+    "does not wait for the watcher": (
+        "until_disconnected",
+        "await asyncio.gather(working, leaving, return_exceptions=True)",
+        "await asyncio.gather(working, return_exceptions=True)",
+    ),
     "cancels a second time": (
         "until_disconnected",
         "working.cancel()\nleaving.cancel()",
@@ -377,6 +392,11 @@ MUTANTS = {
     "a large number is not infinity": ("mask_words_kernel", 'float("-inf")', "-10000.0"),
     "beyond the vocabulary": ("mask_rows_kernel", "(allowed == 0) & (token < vocab_size)", "allowed == 0"),
     "rows of whole words": ("mask_rows_kernel", "row * vocab_size", "row * tl.num_programs(1) * 32"),
+    "rows and words the other way round": (
+        "mask_rows_kernel",
+        "row, word = tl.program_id(0), tl.program_id(1)",
+        "word, row = tl.program_id(0), tl.program_id(1)",
+    ),
     "one row's mask for all": (
         "mask_rows_kernel",
         "bitmask + row * tl.num_programs(1) + word",
@@ -417,6 +437,7 @@ MESSAGES = {
     "clears before it waits: a lost wake-up": "is a wake-up lost?",
     "asks again and again": "does it look again and again",
     "asks a hundred times a second": "does it ask in a loop?",
+    "looks once a second": "put must wake it",
     "spins without await": "does a loop in it never end?",
     "returns the error": "in place of raising it",
     "an error overtakes the data": "the exception overtook a",
@@ -429,12 +450,14 @@ MESSAGES = {
     "looks at each piece alone": "end in the third one after it",
     "does not cancel the work": "Was `work` cancelled?",
     "does not wait for the abort": "still under way when until_disconnected returns",
+    "does not wait for the watcher": "`disconnected` still runs",
     "cancels a second time": "a second cancel() has cut it off",
     "swallows its own cancelling": "Is CancelledError caught?",
     "leaves the watcher running": "`disconnected` still runs",
     "the other way round": "It is the other way round",
     "bit 31 is never set": "Bit 31 makes the word negative",
     "rows of whole words": "Is a token or a word not masked that is not there?",
+    "rows and words the other way round": "which of the two program ids is the row?",
     "all rows have a grammar": "a row without a grammar was written",
 }
 

@@ -78,4 +78,4 @@ def delta_of(output: EngineCoreOutput, detokenizer: IncrementalDetokenizer) -> R
         detokenizer.finish()
     text = detokenizer.text[before:]
     one = CompletionOutput(0, text, output.new_token_ids, finish_reason=output.finish_reason)
-    return RequestOutput(output.request_id, None, [], [one], finished=output.finish_reason is not None)
+    return RequestOutput(output.request_id, None, [], None, [one], finished=output.finish_reason is not None)
