@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from argparse import Namespace
 
 import pytest
 import torch
@@ -104,6 +105,47 @@ def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
         assert report.held(core.core) == 0
         assert server.readers == {}
         assert server.unread < 5, "it went on computing"
+
+
+class DyingCore:
+    """Fails at its first step, in a way that nobody has thought of."""
+
+    async def open(self):
+        pass
+
+    def send(self, act, argument):
+        self.asked = True
+
+    async def get_output(self):
+        while not hasattr(self, "asked"):
+            await asyncio.sleep(0.001)
+        raise TypeError("no such field")
+
+    def close(self):
+        pass
+
+
+def test_no_client_waits_for_a_core_that_has_failed():
+    """Whatever ended it: the stream ends, without an event."""
+    core = DyingCore()
+    with report.Stage() as stage:
+        port = stage.serve(lesson.Server(core, str(EMBEDDED_MODEL)), core)
+        client = report.RawClient(port, {"prompt": PROMPT, "max_tokens": 24})
+        client.socket.settimeout(20)
+        assert client.read_events() == 0
+        client.close()
+
+
+def test_a_service_level_that_no_rate_meets_is_said(monkeypatch, capsys):
+    """The knee is below the lowest rate tried, and only the load beyond capacity is shown."""
+    times = [0.1, *(0.2 for _ in range(report.OUTPUT_TOKENS - 1))]
+    answers = [Answer(0.0, 0.0, events=times)] * 8
+    monkeypatch.setattr(report, "_closed", lambda real, arguments: {"1": {"requests_per_second": 8.0}})
+    monkeypatch.setattr(report, "load_real", lambda *_: answers)
+    found = report.measure_load(None, Namespace(quick=True, seed=0, slo_ttft=0.01, slo_tpot=1.0))
+    assert found["knee"] == 0.0
+    assert list(found["beyond"]) == ["above"]
+    assert "The knee is below 1.0 requests a second" in " ".join(capsys.readouterr().out.split())
 
 
 def texts_of(port, body):

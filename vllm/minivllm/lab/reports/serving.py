@@ -392,9 +392,7 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
             "knees": knees,
         }
         sent = f"{one['sent_64'] / 1e6:.1f}"
-        rows.append(
-            (way, sent, f"{one['kv_tokens']:,}", f"{one['alone_ms']:.1f}", *(f"{k:.0f}" for k in knees.values()))
-        )
+        rows.append((way, sent, f"{one['kv_tokens']:,}", f"{one['alone_ms']:.1f}", *map(shown_knee, knees.values())))
     columns = (
         "way",
         "MB sent, 64 tokens",
@@ -420,12 +418,17 @@ def measure_ways(arguments: argparse.Namespace) -> dict:
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
+def shown_knee(rate: float) -> str:
+    """A modelled knee; where even the highest rate was borne, that is said."""
+    return f"{'≥ ' if rate == KNEES[1] else ''}{rate:.0f}"
+
+
 def close(found: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     slow, left, load_, ways = found["slow"], found["left"], found["load"], found["ways"]["ways"]
     above = load_["beyond"]["above"]
     knee = f"at {load_['knee']:.1f}" if load_["knee"] else f"below {load_['capacity'] / 8:.1f}"
-    tight, loose = ({way: one["knees"][level] for way, one in ways.items()} for level in TPOT_SLOS)
+    tight, loose = ({way: shown_knee(one["knees"][level]) for way, one in ways.items()} for level in TPOT_SLOS)
     closing(
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
@@ -436,8 +439,8 @@ def close(found: dict, disturbance: str) -> None:
             f"{above['ttft_last_ms']:,.0f}."
         ),
         f"On 4 {GPU}, modelled: for {MODEL} within {1e3 * TPOT_SLOS['tight']:g} ms a token TP bears "
-        f"{tight['TP']:.0f} requests a second and DP {tight['DP']:.0f}; within {1e3 * TPOT_SLOS['loose']:g} ms "
-        f"{loose['TP']:.0f} and {loose['DP']:.0f}.",
+        f"{tight['TP']} requests a second and DP {tight['DP']}; within {1e3 * TPOT_SLOS['loose']:g} ms "
+        f"{loose['TP']} and {loose['DP']}.",
         disturbance=disturbance,
     )
 
