@@ -305,7 +305,7 @@ class Server:
                     self.unread += collector is None
                     if collector and detokenizer:
                         collector.put(delta_of(output, detokenizer))
-        except (OSError, EOFError) as error:
+        except Exception as error:
             for collector, _ in self.readers.values():
                 collector.put(error)
 

@@ -85,6 +85,13 @@ def broadcast_kernel(out, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def scalar_in_mask_kernel(out, x, allowed, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    mask = (lane < 3) & (tl.load(allowed + tl.program_id(0)) != 0)
+    tl.store(out + lane, tl.load(x + lane, mask=mask, other=0), mask=mask)
+
+
+@triton.jit
 def raising_kernel(x):
     raise NotImplementedError("write me")
 
@@ -116,6 +123,14 @@ def test_only_what_the_mask_lets_through_is_counted(dtype, size):
     assert trace.arguments["x"].bytes_read == trace.arguments["out"].bytes_written == 10 * size
     assert trace.arguments["x"].bytes_written == trace.arguments["out"].bytes_read == 0
     assert trace.races == trace.out_of_bounds == []
+
+
+def test_a_mask_may_be_made_of_a_vector_and_a_scalar():
+    """As on a GPU; the interpreter by itself refuses the integers that it makes of the two."""
+    out, x = torch.zeros(4), numbers(4) + 1
+    trace = trace_kernel(scalar_in_mask_kernel, (2,), out, x, torch.tensor([0, 1], dtype=torch.int32), BLOCK=4)
+    assert out.tolist() == [1, 2, 3, 0]
+    assert trace.arguments["x"].bytes_read == trace.arguments["out"].bytes_written == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float8_e4m3fn])

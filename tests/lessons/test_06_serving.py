@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from argparse import Namespace
 
 import pytest
 import torch
@@ -106,6 +107,47 @@ def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
         assert server.unread < 5, "it went on computing"
 
 
+class DyingCore:
+    """Fails at its first step, in a way that nobody has thought of."""
+
+    async def open(self):
+        pass
+
+    def send(self, act, argument):
+        self.asked = True
+
+    async def get_output(self):
+        while not hasattr(self, "asked"):
+            await asyncio.sleep(0.001)
+        raise TypeError("no such field")
+
+    def close(self):
+        pass
+
+
+def test_no_client_waits_for_a_core_that_has_failed():
+    """Whatever ended it: the stream ends, without an event."""
+    core = DyingCore()
+    with report.Stage() as stage:
+        port = stage.serve(lesson.Server(core, str(EMBEDDED_MODEL)), core)
+        client = report.RawClient(port, {"prompt": PROMPT, "max_tokens": 24})
+        client.socket.settimeout(20)
+        assert client.read_events() == 0
+        client.close()
+
+
+def test_a_service_level_that_no_rate_meets_is_said(monkeypatch, capsys):
+    """The knee is below the lowest rate tried, and only the load beyond capacity is shown."""
+    times = [0.1, *(0.2 for _ in range(report.OUTPUT_TOKENS - 1))]
+    answers = [Answer(0.0, 0.0, events=times)] * 8
+    monkeypatch.setattr(report, "_closed", lambda real, arguments: {"1": {"requests_per_second": 8.0}})
+    monkeypatch.setattr(report, "load_real", lambda *_: answers)
+    found = report.measure_load(None, Namespace(quick=True, seed=0, slo_ttft=0.01, slo_tpot=1.0))
+    assert found["knee"] == 0.0
+    assert list(found["beyond"]) == ["above"]
+    assert "The knee is below 1.0 requests a second" in " ".join(capsys.readouterr().out.split())
+
+
 def texts_of(port, body):
     """All events of a request, joined."""
     client = report.RawClient(port, body)
@@ -194,6 +236,11 @@ MUTANTS = {
         "RequestOutputCollector.get",
         "await self.there.wait()",
         "while self.unread is None and self.error is None: await asyncio.sleep(0.01)",
+    ),
+    "looks once a second": (
+        "RequestOutputCollector.get",
+        "await self.there.wait()",
+        "while self.unread is None and self.error is None: await asyncio.sleep(1)",
     ),
     "spins without await": (
         "RequestOutputCollector.get",
@@ -327,6 +374,16 @@ MUTANTS = {
         "await asyncio.gather(working, leaving, return_exceptions=True)",
         "await asyncio.sleep(0)",
     ),
+    "waits a second for the abort": (
+        "until_disconnected",
+        "await asyncio.gather(working, leaving, return_exceptions=True)",
+        "await asyncio.sleep(1)",
+    ),
+    "does not wait for the watcher": (
+        "until_disconnected",
+        "await asyncio.gather(working, leaving, return_exceptions=True)",
+        "await asyncio.gather(working, return_exceptions=True)",
+    ),
     "cancels a second time": (
         "until_disconnected",
         "working.cancel()\nleaving.cancel()",
@@ -377,6 +434,11 @@ MUTANTS = {
     "a large number is not infinity": ("mask_words_kernel", 'float("-inf")', "-10000.0"),
     "beyond the vocabulary": ("mask_rows_kernel", "(allowed == 0) & (token < vocab_size)", "allowed == 0"),
     "rows of whole words": ("mask_rows_kernel", "row * vocab_size", "row * tl.num_programs(1) * 32"),
+    "rows and words the other way round": (
+        "mask_rows_kernel",
+        "row, word = tl.program_id(0), tl.program_id(1)",
+        "word, row = tl.program_id(0), tl.program_id(1)",
+    ),
     "one row's mask for all": (
         "mask_rows_kernel",
         "bitmask + row * tl.num_programs(1) + word",
@@ -417,6 +479,7 @@ MESSAGES = {
     "clears before it waits: a lost wake-up": "is a wake-up lost?",
     "asks again and again": "does it look again and again",
     "asks a hundred times a second": "does it ask in a loop?",
+    "looks once a second": "put must wake it",
     "spins without await": "does a loop in it never end?",
     "returns the error": "in place of raising it",
     "an error overtakes the data": "the exception overtook a",
@@ -429,12 +492,14 @@ MESSAGES = {
     "looks at each piece alone": "end in the third one after it",
     "does not cancel the work": "Was `work` cancelled?",
     "does not wait for the abort": "still under way when until_disconnected returns",
+    "does not wait for the watcher": "`disconnected` still runs",
     "cancels a second time": "a second cancel() has cut it off",
     "swallows its own cancelling": "Is CancelledError caught?",
     "leaves the watcher running": "`disconnected` still runs",
     "the other way round": "It is the other way round",
     "bit 31 is never set": "Bit 31 makes the word negative",
     "rows of whole words": "Is a token or a word not masked that is not there?",
+    "rows and words the other way round": "which of the two program ids is the row?",
     "all rows have a grammar": "a row without a grammar was written",
 }
 

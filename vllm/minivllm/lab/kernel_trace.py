@@ -259,7 +259,9 @@ class _Recorder:
         from triton.runtime.interpreter import TensorHandle
 
         pointers = np.asarray(ptrs.data)
-        wanted = np.ones(pointers.shape, bool) if mask is None else np.broadcast_to(mask.data, pointers.shape)
+        wanted = np.ones(pointers.shape, bool)
+        if mask is not None:  # the interpreter makes integers of a vector & a scalar, where a GPU has bits
+            wanted &= mask.data.astype(bool)
         inside = wanted.copy()
         nbytes = max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
         left = np.unique(pointers[wanted].astype(np.int64))  # one transaction, however many lanes ask for an element
