@@ -102,7 +102,7 @@ class MPClient(EngineCoreClient):
         if method == "reset_prefix_cache":
             self._balancer.forget_blocks()
         results = [answer.result for answer in answers]
-        return results[0] if len(results) == 1 else all(results)
+        return all(results) if isinstance(results[0], bool) else results[0]
 
     def _started(self) -> CoreAddresses:
         assert self._processes is not None
