@@ -30,8 +30,8 @@ class FrontendArgs:
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
     - `enable_auto_tool_choice`, `tool_call_parser`: without both, `tool_choice: "auto"` is refused. Calls are not
       looked for in what the model says freely, whatever the parser.
-    - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Both have those of the
-      first core, if there are several. Not in vLLM.
+    - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Where there are
+      several cores, they show the first. Not in vLLM.
     - `allow_credentials`, `allowed_origins`, `allowed_methods`, `allowed_headers`: for browsers (CORS), as JSON.
     """
 
