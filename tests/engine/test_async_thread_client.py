@@ -79,6 +79,25 @@ def test_parts_of_the_core_run_and_the_end_is_told():
     assert len(with_engine(work, parts=Parts(scheduler=Own))) == 2
 
 
+def test_steps_are_told_from_the_first_one_on_and_also_what_no_step_tells():
+    async def work(engine):
+        lines = []
+        engine.step_watchers.append(lines.extend)
+        await engine.start_step_events()
+        reading = engine.generate("def f", params(200), "a")
+        await anext(reading)
+        await reading.aclose()
+        await engine.reset_prefix_cache()
+        while engine.stats.num_running_reqs:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        return lines
+
+    lines = with_engine(work)
+    assert b'"key"' in lines[0]
+    assert b'"abort"' in b"".join(lines), "the abort, after which no step comes"
+
+
 def test_a_failing_utility_raises_where_it_is_called():
     async def work(engine):
         engine.engine_core.engine_core.reset_prefix_cache = lambda: 1 / 0

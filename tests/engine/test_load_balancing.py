@@ -127,6 +127,9 @@ def test_each_client_gets_its_own_outputs_and_all_get_the_counts():
     assert list(told) == [1], "the state is as the first client knows it"
     told = dict(router.shares(outputs(state=stats(waiting=1))))
     assert list(told) == [0, 1]
+    silent = outputs(state=stats(waiting=1))
+    silent.step_events = [b"{}"]
+    assert list(dict(router.shares(silent))) == [0, 1], "a line that one misses, its x-ray lacks for good"
     router.note_added(0, "d")
     router.note_aborted(["d"])
     assert not any(share.outputs for _, share in router.shares(outputs("d", state=stats(running=9))))

@@ -7,6 +7,7 @@ from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.core.block_hash import hash_block_tokens
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.scheduler import Scheduler
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.worker.paged_attention import PagedAttention
@@ -51,11 +52,18 @@ def test_every_part_is_used_and_the_tokens_stay():
 
 
 @pytest.mark.parametrize(
-    "other", [{"multiprocess": True}, {"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}]
+    "other",
+    [
+        {"multiprocess": True},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"distributed_executor_backend": "mp"},
+    ],
 )
 def test_parts_stay_in_this_process(other):
     with pytest.raises(MinivllmError, match=r"parts \(block_pool\) cannot go to another process"):
         LLM(EMBEDDED_MODEL, parts=Parts(block_pool=OwnPool), **ARGUMENTS, **other)
+    EngineArgs(parts=Parts(stop_strings=list), **other)  # the front end's do stay
 
 
 def test_what_is_no_part_is_refused():

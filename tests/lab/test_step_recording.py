@@ -64,6 +64,17 @@ def test_a_watcher_that_fails_costs_nobody_an_answer(llm: LLM, tmp_path: Path, m
     assert core_of(llm).step_recorder is None
 
 
+def test_with_the_core_in_a_process_one_recording_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    remote = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, num_gpu_blocks_override=40, multiprocess=True)
+    for number, runs in enumerate((True, False, True)):
+        path = tmp_path / f"{number}.jsonl"
+        with record(remote, path):
+            if runs:
+                remote.generate(PROMPTS[0], PARAMS, use_tqdm=False)
+            assert remote.reset_prefix_cache()
+        assert not list(replay(path))[-1].cached, "the reset, after which no step comes"
+
+
 def test_an_unfinished_last_line_is_left_out(recorded: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.jsonl"
     cut.write_bytes(recorded.read_bytes()[:-7])

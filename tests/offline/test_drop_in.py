@@ -108,6 +108,12 @@ def test_what_is_not_served_says_so_by_name(name):
         EngineArgs(**{name: "x"})
 
 
+def test_the_backend_of_grammars_may_be_named_if_it_is_the_one():
+    assert EngineArgs(structured_outputs_config={"backend": "guidance"}) == EngineArgs(structured_outputs_config={})
+    with pytest.raises(MinivllmError, match="the engine takes no value of it but"):
+        EngineArgs(structured_outputs_config={"backend": "xgrammar"})
+
+
 def test_arguments_are_assigned_and_checked_when_an_engine_is_made():
     args = EngineArgs(trust_remote_code=True)
     args.trust_remote_code = False

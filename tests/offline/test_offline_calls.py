@@ -1,6 +1,7 @@
 """What vLLM's offline examples call, on one engine: chat, metrics, queued prompts, tokenizer, a loop of steps."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from tqdm import tqdm
@@ -168,6 +169,9 @@ def test_an_engine_from_its_arguments_counts_unless_told_not_to():
     llm = LLM.from_engine_args(args)
     assert repr(llm) == f"LLM({str(EMBEDDED_MODEL)!r})"
     assert llm.get_world_size() == 1
+    args = EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=4)
+    several = SimpleNamespace(llm_engine=SimpleNamespace(engine_args=args))
+    assert [LLM.get_world_size(several, include_dp) for include_dp in (True, False)] == [24, 6]  # type: ignore[arg-type]
     assert not hasattr(llm, "encode")
     with pytest.raises(NotServedError, match="'classify': models that embed, score or classify"):
         llm.classify("a")

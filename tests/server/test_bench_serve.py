@@ -11,7 +11,7 @@ from server.serving import MODEL, Server
 
 from minivllm.benchmarks.client import RequestFuncOutput, Target, events, text_of
 from minivllm.benchmarks.datasets import custom_requests, random_requests, sharegpt_requests
-from minivllm.benchmarks.load import LoadResult, arrival_times, find_knee
+from minivllm.benchmarks.load import LoadResult, arrival_times
 from minivllm.benchmarks.metrics import calculate_metrics, table_of
 from minivllm.entrypoints.cli.main import main
 from minivllm.errors import MinivllmError
@@ -39,29 +39,6 @@ def test_a_poisson_process_has_poisson_counts():
 
 def test_without_a_rate_all_come_at_once():
     assert arrival_times(3, math.inf) == [0.0] * 3
-
-
-def test_the_knee_is_found_in_few_measurements():
-    """The latency of a queue whose server takes 10 ms: 100 requests a second is its capacity."""
-    asked = []
-
-    def latency(rate: float) -> float:
-        asked.append(rate)
-        return 1 / (100 - rate) if rate < 100 else math.inf
-
-    knee = find_knee(latency, lambda seconds: seconds <= 0.05, 10, 200, tolerance=0.05)
-    assert knee.good is not None
-    assert knee.bad is not None
-    assert knee.good <= 80 < knee.bad < 1.05 * knee.good
-    assert len(asked) <= 9
-    assert sorted(knee.measured) == sorted(asked)
-
-
-def test_a_knee_outside_is_said():
-    assert find_knee(lambda rate: rate, lambda rate: rate < 1, 2, 8).good is None
-    assert find_knee(lambda rate: rate, lambda rate: rate < 9, 2, 8).bad is None
-    with pytest.raises(MinivllmError, match="lower"):
-        find_knee(lambda rate: rate, lambda rate: True, 8, 2)
 
 
 QUICK = RequestFuncOutput(True, "", 10.0, 0.0, 0.1, [0.1, 0.3], 0.5, 7, 3, "abc")

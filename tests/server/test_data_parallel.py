@@ -6,12 +6,16 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from server.serving import Server, eventually, running
 from server.test_clients import is_idle, raw_request
+
+from minivllm.lab.step_recording import read_lines
 
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": [7] * 64, "max_tokens": 1}
@@ -29,8 +33,13 @@ def pair_of_cores(folder, *flags: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Server]:
-    with pair_of_cores(tmp_path_factory.mktemp("sockets")) as server:
+def recording(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("recording") / "run.jsonl"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, recording) -> Iterator[Server]:
+    with pair_of_cores(tmp_path_factory.mktemp("sockets"), "--record", str(recording)) as server:
         yield server
 
 
@@ -84,6 +93,20 @@ def test_each_api_server_shows_all_metrics(pair: Server):
     first, second = from_each_api_server(pair, "/metrics")
     assert first.text == second.text
     assert 'vllm:e2e_request_latency_seconds_count{engine="1"' in first.text
+
+
+def test_one_recording_has_each_step_of_the_first_core_whoever_asked(pair: Server, recording: Path):
+    for _ in range(4):  # each may reach either API server
+        body, rank = {"prompt": [5] * 40, "max_tokens": 3}, {"X-data-parallel-rank": "0"}
+        httpx.post(f"{pair.url}/v1/completions", json=body, headers=rank, timeout=60)
+    assert eventually(lambda: is_idle(pair), 10)
+    header, *lines = map(json.loads, read_lines(recording))
+    assert header["model"].endswith("core 0 of 2")
+    steps = [line.get("step", line.get("key")) for line in lines]
+    begins = [at for at, line in enumerate(lines) if "key" in line]
+    for begin, end in zip(begins, [*begins[1:], len(steps)], strict=True):
+        assert {later - earlier for earlier, later in pairwise(steps[begin:end])} <= {0, 1}, "a step is missing"
+    assert steps[-1] >= 12
 
 
 def test_a_reset_reaches_all_caches(pair: Server):

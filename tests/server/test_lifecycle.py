@@ -181,7 +181,6 @@ def test_a_port_in_use_is_one_line(capfd):
         (["serve", str(MODEL), "--max-num-queued-reqs", "0"], "max_num_queued_reqs"),
         (["serve", str(MODEL), "--max-logprobs", "-2"], "max_logprobs"),
         (["serve", str(MODEL), "--allowed-origins", "5"], "allowed_origins"),
-        (["serve", str(MODEL), "--api-server-count", "2", "--xray"], "api_server_count"),
         (["sing"], "sing"),
     ],
     ids=lambda value: " ".join(value[2:] or value[:1]) if isinstance(value, list) else "",

@@ -1,4 +1,4 @@
-"""Open and closed load, and the knee between what a server keeps up with and what it does not.
+"""Open and closed load.
 
 Open load: requests come at a rate, whatever the server does, as users come who do not know of each other. Closed load:
 so many clients, each of which sends its next request when it has the answer to the last; an overloaded server slows
@@ -13,12 +13,9 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from minivllm.benchmarks.client import RequestFuncOutput, SampleRequest, Target, new_session, send
 from minivllm.errors import MinivllmError
-
-Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True)
@@ -87,43 +84,3 @@ async def run_load(
         times = arrival_times(len(samples), request_rate, burstiness, seed)
         outputs = await asyncio.gather(*(one(index, when) for index, when in enumerate(times)))
     return LoadResult(outputs, time.perf_counter() - start)
-
-
-@dataclass(frozen=True)
-class Knee(Generic[Measured]):
-    """The highest rate that met the service level and the lowest that did not, and all that was measured, by rate."""
-
-    good: float | None
-    bad: float | None
-    measured: dict[float, Measured]
-
-
-def find_knee(
-    measure: Callable[[float], Measured],
-    slo: Callable[[Measured], bool],
-    low: float,
-    high: float,
-    *,
-    tolerance: float = 0.1,
-) -> Knee[Measured]:
-    """Find by bisection the request rate up to which a service level is met.
-
-    `measure` loads the server at a rate and returns what it saw; `slo` says whether that is good enough. Both ends are
-    measured first: if `low` fails, or `high` does not, there is no knee between them, and the other end is None. Else
-    the two rates come closer until they differ by less than `tolerance` of the lower one.
-    """
-    if not 0 < low < high:
-        raise MinivllmError(
-            f"the knee is looked for between {low} and {high}; the first must be the lower, and above 0"
-        )
-    measured = {low: measure(low)}
-    if not slo(measured[low]):
-        return Knee(None, low, measured)
-    measured[high] = measure(high)
-    if slo(measured[high]):
-        return Knee(high, None, measured)
-    while high - low > tolerance * low:
-        middle = math.sqrt(low * high)
-        measured[middle] = measure(middle)
-        low, high = (middle, high) if slo(measured[middle]) else (low, middle)
-    return Knee(low, high, dict(sorted(measured.items())))

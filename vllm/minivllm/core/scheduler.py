@@ -7,7 +7,7 @@ is preempted: it loses its blocks, keeps its tokens and is recomputed later.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`, `_update_after_schedule`,
 `update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs, KV
-connectors, data parallelism. Steps in flight: `minivllm.core.async_scheduler`.
+connectors. Steps in flight: `minivllm.core.async_scheduler`. Each of several cores has a scheduler of its own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -179,7 +179,7 @@ class EngineArgs:
         require(
             not self.parts.names_in_core or not (self.multiprocess or self._has_other_processes),
             f"parts ({', '.join(self.parts.names_in_core)}) cannot go to another process: leave out multiprocess, "
-            "tensor_parallel_size, data_parallel_size and distributed_executor_backend",
+            "tensor_parallel_size, pipeline_parallel_size, data_parallel_size and distributed_executor_backend",
         )
         SpeculativeConfig.of(self.speculative_config)
         self.profiler_config = ProfilerConfig.of(self.profiler_config)
@@ -213,10 +213,6 @@ class EngineArgs:
             f"async_scheduling does not go with pipeline_parallel_size {self.pipeline_parallel_size}, where steps in "
             "flight are of different requests: leave one out",
         )
-        require(
-            not self.parts.names,
-            f"parts ({', '.join(self.parts.names)}) cannot go to another process: leave out pipeline_parallel_size",
-        )
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -240,8 +236,8 @@ class EngineArgs:
 
     @property
     def _has_other_processes(self) -> bool:
-        several = self.tensor_parallel_size > 1 or self.data_parallel_size > 1
-        return several or self.distributed_executor_backend in ("mp", "ray")
+        sizes = (self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size)
+        return max(sizes) > 1 or self.distributed_executor_backend in ("mp", "ray")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -1,7 +1,8 @@
 """The engine for an event loop: any number of requests at once, each an async generator of its outputs.
 
-The core runs in a process of its own. One task receives its outputs and hands them to the requests' collectors; a
-request whose reader is slow finds its outputs merged there, and holds up nobody else.
+Each core runs in a process of its own, or, with `Parts` of a caller's, in a thread. One task receives the outputs and
+hands them to the requests' collectors; a request whose reader is slow finds its outputs merged there, and holds up
+nobody else.
 
 In vLLM v0.33.0: `vllm/v1/engine/async_llm.py` (`AsyncLLM`), `RequestOutputCollector` in
 `vllm/v1/engine/output_processor.py`.

@@ -71,6 +71,8 @@ class AsyncThreadClient(EngineCoreClient):
             except Exception as error:
                 failure = RuntimeError(f"{method} failed in the engine's core: {type(error).__name__}: {error}")
                 loop.call_soon_threadsafe(answer.set_exception, failure)
+            if (state := self.engine_core.state()).step_events:
+                self._send(state)
 
         self._to_do.put(call)
         return await answer
@@ -115,7 +117,7 @@ class AsyncThreadClient(EngineCoreClient):
         core = self.engine_core
         core.abort_requests(request_ids)
         if not core.has_unfinished_requests():  # no step will tell the front end that the blocks are free
-            self._send(EngineCoreOutputs([], core.scheduler.make_stats()))
+            self._send(core.state())
 
     def _send(self, outputs: EngineCoreOutputs | None) -> None:
         assert self._loop is not None

@@ -244,6 +244,10 @@ class EngineCore:
         """Returns the lines that no step has delivered: those of what happened while there were no requests."""
         return [] if self.step_recorder is None else self.step_recorder.take()
 
+    def state(self) -> EngineCoreOutputs:
+        """Returns what the front end is told where no step tells it."""
+        return EngineCoreOutputs([], self.scheduler.make_stats(), step_events=self.take_step_events())
+
     def reset_running_requests(self) -> bool:
         """Forgets all cached blocks, those of running requests too, which wait again and are recomputed."""
         with self._all_or_nothing(()):

@@ -50,7 +50,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def call_utility(self, method: str) -> Any:
-        """Calls one of `UTILITIES` in every core and returns the result: of several, whether all have succeeded."""
+        """Calls one of `UTILITIES` in every core and returns whether all have succeeded, or what the first returns."""
 
     @abstractmethod
     def shutdown(self) -> None:

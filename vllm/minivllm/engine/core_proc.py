@@ -106,12 +106,12 @@ class EngineCoreProc:
             self._router.note_aborted(request_ids)
             core.abort_requests(request_ids)
             if not core.has_unfinished_requests():  # no step will tell the front end that the blocks are free
-                self._put(_state_of(core))
+                self._put(core.state())
         elif kind == Kind.UTILITY:
             call_id, method = decode(payload, tuple[int, str])
             answer = UtilityOutput(call_id, *_result_of(core, method))
             self._outputs.put((client, EngineCoreOutputs([], utility_output=answer, engine_index=self._rank)))
-            if (state := _state_of(core)).step_events:
+            if (state := core.state()).step_events:
                 self._put(state)
 
     def _put(self, outputs: EngineCoreOutputs) -> None:
@@ -163,7 +163,7 @@ class EngineCoreProc:
 
 
 class OutputRouter:
-    """Gives each client the outputs of its own requests, and to all of them the scheduler's state."""
+    """Gives each client the outputs of its own requests, and to all of them the scheduler's state and step events."""
 
     def __init__(self, rank: int, client_count: int) -> None:
         self._rank = rank
@@ -182,7 +182,7 @@ class OutputRouter:
             self._client_of.pop(request_id, None)
 
     def shares(self, outputs: EngineCoreOutputs) -> Iterator[tuple[int, EngineCoreOutputs]]:
-        """Yields (client, what it is told); a client without outputs is told only of a state that has changed."""
+        """Yields (client, what it is told); one without outputs is told only of a changed state, or of step events."""
         outputs.engine_index = self._rank
         if len(self._told) == 1:
             outputs.num_received = self._num_received[0]
@@ -197,7 +197,7 @@ class OutputRouter:
                 own[client].append(output)
                 self._forget_finished(output)
         for client, received in enumerate(self._num_received):
-            if own[client] or outputs.scheduler_stats != self._told[client]:
+            if own[client] or outputs.step_events or outputs.scheduler_stats != self._told[client]:
                 self._told[client] = outputs.scheduler_stats
                 yield client, replace(outputs, outputs=own[client], num_received=received)
 
@@ -213,11 +213,6 @@ def _share(settings: Mapping[str, Any], num_cores: int) -> EngineArgs:
         return args
     torch.set_num_threads(max(1, torch.get_num_threads() // num_cores))
     return replace(args, gpu_memory_utilization=args.gpu_memory_utilization / num_cores)
-
-
-def _state_of(core: EngineCore) -> EngineCoreOutputs:
-    """What is told where no step tells it."""
-    return EngineCoreOutputs([], core.scheduler.make_stats(), step_events=core.take_step_events())
 
 
 def _result_of(core: EngineCore, method: str) -> tuple[Any, str | None]:

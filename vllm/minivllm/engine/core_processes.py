@@ -191,11 +191,11 @@ def _gpus(args: EngineArgs, rank: int) -> list[str]:
     """The GPUs of a core, as `CUDA_VISIBLE_DEVICES` names them."""
     import torch
 
-    each, there = args.tensor_parallel_size, torch.cuda.device_count()
+    each, there = args.tensor_parallel_size * args.pipeline_parallel_size, torch.cuda.device_count()
     if each * args.data_parallel_size > there:
         raise MinivllmError(
-            f"data_parallel_size is {args.data_parallel_size} and tensor_parallel_size {each}, which takes "
-            f'{each * args.data_parallel_size} GPUs: there are {there} here; use fewer, or device="cpu"'
+            f"data_parallel_size is {args.data_parallel_size}, with {each} GPUs for each core, which takes "
+            f'{each * args.data_parallel_size}: there are {there} here; use fewer, or device="cpu"'
         )
     visible = os.environ.get(VISIBLE_DEVICES)
     names = visible.split(",") if visible else [str(index) for index in range(there)]

@@ -102,7 +102,7 @@ class MPClient(EngineCoreClient):
         if method == "reset_prefix_cache":
             self._balancer.forget_blocks()
         results = [answer.result for answer in answers]
-        return results[0] if len(results) == 1 else all(results)
+        return all(results) if isinstance(results[0], bool) else results[0]
 
     def _started(self) -> CoreAddresses:
         assert self._processes is not None
@@ -186,15 +186,23 @@ class SyncMPClient(MPClient):
         call_id = next(self._call_ids)
         for rank in range(len(self.engines)):
             self._send(Kind.UTILITY, (call_id, method), rank)
-        answers: list[UtilityOutput] = []
+        answers: dict[int, UtilityOutput] = {}
         while len(answers) < len(self.engines):
             message = self._receive()
             answer = message.utility_output
             if answer is None:
                 self._early.append(message)
             elif answer.call_id == call_id:  # other replies belong to interrupted calls
-                answers.append(answer)
-        return self._joined(method, answers)
+                answers[message.engine_index] = answer
+        result = self._joined(method, [answers[rank] for rank in sorted(answers)])
+        return [*self._early_step_events(), *result] if method == "take_step_events" else result
+
+    def _early_step_events(self) -> list[bytes]:
+        """The first core's lines that no `get_output` has fetched; they are not left for the next recording."""
+        lines = [line for outputs in self._early if not outputs.engine_index for line in outputs.step_events]
+        for outputs in self._early:
+            outputs.step_events = []
+        return lines
 
     def _receive(self) -> EngineCoreOutputs:
         self._wait(self._output)

@@ -55,6 +55,7 @@ WITHOUT_EFFECT = {
     "generation_config": ("auto",),
     "prefill_context_parallel_size": (1,),
     "runner": ("auto", "generate"),
+    "structured_outputs_config": ({}, {"backend": "auto"}, {"backend": "guidance"}),
     "task": ("auto", "generate"),
 }
 NOT_SERVED = not_served(
@@ -102,9 +103,8 @@ NOT_SERVED = not_served(
             "enable_trace_replay": False, "return_sampling_mask": False, "use_fp64_gumbel": False,
             "watermark_config": None,
         },
-        "constraints or reasoning set for the whole engine": {
-            "structured_outputs_config": None, "reasoning_config": None, "reasoning_parser": "",
-            "reasoning_parser_plugin": None,
+        "reasoning set apart from the answer": {
+            "reasoning_config": None, "reasoning_parser": "", "reasoning_parser_plugin": None,
         },
         "this limit of the scheduler": {
             "long_prefill_token_threshold_adaptive": False, "max_num_active_seqs": None,

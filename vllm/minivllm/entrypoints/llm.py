@@ -269,8 +269,10 @@ class LLM:
         self.llm_engine.stop_profile()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Returns the number of ranks."""
-        return self.llm_engine.engine_args.tensor_parallel_size
+        """Returns the number of ranks, of one core or of all."""
+        args = self.llm_engine.engine_args
+        ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+        return ranks * args.data_parallel_size if include_dp else ranks
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forgets all cached blocks; returns whether it did. See `LLMEngine.reset_prefix_cache`."""

@@ -99,7 +99,8 @@ def serve_on(
     engine: AsyncLLM | None = None
     recording: RecordingFile | None = None
     try:
-        recording = open_recording(settings, args.model)
+        if addresses is None or addresses.client_index == 0:  # one file has one writer
+            recording = open_recording(settings, args)
         template = read_template(settings.chat_template, args.model) or template
         _allow_many_connections()
         with signals_end_the_start():

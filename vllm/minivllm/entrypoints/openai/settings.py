@@ -32,8 +32,8 @@ class FrontendArgs:
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
     - `enable_auto_tool_choice`, `tool_call_parser`: without both, `tool_choice: "auto"` is refused. Calls are not
       looked for in what the model says freely, whatever the parser.
-    - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Not
-      in vLLM, and not with several API servers.
+    - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Where there are
+      several cores, they show the first. Not in vLLM.
     - `allow_credentials`, `allowed_origins`, `allowed_methods`, `allowed_headers`: for browsers (CORS), as JSON.
     """
 
@@ -69,11 +69,6 @@ class FrontendArgs:
         require(
             is_count(self.api_server_count, 1),
             f"api_server_count is {self.api_server_count!r}; it must be a whole number of at least 1",
-        )
-        require(
-            self.api_server_count == 1 or not (self.xray or self.record),
-            f"xray and record do not go with api_server_count {self.api_server_count}, where each server sees only "
-            "the steps of its own requests: leave one out",
         )
         require(
             is_count(self.max_logprobs, -1),

@@ -1,7 +1,8 @@
 """`/xray`, a page that shows each step of the engine, and `/xray/events`, what it shows.
 
 Both exist with `--xray` only. The page itself holds nothing of the engine; with API keys, the events ask for one, and
-the page asks its reader. Events have request ids and counts, no tokens and no text.
+the page asks its reader. Events have request ids and counts, no tokens and no text. Of several cores they show the
+first, and say so.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 
 from minivllm.core.step_events import FORMAT, HeaderLine
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.openai.stream import EventStream
@@ -43,23 +45,25 @@ async def watch_steps(app: FastAPI, engine: AsyncLLM, settings: FrontendArgs, re
     if settings.xray:
         ring = StepRing()
         engine.step_watchers.append(ring.put)
-        add_xray(app, ring, header_for(settings, engine.model_name), engine)
+        add_xray(app, ring, header_for(settings, engine.engine_args), engine)
     if engine.step_watchers:
         await engine.start_step_events()
 
 
-def open_recording(settings: FrontendArgs, model: str | Path) -> RecordingFile | None:
+def open_recording(settings: FrontendArgs, args: EngineArgs) -> RecordingFile | None:
     """The file of `--record`, if it was given.
 
     Raises:
         MinivllmError: it cannot be written.
     """
-    return RecordingFile(settings.record, header_for(settings, Path(model).name)) if settings.record else None
+    return RecordingFile(settings.record, header_for(settings, args)) if settings.record else None
 
 
-def header_for(settings: FrontendArgs, model: str) -> HeaderLine:
-    """The first line: the model's name in the API, else its own."""
-    return HeaderLine(xray=FORMAT, model=(settings.served_model_name or [model])[0])
+def header_for(settings: FrontendArgs, args: EngineArgs) -> HeaderLine:
+    """The first line: the model's name in the API, else its own, and which core is shown if there are several."""
+    model = (settings.served_model_name or [Path(args.model).name])[0]
+    cores = args.data_parallel_size
+    return HeaderLine(xray=FORMAT, model=f"{model} · core 0 of {cores}" if cores > 1 else model)
 
 
 def add_xray(app: FastAPI, ring: StepRing, header: HeaderLine, engine: Engine) -> None:

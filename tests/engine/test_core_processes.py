@@ -1,0 +1,34 @@
+"""What each of several cores gets: its GPUs; and what their answers are as one."""
+
+import pytest
+
+from minivllm.core.messages import UtilityOutput
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core_processes import VISIBLE_DEVICES, _gpus
+from minivllm.engine.mp_client import MPClient
+from minivllm.errors import MinivllmError
+
+
+def test_a_core_has_a_gpu_for_each_rank_of_each_stage(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
+    args = EngineArgs(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert [_gpus(args, rank) for rank in (0, 1)] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
+    with pytest.raises(MinivllmError, match="with 4 GPUs for each core, which takes 8: there are 7 here"):
+        _gpus(args, 0)
+
+
+@pytest.mark.parametrize(
+    ("results", "joined"),
+    [
+        ([True, True], True),
+        ([True, False], False),
+        ([[b"a"], [b"b"]], [b"a"]),
+        ([[b"a"], []], [b"a"]),
+        ([None, None], None),
+    ],
+)
+def test_of_several_answers_booleans_are_joined_and_the_first_cores_lines_are_kept(results, joined):
+    answers = [UtilityOutput(1, result, None) for result in results]
+    assert MPClient._joined(None, "take_step_events", answers) == joined  # type: ignore[arg-type]
