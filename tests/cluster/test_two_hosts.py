@@ -44,7 +44,7 @@ def test_two_ranks_on_two_hosts():
         lines = iter(program.stdout or ())
         refused = next(line for line in lines if line.startswith("refused"))
         assert "MinivllmError" in refused
-        assert "no room for 4 ranks" in refused
+        assert "no room for 4 processes" in refused
         addresses, tokens = json.loads(next(line for line in lines if line.startswith("[[")))
         assert sorted(addresses) == [Hosts.address("a"), Hosts.address("b")]
         alone = LLM(EMBEDDED_MODEL, **SETTINGS).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16))

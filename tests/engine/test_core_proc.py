@@ -5,6 +5,7 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.core_proc import EngineCoreProc
+from minivllm.engine.core_sockets import FolderSockets
 from minivllm.engine.wire import Kind, encode
 from minivllm.lab.inside import core_of
 
@@ -16,7 +17,7 @@ class Enough(Exception):
 def test_an_abort_frees_its_blocks_within_two_steps(tmp_path):
     """It comes in the middle of a step; the other request goes on."""
     llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=128, max_num_seqs=4, num_gpu_blocks_override=40)
-    core, process = core_of(llm), EngineCoreProc(str(tmp_path))
+    core, process = core_of(llm), EngineCoreProc(FolderSockets(str(tmp_path)))
     for name in ("stays", "leaves"):
         llm.llm_engine.add_request(name, "def f", SamplingParams(max_tokens=100, ignore_eos=True, temperature=0))
     seen: list[tuple[int, int]] = []

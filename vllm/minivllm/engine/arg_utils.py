@@ -34,6 +34,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = (None, "naive")
 LOAD_FORMATS = ("auto", "dummy")
 ROUTINGS = ("load", "prefix")
+DATA_PARALLEL_BACKENDS = ("mp", "ray")
 NOT_FLAGS = ("parts",)
 
 
@@ -75,6 +76,9 @@ class EngineArgs:
       prefers one that was recently sent the prompt's beginning (`load_balancing`). `data_parallel_retry`: when one of
       several cores dies, requests of which nothing has come yet are computed on another, once; else they fail as the
       others do. In vLLM one core's death is the end of all. The last two are not in vLLM.
+      `data_parallel_backend`: "mp" runs the cores on this machine, "ray" each in an actor anywhere in a Ray cluster
+      (`uv sync --group dist`) that takes a GPU, or a CPU, for each of its ranks. The model must lie at the same place
+      on every machine. Messages between them are encrypted.
     - `async_scheduling`: schedule a step while the one before it is computed. None: on a GPU, unless `parts` replace
       the scheduler. On a CPU the host's work and the model's share the same cores, so there is little to gain.
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
@@ -120,6 +124,7 @@ class EngineArgs:
     data_parallel_size: int = 1
     data_parallel_routing: str = "load"
     data_parallel_retry: bool = True
+    data_parallel_backend: str = "mp"
     async_scheduling: bool | None = None
     enforce_eager: bool = False
     disable_log_stats: bool = False
@@ -175,11 +180,13 @@ class EngineArgs:
             self.data_parallel_routing in ROUTINGS,
             f"unknown data_parallel_routing {self.data_parallel_routing!r}; known are {', '.join(ROUTINGS)}",
         )
+        self._check_data_parallel_backend()
         require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
         require(
             not self.parts.names_in_core or not (self.multiprocess or self._has_other_processes),
             f"parts ({', '.join(self.parts.names_in_core)}) cannot go to another process: leave out multiprocess, "
-            "tensor_parallel_size, pipeline_parallel_size, data_parallel_size and distributed_executor_backend",
+            "tensor_parallel_size, pipeline_parallel_size, data_parallel_size, data_parallel_backend and "
+            "distributed_executor_backend",
         )
         SpeculativeConfig.of(self.speculative_config)
         self.profiler_config = ProfilerConfig.of(self.profiler_config)
@@ -200,6 +207,18 @@ class EngineArgs:
                 f"{name} is {value!r}; it must be a whole number of at least {least}",
             )
         self._check_pipeline()
+
+    def _check_data_parallel_backend(self) -> None:
+        require(
+            self.data_parallel_backend in DATA_PARALLEL_BACKENDS,
+            f"unknown data_parallel_backend {self.data_parallel_backend!r}; known are "
+            f"{', '.join(DATA_PARALLEL_BACKENDS)}",
+        )
+        require(
+            self.data_parallel_backend == "mp" or self.distributed_executor_backend != "ray",
+            'data_parallel_backend "ray" places each core with all of its ranks on one machine: '
+            'leave out distributed_executor_backend "ray"',
+        )
 
     def _check_pipeline(self) -> None:
         if self.pipeline_parallel_size == 1:
@@ -237,7 +256,8 @@ class EngineArgs:
     @property
     def _has_other_processes(self) -> bool:
         sizes = (self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size)
-        return max(sizes) > 1 or self.distributed_executor_backend in ("mp", "ray")
+        elsewhere = self.data_parallel_backend == "ray" or self.distributed_executor_backend in ("mp", "ray")
+        return max(sizes) > 1 or elsewhere
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

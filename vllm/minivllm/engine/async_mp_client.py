@@ -14,13 +14,10 @@ import zmq.asyncio
 from minivllm.core.messages import EngineCoreOutputs, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES
-from minivllm.engine.core_processes import CoreAddresses
+from minivllm.engine.core_processes import MILLISECONDS_FOR_LAST_WORDS, CoreAddresses, died
 from minivllm.engine.mp_client import MPClient
 from minivllm.engine.wire import Failure, Kind
 from minivllm.errors import CoreDiedError, EngineDeadError
-
-SECONDS_FOR_LAST_WORDS = 0.1
-"""How long a core that has ended may still be heard: its last message may lie in the socket."""
 
 
 class AsyncMPClient(MPClient):
@@ -114,7 +111,7 @@ class AsyncMPClient(MPClient):
     def _unreachable(self, rank: int) -> None:
         """Whoever receives outputs notices a core's end too, and does what is to be done, with this request too."""
         if len(self.engines) == 1:
-            raise EngineDeadError(f"the engine's core (process {self.addresses.pids[rank]}) has ended")
+            raise EngineDeadError(died(rank, self.addresses.pids, "has ended"))
 
     def _failed(self, failure: Failure) -> Exception:
         return self._gone(failure.engine_index, failure.error())
@@ -162,7 +159,7 @@ class AsyncMPClient(MPClient):
 
         def end(lifeline: int, rank: int) -> None:
             loop.remove_reader(lifeline)
-            loop.call_later(SECONDS_FOR_LAST_WORDS, tell, rank)
+            loop.call_later(MILLISECONDS_FOR_LAST_WORDS / 1000, tell, rank)
 
         for rank, lifeline in enumerate(self.addresses.lifelines):
             loop.add_reader(lifeline, end, lifeline, rank)

@@ -43,8 +43,9 @@ def main(folder: str, lifeline: int, parent: int, rank: int) -> int:
     threading.Thread(target=end_with_parent, args=(parent, end), daemon=True).start()
 
     from minivllm.engine.core_proc import EngineCoreProc
+    from minivllm.engine.core_sockets import FolderSockets
 
-    process = EngineCoreProc(folder, rank)
+    process = EngineCoreProc(FolderSockets(folder), rank)
     return process.run()
 
 

@@ -20,6 +20,7 @@ from minivllm.core.stats import SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES
+from minivllm.engine.core_sockets import CoreSockets
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
 from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.logger import init_logger
@@ -32,11 +33,11 @@ SECONDS_TO_SEND = 2.0
 class EngineCoreProc:
     """Says hello, receives the engine's arguments, creates the core, and serves its clients until it fails."""
 
-    def __init__(self, folder: str, rank: int = 0) -> None:
-        """`folder` has the sockets of those who start it and of its clients; `rank` is its own among the cores."""
+    def __init__(self, sockets: CoreSockets, rank: int = 0) -> None:
+        """`sockets` are those of who starts it and of its clients; `rank` is its own among the cores."""
         self.core: EngineCore | None = None
         self._rank = rank
-        self._folder = folder
+        self._sockets = sockets
         self._context = zmq.Context()
         self._requests: queue.SimpleQueue[tuple[int, bytes, bytes] | Exception] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[tuple[int, EngineCoreOutputs] | Failure] = queue.SimpleQueue()
@@ -158,7 +159,7 @@ class EngineCoreProc:
         socket.identity = identity(self._rank)
         socket.sndhwm = socket.rcvhwm = 0
         socket.linger = int(SECONDS_TO_SEND * 1000)
-        socket.connect(f"ipc://{self._folder}/{name}")
+        self._sockets.connect(socket, name)
         return socket
 
 

@@ -6,7 +6,7 @@ that closes with it: the core's standard input, and the lifeline.
 
 A core first says hello on the handshake's socket and receives the engine's arguments; from then on it talks to its
 clients, each over two sockets of the client's own (`mp_client.py`). All sockets lie in a folder that only this user can
-read.
+read (`core_sockets.py`). `ray_cores.py` has cores on other machines.
 
 In vLLM v0.33.0: `vllm/v1/engine/utils.py` (`CoreEngineProcManager`, `EngineZmqAddresses`, `wait_for_engine_startup`).
 """
@@ -21,18 +21,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import IO
 
 import zmq
 
 from minivllm import errors
 from minivllm.core.messages import EngineCoreReady
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core_sockets import bind_in_folder
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.executor.rank_processes import RankProcess
 from minivllm.platforms.device import pick_device
 
 SECONDS_TO_LEAVE = 10.0
 """Cores told to leave are killed after this time. It is generous because a core ends its ranks first."""
+MILLISECONDS_FOR_LAST_WORDS = 100
+"""How long a core that has ended may still be heard: its last message may be on its way."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -41,11 +46,11 @@ class CoreAddresses:
     """Where a client meets the cores; plain data, so that the client may be in another process.
 
     `lifelines` are file descriptors, one for each core, which become readable when the core's process has ended.
-    `client_index` is the client's own number among `client_count`.
+    `pids` name the processes in messages. `client_index` is the client's own number among `client_count`.
     """
 
     folder: str
-    pids: list[int]
+    pids: list[int | str]
     lifelines: list[int]
     engines: list[EngineCoreReady]
     client_index: int = 0
@@ -61,8 +66,9 @@ class CoreProcesses:
         self._client_count = client_count
         self.folder = tempfile.mkdtemp(prefix="minivllm-")
         self.context = zmq.Context()
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[RankProcess] = []
         self.lifelines: list[int] = []
+        self._inputs: list[IO[bytes]] = []
 
     def start(self) -> CoreAddresses:
         """Starts the cores; returns their addresses for the first client once all are ready.
@@ -71,32 +77,31 @@ class CoreProcesses:
             MinivllmError: a core rejects the arguments, or there are too few GPUs.
             EngineDeadError: a core's process died before it was ready.
         """
-        environments = [_environment(self._args, rank) for rank in range(self._args.data_parallel_size)]
         handshake = self.bind(zmq.ROUTER, "handshake")
-        for rank, environment in enumerate(environments):
-            self._start_one(rank, environment)
+        self._start_cores()
         engines = self._meet(handshake)
         handshake.close()
-        pids = [process.pid for process in self.processes]
-        return CoreAddresses(self.folder, pids, list(self.lifelines), engines, 0, self._client_count)
+        return CoreAddresses(self.folder, self.names(), list(self.lifelines), engines, 0, self._client_count)
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
         """Returns a socket in the folder."""
-        return bind(self.context, kind, self.folder, name)
+        return bind_in_folder(self.context, kind, self.folder, name)
 
     def obituary(self, rank: int) -> str:
         """Says how a core's process, which has ended, did so."""
         code = self.processes[rank].wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return died(rank, [process.pid for process in self.processes], how)
+        return died(rank, self.names(), how)
+
+    def names(self) -> list[int | str]:
+        """Returns the names of the cores' processes, for messages."""
+        return [process.pid for process in self.processes]
 
     def end(self) -> None:
         """Lets the processes go, kills those that stay, and gives all else back. A second call does nothing."""
         if os.getpid() != self._owner:
             return  # a fork
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.close()
+        self._tell_to_leave()
         deadline = time.monotonic() + SECONDS_TO_LEAVE
         for process in self.processes:
             try:
@@ -104,8 +109,27 @@ class CoreProcesses:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._give_back()
+
+    def _start_cores(self) -> None:
+        environments = [_environment(self._args, rank) for rank in range(self._args.data_parallel_size)]
+        for rank, environment in enumerate(environments):
+            self._start_one(rank, environment)
+
+    def _num_neighbours(self, rank: int) -> int:
+        """How many cores share the machine of this one, itself included."""
+        return len(self.processes)
+
+    def _tell_to_leave(self) -> None:
+        while self._inputs:
+            self._inputs.pop().close()
+
+    def _close_lifelines(self) -> None:
         while self.lifelines:
             os.close(self.lifelines.pop())
+
+    def _give_back(self) -> None:
+        self._close_lifelines()
         self.context.destroy(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -122,6 +146,8 @@ class CoreProcesses:
                 pass_fds=(theirs,),
                 env=environment,
             )
+            assert process.stdin is not None
+            self._inputs.append(process.stdin)
             self.processes.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -131,7 +157,6 @@ class CoreProcesses:
         """Waits for each core's hello, sends it the engine's arguments, and waits until all are ready."""
         settings = {field.name: getattr(self._args, field.name) for field in fields(self._args)}
         del settings["parts"]  # Python objects; EngineArgs has refused any
-        start = encode((settings, self._client_count, len(self.processes)))
         ready: dict[int, EngineCoreReady] = {}
         names = [identity(rank) for rank in range(len(self.processes))]
         while len(ready) < len(names):
@@ -141,20 +166,13 @@ class CoreProcesses:
                 raise EngineDeadError(self.obituary(ended))
             name, kind, payload = handshake.recv_multipart()
             if kind == Kind.HELLO:
-                handshake.send_multipart((name, Kind.START, start))
+                start = (settings, self._client_count, self._num_neighbours(names.index(name)))
+                handshake.send_multipart((name, Kind.START, encode(start)))
             elif kind == Kind.FAILED:
                 raise decode(payload, Failure).error()
             else:
                 ready[names.index(name)] = decode(payload, EngineCoreReady)
         return [ready[rank] for rank in range(len(names))]
-
-
-def bind(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket:
-    """Return a socket in the folder. It drops nothing: however many messages wait, they are kept."""
-    socket = context.socket(kind)
-    socket.linger = socket.sndhwm = socket.rcvhwm = 0
-    socket.bind(f"ipc://{folder}/{name}")
-    return socket
 
 
 def wait_for_message(socket: zmq.Socket, lifelines: Mapping[int, int]) -> int | None:
@@ -167,15 +185,17 @@ def wait_for_message(socket: zmq.Socket, lifelines: Mapping[int, int]) -> int | 
     for fd in lifelines:
         poller.register(fd, zmq.POLLIN)
     ready = dict(poller.poll())
-    if socket in ready or socket.poll(0):
+    if socket in ready or socket.poll(MILLISECONDS_FOR_LAST_WORDS):
         return None
     return next(lifelines[fd] for fd in lifelines if fd in ready)
 
 
-def died(rank: int, pids: Sequence[int], how: str) -> str:
+def died(rank: int, pids: Sequence[int | str], how: str) -> str:
     """Say that a core has died, one of those with these process ids."""
     which = f"core {rank} of {len(pids)}" if len(pids) > 1 else "core"
-    return f"the engine's {which} (process {pids[rank]}) {how}; its output says why"
+    pid = pids[rank]
+    process = f"process {pid}" if isinstance(pid, int) else pid
+    return f"the engine's {which} ({process}) {how}; its output says why"
 
 
 def _environment(args: EngineArgs, rank: int) -> dict[str, str]:

@@ -209,14 +209,14 @@ class LLMEngine(FrontEnd):
 def make_client(args: EngineArgs) -> EngineCoreClient:
     """Starts a core and returns its client once it is ready: in this process, or with `multiprocess` in its own.
 
-    Several cores are always processes.
+    Several cores are always processes, and so are those that Ray places.
 
     Raises:
         MinivllmError: the core rejects the arguments.
         WorkerDiedError: a rank died before it was ready.
         EngineDeadError: the core's process died before it was ready.
     """
-    if not args.multiprocess and args.data_parallel_size == 1:
+    if not args.multiprocess and args.data_parallel_size == 1 and args.data_parallel_backend == "mp":
         return InprocClient(args)
     from minivllm.engine.mp_client import SyncMPClient  # msgspec and ZeroMQ are needed only here
 

@@ -10,7 +10,6 @@ In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`MPClient`, `SyncMPClient`, `D
 """
 
 import itertools
-import subprocess
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +19,12 @@ import zmq
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES, EngineCoreClient
-from minivllm.engine.core_processes import CoreAddresses, CoreProcesses, bind, died, wait_for_message
+from minivllm.engine.core_processes import CoreAddresses, CoreProcesses, died, wait_for_message
+from minivllm.engine.core_sockets import bind_in_folder
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError
+from minivllm.executor.rank_processes import RankProcess
 from minivllm.platforms.interrupts import InterruptsHeld
 
 
@@ -39,17 +40,16 @@ class MPClient(EngineCoreClient):
         """`addresses`: of cores that run already; None: start them."""
         self._dead: Exception | None = None
         self._call_ids = itertools.count()
-        self._processes = CoreProcesses(args) if addresses is None else None
+        self._processes = cores_for(args) if addresses is None else None
         context = self._processes.context if self._processes else zmq.Context()
         self._finalizer = weakref.finalize(self, _end, self._processes, context)
         try:
-            folder = addresses.folder if addresses else self._processes.folder if self._processes else ""
             if addresses is not None:
                 self.client_index, self.client_count = addresses.client_index, addresses.client_count
             index = self.client_index
-            self._input = bind(context, zmq.ROUTER, folder, f"input-{index}")
+            self._input = self._bind(context, zmq.ROUTER, f"input-{index}", addresses)
             self._input.router_mandatory = True
-            self._output = bind(context, zmq.PULL, folder, f"output-{index}")
+            self._output = self._bind(context, zmq.PULL, f"output-{index}", addresses)
             self.addresses = addresses or self._started()
             self.engines = self.addresses.engines
             self._ranks_by_lifeline = {fd: rank for rank, fd in enumerate(self.addresses.lifelines)}
@@ -62,7 +62,7 @@ class MPClient(EngineCoreClient):
         """The core of each unfinished request, where there are several."""
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> RankProcess:
         """The first core's process, if this client has started it."""
         assert self._processes is not None
         return self._processes.processes[0]
@@ -103,6 +103,12 @@ class MPClient(EngineCoreClient):
             self._balancer.forget_blocks()
         results = [answer.result for answer in answers]
         return all(results) if isinstance(results[0], bool) else results[0]
+
+    def _bind(self, context: zmq.Context, kind: int, name: str, addresses: CoreAddresses | None) -> zmq.Socket:
+        if self._processes is not None:
+            return self._processes.bind(kind, name)
+        assert addresses is not None
+        return bind_in_folder(context, kind, addresses.folder, name)
 
     def _started(self) -> CoreAddresses:
         assert self._processes is not None
@@ -208,6 +214,15 @@ class SyncMPClient(MPClient):
         self._wait(self._output)
         with InterruptsHeld(clean_up=True):  # a message is taken in as a whole
             return self._unpacked(*self._output.recv_multipart())
+
+
+def cores_for(args: EngineArgs) -> CoreProcesses:
+    """Return the cores' processes, on this machine or on those of a Ray cluster; they are not started yet."""
+    if args.data_parallel_backend != "ray":
+        return CoreProcesses(args)
+    from minivllm.engine.ray_cores import RayCores  # Ray may not be installed
+
+    return RayCores(args)
 
 
 def _end(processes: CoreProcesses | None, context: zmq.Context) -> None:

@@ -50,7 +50,6 @@ HARMLESS = (
 WITHOUT_EFFECT = {
     **dict.fromkeys(HARMLESS, ANY_VALUE),
     "config_format": ("auto", "hf"),
-    "data_parallel_backend": ("mp",),
     "decode_context_parallel_size": (1,),
     "generation_config": ("auto",),
     "prefill_context_parallel_size": (1,),

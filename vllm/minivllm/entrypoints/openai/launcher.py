@@ -82,6 +82,11 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
         EngineDeadError: the engine died before it was ready.
     """
     if settings.api_server_count > 1:
+        if args.data_parallel_backend == "ray":
+            raise MinivllmError(
+                f'api_server_count is {settings.api_server_count}; with data_parallel_backend "ray" there is one API '
+                "server: leave one of the two out"
+            )
         from minivllm.entrypoints.openai.api_servers import serve_with_several
 
         return serve_with_several(args, settings, template)

@@ -1,0 +1,76 @@
+"""Cores on two hosts, which Ray has placed: the tokens of one host, and one that vanishes while the other goes on."""
+
+import json
+import time
+
+import pytest
+from cluster.hosts import Hosts, two_hosts
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+
+SETTINGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
+PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n"]
+PROGRAM = f"""
+import asyncio, json, os, socket
+from minivllm import AsyncLLM, EngineArgs, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+
+def peer(lifeline):
+    with socket.socket(fileno=os.dup(lifeline)) as sock:
+        return sock.getpeername()[0]
+
+async def main():
+    settings = dict(model=EMBEDDED_MODEL, **{SETTINGS}, data_parallel_backend="ray")
+    try:
+        AsyncLLM(EngineArgs(**settings, data_parallel_size=4))
+    except Exception as error:
+        print("refused", type(error).__name__, error)
+    engine = AsyncLLM(EngineArgs(**settings, data_parallel_size=2))
+    numbers = iter(range(10**9))
+
+    async def tokens(rank=None):
+        found = []
+        for prompt in {PROMPTS}:
+            params = SamplingParams(temperature=0, max_tokens=16)
+            async for output in engine.generate(prompt, params, str(next(numbers)), data_parallel_rank=rank):
+                pass
+            found.append(output.outputs[0].token_ids)
+        return found
+
+    hosts = [peer(lifeline) for lifeline in engine.engine_core.addresses.lifelines]
+    print(json.dumps([hosts, await tokens(0), await tokens(1)]))
+    far = next(rank for rank, host in enumerate(hosts) if host != "{Hosts.address("a")}")
+    try:
+        while True:
+            await tokens(far)
+    except Exception as error:
+        print("lost", type(error).__name__, error)
+    print(json.dumps([hosts, await tokens(), await tokens(1 - far)]))
+    os._exit(0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.two_hosts
+def test_two_cores_on_two_hosts():
+    with two_hosts() as hosts:
+        program = hosts.run("a", PROGRAM)
+        lines = iter(program.stdout or ())
+        refused = next(line for line in lines if line.startswith("refused"))
+        assert "MinivllmError" in refused
+        assert "no room for 4 processes" in refused
+        addresses, *found = json.loads(next(line for line in lines if line.startswith("[[")))
+        assert sorted(addresses) == [Hosts.address("a"), Hosts.address("b")]
+        alone = LLM(EMBEDDED_MODEL, **SETTINGS).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16))
+        expected = [output.outputs[0].token_ids for output in alone]
+        assert found == [expected, expected]
+        hosts.cut_cable()
+        since = time.monotonic()
+        lost = next(line for line in lines if line.startswith("lost"))
+        assert time.monotonic() - since < 20, "Ray itself takes a minute"
+        assert "its machine cannot be reached" in lost
+        _, *found = json.loads(next(line for line in lines if line.startswith("[[")))
+        assert found == [expected, expected]
+        assert program.wait(30) == 0

@@ -1,0 +1,79 @@
+"""Where the sockets between cores and their clients lie: in a folder of this machine, or on TCP ports.
+
+In a folder that only this user can read, nobody else can connect. On TCP everybody can, so messages are encrypted
+(CURVE). The front end makes a pair of keys at its start and shows its "public" key to nobody: Ray brings it to the
+cores. A handshake never sends that key, and cannot begin without it, so only the cores can connect.
+
+In vLLM v0.33.0: `EngineZmqAddresses` in `vllm/v1/engine/utils.py`; its TCP sockets are open to all.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import zmq
+
+
+class CoreSockets(Protocol):
+    """How a core finds the sockets of those who start it and of its clients."""
+
+    def connect(self, socket: zmq.Socket, name: str) -> None:
+        """Connects a core's socket to the one with this name."""
+
+
+@dataclass(frozen=True)
+class FolderSockets:
+    """Sockets of this machine."""
+
+    folder: str
+
+    def connect(self, socket: zmq.Socket, name: str) -> None:
+        """See `CoreSockets`."""
+        socket.connect(f"ipc://{self.folder}/{name}")
+
+
+@dataclass(frozen=True)
+class TcpSockets:
+    """What a core on another machine needs to know: the addresses by name, and the front end's key.
+
+    Whoever has this can talk to the engine.
+    """
+
+    server_key: bytes = field(repr=False)
+    addresses: dict[str, str] = field(default_factory=dict)
+
+    def connect(self, socket: zmq.Socket, name: str) -> None:
+        """See `CoreSockets`."""
+        socket.curve_serverkey = self.server_key
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.connect(self.addresses[name])
+
+
+class TcpServer:
+    """Binds sockets on one interface of this machine, for those who hold `for_cores`."""
+
+    def __init__(self, context: zmq.Context, host: str) -> None:
+        server_key, self._secret_key = zmq.curve_keypair()
+        self.for_cores = TcpSockets(server_key)
+        self._context, self._host = context, host
+
+    def bind(self, kind: int, name: str) -> zmq.Socket:
+        """Returns a socket on a free port; cores find it by its name."""
+        socket = unbounded(self._context, kind)
+        socket.curve_secretkey, socket.curve_server = self._secret_key, True
+        port = socket.bind_to_random_port(f"tcp://{self._host}")
+        self.for_cores.addresses[name] = f"tcp://{self._host}:{port}"
+        return socket
+
+
+def bind_in_folder(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket:
+    """Return a socket in the folder."""
+    socket = unbounded(context, kind)
+    socket.bind(f"ipc://{folder}/{name}")
+    return socket
+
+
+def unbounded(context: zmq.Context, kind: int) -> zmq.Socket:
+    """Return a socket that drops nothing: however many messages wait, they are kept."""
+    socket = context.socket(kind)
+    socket.linger = socket.sndhwm = socket.rcvhwm = 0
+    return socket

@@ -1,0 +1,71 @@
+"""The cores as Ray actors, on any machines of a Ray cluster: `data_parallel_backend="ray"`.
+
+Ray places and starts them (`ray_actors.py`). From then on they are as those of this machine, only over TCP: a core's
+lifeline is the connection that its actor has made, and its sockets are encrypted (`core_sockets.py`).
+
+In vLLM v0.33.0: `vllm/v1/engine/utils.py` (`CoreEngineActorManager`), `vllm/v1/engine/core.py` (`EngineCoreActor`).
+"""
+
+from dataclasses import replace
+
+import zmq
+
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.core_processes import CoreProcesses, died
+from minivllm.engine.core_sockets import TcpServer, TcpSockets
+from minivllm.executor.ray_actors import RayActors, connected_actor
+
+
+class RayCores(CoreProcesses):
+    """As `CoreProcesses`, for one client."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        """Reserves the places.
+
+        Raises:
+            MinivllmError: ray is not installed, or the cluster has no room for the cores.
+        """
+        ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+        self._actors = RayActors(args.data_parallel_size, args.device, ranks)
+        super().__init__(replace(args, device=self._actors.device), 1)
+        self._server = TcpServer(self.context, self._actors.host)
+
+    def bind(self, kind: int, name: str) -> zmq.Socket:
+        """Returns a socket on the interface that the cluster uses."""
+        return self._server.bind(kind, name)
+
+    def obituary(self, rank: int) -> str:
+        """Says that a core is lost; how, Ray would know only a minute later."""
+        return died(rank, self.names(), "has ended, or its machine cannot be reached")
+
+    def names(self) -> list[int | str]:
+        """See `CoreProcesses`."""
+        return ["a Ray actor"] * self._args.data_parallel_size
+
+    def _start_cores(self) -> None:
+        for rank in range(self._args.data_parallel_size):
+            connection, process = self._actors.start(f"core {rank}", rank, CoreActor, self._server.for_cores, rank)
+            self.lifelines.append(connection.detach())
+            self.processes.append(process)
+
+    def _num_neighbours(self, rank: int) -> int:
+        return self._actors.num_on_the_machine_of(rank)
+
+    def _tell_to_leave(self) -> None:
+        self._close_lifelines()
+
+    def _give_back(self) -> None:
+        super()._give_back()
+        self._actors.leave()
+
+
+class CoreActor:
+    """A core's process; Ray starts it."""
+
+    def live(self, address: tuple[str, int], token: bytes, sockets: TcpSockets, rank: int) -> None:
+        """Runs the core until it fails, or the front end is gone."""
+        from minivllm.engine.core_proc import EngineCoreProc
+
+        process = EngineCoreProc(sockets, rank)
+        with connected_actor(address, token, process.shutdown):
+            process.run()

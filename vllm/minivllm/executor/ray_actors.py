@@ -1,0 +1,241 @@
+"""Processes on any machines of a Ray cluster: what ranks (`ray_executor.py`) and cores (`engine/ray_cores.py`) share.
+
+Ray only places them and starts them: a placement group has one bundle for each, so either all of them get a place or
+none. Each actor then connects back over TCP, and says a token first that only it has been given. That connection closes
+with either end, and keepalive closes it where a machine has gone without a word.
+
+In vLLM v0.33.0: `vllm/v1/executor/ray_executor_v2.py`, `CoreEngineActorManager` in `vllm/v1/engine/utils.py`.
+"""
+
+import contextlib
+import hmac
+import importlib.util
+import os
+import secrets
+import select
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from minivllm.errors import MinivllmError, WorkerDiedError
+
+SECONDS_TO_PLACE = 60.0
+"""A placement group that is not ready after this time will not be: the cluster lacks resources."""
+SECONDS_TO_CONNECT = 120.0
+SECONDS_TO_SAY_IT = 5.0
+"""A stranger that connects and says nothing holds the others up for this long."""
+TOKEN_BYTES = 32
+KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
+"""A machine that has gone without a word is noticed within about ten seconds; Ray takes a minute."""
+SECONDS_A_LOOK, MILLISECONDS_A_LOOK = 1.0, 500
+UV_VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+"""Below `uv run`, Ray would install the project once more for every actor. It is there already, on every machine."""
+SECONDS_TO_END = 2.0
+
+
+class RayActors:
+    """Places for `size` actors. Joins a running cluster (`RAY_ADDRESS`), or starts one here."""
+
+    def __init__(self, size: int, device: str, each: int = 1) -> None:
+        """Reserves a bundle for each actor: `each` GPUs if `device` is "cuda", else as many CPUs.
+
+        "auto" means GPUs if the cluster has any.
+
+        Raises:
+            MinivllmError: ray is not installed, or the cluster has no room.
+        """
+        ray = import_ray()
+        self._was_connected = ray.is_initialized()
+        if not self._was_connected:
+            ray.init(logging_level="WARNING", include_dashboard=False)
+        self._placement: Any = None
+        self._listener: socket.socket | None = None
+        try:
+            if device == "auto":
+                device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
+            self.device = device
+            self._placement = place(ray, size, device, each)
+            self.host: str = ray.util.get_node_ip_address()
+            self._listener = socket.create_server((self.host, 0))
+        except BaseException:
+            self.leave()
+            raise
+
+    def start(self, name: str, index: int, actor_class: type, *arguments: Any) -> tuple[socket.socket, "RayProcess"]:
+        """Starts an actor in its bundle, and returns our end of its connection.
+
+        Its method `live` gets the address to connect to, the token, and the arguments (`connected_actor`).
+
+        Raises:
+            WorkerDiedError: it has not connected in time. `name` is its name in the message.
+        """
+        assert self._listener is not None
+        actor = import_ray().remote(actor_class).options(**bundle_of(self._placement, index)).remote()
+        token, address = secrets.token_bytes(TOKEN_BYTES), self._listener.getsockname()[:2]
+        process = RayProcess(actor, actor.live.remote(address, token, *arguments))
+        deadline = time.monotonic() + SECONDS_TO_CONNECT
+        self._listener.settimeout(SECONDS_A_LOOK)
+        while time.monotonic() < deadline and not process.has_ended():
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self._listener.accept()
+                if _knows(connection, token):  # what comes after it is trusted
+                    keep_alive(connection)
+                    return connection, process
+                connection.close()
+        process.kill()
+        raise WorkerDiedError(f"{name} of Ray has not connected to {self.host}; Ray's log says why")
+
+    def num_on_the_machine_of(self, index: int) -> int:
+        """Returns how many of the actors are on the machine of this one, itself included."""
+        machines = import_ray().util.placement_group_table(self._placement)["bundles_to_node_id"]
+        return list(machines.values()).count(machines[index])
+
+    def leave(self) -> None:
+        """Gives the places back, with the actors in them, and leaves the cluster. A second call does nothing."""
+        ray = import_ray()
+        if self._listener is not None:
+            self._listener.close()
+        if self._placement is not None and ray.is_initialized():
+            ray.util.remove_placement_group(self._placement)
+        self._placement = None
+        if not self._was_connected:
+            ray.shutdown()
+
+
+class RayProcess:
+    """An actor, as `RankProcesses` sees a process."""
+
+    pid = "a Ray actor"
+
+    def __init__(self, actor: Any, running: Any) -> None:
+        self._actor, self._running = actor, running
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits until the actor's work has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not, in time.
+        """
+        if not self._has_ended(timeout):
+            raise subprocess.TimeoutExpired("a Ray actor", timeout or 0.0)
+        return 0
+
+    def has_ended(self) -> bool:
+        """Whether the actor's work has ended."""
+        return self._has_ended(0.0)
+
+    def kill(self) -> None:
+        """Ends the actor."""
+        ray = import_ray()
+        if ray.is_initialized():
+            ray.kill(self._actor)
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        """Where Ray has been shut down before us, as at an interpreter's end, so have its actors."""
+        ray = import_ray()
+        return not ray.is_initialized() or bool(ray.wait([self._running], timeout=timeout)[0])
+
+
+@contextlib.contextmanager
+def connected_actor(address: tuple[str, int], token: bytes, clean_up: Callable[[], object] | None = None):
+    """Yield an actor's connection to those who have started it; the actor's process ends when they close it.
+
+    `clean_up` is called before, if the actor is still at work then.
+    """
+    with socket.create_connection(address, SECONDS_TO_CONNECT) as sock:
+        sock.settimeout(None)
+        keep_alive(sock)
+        ended = threading.Event()
+        threading.Thread(target=_end_with_starter, args=(sock, ended, clean_up), daemon=True).start()
+        sock.sendall(token)
+        try:
+            yield sock
+        finally:
+            ended.set()
+
+
+def import_ray() -> Any:
+    """Return the module.
+
+    Raises:
+        MinivllmError: it is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise MinivllmError("ray is not installed: run `uv sync --group dist`, or use another backend")
+    os.environ.setdefault(UV_VARIABLE, "0")
+    import ray  # pyright: ignore[reportMissingImports]
+    import ray.util  # pyright: ignore[reportMissingImports]
+
+    return ray
+
+
+def place(ray: Any, size: int, device: str, each: int = 1) -> Any:
+    """Return a placement group of `size` bundles, each of `each` GPUs or CPUs, close together where there is room.
+
+    Raises:
+        MinivllmError: the cluster has no room for it.
+    """
+    resource = "GPU" if device == "cuda" else "CPU"
+    if ray.cluster_resources().get(resource, 0) < size * each:
+        raise _no_room(ray, size, each, resource)
+    group = ray.util.placement_group([{resource: each}] * size, strategy="PACK")
+    if not group.wait(SECONDS_TO_PLACE):
+        ray.util.remove_placement_group(group)
+        raise _no_room(ray, size, each, resource)
+    return group
+
+
+def _no_room(ray: Any, size: int, each: int, resource: str) -> MinivllmError:
+    return MinivllmError(
+        f"the Ray cluster has no room for {size} processes with {each} {resource} each: it has "
+        f"{ray.available_resources().get(resource, 0):g} free of {ray.cluster_resources().get(resource, 0):g}"
+    )
+
+
+def bundle_of(group: Any, index: int) -> dict[str, Any]:
+    """Return an actor's options: that it takes a bundle of this group, whole."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
+
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    bundle = group.bundle_specs[index]
+    return {"scheduling_strategy": strategy, "num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Let a connection fail that has lost its other end without a word."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _knows(connection: socket.socket, token: bytes) -> bool:
+    """Whether the other end says the token first, as only our actor can."""
+    connection.settimeout(SECONDS_TO_SAY_IT)
+    try:
+        said = connection.recv(len(token), socket.MSG_WAITALL)
+    except OSError:
+        return False
+    return hmac.compare_digest(said, token)
+
+
+def _end_with_starter(sock: socket.socket, ended: threading.Event, clean_up: Callable[[], object] | None) -> None:
+    """Ends this process when the starter's end of the socket closes, wherever the actor waits then.
+
+    An actor that ends by itself is Ray's to clear away.
+    """
+    hang_up = select.poll()
+    hang_up.register(sock, select.POLLHUP | select.POLLRDHUP)
+    while not ended.is_set() and not hang_up.poll(MILLISECONDS_A_LOOK):
+        pass
+    if ended.wait(0.0 if clean_up else SECONDS_TO_END):
+        return
+    try:
+        if clean_up:
+            clean_up()
+    finally:
+        os._exit(0)
