@@ -1,5 +1,7 @@
 """`data_parallel_backend="ray"`: what is refused, in one line each. `tests/cluster` runs it on two hosts."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from minivllm import LLM, EngineArgs
@@ -8,6 +10,7 @@ from minivllm.engine.core_processes import died
 from minivllm.entrypoints.openai.launcher import serve
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
+from minivllm.executor import ray_actors
 
 
 def test_an_unknown_backend_is_refused():
@@ -36,3 +39,13 @@ def test_without_ray_it_is_one_line(monkeypatch):
 def test_a_lost_core_is_named():
     lost = died(1, ["a Ray actor", "a Ray actor"], "has ended, or its machine cannot be reached")
     assert lost.startswith("the engine's core 1 of 2 (a Ray actor) has ended, or its machine cannot be reached")
+
+
+def test_a_cluster_that_does_not_answer_is_one_line(monkeypatch):
+    def init(**_):
+        raise ConnectionError("nobody at 10.78.0.1:6390")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr(ray_actors, "import_ray", lambda: ray)
+    with pytest.raises(MinivllmError, match=r"^cannot join the Ray cluster: nobody at 10.78.0.1:6390; is RAY_ADDRESS"):
+        LLM(EMBEDDED_MODEL, data_parallel_backend="ray")
