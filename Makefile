@@ -92,7 +92,7 @@ clients: setup .venv-clients $(if $(filter-out 0,$(FULL)),.venv-clients/aiperf .
 ablation: setup ## which lever bought what: a quarter of an hour, into README.md
 	@$(UV_RUN) python benchmarks/ablation.py --json benchmarks/results/ablation.cpu.json --readme --plot lessons/figures/05_ablation.svg
 
-dist: setup ## ranks on two hosts, which are network namespaces here, over Ray (needs root; 45 s)
+dist: setup ## ranks and cores on two hosts, which are network namespaces here, over Ray (needs root; 90 s)
 	@MINIVLLM_TEST_HOSTS=1 $(UV_RUN) --group dist pytest tests/cluster
 
 gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch, triton, transformers, numpy, pytest, rich)

@@ -45,12 +45,15 @@ class RayActors:
         "auto" means GPUs if the cluster has any.
 
         Raises:
-            MinivllmError: ray is not installed, or the cluster has no room.
+            MinivllmError: ray is not installed, or the cluster cannot be joined, or has no room.
         """
         ray = import_ray()
         self._was_connected = ray.is_initialized()
         if not self._was_connected:
-            ray.init(logging_level="WARNING", include_dashboard=False)
+            try:
+                ray.init(logging_level="WARNING", include_dashboard=False)
+            except ConnectionError as error:
+                raise MinivllmError(f"cannot join the Ray cluster: {error}; is RAY_ADDRESS right?") from None
         self._placement: Any = None
         self._listener: socket.socket | None = None
         try:

@@ -1,0 +1,51 @@
+"""`data_parallel_backend="ray"`: what is refused, in one line each. `tests/cluster` runs it on two hosts."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from minivllm import LLM, EngineArgs
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.engine.core_processes import died
+from minivllm.entrypoints.openai.launcher import serve
+from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.errors import MinivllmError
+from minivllm.executor import ray_actors
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(MinivllmError, match=r"^unknown data_parallel_backend 'gloo'; known are mp, ray$"):
+        EngineArgs(data_parallel_backend="gloo")
+
+
+def test_ranks_of_a_core_are_not_placed_apart():
+    with pytest.raises(MinivllmError, match=r'leave out distributed_executor_backend "ray"$'):
+        EngineArgs(data_parallel_backend="ray", distributed_executor_backend="ray")
+
+
+def test_several_api_servers_are_refused():
+    args, settings = EngineArgs(data_parallel_backend="ray"), FrontendArgs(api_server_count=2)
+    with pytest.raises(MinivllmError, match=r'^api_server_count is 2; with data_parallel_backend "ray" there is one'):
+        serve(args, settings, None)
+
+
+def test_without_ray_it_is_one_line(monkeypatch):
+    """One core is placed by Ray, too: it may be on a machine that has the GPU."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MinivllmError, match=r"^ray is not installed: run `uv sync --group dist`"):
+        LLM(EMBEDDED_MODEL, data_parallel_backend="ray")
+
+
+def test_a_lost_core_is_named():
+    lost = died(1, ["a Ray actor", "a Ray actor"], "has ended, or its machine cannot be reached")
+    assert lost.startswith("the engine's core 1 of 2 (a Ray actor) has ended, or its machine cannot be reached")
+
+
+def test_a_cluster_that_does_not_answer_is_one_line(monkeypatch):
+    def init(**_):
+        raise ConnectionError("nobody at 10.78.0.1:6390")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr(ray_actors, "import_ray", lambda: ray)
+    with pytest.raises(MinivllmError, match=r"^cannot join the Ray cluster: nobody at 10.78.0.1:6390; is RAY_ADDRESS"):
+        LLM(EMBEDDED_MODEL, data_parallel_backend="ray")
