@@ -244,7 +244,7 @@ def test_a_request_that_breaks_on_its_way_in_leaves_nothing(idle, monkeypatch):
     def breaks(*_):
         raise RuntimeError("no text")
 
-    monkeypatch.setattr("minivllm.engine.output_processor.IncrementalDetokenizer", breaks)
+    monkeypatch.setattr("minivllm.engine.detokenizer.IncrementalDetokenizer", breaks)
     with pytest.raises(RuntimeError, match="no text"):
         idle.generate([[1], [2]], SamplingParams(n=3))
 

@@ -1,6 +1,5 @@
 """One rank, in the engine's process. In vLLM v0.33.0: `vllm/v1/executor/uniproc_executor.py` (`UniProcExecutor`)."""
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,18 +26,18 @@ class UniprocExecutor(Executor):
 
     def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """See `Executor`; without a thread, the future is already done when returned."""
-        return self._start(self.worker.execute_model, scheduler_output)
+        return self._start("execute_model", scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
         """See `Executor`; without a thread, the future is already done when returned."""
-        return self._start(self.worker.sample_tokens, grammar_output)
+        return self._start("sample_tokens", grammar_output)
 
-    def _start(self, call: Callable[..., ModelRunnerOutput], argument: Any) -> Future[ModelRunnerOutput]:
+    def _start(self, method: str, argument: Any) -> Future[ModelRunnerOutput]:
         if self._thread:
-            return self._thread.start(call, argument)
+            return self._thread.start(getattr(self.worker, method), argument)
         future: Future[ModelRunnerOutput] = Future()
         try:
-            future.set_result(call(argument))
+            future.set_result(getattr(self.worker, method)(argument))
         except Exception as error:
             future.set_exception(error)
         return future
