@@ -272,7 +272,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
         tried[f"{rate:.1f}"] = statistics.mean(met)
         return tried[f"{rate:.1f}"]
 
-    knee = find_knee(attainment, capacity / 8, 1.5 * capacity, rounds)
+    knee = find_knee(attainment, capacity / 8, 2 * capacity, rounds)
     rows = [(rate, f"{share:.0%}") for rate, share in tried.items()]
     where = f"at {knee:.1f}" if knee else f"below {capacity / 8:.1f}"
     caption = f"The knee is {where} requests a second; the closed load's most was {capacity:.1f}."
@@ -286,7 +286,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
 def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
     """So many clients, each of which asks again when it is answered; and who was in the server meanwhile."""
     found, rows = {}, []
-    for clients in track((1, 4) if arguments.quick else (1, 2, 4, 8, 16, 32), "closed load"):
+    for clients in track((1, 4) if arguments.quick else (1, 4, 16, 64, 128), "closed load"):
         asks = [Ask(to_real(token_ids)) for token_ids in prompts(3 * clients, arguments.seed + clients)]
         process = start_load(real.port, asks, clients=clients, path=COMPLETIONS)
         there, begin = [], None
