@@ -3,13 +3,11 @@
 The engine's own scheduler decides every step, under a virtual clock; a step's time is that of Llama-3.1-8B on an H100,
 modelled. Load is given as a share of what the slots could serve if none ever stood empty.
 
-The picture in the lesson's text: `uv run python -P -m widgets.continuous_batching lessons/figures/04_slots.svg`
+The picture in the lesson's text: `uv run python -P -m widgets continuous_batching lessons/figures/04_slots.svg`
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 from widgets.continuous_batching_curves import SERVICE, START, Curve, State, seconds, share, sweep, title
@@ -166,7 +164,3 @@ SPEC = Spec(
 def show(**knobs: Any) -> LessonWidget:
     """The widget; `schedule=` is your own from exercise 04."""
     return LessonWidget(SPEC, **knobs)
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(figure(list(sweep())[-1], width=720))

@@ -10,12 +10,11 @@ from minivllm.lab.drawing import number, text_width, wrapped
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.continuous_batching_curves import LOADS, SERVICE, Curve, Knee, State, seconds, share
 from widgets.continuous_batching_runs import REQUESTS, Point, Stay, Stretch
-from widgets.plot import Axes, Scale
+from widgets.plot import MARGIN, WIDE, Axes, Scale, three_boxes
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.theme import CARD, IDLE, MISSED
 
 COLOURS = {"static": ORANGE, "continuous": BLUE, "yours": BLUE}
-MARGIN, WIDE = 16, 600
 FRAMES = 24
 NAMES = 86
 """Pixels left of the slots, for the policies' names."""
@@ -34,7 +33,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     keys = [Segment(curve.name, 0, COLOURS[curve.name]) for curve in state.curves]
     _draw_level_key(drawing, (MARGIN + sum(34 + text_width(key.label, SMALL) for key in keys), y + 20), state)
     y = legend(drawing, (MARGIN, y + 20), keys, width - 2 * MARGIN)
-    main, goodput, queue = _boxes(width, y + 14, 138 if state.note else 150)
+    main, goodput, queue = three_boxes(width, y + 14, 138 if state.note else 150, large=0.56)
     _draw_ttft(Axes(drawing, main, LOAD, TTFT), state, pinned)
     _draw_goodput(Axes(drawing, goodput, LOAD, Scale(0, 1)), state)
     most = max([40, *(point.queue for curve in state.curves for point in curve.points.values())])
@@ -48,17 +47,6 @@ def _draw_level_key(drawing: Drawing, place: tuple[float, float], state: State) 
     x, y = place
     drawing.line((x, y - 4), (x + 24, y - 4), colour=GREEN, dash="4 3", width=1.5)
     drawing.text((x + 30, y), f"asked: {seconds(state.limit)}", size=SMALL, colour=GREEN)
-
-
-def _boxes(width: float, y: float, high: float) -> tuple[Box, Box, Box]:
-    """The three plots: side by side, or one below the other."""
-    if width >= WIDE:
-        left = round(width * 0.56)
-        small = (high - 38) / 2
-        right = Box(left + 62, y, width - left - 62 - MARGIN, small)
-        return Box(60, y, left - 60, high), right, Box(right.x, y + high - small, right.width, small)
-    whole = width - 60 - MARGIN
-    return Box(60, y, whole, 180), Box(60, y + 248, whole, 70), Box(60, y + 352, whole, 70)
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:

@@ -4,18 +4,16 @@ The bytes come from the loop counters of `minivllm.simulate.attention_traffic`, 
 loops that count their own trips; what fits on a chip from the same module, which is held against a compiler. The row of
 scores is one that the embedded model computed: `vllm/03_flash_attention.py --row` wrote it.
 
-The picture in the lesson's text: `uv run python -P -m widgets.flash_attention lessons/figures/03_tiles.svg`
+The picture in the lesson's text: `uv run python -P -m widgets flash_attention lessons/figures/03_tiles.svg`
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from minivllm.config.checks import require
@@ -351,7 +349,3 @@ SPEC = Spec(
 def show(**knobs: Any) -> LessonWidget:
     """The widget: `show(block_q=128)` sets a knob, `show(softmax_step=mine.softmax_step)` walks with yours."""
     return LessonWidget(SPEC, **knobs)
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(figure(sweep(), width=720))

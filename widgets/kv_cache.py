@@ -3,15 +3,13 @@
 Everything here is asked of `minivllm`: the ledger that equals vLLM's start-up log, and request lengths as they are seen
 in the world, or in a file of the reader's.
 
-The picture in the lesson's text: `uv run python -P -m widgets.kv_cache lessons/figures/01_ledger.svg`
+The picture in the lesson's text: `uv run python -P -m widgets kv_cache lessons/figures/01_ledger.svg`
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-import sys
-from pathlib import Path
 from typing import Any
 
 from minivllm.config.units import GIB
@@ -262,7 +260,3 @@ SPEC = Spec(
 def show(**knobs: Any) -> LessonWidget:
     """The widget; any knob can be set, and `kv_bytes_per_token` can be the reader's own function."""
     return LessonWidget(SPEC, **knobs)
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(figure(sweep(), width=720))

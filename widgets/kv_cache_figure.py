@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from minivllm.config.units import GIB
 from minivllm.lab.drawing import text_width, wrapped
 from minivllm.lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from widgets.plot import Axes, Scale, tokens
+from widgets.plot import MARGIN, WIDE, Axes, Scale, tokens
 from widgets.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.theme import CARD, HELD, MID, MISSED, NOT_OURS, RESERVED, TINT
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BEFORE_CACHE = (("weights", BLUE), ("activations", PURPLE), ("outside torch", GREY), ("CUDA graphs", ORANGE))
 """How the picture names and colours what the ledger lists before the KV cache."""
-MARGIN, WIDE, WIDE_HEIGHT = 16, 600, 468
+WIDE_HEIGHT = 468
 PANEL_HEIGHT, NARROW_PANEL_HEIGHT = 128, 176
 STRIP = 12
 """A slot is drawn about this many times as wide as high."""

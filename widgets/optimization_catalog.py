@@ -3,14 +3,12 @@
 The engine's own scheduler and block pool serve a workload under every set of levers; the time of a step is modelled
 (`minivllm.simulate.levers`), for Llama-3.1-8B on a GPU of your choice. One axis is swept: requests that run at once.
 
-The picture in the lesson's text: `uv run python -P -m widgets.optimization_catalog lessons/figures/05_levers.svg`
+The picture in the lesson's text: `uv run python -P -m widgets optimization_catalog lessons/figures/05_levers.svg`
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from minivllm.simulate.hardware import get_hardware
@@ -28,7 +26,6 @@ from widgets.optimization_catalog_runs import (
     TITLES,
     Row,
     State,
-    settled,
     sweep,
     weight_bytes,
 )
@@ -284,7 +281,3 @@ SPEC = Spec(
 def show(**knobs: Any) -> LessonWidget:
     """The widget; `knobs` are those that do not stand as at the start: `show(gpu="H100", slots=1)`."""
     return LessonWidget(SPEC, **knobs)
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(figure(settled(), width=720))

@@ -228,12 +228,6 @@ def sweep(
     return state if state.complete else _states(asked)
 
 
-def settled(**knobs: Any) -> State:
-    """The last state of the sweep."""
-    swept = sweep(**knobs)
-    return swept if isinstance(swept, State) else list(swept)[-1]
-
-
 def _states(asked: Asked) -> Iterator[State]:
     """A state as soon as nothing and everything have been run, then each time that some more is known."""
     started = time.process_time()

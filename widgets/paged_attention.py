@@ -3,14 +3,13 @@
 Both costs are counted over many requests, by `minivllm.simulate`. The pool that plays is the engine's own `BlockPool`,
 or the reader's. The dots of a CPU come from the results that lesson 02's script left.
 
-The picture in the lesson's text: `uv run python -P -m widgets.paged_attention lessons/figures/02_pool.svg`
+The picture in the lesson's text: `uv run python -P -m widgets paged_attention lessons/figures/02_pool.svg`
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -392,7 +391,3 @@ SPEC = Spec(
 def show(**knobs: Any) -> LessonWidget:
     """The widget; `show(block_size=64)` sets a knob, `show(block_pool=BlockPool)` plays the reader's own pool."""
     return LessonWidget(SPEC, **knobs)
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(figure(sweep(), width=720))

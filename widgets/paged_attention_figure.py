@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION, YELLOW
 from minivllm.simulate.played_pool import Frame, HeldTable, Play
-from widgets.plot import LEAST_ROOM, Axes, Scale
+from widgets.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Scale
 from widgets.svg import MID, QUIET, RULE, SMALL, Box, Drawing, Segment, legend
 from widgets.theme import CARD
 
 if TYPE_CHECKING:
     from widgets.paged_attention import State
 
-MARGIN, WIDE = 16, 600
 LEAST, MOST = 0.0005, 3.0
 """Ends of the axis of costs, which is logarithmic: 0.05 % and 300 %."""
 DEFAULT = 16

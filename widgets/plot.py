@@ -19,6 +19,8 @@ HIT = 9
 """Radius in pixels within which the pointer meets a value of a curve."""
 LEAST_ROOM = 110
 """Pixels that a broken region is wide at least, for words to stand in it."""
+MARGIN, WIDE = 16, 600
+"""Pixels around a picture, and from which width on its parts stand side by side."""
 
 
 def short(value: float) -> str:
@@ -234,3 +236,14 @@ class Axes:
         self.drawing.add(f"<svg {place}>")
         draw()
         self.drawing.add("</svg>")
+
+
+def three_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box, Box, Box]:
+    """A large plot that takes the share `large` of a wide picture and two small ones beside it, or all in a column."""
+    if width >= WIDE:
+        left = round(width * large)
+        right, small = left + 66, (high - 36) / 2
+        upper = Box(right, y, width - right - MARGIN, small)
+        return Box(60, y, left - 60, high), upper, Box(right, y + high - small, upper.width, small)
+    whole = width - 60 - MARGIN
+    return Box(60, y, whole, 170), Box(60, y + 240, whole, 70), Box(60, y + 344, whole, 70)

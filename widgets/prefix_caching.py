@@ -1,12 +1,10 @@
 """Lesson 05: what a prefix cache finds, over users and pool; the cliff, and why it is one.
 
-The picture in the lesson's text: `uv run python -P -m widgets.prefix_caching lessons/figures/05_prefix_cache.svg`
+The picture in the lesson's text: `uv run python -P -m widgets prefix_caching lessons/figures/05_prefix_cache.svg`
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 from minivllm.simulate.prefix_reuse import BLOCK_SIZE, CONFIG
@@ -242,8 +240,3 @@ def show(**knobs: Any) -> LessonWidget:
         MinivllmError: there is no such knob, or it takes no such value.
     """
     return LessonWidget(SPEC, **knobs)
-
-
-if __name__ == "__main__":
-    *_, complete = sweep()
-    Path(sys.argv[1]).write_text(figure(complete, width=720))

@@ -3,14 +3,12 @@
 The engine's own scheduler decides every step, under a virtual clock; a step's time is that of `simulate.levers`, with
 the all-reduces of tensor parallelism. What is left out: tokenizer, event loop, sockets.
 
-The picture in the lesson's text: `uv run python -P -m widgets.serving lessons/figures/06_layouts.svg`
+The picture in the lesson's text: `uv run python -P -m widgets serving lessons/figures/06_layouts.svg`
 """
 
 from __future__ import annotations
 
 import shlex
-import sys
-from pathlib import Path
 from typing import Any
 
 from minivllm.simulate.known_models import CONFIGS
@@ -237,7 +235,3 @@ SPEC = Spec(
 def show(**knobs: Any) -> LessonWidget:
     """The widget; `output_collector=` is your own from exercise 06."""
     return LessonWidget(SPEC, **knobs)
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(figure(list(sweep())[-1], width=720))

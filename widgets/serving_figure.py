@@ -9,13 +9,12 @@ from itertools import pairwise
 
 from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, GREEN, INK, VERMILLION
-from widgets.plot import Axes, Scale, short
+from widgets.plot import MARGIN, Axes, Scale, short, three_boxes
 from widgets.serving_runs import RATES, Point
 from widgets.serving_state import Knee, Served, State
 from widgets.svg import QUIET, SMALL, Box, Drawing
 from widgets.theme import BROKEN, MID, MISSED
 
-MARGIN, WIDE = 16, 600
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS, FEW_TICKS = (0.5, 1, 5, 10, 50, 100, 500), (1, 10, 100)
 TTFT = Scale(0.001, 10, log=True)
@@ -37,7 +36,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
     _draw_keys(drawing, y + 20)
-    left, upper, lower = _boxes(width, y + 52)
+    left, upper, lower = three_boxes(width, y + 52, 158, large=0.54)
     _draw_ttft(Axes(drawing, left, RATE, TTFT), state, pinned)
     _draw_tpot(Axes(drawing, upper, RATE, _tpot_scale(state)), state)
     _draw_throughput(Axes(drawing, lower, RATE, _tokens_scale(state)), state)
@@ -56,17 +55,6 @@ def _draw_keys(drawing: Drawing, y: float) -> None:
         drawing.line((x, y - 4), (x + 24, y - 4), colour=colour, dash=dash, width=wide)
         drawing.text((x + 30, y), words, size=SMALL, colour=QUIET)
         x += 48 + text_width(words, SMALL)
-
-
-def _boxes(width: float, y: float) -> tuple[Box, Box, Box]:
-    """The three plots: side by side, or one below the other."""
-    if width >= WIDE:
-        left = round(width * 0.54)
-        right, high = left + 66, 158
-        upper = Box(right, y, width - right - MARGIN, 78)
-        return Box(60, y, left - 60, high), upper, Box(right, y + 112, upper.width, high - 112)
-    whole = width - 60 - MARGIN
-    return Box(60, y, whole, 170), Box(60, y + 240, whole, 70), Box(60, y + 344, whole, 70)
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:

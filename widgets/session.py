@@ -213,7 +213,7 @@ class Session:
             values = {**now, name: places[index]}
             with suppress(Exception, SystemExit):  # the reader hears of it once the knob stands there
                 complete = None
-                for state in _states(self.spec.sweep(**values, **self.own)):
+                for state in self.spec.states(**values, **self.own):
                     complete = state
                     yield None
                 yield self._view_of(values, complete)
@@ -263,11 +263,3 @@ def _sent(text: str, most: int) -> str:
     """`text` as a page can get it: neither endless nor with half a character."""
     short = text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
     return short.encode(errors="backslashreplace").decode()
-
-
-def _states(swept: Any) -> Iterator[Any]:
-    """The states of a sweep, the last one complete."""
-    if isgenerator(swept):
-        yield from swept
-    else:
-        yield swept

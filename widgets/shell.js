@@ -97,7 +97,7 @@ class Shell {
     this.challenge = 0;
     this.build(root);
     this.known = new Map(); // views that were drawn ahead, by width and knobs
-    this.forget = [host.onView(() => this.viewed()), host.onAhead((view, width) => this.know(view, width)), watchTheme(this.el), this.watchWidth()];
+    this.forget = [host.onView(() => this.viewed()), host.onAhead((view, width) => this.know(view, width)), watchTheme(this.el, "lw-dark"), this.watchWidth()];
     if (this.described.still) document.querySelectorAll(`.${this.described.still}`).forEach((still) => still.remove());
     this.viewed();
   }
@@ -542,29 +542,4 @@ function nearestTo(knob, value, log) {
 
 function copy(text) {
   navigator.clipboard?.writeText(text);
-}
-
-// Light or dark is read off the page: JupyterLab, VS Code, Colab and a plain page all say it in their own way.
-function watchTheme(element) {
-  const look = () => element.classList.toggle("lw-dark", luminanceBehind(element) < 0.4);
-  const placed = new ResizeObserver(look); // JupyterLab puts the element on the page after this
-  placed.observe(element);
-  const observer = new MutationObserver(look);
-  for (const node of [document.documentElement, document.body])
-    observer.observe(node, { attributes: true, attributeFilter: ["class", "style", "theme", "data-theme", "data-jp-theme-name", "data-vscode-theme-kind"] });
-  const scheme = window.matchMedia("(prefers-color-scheme: dark)");
-  scheme.addEventListener("change", look);
-  return () => {
-    placed.disconnect();
-    observer.disconnect();
-    scheme.removeEventListener("change", look);
-  };
-}
-
-function luminanceBehind(element) {
-  for (let node = element.parentElement; node; node = node.parentElement) {
-    const [red, green, blue, alpha = 1] = (getComputedStyle(node).backgroundColor.match(/[\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
-    if (alpha > 0.5) return (0.2126 * red + 0.7152 * green + 0.0722 * blue) / 255;
-  }
-  return window.matchMedia("(prefers-color-scheme: dark)").matches ? 0 : 1;
 }

@@ -17,6 +17,7 @@ import anywidget
 import traitlets
 from IPython.display import display
 
+from minivllm.entrypoints.xray.page import theme_script
 from minivllm.errors import MinivllmError
 from widgets.session import Session
 from widgets.spec import Spec
@@ -29,7 +30,7 @@ REST = 0.3
 
 def script() -> str:
     """The front end, an ES module."""
-    return (HERE / "shell.js").read_text()
+    return (HERE / "shell.js").read_text() + theme_script()
 
 
 def style() -> str:

@@ -9,8 +9,9 @@ Challenge.check(state)       -> Progress is the goal met, and if not, which knob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import isgenerator
 from typing import Any, Literal
 
 from minivllm.config.checks import is_number, require
@@ -100,6 +101,19 @@ class Spec:
         """All knobs' values by the label of a button: the first button resets them, the others are the presets."""
         start = self.start()
         return {"Start again": start} | {label: start | dict(values) for label, values in self.presets.items()}
+
+    def states(self, **values: Any) -> Iterator[Any]:
+        """What the sweep gives for these knobs, each state more complete than the one before."""
+        swept = self.sweep(**values)
+        if isgenerator(swept):
+            yield from swept
+        else:
+            yield swept
+
+    def complete(self, **values: Any) -> Any:
+        """The last of `states`."""
+        *_, last = self.states(**values)
+        return last
 
     def accept(self, values: Mapping[str, Any]) -> dict[str, Value]:
         """`values` as the knobs hold them.

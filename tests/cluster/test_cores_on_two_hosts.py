@@ -1,16 +1,11 @@
 """Cores on two hosts, which Ray has placed: the tokens of one host, and one that vanishes while the other goes on."""
 
-import json
 import time
 
 import pytest
 from cluster.hosts import Hosts, two_hosts
+from cluster.placed import GREEDY, PROMPTS, SETTINGS, found_on_both, results, tokens_of_one_host
 
-from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_MODEL
-
-SETTINGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
-PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n"]
 PROGRAM = f"""
 import asyncio, json, os, socket
 from minivllm import AsyncLLM, EngineArgs, SamplingParams
@@ -32,8 +27,7 @@ async def main():
     async def tokens(rank=None):
         found = []
         for prompt in {PROMPTS}:
-            params = SamplingParams(temperature=0, max_tokens=16)
-            async for output in engine.generate(prompt, params, str(next(numbers)), data_parallel_rank=rank):
+            async for output in engine.generate(prompt, {GREEDY}, str(next(numbers)), data_parallel_rank=rank):
                 pass
             if output.outputs[0].finish_reason == "error":
                 raise RuntimeError("a request has ended with an error")
@@ -60,19 +54,12 @@ def test_two_cores_on_two_hosts():
     with two_hosts() as hosts:
         program = hosts.run("a", PROGRAM)
         lines = iter(program.stdout or ())
-        refused = next(line for line in lines if line.startswith("refused"))
-        assert "MinivllmError" in refused
-        assert "no room for 4 processes" in refused
-        addresses, *found = json.loads(next(line for line in lines if line.startswith("[[")))
-        assert sorted(addresses) == [Hosts.address("a"), Hosts.address("b")]
-        alone = LLM(EMBEDDED_MODEL, **SETTINGS).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16))
-        expected = [output.outputs[0].token_ids for output in alone]
-        assert found == [expected, expected]
+        expected = tokens_of_one_host()
+        assert found_on_both(lines) == [expected, expected]
         hosts.cut_cable()
         since = time.monotonic()
         lost = next(line for line in lines if line.startswith("lost"))
         assert time.monotonic() - since < 20, "Ray itself takes a minute"
         assert "a request has ended with an error" in lost
-        _, *found = json.loads(next(line for line in lines if line.startswith("[[")))
-        assert found == [expected, expected]
+        assert results(lines)[1:] == [expected, expected]
         assert program.wait(30) == 0

@@ -1,16 +1,11 @@
 """Ranks on two hosts, which Ray has placed: the tokens of one host, and a host that vanishes."""
 
-import json
 import time
 
 import pytest
-from cluster.hosts import Hosts, two_hosts
+from cluster.hosts import two_hosts
+from cluster.placed import GREEDY, PROMPTS, SETTINGS, found_on_both, tokens_of_one_host
 
-from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_MODEL
-
-SETTINGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
-PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n"]
 PROGRAM = f"""
 import json
 from minivllm import LLM, SamplingParams
@@ -25,12 +20,12 @@ except Exception as error:
     print("refused", type(error).__name__, error)
 llm = start(2)
 ranks = llm.llm_engine.engine_core.engine_core.executor.ranks
-found = llm.generate({PROMPTS}, SamplingParams(temperature=0, max_tokens=16))
+found = llm.generate({PROMPTS}, {GREEDY})
 hosts = [sock.getpeername()[0] for sock in ranks._sockets]
 print(json.dumps([hosts, [output.outputs[0].token_ids for output in found]]))
 try:
     while True:
-        llm.generate({PROMPTS}, SamplingParams(temperature=0, max_tokens=16))
+        llm.generate({PROMPTS}, {GREEDY})
 except Exception as error:
     print(type(error).__name__)
     import os; os._exit(0)
@@ -42,13 +37,7 @@ def test_two_ranks_on_two_hosts():
     with two_hosts() as hosts:
         program = hosts.run("a", PROGRAM)
         lines = iter(program.stdout or ())
-        refused = next(line for line in lines if line.startswith("refused"))
-        assert "MinivllmError" in refused
-        assert "no room for 4 processes" in refused
-        addresses, tokens = json.loads(next(line for line in lines if line.startswith("[[")))
-        assert sorted(addresses) == [Hosts.address("a"), Hosts.address("b")]
-        alone = LLM(EMBEDDED_MODEL, **SETTINGS).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16))
-        assert tokens == [output.outputs[0].token_ids for output in alone]
+        assert found_on_both(lines) == [tokens_of_one_host()]
         hosts.cut_cable()
         since = time.monotonic()
         assert next(lines).strip() == "WorkerDiedError"

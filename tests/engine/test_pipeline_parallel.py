@@ -6,10 +6,11 @@ One engine of two stages serves most of these; what the scheduler decides is cha
 from dataclasses import replace
 
 import pytest
+from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES
 from executor.failing_worker import failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
 
-from minivllm import LLM, MinivllmError, SamplingParams
+from minivllm import LLM, MinivllmError
 from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import WorkerFailedError
@@ -19,18 +20,6 @@ from minivllm.memory import kv_bytes_per_token
 from minivllm.models.pipeline import get_pp_indices
 
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6}
-SHARED = [(7 * position + 5) % 900 for position in range(40)]
-PROMPTS = [SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4], [5, 6, 5, 6, 5], SHARED[3:35]]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-WISHES = [
-    GREEDY,
-    SamplingParams(temperature=0.9, seed=1, max_tokens=20),
-    SamplingParams(temperature=0.7, top_p=0.8, seed=2, max_tokens=9, n=2),
-    SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.4, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=5, max_tokens=11, prompt_logprobs=1),
-    GREEDY,
-    SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[8, 9], min_tokens=3),
-]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES
 from executor.failing_worker import PLACES, failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
 
@@ -29,26 +30,9 @@ SETTINGS = {
     "device": "cpu", "max_model_len": 96, "max_num_seqs": 6,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
 }  # fmt: skip
-SHARED = [(7 * position + 5) % 900 for position in range(40)]
-PROMPTS = [
-    SHARED,
-    [*SHARED, 11, 12],
-    SHARED[:17],
-    [9],
-    [*SHARED[:16], 1, 2, 3, 4],
-    [5, 6, 5, 6, 5],
-    SHARED[3:35],
-    SHARED,
-]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+PROMPTS = [*PROMPTS, SHARED]
 WISHES = [
-    GREEDY,
-    SamplingParams(temperature=0.9, seed=1, max_tokens=20),
-    SamplingParams(temperature=0.7, top_p=0.8, seed=2, max_tokens=9, n=2),
-    SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.4, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=5, max_tokens=11, prompt_logprobs=1),
-    GREEDY,
-    SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=[8, 9], min_tokens=3),
+    *WISHES,
     SamplingParams(temperature=0.9, seed=3, structured_outputs=StructuredOutputsParams(regex="(ab|x y ){2,5}")),
 ]
 

@@ -22,6 +22,7 @@ from widgets.continuous_batching_curves import LOADS, SERVICE, Curve
 from widgets.session import Session
 from widgets.theme import COLOURS
 
+complete = widget.SPEC.complete
 SLOTS = [value for _, value in widget.SPEC.flat()["slots"].options]
 SPREADS = [value for _, value in widget.SPREADS]
 ALL = {
@@ -31,10 +32,6 @@ ALL = {
     "burstiness": st.sampled_from([value for _, value in widget.BURSTS]),
     "limit": st.sampled_from([value for _, value in widget.LIMITS]),
 }
-
-
-def settled(**knobs) -> widget.State:
-    return list(widget.sweep(**knobs))[-1]
 
 
 def here(**knobs) -> widget.State:
@@ -76,7 +73,7 @@ def test_each_queue_begins_to_grow_where_theory_says(slots: int, spread: float):
 
 @pytest.mark.parametrize(("slots", "spread"), [(2, 1.5), (4, 0.5), (8, 1.0), (16, 1.5)])
 def test_the_knees_lie_near_the_formula_and_near_1(slots: int, spread: float):
-    state = settled(slots=slots, spread=spread, limit=5.0)
+    state = complete(slots=slots, spread=spread, limit=5.0)
     static, continuous = map(knee_of, state.curves)
     assert static == pytest.approx(state.formula, abs=0.05)
     assert continuous == pytest.approx(1.0, abs=0.02)
@@ -84,20 +81,20 @@ def test_the_knees_lie_near_the_formula_and_near_1(slots: int, spread: float):
 
 @pytest.mark.parametrize("slots", [2, 4, 8, 16])
 def test_well_below_the_static_ceiling_nothing_is_broken(slots: int):
-    state = settled(slots=slots, spread=0.5, limit=1.0)
+    state = complete(slots=slots, spread=0.5, limit=1.0)
     load = max(load for load in LOADS if load <= 0.8 * state.formula)
     assert widget.verdict(here(slots=slots, spread=0.5, limit=1.0, load=load)).tone == "fine"
     assert all(point.queue < 5 * slots for curve in state.curves for at, point in curve.points.items() if at <= load)
 
 
 def test_one_slot_is_the_same_under_both_policies():
-    static, continuous = settled(slots=1).curves
+    static, continuous = complete(slots=1).curves
     assert static.points == continuous.points
     assert static.knee == continuous.knee
 
 
 def test_beyond_its_ceiling_a_queue_grows_with_the_load_and_below_it_stays_short():
-    for curve in settled().curves:
+    for curve in complete().curves:
         assert curve.ceiling is not None
         above = [curve.points[load].queue for load in LOADS if load > curve.ceiling + 0.05]
         # of 400 requests, those that a server of this ceiling cannot have served when the last one comes
@@ -107,7 +104,7 @@ def test_beyond_its_ceiling_a_queue_grows_with_the_load_and_below_it_stays_short
 
 
 def test_every_point_is_400_requests_and_both_policies_serve_the_same_arrivals():
-    state = settled()
+    state = complete()
     assert all(len(point.ttfts) == 400 for curve in state.curves for point in curve.points.values())
     assert set(state.curves[0].points) == set(state.curves[1].points) == set(LOADS)
     by_policy = [{stay.request: stay.start - stay.waited for stay in curve.stretch.stays} for curve in state.curves]
@@ -118,27 +115,27 @@ def test_every_point_is_400_requests_and_both_policies_serve_the_same_arrivals()
 
 def test_a_looser_service_level_never_moves_a_knee_down():
     for slots in (1, 8):
-        knees = [[knee_of(curve) for curve in settled(slots=slots, limit=limit).curves] for _, limit in widget.LIMITS]
+        knees = [[knee_of(curve) for curve in complete(slots=slots, limit=limit).curves] for _, limit in widget.LIMITS]
         for tighter, looser in itertools.pairwise(knees):
             assert all(low <= high for low, high in zip(tighter, looser, strict=True))
 
 
 def test_the_lengths_of_a_workload_replace_the_spread():
-    state = settled(file="azure-code")
+    state = complete(file="azure-code")
     assert "divided by" in state.note
     assert "prompts cut" in state.note
     assert state.note in " ".join(ET.fromstring(widget.figure(state, 760)).itertext())
     assert state.curves[0].ceiling == pytest.approx(state.formula, rel=0.08)
-    assert settled(file=" azure-code ", spread=0.25).curves[0].points == state.curves[0].points
+    assert complete(file=" azure-code ", spread=0.25).curves[0].points == state.curves[0].points
     with pytest.raises(MinivllmError, match="nonsense"):
-        settled(file="nonsense")
+        complete(file="nonsense")
 
 
 # ---- the start, the guess, the challenges
 
 
 def test_the_start_shows_static_beyond_its_knee_while_continuous_is_fine():
-    state = settled()
+    state = complete()
     static, continuous = state.curves
     assert static.broken(state.load)
     assert static.queue_grows(state.load)
@@ -147,7 +144,7 @@ def test_the_start_shows_static_beyond_its_knee_while_continuous_is_fine():
 
 
 def test_the_right_guess_is_nearest_to_the_knee():
-    knee = knee_of(settled().curves[0])
+    knee = knee_of(complete().curves[0])
     off = [abs(float(option) - knee) for option in widget.GUESS.options]
     assert off.index(min(off)) == widget.GUESS.right
     outputs = runs.experiment(8, 1.0, 1.0).outputs
@@ -199,7 +196,7 @@ def test_advice_names_the_knob_that_is_wrong():
 @pytest.mark.parametrize("in_time", [379, 380, 381])
 def test_a_service_level_that_is_missed_is_never_rounded_to_one_that_is_met(in_time: int):
     point = runs.Point([0.1] * in_time + [1.0] * (400 - in_time), 0, 1)
-    curve = Curve("static", {0.5: point}, 1.0, settled().curves[0].stretch, 0.5)
+    curve = Curve("static", {0.5: point}, 1.0, complete().curves[0].stretch, 0.5)
     assert curve.late(0.5) == (in_time < 380)
     assert (widget.share(point.goodput(0.5)) == widget.share(SERVICE)) == (in_time == 380)
     assert curve.late(0.5) == (point.ttft(SERVICE) > 0.5)
@@ -230,7 +227,7 @@ def test_every_position_of_the_knobs_is_drawn(**knobs):
 
 
 def test_the_hidden_answer_is_the_static_curve_and_every_broken_region():
-    root = ET.fromstring(widget.figure(settled()))
+    root = ET.fromstring(widget.figure(complete()))
     hidden = [part for part in root.iter() if part.get("data-answer")]
     inside = {id(part) for group in hidden for part in group.iter()}
     regions = [part for part in root.iter() if part.get("data-broken")]
@@ -243,7 +240,7 @@ def test_the_hidden_answer_is_the_static_curve_and_every_broken_region():
 
 @pytest.mark.parametrize("limit", [limit for _, limit in widget.LIMITS])
 def test_the_words_of_the_second_edge_stand_clear_of_the_service_level(limit: float):
-    root = ET.fromstring(widget.figure(settled(limit=limit)))
+    root = ET.fromstring(widget.figure(complete(limit=limit)))
     texts = [(part, "".join(part.itertext())) for part in root.iter() if part.tag.endswith("text")]
     head = next(part for part, words in texts if words.startswith("continuous breaks"))
     rows = [float(part.get("y", 0)) for part, _ in texts if part.get("x") == head.get("x")]
@@ -252,7 +249,7 @@ def test_the_words_of_the_second_edge_stand_clear_of_the_service_level(limit: fl
 
 
 def test_a_file_and_a_policy_that_is_broken_at_every_load_fit_the_picture():
-    state = settled(file="azure-code", limit=0.05, load=0.1)
+    state = complete(file="azure-code", limit=0.05, load=0.1)
     picture = widget.figure(state)
     assert "static breaks below 0.1" in picture
     assert float(ET.fromstring(picture).get("height", 0)) <= 470
@@ -260,7 +257,7 @@ def test_a_file_and_a_policy_that_is_broken_at_every_load_fit_the_picture():
 
 
 def test_the_slots_play_and_each_bar_tells_its_request():
-    state = settled()
+    state = complete()
     root = ET.fromstring(widget.figure(state))
     frames = re.findall(r"have come", root.get("data-frames", ""))
     assert len(frames) == 24
@@ -273,7 +270,7 @@ def test_the_slots_play_and_each_bar_tells_its_request():
 
 def test_a_slot_is_empty_while_somebody_waits_under_static_batching_only():
     for slots in (2, 8):
-        static, continuous = (curve.stretch for curve in settled(slots=slots).curves)
+        static, continuous = (curve.stretch for curve in complete(slots=slots).curves)
         assert static.missed(slots)
         assert not continuous.missed(slots)
         assert static.used_while_waiting(slots) < 0.8
@@ -281,7 +278,7 @@ def test_a_slot_is_empty_while_somebody_waits_under_static_batching_only():
 
 
 def test_a_request_stays_for_as_many_steps_as_it_generates_tokens():
-    stretch, lengths = settled().curves[1].stretch, runs.experiment(8, 1.0, 1.0).outputs
+    stretch, lengths = complete().curves[1].stretch, runs.experiment(8, 1.0, 1.0).outputs
     ends = {moment.end for moment in stretch.moments}
     done = [stay for stay in stretch.stays if stay.end in ends and stay.end < max(ends)]
     for stay in done:
@@ -290,8 +287,8 @@ def test_a_request_stays_for_as_many_steps_as_it_generates_tokens():
 
 
 def test_a_pinned_state_is_drawn_behind():
-    pinned = settled(slots=2)
-    assert widget.figure(settled(), pinned=pinned).count('data-group="pinned"') == 2
+    pinned = complete(slots=2)
+    assert widget.figure(complete(), pinned=pinned).count('data-group="pinned"') == 2
 
 
 def test_the_command_says_slots_load_and_service_level():
@@ -314,14 +311,14 @@ def test_the_first_state_is_soon_there_and_a_load_that_is_known_costs_little():
     spent = []
     for load in LOADS:
         start = time.process_time()
-        widget.figure(settled(slots=4, burstiness=16.0, load=load))
+        widget.figure(complete(slots=4, burstiness=16.0, load=load))
         spent.append(time.process_time() - start)
     assert statistics.median(spent) < 0.03
 
 
 def test_runs_that_were_left_are_taken_up_again_and_give_the_same():
     runs.experiment.cache_clear()
-    expected = settled(slots=16).curves
+    expected = complete(slots=16).curves
     runs.experiment.cache_clear()
     for _ in range(300):  # as when the load is dragged: each sweep is left after three steps
         states = widget.sweep(slots=16)
@@ -329,7 +326,7 @@ def test_runs_that_were_left_are_taken_up_again_and_give_the_same():
             last = next(states, None)
         if last is None or last.complete:
             break
-    state = settled(slots=16)
+    state = complete(slots=16)
     assert [curve.points for curve in state.curves] == [curve.points for curve in expected]
 
 
@@ -348,7 +345,7 @@ def test_importing_and_showing_need_no_torch():
 )
 def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
     with pytest.raises(MinivllmError, match=next(iter(knobs))):
-        settled(**knobs)
+        complete(**knobs)
 
 
 # ---- the reader's own schedule
@@ -360,11 +357,11 @@ def lesson():
 
 
 def test_the_lessons_own_schedule_gives_the_curve_of_continuous_batching(lesson):
-    mine, ours = settled(schedule=lesson.schedule).curves[1], settled().curves[1]
+    mine, ours = complete(schedule=lesson.schedule).curves[1], complete().curves[1]
     assert mine.name == "yours"
     assert mine.points == ours.points
     assert mine.knee == ours.knee
-    assert "yours" in widget.figure(settled(schedule=lesson.schedule))
+    assert "yours" in widget.figure(complete(schedule=lesson.schedule))
 
 
 def test_a_schedule_that_admits_into_an_empty_batch_only_breaks_where_static_does(lesson):
@@ -372,7 +369,7 @@ def test_a_schedule_that_admits_into_an_empty_batch_only_breaks_where_static_doe
         places = len(running) if running else max_num_seqs
         return lesson.schedule(running, waiting, pool, token_budget, chunk_limit, places)
 
-    state = settled(schedule=shut)
+    state = complete(schedule=shut)
     assert state.curves[1].points == state.curves[0].points
     assert widget.verdict(state).tone == "broken"
     assert "Your schedule cannot keep up" in widget.verdict(state).words

@@ -25,6 +25,7 @@ from widgets.theme import COLOURS
 ALL_OFF = dict.fromkeys(runs.FIELDS, False)
 ALL_ON = dict.fromkeys(runs.FIELDS, True)
 FIVE = {**ALL_OFF} | dict.fromkeys(("kv_cache", "continuous_batching", "gqa", "weight_bits", "tensor_parallel"), True)
+complete = widget.SPEC.complete
 LEVERS = st.fixed_dictionaries(dict.fromkeys(runs.FIELDS, st.booleans()))
 
 
@@ -41,7 +42,7 @@ def words_in(picture: str) -> list[str]:
 
 
 def test_the_ranking_is_the_simulators_ladder():
-    state = runs.settled(**ALL_ON)
+    state = complete(**ALL_ON)
     work = runs._workload("chats", state.slots)
     expected = [result for _, _, result in ladder(known_model(runs.MODEL), get_hardware("L4"), work)]
     assert state.nothing == expected[0]
@@ -50,7 +51,7 @@ def test_the_ranking_is_the_simulators_ladder():
 
 
 def test_the_reverse_pulls_the_same_levers_from_the_end_and_both_end_alike():
-    state = runs.settled(**ALL_ON)
+    state = complete(**ALL_ON)
     levers, work = Levers(), runs._workload("chats", state.slots)
     for rung, row in zip(reversed(LADDER), reversed(state.rows), strict=True):
         before, levers = levers, rung.pull(levers)
@@ -65,7 +66,7 @@ def test_the_reverse_pulls_the_same_levers_from_the_end_and_both_end_alike():
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_every_position_of_the_knobs_is_drawn_and_told(levers, gpu, requests, slots, level, width):
-    state = runs.settled(gpu=gpu, requests=requests, slots=slots, level=level, **levers)
+    state = complete(gpu=gpu, requests=requests, slots=slots, level=level, **levers)
     assert state.complete
     for reverse in (False, True):
         factors = [state.factor(row.field, reverse) for row in state.on]
@@ -112,18 +113,18 @@ def test_states_become_more_complete_and_nothing_is_run_twice():
 @pytest.mark.parametrize("gpu", runs.GPUS)
 def test_no_token_comes_sooner_than_the_weights_are_read(gpu):
     for knobs in ({"slots": 1}, {"slots": 1, "weight_bits": False}, {"slots": 8, **ALL_ON}):
-        state = runs.settled(gpu=gpu, **knobs)
+        state = complete(gpu=gpu, **knobs)
         assert end_of(state).inter_token_latency > runs.weight_bytes(state.levers) / get_hardware(gpu).bandwidth
 
 
 def test_one_alone_gets_as_many_tokens_as_there_are_steps():
     """A batch of one without drafts: its rate is one token a step."""
-    state = runs.settled(slots=1, speculative_tokens=False)
+    state = complete(slots=1, speculative_tokens=False)
     assert end_of(state).tokens_per_second == pytest.approx(1 / end_of(state).inter_token_latency, rel=1e-6)
 
 
 def test_the_wait_grows_with_the_requests_at_once():
-    waits = [run.inter_token_latency for run in runs.settled().curves[0].outcomes if isinstance(run, LeverResult)]
+    waits = [run.inter_token_latency for run in complete().curves[0].outcomes if isinstance(run, LeverResult)]
     assert len(waits) == len(runs.SLOTS)
     assert all(one < more for one, more in pairwise(waits))
 
@@ -144,7 +145,7 @@ def test_the_wait_grows_with_the_requests_at_once():
     ],
 )
 def test_verdicts_against_configurations_whose_outcome_is_known(knobs, trouble):
-    state = runs.settled(**knobs)
+    state = complete(**knobs)
     assert state.trouble(state.everything) == trouble
     said = widget.verdict(state)
     assert (said.tone == "broken") == bool(trouble)
@@ -153,7 +154,7 @@ def test_verdicts_against_configurations_whose_outcome_is_known(knobs, trouble):
 
 
 def test_what_is_just_too_late_is_not_rounded_to_in_time():
-    said = widget.verdict(runs.settled(slots=24)).words
+    said = widget.verdict(complete(slots=24)).words
     wait = float(re.findall(r"([\d.]+) ms between", said)[0])
     assert 50 < wait < 50.1
     assert widget.apart(50.0004, 50) == "50.0004"
@@ -161,7 +162,7 @@ def test_what_is_just_too_late_is_not_rounded_to_in_time():
 
 
 def test_what_a_lever_needs_decides_what_it_buys():
-    state = runs.settled()
+    state = complete()
     assert state.factor("kv_cache", reverse=True) > 10 * state.factor("kv_cache")  # pyright: ignore
     for field in ("paging", "prefix_caching"):
         assert state.factor(field) > 1.05  # pyright: ignore
@@ -169,9 +170,9 @@ def test_what_a_lever_needs_decides_what_it_buys():
     assert state.factor("weight_bits") > 1.5  # pyright: ignore
     assert state.factor("weight_bits", reverse=True) < 1, "without a cache a step waits for arithmetic"  # pyright: ignore
     assert "4-bit weights" in widget.verdict(state).words
-    strangers = runs.settled(requests="mixed")
+    strangers = complete(requests="mixed")
     assert strangers.factor("prefix_caching") == pytest.approx(1), "nobody shares a beginning"
-    alone = runs.settled(gpu="H100", slots=1)
+    alone = complete(gpu="H100", slots=1)
     assert alone.factor("paging") == pytest.approx(1, abs=0.01)
     assert alone.factor("continuous_batching") == pytest.approx(1)
     assert state.factor("cuda_graphs") == pytest.approx(1, abs=0.01)
@@ -179,7 +180,7 @@ def test_what_a_lever_needs_decides_what_it_buys():
 
 
 def test_a_server_that_starts_late_in_an_order_says_where():
-    state = runs.settled(requests="code")
+    state = complete(requests="code")
     effects = {row.field: row.steps[0].effect for row in state.on}
     assert [field for field, effect in effects.items() if effect == "refused"] == list(runs.FIELDS[:4])
     assert effects["gqa"] == "starts"
@@ -192,30 +193,30 @@ def test_a_server_that_starts_late_in_an_order_says_where():
 
 
 def test_the_broken_region_begins_between_the_last_that_holds_and_the_first_that_does_not():
-    assert breaks(runs.settled()) == [(math.sqrt(16 * 24), None, "late")]
-    assert breaks(runs.settled(level=200)) == []
-    assert breaks(runs.settled(level=10)) == [(None, None, "late")]
-    assert breaks(runs.settled(**widget.PRESETS["Does not start"])) == [(None, None, "refused")]
-    (low, high, trouble), *more = breaks(runs.settled(**widget.PRESETS["Cache full"]))
+    assert breaks(complete()) == [(math.sqrt(16 * 24), None, "late")]
+    assert breaks(complete(level=200)) == []
+    assert breaks(complete(level=10)) == [(None, None, "late")]
+    assert breaks(complete(**widget.PRESETS["Does not start"])) == [(None, None, "refused")]
+    (low, high, trouble), *more = breaks(complete(**widget.PRESETS["Cache full"]))
     assert (high, trouble, more) == (None, "preempts", [])
     assert low == math.sqrt(16 * 24)
 
 
 def test_the_picture_says_its_error_its_levers_and_what_each_does_without_colour():
-    picture = widget.figure(runs.settled())
+    picture = widget.figure(complete())
     words = words_in(picture)
     assert any(f"modelled, off by {median_error():.0%}" in word for word in words)
     assert {"▲ ×1.77", "▲ ×23.1", "▼ ×0.94", "= ×1.00", "off"} <= set(words)
     assert words.count("off") == 2
     assert {"all 11 on", "nothing on", "speculation alone", "KV cache alone"} <= set(words)
-    for row in runs.settled().on:
+    for row in complete().on:
         assert picture.count(f'data-group="{row.field}"') == 3, "its name and its two bars light up together"
     assert 'data-drag="slots"' in picture
     assert 'data-answer="1"' in picture
 
 
 def test_a_tip_has_before_and_after_and_why():
-    tips = re.findall(r'data-tip="([^"]*)"', widget.figure(runs.settled()))
+    tips = re.findall(r'data-tip="([^"]*)"', widget.figure(complete()))
     (last,) = (tip for tip in tips if tip.startswith("KV cache, number 11 of 11 in the reverse"))
     for words in ("▲ ×23.1", "Before: 19.5 tokens/s", "With it: 450.1 tokens/s", "In the ranking's order: ▲ ×1.77"):
         assert words in last.replace("&#x27;", "'")
@@ -243,12 +244,12 @@ def test_a_pinned_state_is_drawn_behind():
 )
 def test_each_challenge_can_be_met_but_not_by_one_move_nor_by_a_preset(challenge, met):
     check = widget.CHALLENGES[challenge].check
-    assert check(runs.settled(**met)).met
+    assert check(complete(**met)).met
     for preset in widget.PRESETS.values():
-        assert not check(runs.settled(**preset)).met
+        assert not check(complete(**preset)).met
     for name, knob in widget.SPEC.flat().items():
         for value in (not knob.value,) if knob.kind == "switch" else [value for _, value in knob.options]:
-            found = check(runs.settled(**{**runs.START, name: value}))
+            found = check(complete(**{**runs.START, name: value}))
             assert not found.met, f"{name} = {value} alone meets it"
             assert found.advice
 
@@ -271,21 +272,21 @@ def test_each_challenge_can_be_met_but_not_by_one_move_nor_by_a_preset(challenge
     ],
 )
 def test_advice_names_the_knob_that_is_wrong(challenge, knobs, advice):
-    found = widget.CHALLENGES[challenge].check(runs.settled(**knobs))
+    found = widget.CHALLENGES[challenge].check(complete(**knobs))
     assert not found.met
     assert advice in found.advice
 
 
 def test_the_guess_is_what_the_sweep_says():
-    factor = runs.settled().factor("kv_cache", reverse=True)
+    factor = complete().factor("kv_cache", reverse=True)
     assert factor is not None
-    first = runs.settled().factor("kv_cache")
+    first = complete().factor("kv_cache")
     assert first == pytest.approx(1.8, abs=0.05)
     assert [factor < 1, abs(factor - 1.8) < 1, 4 < factor < 7, factor > 15].index(True) == widget.GUESS.right
 
 
 def test_the_command_has_the_flags_of_what_is_on_and_comments_for_the_rest():
-    line = widget.command(runs.settled(**ALL_ON, slots=4))
+    line = widget.command(complete(**ALL_ON, slots=4))
     for flag in (
         "--max-num-seqs 4",
         "--enable-chunked-prefill",
@@ -297,7 +298,7 @@ def test_the_command_has_the_flags_of_what_is_on_and_comments_for_the_rest():
     ):
         assert flag in line
     assert "--enforce-eager" not in line
-    off = widget.command(runs.settled(**ALL_OFF))
+    off = widget.command(complete(**ALL_OFF))
     assert "--no-enable-chunked-prefill --no-enable-prefix-caching --enforce-eager" in off
     assert off.count("\n# ") == 5, "what vLLM cannot switch off"
 
@@ -319,9 +320,9 @@ def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict, words: str):
 
 
 def test_a_lever_that_is_on_is_pulled_as_in_the_ladder():
-    levers = runs.settled(tensor_parallel=True).levers
+    levers = complete(tensor_parallel=True).levers
     expected = Levers()
     for rung in LADDER:
         expected = rung.pull(expected)
     assert levers == expected
-    assert runs.settled(gqa=False, tensor_parallel=True).levers == replace(expected, gqa=False)
+    assert complete(gqa=False, tensor_parallel=True).levers == replace(expected, gqa=False)

@@ -1,11 +1,11 @@
 """The widgets' pictures that the lessons' texts show are what the widgets draw today."""
 
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 from pictures import differences
+
+from widgets.__main__ import main
 
 FIGURES = Path(__file__).resolve().parents[2] / "lessons" / "figures"
 
@@ -22,9 +22,7 @@ FIGURES = Path(__file__).resolve().parents[2] / "lessons" / "figures"
         ("serving", "06_layouts.svg"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_the_picture_in_the_lesson_is_the_widgets(widget: str, picture: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [widget, str(tmp_path / picture)])
-    runpy.run_module(f"widgets.{widget}", run_name="__main__")
+def test_the_picture_in_the_lesson_is_the_widgets(widget: str, picture: str, tmp_path: Path):
+    main([widget, str(tmp_path / picture)])
     drawn, shown = ((folder / picture).read_text() for folder in (tmp_path, FIGURES))
-    assert not differences(drawn, shown), f"uv run python -P -m widgets.{widget} lessons/figures/{picture}"
+    assert not differences(drawn, shown), f"uv run python -P -m widgets {widget} lessons/figures/{picture}"

@@ -20,13 +20,10 @@ from widgets.serving_reader import PAUSES, read_answer
 from widgets.serving_state import Served, layouts
 from widgets.session import Session
 
+complete = widget.SPEC.complete
 H100 = {"model": "Llama-3.1-8B", "gpu": "H100"}
 FEW = {"prompt": 64, "output": 16}
 """Short requests, whose runs cost little."""
-
-
-def settled(**knobs) -> widget.State:
-    return list(widget.sweep(**knobs))[-1]
 
 
 def here(**knobs) -> widget.State:
@@ -65,7 +62,7 @@ def test_replicas_multiply_what_one_bears():
 
 def test_requests_inside_are_rate_times_time():
     """Little's law over the whole system: a request stays for its first token and the others."""
-    state = settled(tp=1, dp=4)
+    state = complete(tp=1, dp=4)
     for rate, point in state.served.points.items():
         if not state.served.causes(rate) and rate >= 5:
             stay = point.ttft[0] + (state.work.mean_output - 1) * point.tpot[0]
@@ -74,13 +71,13 @@ def test_requests_inside_are_rate_times_time():
 
 def test_a_looser_service_level_never_lowers_a_knee():
     for which, limits in (("ttft", widget.TTFTS), ("tpot", widget.TPOTS)):
-        found = [bears(settled(tp=1, dp=4, **{which: limit})) for _, limit in limits]
+        found = [bears(complete(tp=1, dp=4, **{which: limit})) for _, limit in limits]
         for tighter, looser in itertools.pairwise(found):
             assert all(tighter[layout] <= looser[layout] for layout in tighter)
 
 
 def test_latencies_rise_with_the_rate_and_throughput_with_them_until_the_queue_grows():
-    state = settled()
+    state = complete()
     points = [state.served.points[rate] for rate in state.served.rates]
     tpots = [one.tpot[0] for one in points]
     assert all(low <= 1.02 * high for low, high in itertools.pairwise(tpots))
@@ -93,7 +90,7 @@ def test_latencies_rise_with_the_rate_and_throughput_with_them_until_the_queue_g
 def test_tensor_parallel_gives_tokens_sooner_and_replicas_bear_more():
     alone = {tp: here(tp=tp, dp=4 // tp, rate=0.5).served.points[0.5].tpot[0] for tp in (1, 2, 4)}
     assert alone[4] < 0.7 * alone[2] < 0.7 * 0.85 * alone[1] * 1.2
-    tight, loose = bears(settled(tpot=0.005)), bears(settled(tpot=0.05))
+    tight, loose = bears(complete(tpot=0.005)), bears(complete(tpot=0.05))
     assert max(tight, key=tight.__getitem__) == "TP 4 × DP 1"
     assert max(loose, key=loose.__getitem__) == "TP 1 × DP 4"
 
@@ -112,7 +109,7 @@ def test_what_does_not_fit_is_broken_at_every_rate_and_says_why():
 
 @pytest.mark.parametrize("layout", [Layout(1, 1, 4), Layout(4, 1, 1)])
 def test_the_knee_that_is_searched_is_that_of_the_whole_curve(layout: Layout):
-    state = settled(tp=layout.tp, dp=layout.dp)
+    state = complete(tp=layout.tp, dp=layout.dp)
     knee = state.served.knee
     assert knee is not None
     below = [rate for rate in state.served.rates if rate < knee.rate]
@@ -155,7 +152,7 @@ def test_layouts_use_the_same_number_of_gpus_and_hold_the_readers_own():
 
 
 def test_the_right_guess_is_the_best_layout_at_the_start():
-    state = settled()
+    state = complete()
     assert str(state.best.layout) in widget.GUESS.options[widget.GUESS.right]
     assert state.best.goodput > 1.1 * sorted(bears(state).values())[-2]
     experiment = runs.experiment(**H100, layout=state.layout, work=state.work)
@@ -211,7 +208,7 @@ def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str
 
 
 def test_the_hidden_answer_is_what_the_layouts_bear():
-    root = ET.fromstring(widget.figure(settled()))
+    root = ET.fromstring(widget.figure(complete()))
     hidden = [part for part in root.iter() if part.get("data-answer")]
     words = " ".join("".join(part.itertext()) for part in hidden)
     assert len(hidden) == 3
@@ -220,7 +217,7 @@ def test_the_hidden_answer_is_what_the_layouts_bear():
 
 @pytest.mark.parametrize("width", [360, 600, 760])
 def test_no_words_stick_out_of_the_picture(width: int):
-    state = settled(tp=8, dp=8, pp=2, gpu="L4", **FEW)
+    state = complete(tp=8, dp=8, pp=2, gpu="L4", **FEW)
     for text in (one for one in ET.fromstring(widget.figure(state, width)).iter() if one.tag.endswith("text")):
         long = text_width("".join(text.itertext()), float(text.get("font-size", 13)))
         x, anchor = float(text.get("x", 0)), text.get("text-anchor", "start")
@@ -247,11 +244,11 @@ def test_lengths_of_a_file_replace_those_of_the_knobs():
 
 
 def test_the_models_error_is_said():
-    assert re.search(r"modelled, a step off by \d+%", widget.figure(settled()))
+    assert re.search(r"modelled, a step off by \d+%", widget.figure(complete()))
 
 
 def test_a_pinned_state_is_drawn_behind():
-    assert 'data-group="pinned"' in widget.figure(settled(), pinned=settled(tp=4, dp=1))
+    assert 'data-group="pinned"' in widget.figure(complete(), pinned=complete(tp=4, dp=1))
 
 
 # ---- how it runs

@@ -8,9 +8,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
+def theme_script() -> str:
+    """What tells a dark page from a light one; the widgets' front end has it too."""
+    return (HERE / "theme.js").read_text()
+
+
 def script() -> str:
     """The view, an ES module that fetches nothing by itself."""
-    return (HERE / "view.js").read_text()
+    return (HERE / "view.js").read_text() + theme_script()
 
 
 def style() -> str:

@@ -260,7 +260,7 @@ class View {
     this.cursor = null;
     this.drawn = 0;
     this.build(element);
-    this.forgetTheme = watchTheme(this.root, () => {
+    this.forgetTheme = watchTheme(this.root, "xr-dark", () => {
       this.colours = null;
       this.dirty();
     });
@@ -1020,31 +1020,6 @@ function label(brush, text, x, y, size, colour, plate) {
   }
   brush.fillStyle = colour;
   brush.fillText(text, x + size / 2, y + size / 2);
-}
-
-// Light or dark is read off the page, which says it in its own way.
-function watchTheme(element, changed) {
-  const look = () => {
-    element.classList.toggle("xr-dark", luminanceBehind(element) < 0.4);
-    changed();
-  };
-  const observer = new MutationObserver(look);
-  for (const node of [document.documentElement, document.body]) observer.observe(node, { attributes: true });
-  const scheme = matchMedia("(prefers-color-scheme: dark)");
-  scheme.addEventListener("change", look);
-  requestAnimationFrame(look); // once it stands on the page
-  return () => {
-    observer.disconnect();
-    scheme.removeEventListener("change", look);
-  };
-}
-
-function luminanceBehind(element) {
-  for (let node = element.parentElement; node; node = node.parentElement) {
-    const [red, green, blue, alpha = 1] = (getComputedStyle(node).backgroundColor.match(/[\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
-    if (alpha > 0.5) return (0.2126 * red + 0.7152 * green + 0.0722 * blue) / 255;
-  }
-  return matchMedia("(prefers-color-scheme: dark)").matches ? 0 : 1;
 }
 
 // ---- Where the lines come from
