@@ -10,7 +10,7 @@ export UV_NO_GROUP := torch
 endif
 
 UV_RUN := uv run
-WORKERS ?= 2
+WORKERS ?= 3
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
@@ -32,7 +32,7 @@ setup-cpu: ## the small way: torch without CUDA (about 2 GB)
 run: setup ## lesson 01 on the embedded model
 	@$(UV_RUN) python vllm/01_kv_cache.py
 
-test: setup ## every test that this machine can run, two at a time
+test: setup ## every test that this machine can run, three at a time (half of their time is waiting)
 	@$(UV_RUN) pytest -n $(WORKERS) --dist worksteal
 
 lesson: setup ## one lesson's script: make lesson N=01

@@ -1,36 +1,38 @@
 """The sockets of cores on other machines: open to the cores that were given the keys, and to nobody else."""
 
+import gc
+import threading
+import weakref
 from dataclasses import replace
 
 import pytest
 import zmq
 
-from minivllm.engine.core_sockets import TcpServer
+from minivllm.engine.core_sockets import OwnSockets, TcpServer
 
 
 @pytest.fixture
-def context():
-    found = zmq.Context()
+def own():
+    found = OwnSockets()
     yield found
-    found.destroy(linger=0)
+    found.close()
 
 
 @pytest.fixture
-def server(context):
-    return TcpServer(context, "127.0.0.1")
+def server(own):
+    return TcpServer(own, "127.0.0.1")
 
 
-def says_hello(sockets, context) -> zmq.Socket:
-    core = context.socket(zmq.DEALER)
-    core.linger = 0
+def says_hello(sockets, own) -> zmq.Socket:
+    core = own.new(zmq.DEALER)
     sockets.connect(core, "input-0")
     core.send(b"hello")
     return core
 
 
-def test_a_core_with_the_keys_is_heard_and_answered(server, context):
+def test_a_core_with_the_keys_is_heard_and_answered(server, own):
     ours = server.bind(zmq.ROUTER, "input-0")
-    core = says_hello(server.for_cores, context)
+    core = says_hello(server.for_cores, own)
     assert ours.poll(5000)
     name, text = ours.recv_multipart()
     assert text == b"hello"
@@ -39,15 +41,14 @@ def test_a_core_with_the_keys_is_heard_and_answered(server, context):
     assert core.recv() == b"welcome"
 
 
-def test_strangers_are_not_heard(server, context):
+def test_strangers_are_not_heard(server, own):
     ours = server.bind(zmq.ROUTER, "input-0")
-    without_keys = context.socket(zmq.DEALER)
-    without_keys.linger = 0
+    without_keys = own.new(zmq.DEALER)
     without_keys.connect(server.for_cores.addresses["input-0"])
     without_keys.send(b"hello")
-    with_another_key = says_hello(replace(server.for_cores, server_key=zmq.curve_keypair()[0]), context)
+    with_another_key = says_hello(replace(server.for_cores, server_key=zmq.curve_keypair()[0]), own)
     assert not ours.poll(300)
-    core = says_hello(server.for_cores, context)
+    core = says_hello(server.for_cores, own)
     assert ours.poll(5000), "the door is not simply closed"
     assert ours.recv_multipart()[1] == b"hello"
     assert not any(one.closed for one in (without_keys, with_another_key, core))
@@ -55,3 +56,20 @@ def test_strangers_are_not_heard(server, context):
 
 def test_keys_are_not_shown(server):
     assert server.for_cores.server_key.decode() not in repr(server.for_cores)
+
+
+def test_the_garbage_collector_can_end_them():
+    """As when nobody holds an engine any more, whose parts hold each other: its finalizer must not wait for ever."""
+
+    class Client:
+        pass
+
+    client, sockets = Client(), OwnSockets()
+    client.itself, client.socket = client, sockets.new(zmq.PULL)
+    ended = weakref.finalize(client, sockets.close)
+    del client, sockets
+    collection = threading.Thread(target=gc.collect, daemon=True)
+    collection.start()
+    collection.join(20)
+    assert not collection.is_alive()
+    assert not ended.alive

@@ -1,6 +1,8 @@
 """Code that never returns is stopped; code that does is left alone."""
 
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -62,3 +64,27 @@ def test_what_returns_in_time_in_another_thread_is_left_alone():
 
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(quick).result() == 1
+
+
+AFTERWARDS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from minivllm.errors import MinivllmError
+from minivllm.lab.bounded import bounded
+
+def endless():
+    with bounded(0.1, "your function"):
+        while True:
+            pass
+
+with ThreadPoolExecutor(1) as thread:
+    assert isinstance(thread.submit(endless).exception(), MinivllmError)
+    sys.settrace(lambda *_: None)
+    (lambda: None)()
+    sys.settrace(None)
+"""
+
+
+def test_nothing_stays_behind_in_the_interpreter():
+    """With an exception still on its way, Python 3.11 would stand still at the first call that is traced."""
+    subprocess.run([sys.executable, "-c", AFTERWARDS], check=True, timeout=60)

@@ -28,7 +28,7 @@ import zmq
 from minivllm import errors
 from minivllm.core.messages import EngineCoreReady
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_sockets import bind_in_folder
+from minivllm.engine.core_sockets import OwnSockets
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.rank_processes import RankProcess
@@ -65,7 +65,7 @@ class CoreProcesses:
         self._args = args
         self._client_count = client_count
         self.folder = tempfile.mkdtemp(prefix="minivllm-")
-        self.context = zmq.Context()
+        self.sockets = OwnSockets()
         self.processes: list[RankProcess] = []
         self.lifelines: list[int] = []
         self._inputs: list[IO[bytes]] = []
@@ -85,7 +85,7 @@ class CoreProcesses:
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
         """Returns a socket in the folder."""
-        return bind_in_folder(self.context, kind, self.folder, name)
+        return self.sockets.bind_in_folder(kind, self.folder, name)
 
     def obituary(self, rank: int) -> str:
         """Says how a core's process, which has ended, did so."""
@@ -130,7 +130,7 @@ class CoreProcesses:
 
     def _give_back(self) -> None:
         self._close_lifelines()
-        self.context.destroy(linger=0)
+        self.sockets.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_one(self, rank: int, environment: Mapping[str, str]) -> None:

@@ -48,32 +48,49 @@ class TcpSockets:
         socket.connect(self.addresses[name])
 
 
+class OwnSockets:
+    """The sockets of one side, and the end of all of them.
+
+    pyzmq's context has only weak references to its sockets. When the garbage collector takes both, those are gone
+    before a finalizer runs, and the context would wait for sockets that nobody can close any more.
+    """
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket] = []
+
+    def new(self, kind: int) -> zmq.Socket:
+        """Returns a socket that drops nothing: however many messages wait, they are kept."""
+        socket = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.linger = socket.sndhwm = socket.rcvhwm = 0
+        return socket
+
+    def bind_in_folder(self, kind: int, folder: str, name: str) -> zmq.Socket:
+        """Returns a socket in the folder."""
+        socket = self.new(kind)
+        socket.bind(f"ipc://{folder}/{name}")
+        return socket
+
+    def close(self) -> None:
+        """Closes all of them; messages that were not sent are lost. A second call does nothing."""
+        while self._sockets:
+            self._sockets.pop().close(linger=0)
+        self._context.term()
+
+
 class TcpServer:
     """Binds sockets on one interface of this machine, for those who hold `for_cores`."""
 
-    def __init__(self, context: zmq.Context, host: str) -> None:
+    def __init__(self, sockets: OwnSockets, host: str) -> None:
         server_key, self._secret_key = zmq.curve_keypair()
         self.for_cores = TcpSockets(server_key)
-        self._context, self._host = context, host
+        self._sockets, self._host = sockets, host
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
         """Returns a socket on a free port; cores find it by its name."""
-        socket = unbounded(self._context, kind)
+        socket = self._sockets.new(kind)
         socket.curve_secretkey, socket.curve_server = self._secret_key, True
         port = socket.bind_to_random_port(f"tcp://{self._host}")
         self.for_cores.addresses[name] = f"tcp://{self._host}:{port}"
         return socket
-
-
-def bind_in_folder(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket:
-    """Return a socket in the folder."""
-    socket = unbounded(context, kind)
-    socket.bind(f"ipc://{folder}/{name}")
-    return socket
-
-
-def unbounded(context: zmq.Context, kind: int) -> zmq.Socket:
-    """Return a socket that drops nothing: however many messages wait, they are kept."""
-    socket = context.socket(kind)
-    socket.linger = socket.sndhwm = socket.rcvhwm = 0
-    return socket

@@ -20,7 +20,7 @@ from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest, Utility
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import UTILITIES, EngineCoreClient
 from minivllm.engine.core_processes import CoreAddresses, CoreProcesses, died, wait_for_message
-from minivllm.engine.core_sockets import bind_in_folder
+from minivllm.engine.core_sockets import OwnSockets
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError
@@ -41,15 +41,15 @@ class MPClient(EngineCoreClient):
         self._dead: Exception | None = None
         self._call_ids = itertools.count()
         self._processes = cores_for(args) if addresses is None else None
-        context = self._processes.context if self._processes else zmq.Context()
-        self._finalizer = weakref.finalize(self, _end, self._processes, context)
+        sockets = self._processes.sockets if self._processes else OwnSockets()
+        self._finalizer = weakref.finalize(self, _end, self._processes, sockets)
         try:
             if addresses is not None:
                 self.client_index, self.client_count = addresses.client_index, addresses.client_count
             index = self.client_index
-            self._input = self._bind(context, zmq.ROUTER, f"input-{index}", addresses)
+            self._input = self._bind(sockets, zmq.ROUTER, f"input-{index}", addresses)
             self._input.router_mandatory = True
-            self._output = self._bind(context, zmq.PULL, f"output-{index}", addresses)
+            self._output = self._bind(sockets, zmq.PULL, f"output-{index}", addresses)
             self.addresses = addresses or self._started()
             self.engines = self.addresses.engines
             self._ranks_by_lifeline = {fd: rank for rank, fd in enumerate(self.addresses.lifelines)}
@@ -104,11 +104,11 @@ class MPClient(EngineCoreClient):
         results = [answer.result for answer in answers]
         return all(results) if isinstance(results[0], bool) else results[0]
 
-    def _bind(self, context: zmq.Context, kind: int, name: str, addresses: CoreAddresses | None) -> zmq.Socket:
+    def _bind(self, sockets: OwnSockets, kind: int, name: str, addresses: CoreAddresses | None) -> zmq.Socket:
         if self._processes is not None:
             return self._processes.bind(kind, name)
         assert addresses is not None
-        return bind_in_folder(context, kind, addresses.folder, name)
+        return sockets.bind_in_folder(kind, addresses.folder, name)
 
     def _started(self) -> CoreAddresses:
         assert self._processes is not None
@@ -225,9 +225,9 @@ def cores_for(args: EngineArgs) -> CoreProcesses:
     return RayCores(args)
 
 
-def _end(processes: CoreProcesses | None, context: zmq.Context) -> None:
+def _end(processes: CoreProcesses | None, sockets: OwnSockets) -> None:
     """Ends the cores, if they are ours, and closes our sockets."""
     if processes is not None:
         processes.end()
     else:
-        context.destroy(linger=0)
+        sockets.close()

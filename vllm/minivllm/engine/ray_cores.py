@@ -28,7 +28,7 @@ class RayCores(CoreProcesses):
         ranks = args.tensor_parallel_size * args.pipeline_parallel_size
         self._actors = RayActors(args.data_parallel_size, args.device, ranks)
         super().__init__(replace(args, device=self._actors.device), 1)
-        self._server = TcpServer(self.context, self._actors.host)
+        self._server = TcpServer(self.sockets, self._actors.host)
 
     def bind(self, kind: int, name: str) -> zmq.Socket:
         """Returns a socket on the interface that the cluster uses."""

@@ -59,13 +59,14 @@ def _by_signal(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _by_thread(seconds: float) -> Iterator[None]:
-    thread, left, now = ctypes.c_ulong(threading.get_ident()), threading.Event(), _clock()
+    thread, left, told, now = threading.get_ident(), threading.Event(), threading.Event(), _clock()
     over = now() + seconds
 
     def watch() -> None:
         while not left.wait(AGAIN):
             if now() >= over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Over))
+                told.set()
+                _raise_in(thread)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -78,7 +79,27 @@ def _by_thread(seconds: float) -> Iterator[None]:
                 watcher.join()
             except _Over:  # it was on its way already
                 continue
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
+        if told.is_set():
+            _take_what_is_on_its_way()
+
+
+def _raise_in(thread: int) -> None:
+    """Raises `_Over` in a thread, as soon as it runs Python; one at a time is on its way."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Over))
+
+
+def _take_what_is_on_its_way() -> None:
+    """Has this thread's pending exception raised and dropped.
+
+    Were it only withdrawn, the interpreter would go on looking for it, in every thread: all code is slower then, and
+    CPython 3.11 stands still under `sys.settrace`.
+    """
+    try:
+        _raise_in(threading.get_ident())
+        while True:
+            pass
+    except _Over:
+        return
 
 
 def _clock() -> Callable[[], float]:
