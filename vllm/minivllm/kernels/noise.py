@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from minivllm.platforms.triton_utils import tl, triton
+
 DECISION = -1
 
 
@@ -42,3 +44,36 @@ def hashed(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     x *= 0x846CA68B - 2**32
     x ^= (x >> 16) & 0xFFFF
     return x
+
+
+@triton.jit
+def hashed_bits(token, first, second):
+    """`hashed` for a kernel: uint32 of int32 token ids and the two halves of a key, int32."""
+    x = (token.to(tl.uint32, bitcast=True) * 0x9E3779B9) ^ first.to(tl.uint32, bitcast=True)
+    x ^= x >> 16
+    x = (x * 0x7FEB352D) ^ second.to(tl.uint32, bitcast=True)
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def uniform_number(token, first, second):
+    """v, from 0 to 1."""
+    return (hashed_bits(token, first, second).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+
+
+@triton.jit
+def waiting_time(token, first, second):
+    """-log(1 - v). 1 - v is rounded; v / (what it was rounded to) makes up for that, so that a small v loses no digit."""
+    v = uniform_number(token, first, second)
+    rest = 1.0 - v
+    taken = 1.0 - rest
+    return tl.where(taken > 0.0, -tl.log(rest) * (v / tl.where(taken > 0.0, taken, 1.0)), v)
+
+
+@triton.jit
+def decision_number(first, second):
+    """The number of `decision_numbers`."""
+    bits = hashed_bits(tl.full((), -1, tl.int32), first, second)
+    return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24

@@ -7,6 +7,18 @@ import torch
 from minivllm.kernels.noise import decision_numbers, waiting_times
 
 
+def reject_cpu(
+    target_logits: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    is_greedy: torch.Tensor,
+    keys: torch.Tensor,
+) -> torch.Tensor:
+    """As `rejection_sample`, with arguments that have passed its checks."""
+    return torch_rejection(target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys)
+
+
 def torch_rejection(
     target_logits: torch.Tensor,
     draft_token_ids: torch.Tensor,
@@ -24,7 +36,7 @@ def torch_rejection(
     drafts = torch.full((rows,), -1, dtype=torch.int64, device=device)
     drafts[place < num_drafts[request]] = draft_token_ids.to(device).long()
 
-    target_logits = target_logits.masked_fill(~(target_logits < torch.inf), -torch.inf)
+    target_logits = _below_infinity(target_logits)
     times = waiting_times(keys, target_logits.shape[1])
     greedy = is_greedy.to(device)[request]
     tokens = (target_logits - times.log()).argmax(-1)
@@ -54,9 +66,13 @@ def _decide(
     numbers: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of drafts `ids` [n] that were drawn: which are accepted, and what replaces each (-1: nothing is left over)."""
-    p, q = target_logits.softmax(-1).nan_to_num(0.0), draft_logits.softmax(-1)
+    p, q = (_below_infinity(one).softmax(-1).nan_to_num(0.0) for one in (target_logits, draft_logits))
     p_of_draft, q_of_draft = (one.gather(-1, ids.unsqueeze(-1)).squeeze(-1) for one in (p, q))
     possible = q_of_draft > 0  # else it was not drawn from these logits
     scores = (p - q).clamp(min=0.0) / times
     best, recovered = scores.max(-1)
     return possible & (numbers < p_of_draft / q_of_draft), torch.where(possible & (best > 0), recovered, -1)
+
+
+def _below_infinity(logits: torch.Tensor) -> torch.Tensor:
+    return logits.masked_fill(~(logits < torch.inf), -torch.inf)
