@@ -14,7 +14,7 @@ one.
 In vLLM v0.33.0: `vllm/model_executor/models/llama_eagle3.py` (`Eagle3LlamaForCausalLM`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from minivllm.config.checks import is_count
 from minivllm.config.model import config_path, read_json_object
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.models.attention import AttentionFunction
-from minivllm.models.decoder import Decoder, GatedMLP, RMSNorm, SelfAttention
+from minivllm.models.decoder import Decoder, Embedding, GatedMLP, RMSNorm, SelfAttention
 from minivllm.models.forward_context import ForwardContext
 from minivllm.models.linear import UNQUANTIZED, Linear
-from minivllm.models.loader import Slot, default_dtype, fill_slots, slots_of, stored_tensors, weight_files
+from minivllm.models.loader import default_dtype, fill_slots, slots_of, stored_tensors, weight_files
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.rotary import RotaryTable
 
@@ -112,19 +112,24 @@ class Eagle3Head(nn.Module):
         """Build with torch's default dtype and device; `own_lm_head`: not the target's."""
         super().__init__()
         model = config.model
-        self.config = config
+        self.eagle_config, self.config = config, model
+        self._target = (target,)  # in a tuple, so that its parameters are not also the head's
         self.fc = Linear(NUM_AUX_HIDDEN_STATES * model.hidden_size, model.hidden_size)
         self.midlayer = Eagle3Layer(model)
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
-        self.embed_tokens = target.embed_tokens
-        self.lm_head = Linear(model.hidden_size, config.draft_vocab_size) if own_lm_head else target.lm_head
+        self.own_lm_head = Linear(model.hidden_size, config.draft_vocab_size) if own_lm_head else None
         self.rotary = RotaryTable(model)
         self.draft_id_to_target_id: Tensor | None
         self.register_buffer("draft_id_to_target_id", None, persistent=False)
 
-    def combine_hidden_states(self, aux_hidden_states: list[Tensor]) -> Tensor:
-        """The target's hidden states, `[tokens, hidden_size]` each, as the one that the layer reads."""
-        return self.fc(torch.cat(aux_hidden_states, dim=-1))
+    @property
+    def embed_tokens(self) -> Embedding:
+        """The target's."""
+        return self._target[0].embed_tokens
+
+    def combine_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
+        """The target's hidden states side by side, `[tokens, 3 * hidden_size]`, as the one that the layer reads."""
+        return self.fc(aux_hidden_states)
 
     def forward(
         self,
@@ -153,10 +158,10 @@ class Eagle3Head(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits over the target's vocabulary `[n, vocab_size]`; minus infinity for what the head cannot draft."""
-        logits = self.lm_head(hidden)
+        logits = (self.own_lm_head or self._target[0].lm_head)(hidden)
         if self.draft_id_to_target_id is None:
             return logits
-        whole = logits.new_full((len(logits), self.config.model.vocab_size), float("-inf"))
+        whole = logits.new_full((len(logits), self.config.vocab_size), float("-inf"))
         whole[:, self.draft_id_to_target_id] = logits
         return whole
 
@@ -202,6 +207,7 @@ def load_eagle3(path_or_name: str | Path, target: Decoder) -> Eagle3Head:
     """
     config = Eagle3Config.from_pretrained(path_or_name, target.whole_config)
     tensors = dict(stored_tensors(weight_files(path_or_name)))
+    tensors.pop("t2d", None)  # which of the target's tokens can be drafted; d2t says the same the other way round
     own_lm_head = "lm_head.weight" in tensors
     _check_vocabulary(config, tensors, own_lm_head)
     weight = target.embed_tokens.weight
@@ -210,19 +216,9 @@ def load_eagle3(path_or_name: str | Path, target: Decoder) -> Eagle3Head:
     d2t = tensors.pop("d2t", None)
     if d2t is not None:
         head.draft_id_to_target_id = _draft_ids(config, d2t).to(weight.device)
-    fill_slots(_slots(head, own_lm_head), _without_the_targets(tensors))
+    slots = slots_of(head, config.model, GroupCoordinator(), (0, 1))
+    fill_slots({name.removeprefix("own_"): slot for name, slot in slots.items()}, tensors.items())
     return head
-
-
-def _slots(head: Eagle3Head, own_lm_head: bool) -> dict[str, Slot]:
-    shared = {"embed_tokens.weight"} if own_lm_head else {"embed_tokens.weight", "lm_head.weight"}
-    slots = slots_of(head, head.config.model, GroupCoordinator(), (0, 1))
-    return {name: slot for name, slot in slots.items() if name not in shared}
-
-
-def _without_the_targets(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Leave out which of the target's tokens can be drafted: `d2t` says the same the other way round."""
-    return ((name, tensor) for name, tensor in tensors.items() if name != "t2d")
 
 
 def _check_vocabulary(config: Eagle3Config, tensors: Mapping[str, Tensor], own_lm_head: bool) -> None:
