@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
 from minivllm.config.speculative import METHODS, MODEL_METHODS
 from minivllm.errors import MinivllmError
 from minivllm.lab.inside import core_of, runner_of
@@ -35,6 +35,7 @@ RECORDED = json.loads((Path(__file__).parent / "data" / "spec_decode.json").read
 """What vLLM 0.32 has generated greedily for the embedded model in float32, and its counters over all of these requests
 for three tokens a draft: n-grams of 1 to 3 tokens, and the embedded draft model."""
 DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3}
+EAGLE3 = {"method": "eagle3", "model": str(EMBEDDED_EAGLE3), "num_speculative_tokens": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 REPETITIVE = """def first(self):
         return self.items[0]
@@ -141,7 +142,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps_for_the_same_tokens():
     assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("config", [NGRAM, DRAFT_MODEL], ids=["ngram", "draft_model"])
+@pytest.mark.parametrize("config", [NGRAM, DRAFT_MODEL, EAGLE3], ids=["ngram", "draft_model", "eagle3"])
 def test_vllms_tokens_and_counters(config):
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     prompts = [request["prompt_token_ids"] for request in RECORDED["requests"]]

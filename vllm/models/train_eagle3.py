@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,19 @@ NEW_TOKENS = 80
 SAMPLED_ONE_IN = 4  # prompts are continued at temperature 0.8, the others greedily
 BATCH_ROWS = 32
 
+PROMPTS_AT_ONCE = 512
+HELD_OUT_PROMPTS = 128
+
 console = Console()
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
+    """A progress bar; yields a function that moves it along, and may change its words."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count, words=what: bar.update(task, advance=count, description=words)
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -81,6 +95,14 @@ def continue_prompts(llm: LLM, prompts: list[list[int]], sampled_one_in: int, se
 
 
 # --- model ----------------------------------------------------------------------------------------------------------
+
+
+class Norm(nn.RMSNorm):
+    """An RMSNorm in float32, also where other modules compute in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] in and out."""
+        return super().forward(x.float())
 
 
 class Attention(nn.Module):
@@ -126,7 +148,7 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn, self.mlp = Attention(config), MLP(config)
         for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            setattr(self, name, nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"]))
+            setattr(self, name, Norm(config["hidden_size"], config["rms_norm_eps"]))
 
 
 class Head(nn.Module):
@@ -141,7 +163,7 @@ class Head(nn.Module):
         hidden = config["hidden_size"]
         self.fc = nn.Linear(len(AUX_LAYERS) * hidden, hidden, bias=False)
         self.midlayer = Layer(config)
-        self.norm = nn.RMSNorm(hidden, config["rms_norm_eps"])
+        self.norm = Norm(hidden, config["rms_norm_eps"])
 
     def unrolled(self, features: Tensor, embeds: Tensor, first: int) -> list[Tensor]:
         """What the head makes of each place, drafted 1, 2, ... `STEPS` tokens ahead of the target's hidden states.
@@ -271,9 +293,7 @@ def train(head: Head, target: Target, rows: list[list[int]], num_batches: int, r
     """`num_batches` steps of the optimizers; the loss counts places from the prompt's end on."""
     optimizers, weights = build_optimizers(head, rate), torch.tensor(STEP_WEIGHTS)
     stream, history, started = batches_of(rows, seed), [], time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("head", total=num_batches)
+    with progress("head", num_batches) as advance:
         for step in range(num_batches):
             ids = torch.from_numpy(next(stream))
             losses, same = losses_of(head, target, ids, ids.shape[1] - NEW_TOKENS - 1)
@@ -287,10 +307,10 @@ def train(head: Head, target: Target, rows: list[list[int]], num_batches: int, r
             history.append(torch.stack((losses.detach(), same)))
             recent = torch.stack(history[-50:]).mean(0)
             shares = " ".join(f"{share:.3f}" for share in recent[1].tolist())
-            bar.update(task, completed=step + 1, description=f"head loss {recent[0, 0]:.3f} same {shares}")
+            advance(1, f"head loss {recent[0, 0]:.3f} same {shares}")
             if (step + 1) % 50 == 0 and not console.is_terminal:
                 console.print(
-                    f"step {step + 1} loss {recent[0].tolist()} same {shares} {time.perf_counter() - started:.0f} s"
+                    f"step {step + 1} loss {recent[0, 0]:.3f} same {shares} {time.perf_counter() - started:.0f} s"
                 )
 
 
@@ -338,49 +358,83 @@ def save(head: Head, directory: Path, facts: dict) -> None:
     (directory / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def main() -> None:
+def own_text(texts: list[str], count: int, sampled_one_in: int, seed: int) -> list[list[int]]:
+    """`count` prompts from the texts, each continued by the target."""
+    llm = LLM(EMBEDDED_MODEL, dtype="float32", max_model_len=256, max_num_seqs=256)
+    rng, rows = random.Random(seed), []
+    with progress("the target continues prompts", count) as advance:
+        while len(rows) < count:
+            prompts = prompts_of(texts, min(PROMPTS_AT_ONCE, count - len(rows)), rng)
+            rows += continue_prompts(llm, prompts, sampled_one_in, seed + len(rows))
+            advance(len(prompts))
+    return rows
+
+
+def kept_in(file: Path | None, rows: Callable[[], list[list[int]]]) -> list[list[int]]:
+    """What the file holds; if there is none, `rows()`, which it then holds."""
+    if file and file.exists():
+        return json.loads(file.read_text())
+    made = rows()
+    if file:
+        file.write_text(json.dumps(made))
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
     """Generate, train, measure, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=6144, help="prompts that the target continues")
-    parser.add_argument("--batches", type=int, default=600, help=f"of {BATCH_ROWS} continued prompts")
-    parser.add_argument("--learning-rate", type=float, default=5e-3)
-    parser.add_argument("--resume", action="store_true", help="go on from the saved head")
+    parser.add_argument("--batches", type=int, default=500, help=f"of {BATCH_ROWS} continued prompts")
+    parser.add_argument("--learning-rate", type=float, default=5e-3, help="the peak")
+    parser.add_argument("--resume", action="store_true", help="go on from the saved head; give it another --seed")
     parser.add_argument("--rows", type=Path, help="a file that keeps the continued prompts: written once, then read")
     parser.add_argument("--quick", action="store_true", help="a few small steps, to see that it runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=HERE / "tiny-python-eagle3")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    held_out_prompts = HELD_OUT_PROMPTS
     if arguments.quick:
-        arguments.prompts, arguments.batches = 4 * BATCH_ROWS, 4
+        arguments.prompts, arguments.batches, held_out_prompts = 2 * BATCH_ROWS, 2, 4
     keep_freed_memory()
     torch.manual_seed(arguments.seed)
     started = time.perf_counter()
-    llm = LLM(EMBEDDED_MODEL, dtype="float32", max_model_len=512, max_num_seqs=256)
-    files = corpus_files()
-    if arguments.rows and arguments.rows.exists():
-        rows = json.loads(arguments.rows.read_text())
-    else:
-        training = read_texts([path for path in files if not is_held_out(path)])
-        rng = random.Random(arguments.seed)
-        rows = []
-        for at in range(0, arguments.prompts, 512):
-            prompts = prompts_of(training, min(512, arguments.prompts - at), rng)
-            rows += continue_prompts(llm, prompts, SAMPLED_ONE_IN, arguments.seed + at)
-            console.print(f"{len(rows)} rows {time.perf_counter() - started:.0f} s, CPU {time.process_time():.0f} s")
-        if arguments.rows:
-            arguments.rows.write_text(json.dumps(rows))
-    held_out = continue_prompts(llm, prompts_of(held_out_texts(), 128, random.Random(1)), 0, 0)
-    del llm
+    texts = read_texts([path for path in corpus_files() if not is_held_out(path)])
+    rows = kept_in(arguments.rows, lambda: own_text(texts, arguments.prompts, SAMPLED_ONE_IN, arguments.seed))
 
+    before = {}
     head = Head(json.loads((EMBEDDED_MODEL / "config.json").read_text()))
     if arguments.resume:
         head.load_state_dict(load_file(arguments.out / "model.safetensors"))
+        before = json.loads((arguments.out / "training.json").read_text())
     target = Target(load_model(EMBEDDED_MODEL).requires_grad_(False))
     console.print(f"head: {sum(p.numel() for p in head.parameters()) / 1e6:.2f} M parameters")
     train(head, target, rows, arguments.batches, arguments.learning_rate, arguments.seed)
-    drafts, accepted = acceptance(head, target, held_out)
-    console.print(f"drafts {drafts}, accepted {accepted}, mean acceptance length {1 + sum(accepted) / drafts:.3f}")
-    save(head, arguments.out, {"seed": arguments.seed})
+
+    head.load_state_dict({name: tensor.bfloat16() for name, tensor in head.state_dict().items()})
+    drafts, accepted = acceptance(head, target, own_text(held_out_texts(), held_out_prompts, 0, 0))
+    facts = {
+        "parameters": sum(p.numel() for p in head.parameters()),
+        "prompts": len(rows) + before.get("prompts", 0),
+        "tokens_generated": NEW_TOKENS * len(rows) + before.get("tokens_generated", 0),
+        "batches": arguments.batches + before.get("batches", 0),
+        "batch_rows": BATCH_ROWS,
+        "minutes": (time.perf_counter() - started) / 60 + before.get("minutes", 0),
+        "seeds": [*before.get("seeds", []), arguments.seed],
+        "held_out_prompts": held_out_prompts,
+        "num_speculative_tokens": STEPS,
+        "num_drafts": drafts,
+        "num_accepted_tokens_per_pos": accepted,
+        "mean_acceptance_length": 1 + sum(accepted) / drafts,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": f"{torch.get_num_threads()} CPU threads",
+    }
+    save(head, arguments.out, facts)
+    rates = ", ".join(f"{count / drafts:.3f}" for count in accepted)
+    console.print(
+        f"held out, greedy, {STEPS} drafts at a time: acceptance by position {rates}, "
+        f"mean acceptance length {facts['mean_acceptance_length']:.3f}"
+    )
 
 
 if __name__ == "__main__":
