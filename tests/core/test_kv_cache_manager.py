@@ -129,3 +129,12 @@ def test_usage_is_the_share_of_usable_blocks() -> None:
     assert manager.usage == 0.0
     allocate(manager, request("a", [*range(20)]), 20)
     assert manager.usage == pytest.approx(0.5)
+
+
+def test_a_hit_leaves_out_its_last_block_for_a_drafter_that_looks_one_token_ahead() -> None:
+    for use_eagle, expected in ((False, [1, 2]), (True, [1])):
+        manager = make(use_eagle=use_eagle)
+        allocate(manager, request("a", [*range(8)]), 8)
+        blocks, num_tokens = manager.get_computed_blocks(request("b", [*range(8), 50]))
+        assert ([block.block_id for block in blocks], num_tokens) == (expected, 4 * len(expected))
+        assert manager.get_computed_blocks(request("c", [*range(40, 48)])) == ([], 0)

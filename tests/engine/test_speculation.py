@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
 from minivllm.config.speculative import METHODS, MODEL_METHODS
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
 from minivllm.engine.throughput_log import ThroughputLog
@@ -20,6 +20,8 @@ from minivllm.errors import MinivllmError
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
 from minivllm.models.attention import CausalAttention
+from minivllm.models.eagle3 import Eagle3Head
+from minivllm.models.forward_context import AuxHiddenStates, ForwardContext
 from minivllm.models.linear import weight_bytes
 from minivllm.models.loader import random_model
 from minivllm.sampling_params import RequestOutputKind
@@ -38,8 +40,9 @@ SETTINGS = {
 }
 RECORDED = json.loads((Path(__file__).parent / "data" / "spec_decode.json").read_text())
 """What vLLM 0.32 has generated greedily for the embedded model in float32, and its counters over all of these requests
-for three tokens a draft: n-grams of 1 to 3 tokens, and the embedded draft model."""
+for three tokens a draft: n-grams of 1 to 3 tokens, the embedded draft model, and the embedded EAGLE-3 head."""
 DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3}
+EAGLE3 = {"method": "eagle3", "model": str(EMBEDDED_EAGLE3), "num_speculative_tokens": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 REPETITIVE = """def first(self):
         return self.items[0]
@@ -144,7 +147,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps_for_the_same_tokens():
     assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("config", [NGRAM, DRAFT_MODEL], ids=["ngram", "draft_model"])
+@pytest.mark.parametrize("config", [NGRAM, DRAFT_MODEL, EAGLE3], ids=["ngram", "draft_model", "eagle3"])
 def test_vllms_tokens_and_counters(config):
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     prompts = [request["prompt_token_ids"] for request in RECORDED["requests"]]
@@ -169,21 +172,24 @@ def random_batch(seed):
 
 
 FEW_BLOCKS = {"max_model_len": 96, "block_size": 4, "num_gpu_blocks_override": 26, "max_num_batched_tokens": 40}
+WITHOUT_CACHE = {"max_model_len": 64, "max_num_batched_tokens": 9, "attention_backend": "naive", "use_kv_cache": False}
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("config", "changes"),
     [
-        FEW_BLOCKS,
-        {**FEW_BLOCKS, "async_scheduling": True, "enable_prefix_caching": False},
-        {"max_model_len": 64, "max_num_batched_tokens": 9, "attention_backend": "naive", "use_kv_cache": False},
-        {**FEW_BLOCKS, "kv_cache_dtype": "int8", "async_scheduling": True},
+        (DRAFT_MODEL, FEW_BLOCKS),
+        (DRAFT_MODEL, {**FEW_BLOCKS, "async_scheduling": True, "enable_prefix_caching": False}),
+        (DRAFT_MODEL, WITHOUT_CACHE),
+        (DRAFT_MODEL, {**FEW_BLOCKS, "kv_cache_dtype": "int8", "async_scheduling": True}),
+        (EAGLE3, {**FEW_BLOCKS, "async_scheduling": True}),
+        (EAGLE3, WITHOUT_CACHE),
     ],
-    ids=["preempted", "ahead", "without-cache", "int8"],
+    ids=["preempted", "ahead", "without-cache", "int8", "eagle3-preempted-ahead", "eagle3-without-cache"],
 )
-def test_the_tokens_without_a_draft_model(changes):
+def test_the_tokens_without_a_drafter(config, changes):
     plain = LLM(EMBEDDED_MODEL, **SETTINGS | changes | {"async_scheduling": False, "num_gpu_blocks_override": 200})
-    drafting = LLM(EMBEDDED_MODEL, **SETTINGS | changes, speculative_config=DRAFT_MODEL)
+    drafting = LLM(EMBEDDED_MODEL, **SETTINGS | changes, speculative_config=config)
     for seed in range(3):
         prompts, params = random_batch(seed)
         expected, found = plain.generate(prompts, params), drafting.generate(prompts, params)
@@ -193,8 +199,11 @@ def test_the_tokens_without_a_draft_model(changes):
     assert stats.num_preemptions > 0 or "num_gpu_blocks_override" not in changes
 
 
-def keys_without_cache(drafter, token_ids):
-    """The last layer's keys of these tokens [tokens, kv_heads, head_dim], computed in one pass."""
+def keys_without_cache(drafter, target, token_ids):
+    """The last layer's keys of these tokens [tokens, kv_heads, head_dim], computed in one pass.
+
+    A head has no key of the last token: it is for the token after each place.
+    """
     attention, found = CausalAttention(drafter.config), []
 
     def keep(layer, q, k, v):
@@ -202,14 +211,26 @@ def keys_without_cache(drafter, token_ids):
         return attention(layer, q, k, v)
 
     ids = torch.from_numpy(token_ids)
+    positions = torch.arange(len(ids))
     with torch.inference_mode():
-        drafter(ids, torch.arange(len(ids)), keep)
+        if isinstance(drafter, Eagle3Head):
+            aux = AuxHiddenStates(drafter.eagle_config.aux_layer_ids)
+            target(ids[:-1], positions[:-1], ForwardContext(CausalAttention(target.config), aux))
+            hidden = drafter.combine_hidden_states(torch.cat(aux.states, dim=-1))
+            drafter(ids[1:], positions[:-1], hidden, keep)
+        else:
+            drafter(ids, positions, keep)
     return found[-1]
 
 
-def test_the_drafters_cache_holds_every_token_that_the_targets_does():
-    """Whatever was drafted, rejected, hit in the prefix cache, preempted or computed in chunks on the way."""
-    llm = LLM(EMBEDDED_MODEL, **SETTINGS | FEW_BLOCKS, speculative_config=DRAFT_MODEL)
+@pytest.mark.parametrize("config", [DRAFT_MODEL, EAGLE3], ids=["draft_model", "eagle3"])
+def test_the_drafters_cache_holds_every_token_that_the_targets_does(config):
+    """Whatever was drafted, rejected, hit in the prefix cache, preempted or computed in chunks on the way.
+
+    A head is one token behind where the last one has just been sampled. Else it needs the one after, and so a block
+    that a shorter prompt has left ends with a key that is not a longer prompt's.
+    """
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS | FEW_BLOCKS, speculative_config=config)
     runner, steps = runner_of(llm), []
     batch, execute = runner.batch, runner.execute_model
 
@@ -219,7 +240,9 @@ def test_the_drafters_cache_holds_every_token_that_the_targets_does():
         for req_id, count in scheduler_output.num_scheduled_tokens.items():
             row, sampled = batch.row_of[req_id], output.sampled_token_ids.get(req_id)
             end = batch.num_tokens[row] if sampled else batch.num_computed_tokens[row] + count
-            expected = keys_without_cache(runner.drafter.model, batch.token_ids[row, :end])
+            end += config is EAGLE3 and not sampled
+            expected = keys_without_cache(runner.drafter.model, runner.model, batch.token_ids[row, :end])
+            end = len(expected)
             keys = runner.drafter.attention.kv_caches[-1].keys  # [blocks, 4, kv_heads, head_dim]
             found = keys[batch.block_table[row, : -(-end // 4)]].flatten(0, 1)[:end]
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
@@ -228,6 +251,9 @@ def test_the_drafters_cache_holds_every_token_that_the_targets_does():
     runner.execute_model = observed
     for seed in range(2):
         llm.generate(*random_batch(seed))
+    beginning = RECORDED["requests"][3]["prompt_token_ids"][:12]
+    for prompt in (beginning, beginning + beginning):
+        llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=4))
     stats = llm.llm_engine.stats
     assert len(steps) > 20
     assert stats.num_preemptions > 0

@@ -356,6 +356,31 @@ def acceptance_rate(target, draft, documents: list[np.ndarray], max_windows: int
     return sum(rates) / len(rates)
 
 
+def head_lines() -> list[str]:
+    """What the card says of the EAGLE-3 head, which `train_eagle3.py` has trained and measured."""
+    directory = HERE / "tiny-python-eagle3"
+    if not (directory / "training.json").exists():
+        return []
+    fact = json.loads((directory / "training.json").read_text())
+    rates = [count / fact["num_drafts"] for count in fact["num_accepted_tokens_per_pos"]]
+    megabytes = (directory / "model.safetensors").stat().st_size / 1e6
+    return [
+        "",
+        "## The EAGLE-3 head",
+        "",
+        "`tiny-python-eagle3` drafts for `tiny-python`: one layer that reads its hidden states, "
+        f"{fact['parameters'] / 1e6:.2f} M parameters, {megabytes:.1f} MB.",
+        "Embeddings and LM head are the target's. Trained by `train_eagle3.py` on what the target wrote after",
+        f"{fact['prompts']:,} prompts from the same corpus, {fact['tokens_generated'] / 1e6:.2f} M tokens: "
+        f"{fact['batches']} batches of {fact['batch_rows']} texts, {fact['device']}, {fact['minutes']:.0f} min.",
+        "",
+        f"After {fact['held_out_prompts']} prompts from held-out files, greedily, {len(rates)} drafts at a time, "
+        "the shares",
+        f"accepted by position are {', '.join(f'{rate:.3f}' for rate in rates)}: a mean acceptance length of "
+        f"**{fact['mean_acceptance_length']:.2f}**.",
+    ]
+
+
 def write_card() -> None:
     """Rewrite README.md from what is in the directories: nothing in it is typed by hand."""
     directories = [HERE / name for name in SHAPES if (HERE / name / "training.json").exists()]
@@ -404,6 +429,7 @@ def write_card() -> None:
     if "tiny-python-draft" in models:
         alpha = acceptance_rate(models["tiny-python"], models["tiny-python-draft"], held_out)
         lines += ["", f"The draft's acceptance rate on held-out text, E[Σ min(p, q)], temperature 1: **{alpha:.3f}**."]
+    lines += head_lines()
     lines += ["", "## Samples", "", "`tiny-python`, temperature 0.6, top-k 50, seed 0, first try."]
     for prompt in PROMPTS:
         text = sample(models["tiny-python"], tokenizer, prompt, seed=0).rstrip()

@@ -4,7 +4,7 @@ In vLLM v0.33.0: `vllm/config/`.
 """
 
 from minivllm.config.cache import CacheConfig
-from minivllm.config.model import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
+from minivllm.config.model import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, ModelConfig
 from minivllm.config.parts import NO_PARTS, Parts
 from minivllm.config.scheduler import SchedulerConfig
 from minivllm.config.speculative import SpeculativeConfig
@@ -12,6 +12,7 @@ from minivllm.config.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "EMBEDDED_DRAFT",
+    "EMBEDDED_EAGLE3",
     "EMBEDDED_MODEL",
     "NO_PARTS",
     "CacheConfig",

@@ -14,7 +14,9 @@ from minivllm.config.checks import is_count, is_number
 from minivllm.errors import MinivllmError
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
-EMBEDDED_MODEL, EMBEDDED_DRAFT = MODELS / "tiny-python", MODELS / "tiny-python-draft"
+EMBEDDED_MODEL, EMBEDDED_DRAFT, EMBEDDED_EAGLE3 = (
+    MODELS / name for name in ("tiny-python", "tiny-python-draft", "tiny-python-eagle3")
+)
 
 # Other names that configs use for the same field; the first one present is used.
 ALIASES = {

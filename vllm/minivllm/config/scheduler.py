@@ -24,6 +24,8 @@ class SchedulerConfig:
     - `max_loras`: how many LoRA adapters may run at once; 0 = no request may name one.
     - `num_speculative_tokens`: the most draft tokens per request and step. `num_lookahead_tokens`: extra slots to
       allocate, for a drafter that writes into the same blocks.
+    - `use_eagle`: the drafter's cache depends on the token after each place too, so a prefix hit leaves out its last
+      block.
     - `async_scheduling`: schedule a step while the one before it is computed.
     - `static_batching`: admit only into an empty batch, as before continuous batching. Not in vLLM.
     """
@@ -39,6 +41,7 @@ class SchedulerConfig:
     max_loras: int = 0
     num_speculative_tokens: int = 0
     num_lookahead_tokens: int = 0
+    use_eagle: bool = False
     async_scheduling: bool = False
     static_batching: bool = False
 

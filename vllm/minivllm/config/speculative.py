@@ -10,8 +10,8 @@ from typing import Any
 
 from minivllm.config.checks import is_count, require
 
-METHODS = ("ngram", "draft_model")
-MODEL_METHODS = ("draft_model",)
+METHODS = ("ngram", "draft_model", "eagle3")
+MODEL_METHODS = ("draft_model", "eagle3")
 """Methods that draft by running a model of their own, with a KV cache."""
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 DEFAULT_LOOKUP = 5
@@ -23,7 +23,8 @@ class SpeculativeConfig:
 
     - `method`: "ngram" finds an earlier occurrence of the last tokens in the same request, and drafts what followed it.
       "draft_model" runs a smaller model with the same vocabulary. In a
-      dictionary with a `model` it is the default.
+      dictionary with a `model` it is the default. "eagle3" runs a head that was trained for this model, and reads its
+      hidden states.
     - `model`: the drafting model, a directory or a name on the Hugging Face hub.
     - `draft_sample_method`: how a drafting model chooses. "greedy" takes the most likely token; "probabilistic" draws
       from the model's distribution q for requests with a temperature, and a draft x is then accepted with probability
@@ -95,6 +96,11 @@ class SpeculativeConfig:
     def runs_model(self) -> bool:
         """Whether drafts come from a model, which has weights and a KV cache."""
         return self.method in MODEL_METHODS
+
+    @property
+    def use_eagle(self) -> bool:
+        """Whether the drafter reads the target's hidden states."""
+        return self.method == "eagle3"
 
     @property
     def num_lookahead_tokens(self) -> int:

@@ -16,8 +16,14 @@ class KVCacheManager:
     """Block tables on the host. A table only grows at its end; equal blocks are never merged."""
 
     def __init__(
-        self, cache_config: CacheConfig, max_model_len: int, watermark: float = 0.0, parts: Parts = NO_PARTS
+        self,
+        cache_config: CacheConfig,
+        max_model_len: int,
+        watermark: float = 0.0,
+        parts: Parts = NO_PARTS,
+        use_eagle: bool = False,
     ) -> None:
+        self.use_eagle = use_eagle
         self.block_size = cache_config.block_size
         self.enable_caching = cache_config.enable_prefix_caching
         self.max_model_len = max_model_len
@@ -40,6 +46,8 @@ class KVCacheManager:
         """Returns the longest cached prefix of a request: its blocks, not touched yet, and its length in tokens.
 
         It has at most `num_tokens - 1` tokens: the last one must be computed, because its logits are needed.
+        With `use_eagle` the last block that matches is left out: what a drafter has cached at its last place depends on
+        the token after it, which is the same only in the blocks before.
         """
         blocks: list[KVCacheBlock] = []
         if not self.enable_caching or request.skip_reading_prefix_cache:
@@ -50,6 +58,8 @@ class KVCacheManager:
             if block is None:
                 break
             blocks.append(block)
+        if self.use_eagle and blocks:
+            blocks.pop()
         return blocks, len(blocks) * self.block_size
 
     def allocate_slots(

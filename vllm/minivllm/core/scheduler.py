@@ -410,7 +410,13 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _make_kv_cache_manager(self) -> KVCacheManager:
-        return KVCacheManager(self.cache_config, self.config.max_model_len, self.config.watermark, self.parts)
+        return KVCacheManager(
+            self.cache_config,
+            self.config.max_model_len,
+            self.config.watermark,
+            self.parts,
+            use_eagle=self.config.use_eagle,
+        )
 
     def _check_request(self, request: Request) -> None:
         name = f"request {request.request_id!r}"

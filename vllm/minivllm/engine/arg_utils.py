@@ -307,6 +307,7 @@ class EngineArgs:
             watermark=self.watermark,
             num_speculative_tokens=self.speculation.num_speculative_tokens if self.speculation else 0,
             num_lookahead_tokens=self.speculation.num_lookahead_tokens if self.speculation else 0,
+            use_eagle=self.speculation.use_eagle if self.speculation else False,
             async_scheduling=self._schedules_ahead(on_gpu=gpu_memory is not None),
             static_batching=self.static_batching,
         )

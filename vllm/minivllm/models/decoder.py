@@ -107,8 +107,10 @@ class Decoder(nn.Module):
             residual = torch.zeros_like(hidden)
         else:
             hidden, residual = intermediate
-        table = self.rotary.table
-        for layer in islice(self.layers, self.start_layer, self.end_layer):
+        table, aux = self.rotary.table, context.aux_hidden_states
+        for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer), self.start_layer):
+            if aux is not None and index in aux.layer_ids:
+                aux.states.append(hidden + residual)
             wanted = rows if layer is self.layers[-1] else None
             hidden, residual = layer(hidden, residual, positions, table, context, wanted)
         if not self.group.stage.is_last:
@@ -153,13 +155,21 @@ class DecoderLayer(nn.Module):
 class SelfAttention(nn.Module):
     """Attention with its projections: into heads, rotary positions, attention, and the output projection."""
 
-    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        group: GroupCoordinator,
+        method: LoadableLinearMethod,
+        input_size: int | None = None,
+    ):
+        """`input_size`: width of what is projected; None for `hidden_size`."""
         super().__init__()
         self.index, self.group = index, group
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv_proj = Linear(config.hidden_size, width, config.attention_bias, method)
+        self.qkv_proj = Linear(input_size or config.hidden_size, width, config.attention_bias, method)
         self.o_proj = Linear(
             self.heads * self.head_dim, config.hidden_size, config.attention_output_bias, method, group.size
         )
@@ -169,7 +179,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, table: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """`[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
+        """`[tokens, input_size]` in, `[rows, hidden_size]` out."""
         heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         q_and_k, v = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:

@@ -4,9 +4,23 @@ In vLLM v0.33.0: `vllm/forward_context.py` (`ForwardContext`), which layers find
 down to them and is immutable: each step has its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from minivllm.models.attention import AttentionFunction
+
+
+@dataclass(frozen=True, slots=True)
+class AuxHiddenStates:
+    """Hidden states from between the layers, which the decoder adds to `states` for a drafter to read.
+
+    - `layer_ids`: 0 is the embedding, and i the residual stream that layer i reads, so what layer i - 1 has made.
+    - `states`: for each of them, in ascending order, `[tokens, hidden_size]`.
+    """
+
+    layer_ids: tuple[int, ...]
+    states: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +28,11 @@ class ForwardContext:
     """The step as the layers see it. Anything else that a layer needs per step becomes a field here.
 
     - `attention`: the attention function, bound to this step's block tables and metadata.
+    - `aux_hidden_states`: hidden states to keep; None for none.
     """
 
     attention: AttentionFunction
+    aux_hidden_states: AuxHiddenStates | None = None
 
     @classmethod
     def of(cls, context: "ForwardContext | AttentionFunction") -> "ForwardContext":

@@ -136,37 +136,48 @@ def load_weights(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
         MinivllmError: a tensor is missing, unexpected, given twice, of another shape, or not finite; the message names
             it.
     """
-    targets = checkpoint_slots(model)
-    tied = model.config.tie_word_embeddings
-    missing, extremes = set(targets), {}
+    slots = checkpoint_slots(model)
+    fill_slots(slots, ((name, tensor) for name, tensor in tensors if not _is_left_out(model, slots, name, tensor)))
+
+
+def fill_slots(slots: dict[str, Slot], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy each tensor into the slot of its name.
+
+    Raises:
+        MinivllmError: as `load_weights`.
+    """
+    missing, extremes = set(slots), {}
     for name, tensor in tensors:
-        if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
-            continue  # redundant tensors that some checkpoints store
-        if name not in targets and _is_on_another_stage(model, name):
-            continue
-        if name not in targets and name.endswith(".bias") and not tensor.any():
-            continue  # GPTQ tools write a zero bias for linears that have none
-        if name not in targets:
+        if name not in slots:
             raise MinivllmError(f"the checkpoint has a tensor {name!r} that this model does not have")
         if name not in missing:
             raise MinivllmError(f"the checkpoint has the tensor {name!r} twice")
-        if tensor.shape != targets[name].shape:
-            shapes = f"{tuple(tensor.shape)}, the config says {tuple(targets[name].shape)}"
+        if tensor.shape != slots[name].shape:
+            shapes = f"{tuple(tensor.shape)}, the config says {tuple(slots[name].shape)}"
             raise MinivllmError(f"the tensor {name!r} of the checkpoint has the shape {shapes}")
-        if tensor.is_floating_point() != targets[name].target.is_floating_point():
+        if tensor.is_floating_point() != slots[name].target.is_floating_point():
             raise MinivllmError(
                 f"the tensor {name!r} of the checkpoint is stored as {tensor.dtype}, which the model config does not "
                 "speak of: a quantized checkpoint needs its quantization_config"
             )
-        targets[name].fill(tensor)
+        slots[name].fill(tensor)
         missing.remove(name)
-        extremes.update(_extremes(name, targets[name].target))
+        extremes.update(_extremes(name, slots[name].target))
     _refuse_non_finite(extremes)
     if missing:
         some = ", ".join(sorted(missing)[:3])
-        raise MinivllmError(
-            f"the checkpoint lacks {len(missing)} of the model's {len(targets)} tensors, such as {some}"
-        )
+        raise MinivllmError(f"the checkpoint lacks {len(missing)} of the model's {len(slots)} tensors, such as {some}")
+
+
+def _is_left_out(model: Decoder, slots: dict[str, Slot], name: str, tensor: Tensor) -> bool:
+    """Whether a stored tensor has no place in this model, and rightly so."""
+    tied = model.config.tie_word_embeddings and name == "lm_head.weight"
+    if tied or name.endswith("rotary_emb.inv_freq"):
+        return True  # redundant tensors that some checkpoints store
+    if name in slots:
+        return False
+    # GPTQ tools write a zero bias for linears that have none.
+    return _is_on_another_stage(model, name) or (name.endswith(".bias") and not tensor.any())
 
 
 def _is_on_another_stage(model: Decoder, name: str) -> bool:
@@ -205,27 +216,36 @@ def _refuse_non_finite(extremes: dict[str, Tensor]) -> None:
 
 def checkpoint_slots(model: Decoder) -> dict[str, Slot]:
     """The slot of each tensor of a Hugging Face checkpoint, by tensor name."""
-    config, group, slots = model.config, model.group, {}
+    slots = slots_of(model, model.config, model.group, kv_part(model.whole_config, model.group))
+    return {name if name.startswith("lm_head") else f"model.{name}": slot for name, slot in slots.items()}
+
+
+def slots_of(
+    module: nn.Module, config: ModelConfig, group: GroupCoordinator, shared: tuple[int, int]
+) -> dict[str, Slot]:
+    """The slots of a module's parameters: by their own names, but with merged projections under their separate names.
+
+    `config` describes the part that the module holds; `shared` is which part of how many its keys and values are.
+    """
+    slots, mine = {}, (group.rank, group.size)
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    mine, shared = (group.rank, group.size), kv_part(model.whole_config, group)
     merged = {
         "qkv_proj": (("q_proj", "k_proj", "v_proj"), (q, kv, kv), (mine, shared, shared)),
         "gate_up_proj": (("gate_proj", "up_proj"), (config.intermediate_size,) * 2, (mine, mine)),
     }
-    for name, parameter in model.named_parameters():
+    for name, parameter in module.named_parameters():
         if not parameter.numel():
             continue  # another stage has it
-        stored = name if name.startswith("lm_head") else f"model.{name}"
         linear, _, what = name.rpartition(".")
         whole = next((part for part in merged if part in name), None)
         if whole is not None:
             names, rows, parts = merged[whole]
             for part, target, which in zip(names, parameter.split(rows), parts, strict=True):
-                slots[stored.replace(whole, part)] = Slot(target, 0, *which)
+                slots[name.replace(whole, part)] = Slot(target, 0, *which)
         elif linear.endswith(("o_proj", "down_proj")):
-            slots[stored] = _slot_of_divided_row(model.get_submodule(linear), what, parameter, group)
+            slots[name] = _slot_of_divided_row(module.get_submodule(linear), what, parameter, group)
         else:
-            slots[stored] = Slot(parameter)
+            slots[name] = Slot(parameter)
     return slots
 
 
@@ -321,7 +341,7 @@ def _empty_model(
     kind = torch_dtype(config.dtype if dtype == "auto" else dtype)
     _refuse_beyond_memory(config, torch.device(device), 4 if scheme else 8 * kind.itemsize, group)
     method = scheme.method if scheme else UNQUANTIZED
-    with torch.device(device), _default_dtype(kind):
+    with torch.device(device), default_dtype(kind):
         return Decoder(config, group, method).eval()
 
 
@@ -350,7 +370,8 @@ def _refuse_beyond_memory(
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """While this is open, new tensors have this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -17,7 +17,8 @@ from minivllm.config import SpeculativeConfig
 from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.kernels.grammar_bitmask import apply_grammar_bitmask
 from minivllm.models.decoder import Decoder
-from minivllm.models.forward_context import ForwardContext
+from minivllm.models.eagle3 import Eagle3Head
+from minivllm.models.forward_context import AuxHiddenStates, ForwardContext
 from minivllm.models.linear import process_weights_after_loading, weight_bytes
 from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
@@ -46,7 +47,7 @@ class ModelRunner:
         block_size: int,
         kv_cache_dtype: str = "auto",
         speculative_config: SpeculativeConfig | None = None,
-        drafter: Decoder | None = None,
+        drafter: Decoder | Eagle3Head | None = None,
         attention_backend: str | None = None,
         attention: Callable[..., PagedAttention] | None = None,
         use_kv_cache: bool = True,
@@ -75,7 +76,7 @@ class ModelRunner:
         self.cuda_graphs: CudaGraphs | None = None
         self.reset()
 
-    def _model_proposer(self, config: SpeculativeConfig | None, model: Decoder) -> ModelProposer:
+    def _model_proposer(self, config: SpeculativeConfig | None, model: Decoder | Eagle3Head) -> ModelProposer:
         assert config is not None
         check_drafter(model.config, self.model.whole_config, self.max_model_len)
         return MODEL_PROPOSERS[config.method](
@@ -93,6 +94,7 @@ class ModelRunner:
         self.batch = InputBatch(self.max_num_seqs, self.max_model_len, self.block_size)
         self.prompt_logprobs = PromptLogprobs()
         self._draft_token_ids: dict[str, list[int]] = {}
+        self._aux_hidden_states: torch.Tensor | None = None
         self._waits_for_grammar: tuple[SchedulerOutput, StepInputs, torch.Tensor] | None = None
 
     def weight_bytes(self) -> int:
@@ -210,18 +212,22 @@ class ModelRunner:
         """Hidden states to sample from, [sum of num_sampled, hidden]; on a stage before the last, what it has sent on.
 
         If any prompt log probabilities are requested, those of all tokens, [tokens, hidden]. A decode step replays a
-        CUDA graph if one fits.
+        CUDA graph if one fits, unless the drafter reads hidden states, which a graph does not hand out.
         """
         num_tokens, num_wanted = len(inputs.input_ids), len(inputs.logits_indices)
         all_wanted = num_wanted == num_tokens or bool(self.prompt_logprobs)
         rows = None if all_wanted else self._on_device(inputs.logits_indices)
-        if self.cuda_graphs is not None and not self.prompt_logprobs and self.cuda_graphs.size_for(inputs) is not None:
-            hidden = self.cuda_graphs.replay(inputs)  # [tokens, hidden]
+        aux = AuxHiddenStates(self.drafter.aux_layer_ids) if self.drafter and self.drafter.aux_layer_ids else None
+        graphs = None if self.prompt_logprobs or aux else self.cuda_graphs
+        if graphs is not None and graphs.size_for(inputs) is not None:
+            hidden = graphs.replay(inputs)  # [tokens, hidden]
             return hidden if rows is None else hidden[rows]
         input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
-        context, group = self._forward_context(inputs), self.model.group
+        context, group = self._forward_context(inputs, aux), self.model.group
         received = None if group.stage.is_first else self._receive(num_tokens)
         hidden = self.model(input_ids, positions, context, rows, received)
+        if aux is not None:
+            self._aux_hidden_states = torch.cat(aux.states, dim=-1)
         if not group.stage.is_last:
             group.send_to_next_stage(hidden)
         return hidden
@@ -279,7 +285,7 @@ class ModelRunner:
         """Asks the proposer to draft for the requests that sampled in this step."""
         req_ids = [inputs.req_ids[index] for index in inputs.sampling]
         if self.drafter:
-            drafts = self.drafter.propose(self.batch, inputs)
+            drafts = self.drafter.propose(self.batch, inputs, self._aux_hidden_states)
         else:
             assert self.proposer is not None
             drafts = self.proposer.propose(self.batch, inputs.rows[inputs.sampling])
@@ -295,9 +301,9 @@ class ModelRunner:
         drafts, self._draft_token_ids = self._draft_token_ids, {}
         return drafts
 
-    def _forward_context(self, inputs: StepInputs) -> ForwardContext:
+    def _forward_context(self, inputs: StepInputs, aux: AuxHiddenStates | None) -> ForwardContext:
         assert self.attention is not None
-        return ForwardContext(self.attention.of_step(AttentionMetadata.of(inputs, self.device)))
+        return ForwardContext(self.attention.of_step(AttentionMetadata.of(inputs, self.device)), aux)
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
         batch, rows = self.batch, inputs.rows[inputs.sampling]  # [n]

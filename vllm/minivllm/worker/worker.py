@@ -16,6 +16,7 @@ import torch.distributed as dist
 from minivllm.config import ModelConfig, SpeculativeConfig
 from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.models.decoder import Decoder
+from minivllm.models.eagle3 import Eagle3Head, load_eagle3
 from minivllm.models.loader import load_model, random_model
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.pipeline import Stage
@@ -262,11 +263,13 @@ def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator
     return load_model(settings.model, device, dtype, group, settings.quantization)[0]
 
 
-def load_drafter(settings: WorkerSettings, target: Decoder) -> Decoder | None:
+def load_drafter(settings: WorkerSettings, target: Decoder) -> Decoder | Eagle3Head | None:
     """Loads the model that drafts, in the target's dtype; None if there is none, or another rank has it."""
     config = settings.speculative_config
     if config is None or config.model is None or not target.group.samples:
         return None
+    if config.use_eagle:
+        return load_eagle3(config.model, target)
     weight = target.embed_tokens.weight
     if settings.load_format == "dummy":
         return random_model(ModelConfig.from_pretrained(config.model), settings.seed, weight.device, weight.dtype)

@@ -36,6 +36,10 @@ class DraftModelProposer(ModelProposer):
             positions = torch.from_numpy(spans.positions).to(self.device)
             hidden = self.model(drafts[-1], positions, self.forward_context(spans))
             drafts.append(self._choose(hidden, batch, rows, index))
+        return self._within_length(batch, rows, drafts)
+
+    def _within_length(self, batch: InputBatch, rows: np.ndarray, drafts: list[torch.Tensor]) -> list[list[int]]:
+        """The drafts of each of `rows`, given as ids [n] for each draft, without those beyond the last position."""
         room = np.maximum(self.max_model_len - batch.num_tokens[rows], 0)  # [n]
         table = torch.stack(drafts, dim=1).tolist()  # [n, num_speculative_tokens]
         return [theirs[:most] for theirs, most in zip(table, room.tolist(), strict=True)]

@@ -11,6 +11,7 @@ import torch
 from minivllm.config import ModelConfig, SpeculativeConfig
 from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
+from minivllm.models.eagle3 import Eagle3Head
 from minivllm.models.forward_context import ForwardContext
 from minivllm.models.linear import process_weights_after_loading, weight_bytes
 from minivllm.worker.input_batch import InputBatch, StepInputs, TokenSpans
@@ -36,7 +37,7 @@ class ModelProposer(ABC):
     def __init__(
         self,
         config: SpeculativeConfig,
-        model: Decoder,
+        model: Decoder | Eagle3Head,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -67,8 +68,14 @@ class ModelProposer(ABC):
         Args:
             batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled.
             inputs: what the target has just computed; rejected drafts are among these tokens.
-            aux_hidden_states: [tokens, width], what the drafter reads of the target's hidden states, if it does.
+            aux_hidden_states: [tokens, width], the target's hidden states of `aux_layer_ids` side by side; None if
+                there are no such ids.
         """
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """Which hidden states of the target `propose` reads, as in `AuxHiddenStates`."""
+        return ()
 
     @property
     def model_config(self) -> ModelConfig:

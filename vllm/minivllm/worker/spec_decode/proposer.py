@@ -12,6 +12,7 @@ import numpy as np
 from minivllm.config import SpeculativeConfig
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.spec_decode.draft_model_proposer import DraftModelProposer
+from minivllm.worker.spec_decode.eagle_proposer import EagleProposer
 from minivllm.worker.spec_decode.model_proposer import ModelProposer
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 
@@ -33,7 +34,7 @@ PROPOSERS: dict[str, Callable[[SpeculativeConfig, int], Proposer]] = {"ngram": N
 """Factories of proposers that read tokens, by method; each takes the settings and `max_model_len`, the length that
 drafts must not exceed."""
 
-MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {"draft_model": DraftModelProposer}
+MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {"draft_model": DraftModelProposer, "eagle3": EagleProposer}
 """Proposers that run a model, by method."""
 
 

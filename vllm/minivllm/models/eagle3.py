@@ -1,0 +1,251 @@
+"""The EAGLE-3 head: one decoder layer that drafts from the target's own hidden states (arXiv 2503.01840).
+
+A draft model has to find out from the tokens alone what the target already knows. The head is told: it reads the
+target's hidden states from three depths, mixed into one vector by `fc`, beside the embedding of the token that the
+target has just sampled, and predicts the token after that.
+
+    h = fc(concat of three hidden states of token i)         computed by the target
+    g = layer(concat(norm(embed(token i + 1)), norm(h)))     then token i + 2 is drafted from  lm_head(norm(g))
+    g = layer(concat(norm(embed(token i + 2)), norm(g)))     and so on, from what the head itself has made
+
+Its only layer has a KV cache of its own. Embeddings are the target's, and so is the LM head unless the checkpoint has
+one.
+
+In vLLM v0.33.0: `vllm/model_executor/models/llama_eagle3.py` (`Eagle3LlamaForCausalLM`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.config import ModelConfig
+from minivllm.config.checks import is_count
+from minivllm.config.model import config_path, read_json_object
+from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.models.attention import AttentionFunction
+from minivllm.models.decoder import Decoder, Embedding, GatedMLP, RMSNorm, SelfAttention
+from minivllm.models.forward_context import ForwardContext
+from minivllm.models.linear import UNQUANTIZED, Linear
+from minivllm.models.loader import default_dtype, fill_slots, slots_of, stored_tensors, weight_files
+from minivllm.models.parallel import GroupCoordinator
+from minivllm.models.rotary import RotaryTable
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+NUM_AUX_HIDDEN_STATES = 3
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_config", "parallel_drafting")
+"""Settings under which vLLM computes another head than this one."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """The shape of a head.
+
+    - `model`: its layer, as a model of one layer.
+    - `aux_layer_ids`: where the target's hidden states come from, as in `AuxHiddenStates`.
+    - `draft_vocab_size`: number of tokens that the head can draft; the target's vocabulary may be larger.
+    """
+
+    model: ModelConfig
+    aux_layer_ids: tuple[int, ...]
+    draft_vocab_size: int
+
+    @classmethod
+    def from_pretrained(cls, path_or_name: str | Path, target: ModelConfig) -> "Eagle3Config":
+        """Read the config of a head for this target, from a local directory or the Hugging Face Hub.
+
+        Raises:
+            UnsupportedModelError: not an EAGLE-3 head, or a variant that is not computed here.
+            MinivllmError: there is no such model, a setting is invalid, or the head belongs to another target.
+        """
+        contents = read_json_object(config_path(path_or_name))
+        try:
+            return cls.from_dict(contents, target)
+        except MinivllmError as error:
+            raise type(error)(f"{path_or_name}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, contents: Mapping[str, Any], target: ModelConfig) -> "Eagle3Config":
+        """As `from_pretrained`, from the contents of a `config.json`."""
+        model = ModelConfig.from_dict(contents)
+        if model.architecture != ARCHITECTURE:
+            raise UnsupportedModelError(
+                f"{model.architecture or 'this model'} is no EAGLE-3 head; the method eagle3 runs {ARCHITECTURE}"
+            )
+        variant = next((name for name in VARIANTS if contents.get(name)), None)
+        if variant or model.num_hidden_layers != 1:
+            what = f"{variant}={contents[variant]!r}" if variant else f"{model.num_hidden_layers} layers"
+            raise UnsupportedModelError(f"the head has {what}; heads of one layer without variants are computed")
+        model.require("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+        for name in ("hidden_size", "vocab_size"):
+            if getattr(model, name) != getattr(target, name):
+                values = f"{getattr(model, name)}, the target's is {getattr(target, name)}"
+                raise MinivllmError(f"the head's {name} is {values}: it was trained for another target")
+        draft_vocab_size = contents.get("draft_vocab_size") or model.vocab_size
+        if not is_count(draft_vocab_size, 1) or draft_vocab_size > model.vocab_size:
+            raise MinivllmError(
+                f"draft_vocab_size is {draft_vocab_size!r}; it must be a whole number from 1 to {model.vocab_size}"
+            )
+        return cls(model, _aux_layer_ids(contents, target), draft_vocab_size)
+
+
+def _aux_layer_ids(contents: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
+    """As configured, or else from the beginning, the middle and near the end, as in EAGLE-3."""
+    layers = target.num_hidden_layers
+    ids = contents.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
+    valid = isinstance(ids, list) and all(is_count(index, 0) and index < layers for index in ids)
+    if not valid or len(ids) != NUM_AUX_HIDDEN_STATES or sorted(set(ids)) != ids:
+        raise MinivllmError(
+            f"eagle_aux_hidden_state_layer_ids is {ids!r}; it must list {NUM_AUX_HIDDEN_STATES} different layers of "
+            f"the target in ascending order, each from 0 to {layers - 1}"
+        )
+    return tuple(ids)
+
+
+class Eagle3Head(nn.Module):
+    """The head of one target, whose embeddings it shares. Parameters are uninitialised: `load_eagle3` fills them."""
+
+    def __init__(self, config: Eagle3Config, target: Decoder, own_lm_head: bool):
+        """Build with torch's default dtype and device; `own_lm_head`: not the target's."""
+        super().__init__()
+        model = config.model
+        self.eagle_config, self.config = config, model
+        self._target = (target,)  # in a tuple, so that its parameters are not also the head's
+        self.fc = Linear(NUM_AUX_HIDDEN_STATES * model.hidden_size, model.hidden_size)
+        self.midlayer = Eagle3Layer(model)
+        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.own_lm_head = Linear(model.hidden_size, config.draft_vocab_size) if own_lm_head else None
+        self.rotary = RotaryTable(model)
+        self.draft_id_to_target_id: Tensor | None
+        self.register_buffer("draft_id_to_target_id", None, persistent=False)
+
+    @property
+    def embed_tokens(self) -> Embedding:
+        """The target's."""
+        return self._target[0].embed_tokens
+
+    def combine_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
+        """The target's hidden states side by side, `[tokens, 3 * hidden_size]`, as the one that the layer reads."""
+        return self.fc(aux_hidden_states)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        context: ForwardContext | AttentionFunction,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One step over the flattened tokens of all sequences.
+
+        Args:
+            input_ids: `[tokens]`, the token *after* each hidden state.
+            positions: `[tokens]`, the place of each hidden state in its sequence.
+            hidden: `[tokens, hidden_size]`, from `combine_hidden_states`, or what this has returned as second.
+            context: as for `Decoder.forward`; the layer's index is 0.
+            rows: indices of the tokens to draft after; None for all. The others only contribute keys and values.
+
+        Returns:
+            `[rows, hidden_size]`: normalised, as `compute_logits` expects it, and before the norm, for the next step.
+        """
+        embeds = self.embed_tokens(input_ids)
+        layer = self.midlayer(embeds, hidden, positions, self.rotary.table, ForwardContext.of(context), rows)
+        hidden, residual = layer
+        return self.norm(hidden, residual), residual
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the target's vocabulary `[n, vocab_size]`; minus infinity for what the head cannot draft."""
+        logits = (self.own_lm_head or self._target[0].lm_head)(hidden)
+        if self.draft_id_to_target_id is None:
+            return logits
+        whole = logits.new_full((len(logits), self.config.vocab_size), float("-inf"))
+        whole[:, self.draft_id_to_target_id] = logits
+        return whole
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer whose attention reads embedding and hidden state side by side."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        group = GroupCoordinator()  # every rank of a group has the whole head
+        self.self_attn = SelfAttention(config, 0, group, UNQUANTIZED, 2 * config.hidden_size)
+        self.mlp = GatedMLP(config, group, UNQUANTIZED)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        context: ForwardContext,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings and hidden states `[tokens, hidden_size]` to the layer's output and the residual stream `[rows]`.
+
+        `hidden` stays as it is: the residual adds go into a copy.
+        """
+        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+        attended = self.self_attn(x, positions, table, context, rows)
+        residual = hidden.clone() if rows is None else hidden[rows]
+        return self.mlp(self.post_attention_layernorm(attended, residual)), residual
+
+
+def load_eagle3(path_or_name: str | Path, target: Decoder) -> Eagle3Head:
+    """Load a head for this target, in the target's dtype and on its device.
+
+    Raises:
+        UnsupportedModelError: not an EAGLE-3 head, or a variant that is not computed here.
+        MinivllmError: it belongs to another target, or a tensor is missing, unexpected or of another shape; the
+            message names it.
+    """
+    config = Eagle3Config.from_pretrained(path_or_name, target.whole_config)
+    tensors = dict(stored_tensors(weight_files(path_or_name)))
+    tensors.pop("t2d", None)  # which of the target's tokens can be drafted; d2t says the same the other way round
+    own_lm_head = "lm_head.weight" in tensors
+    _check_vocabulary(config, tensors, own_lm_head)
+    weight = target.embed_tokens.weight
+    with torch.device(weight.device), default_dtype(weight.dtype):
+        head = Eagle3Head(config, target, own_lm_head).eval()
+    d2t = tensors.pop("d2t", None)
+    if d2t is not None:
+        head.draft_id_to_target_id = _draft_ids(config, d2t).to(weight.device)
+    slots = slots_of(head, config.model, GroupCoordinator(), (0, 1))
+    fill_slots({name.removeprefix("own_"): slot for name, slot in slots.items()}, tensors.items())
+    return head
+
+
+def _check_vocabulary(config: Eagle3Config, tensors: Mapping[str, Tensor], own_lm_head: bool) -> None:
+    """Raise unless the head says which tokens it drafts, exactly if they are not all of the target's."""
+    drafted, whole = config.draft_vocab_size, config.model.vocab_size
+    if drafted == whole and "d2t" in tensors:
+        raise MinivllmError(
+            f"the checkpoint has a tensor 'd2t', though draft_vocab_size is the target's vocab_size ({whole}): a head "
+            "that can draft every token has none"
+        )
+    if drafted < whole and not ("d2t" in tensors and own_lm_head):
+        lacking = "lm_head.weight" if "d2t" in tensors else "d2t"
+        raise MinivllmError(
+            f"the checkpoint lacks {lacking!r}, which a head needs that drafts {drafted} of {whole} tokens"
+        )
+
+
+def _draft_ids(config: Eagle3Config, d2t: Tensor) -> Tensor:
+    """The target's id of each token that can be drafted; `d2t` [draft_vocab_size] is how much larger it is."""
+    if d2t.shape != (config.draft_vocab_size,) or d2t.is_floating_point():
+        raise MinivllmError(
+            f"the tensor 'd2t' of the checkpoint is {d2t.dtype} of shape {tuple(d2t.shape)}; it must be one integer "
+            f"for each of {config.draft_vocab_size} tokens"
+        )
+    ids = torch.arange(config.draft_vocab_size) + d2t.long()
+    if ids.unique().numel() < len(ids) or ids.min() < 0 or ids.max() >= config.model.vocab_size:
+        raise MinivllmError(
+            f"the tensor 'd2t' of the checkpoint must lead to different tokens from 0 to {config.model.vocab_size - 1}"
+        )
+    return ids

@@ -1,0 +1,77 @@
+"""Drafts by an EAGLE-3 head, which reads the target's hidden states.
+
+The head's place i has the target's hidden state of token i and the embedding of token i + 1, which it needs to know. So
+after a step of the target the head computes the same places, except those of rejected drafts: the token after the last
+one has just been sampled, or is the next one of a prompt that is computed in chunks. Each further draft takes a pass
+with one place for each request, whose hidden state is what the head has just made. Keys and values of these places are
+overwritten when the target has computed them.
+
+A place's key depends on the token after it. So a prefix hit leaves out the last block that matches: in all others, the
+token after the last place is the request's own too.
+
+In vLLM v0.33.0: `vllm/v1/spec_decode/eagle.py` (`EagleProposer`), `vllm/v1/worker/gpu/spec_decode/eagle/`.
+"""
+
+import numpy as np
+import torch
+
+from minivllm.models.eagle3 import Eagle3Head
+from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
+from minivllm.worker.spec_decode.draft_model_proposer import DraftModelProposer
+
+
+class EagleProposer(DraftModelProposer):
+    """Drafts as a draft model does, one place behind it, and from hidden states."""
+
+    model: Eagle3Head
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """Which hidden states of the target the head reads."""
+        return self.model.eagle_config.aux_layer_ids
+
+    def propose(
+        self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor | None = None
+    ) -> list[list[int]]:
+        """Implements `ModelProposer.propose`."""
+        assert aux_hidden_states is not None
+        normed, hidden = self._follow_target(batch, inputs, aux_hidden_states)
+        rows = inputs.rows[inputs.sampling]  # [n]
+        if not len(rows):
+            return []
+        drafts = [self._choose(normed, batch, rows, 0)]
+        for index in range(1, self.config.num_speculative_tokens):
+            spans = self._place_of_draft(batch, rows, index - 2)
+            positions = torch.from_numpy(spans.positions).to(self.device)
+            normed, hidden = self.model(drafts[-1], positions, hidden, self.forward_context(spans))
+            drafts.append(self._choose(normed, batch, rows, index))
+        return self._within_length(batch, rows, drafts)
+
+    def _follow_target(
+        self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the step's places but those of rejected drafts; returns what `Eagle3Head` does after the last ones.
+
+        [n, hidden] each, for the requests that have sampled; one row of no use if there is none.
+        """
+        starts = inputs.positions[inputs.query_start_loc[:-1]]  # [requests]
+        ends = inputs.seq_lens.copy()  # [requests]
+        ends[inputs.sampling] = batch.num_tokens[inputs.rows[inputs.sampling]] - 1
+        spans = batch.spans(inputs.rows, starts, ends - starts)
+        following = batch.token_ids[np.repeat(inputs.rows, ends - starts), spans.positions + 1]  # [places]
+        computed = consecutive(inputs.query_start_loc[:-1], ends - starts)  # [places]
+        wanted = spans.query_start_loc[1:][inputs.sampling] - 1 if len(inputs.sampling) else np.zeros(1, np.int32)
+        token_ids, positions, rows, of_step = (
+            torch.from_numpy(array).to(self.device) for array in (following, spans.positions, wanted, computed)
+        )
+        hidden = self.model.combine_hidden_states(aux_hidden_states[of_step])
+        return self.model(token_ids, positions, hidden, self.forward_context(spans), rows)
+
+    @torch.inference_mode()
+    def dummy_step(self, num_tokens: int) -> None:
+        """The largest pass of the head, without attention: all of a step's tokens."""
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        width = len(self.aux_layer_ids) * self.model.config.hidden_size
+        hidden = self.model.combine_hidden_states(torch.zeros(num_tokens, width, dtype=self.dtype, device=self.device))
+        normed, _ = self.model(ids, ids, hidden, lambda layer, q, k, v: torch.zeros_like(q))
+        self.model.compute_logits(normed[: self.max_num_seqs]).float()
