@@ -4,10 +4,10 @@
     uv run python benchmarks/kernels.py --device cpu
 
 On a CPU: attention over the paged cache against its own traffic floor (torch summing up as many bytes as K and V have)
-and against gathering each sequence and calling torch's attention; writing the cache; and the attention kernel compiled
-ahead of time for four GPUs. On a GPU: decode as a share of the bandwidth of a copy, prefill as a share of the best of
-torch's own attentions, and what splitting the keys of one long sequence gains; our launches are replayed from a CUDA
-graph, as the engine's decode steps are.
+and against gathering each sequence and calling torch's attention; writing the cache; verifying drafts against summing
+up the logits; and the attention kernel compiled ahead of time for four GPUs. On a GPU: decode and verifying drafts as
+shares of the bandwidth of a copy, prefill as a share of the best of torch's own attentions, and what splitting the keys
+of one long sequence gains; our launches are replayed from a CUDA graph, as the engine's decode steps are.
 
 The figures are medians; on a CPU all that a row compares is measured in turn. The tables are followed by one line of
 JSON, which also goes to benchmarks/results/kernels.<cpu or the GPU's name>.json (not with --quick, unless --json names
@@ -32,6 +32,8 @@ from minivllm.kernels.attention_arguments import AttentionArguments
 from minivllm.kernels.attention_configurations import configurations
 from minivllm.kernels.cpu.attention_gather import gather_attention
 from minivllm.kernels.cpu.cache_calls import quantize
+from minivllm.kernels.cpu.rejection_calls import torch_rejection
+from minivllm.kernels.rejection_sample import launch, rejection_sample
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab.aot import TARGETS
@@ -83,6 +85,42 @@ def decodes(name: str, lengths: Sequence[int], **shape: int) -> Case:
 def prefill(name: str, length: int, **shape: int) -> Case:
     """A step that is one whole prompt."""
     return Case(name, (length,), (length,), **shape)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A step that verifies `drafts` drafts of each of some requests; `drawn`: from logits, which are read too."""
+
+    requests: int
+    drafts: int
+    vocab: int
+    drawn: bool
+
+    @property
+    def name(self) -> str:
+        """The step in words."""
+        what = "drawn drafts" if self.drawn else "drafts"
+        return f"{self.requests} × {self.drafts} {what}, vocabulary {self.vocab:,}"
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of all logits."""
+        rows = self.requests * (self.drafts + 1 + self.drafts * self.drawn)
+        return 4 * self.vocab * rows
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+        """The arguments of `rejection_sample`, random: about two in three drafts are accepted."""
+        torch.manual_seed(0)
+        target = 2 * torch.randn(self.requests, self.drafts + 1, self.vocab, device=device)
+        theirs = (target[:, :-1] + torch.randn_like(target[:, :-1])).flatten(0, 1)
+        drafts = (theirs - torch.empty_like(theirs).exponential_().log_()).argmax(-1)
+        if not self.drawn:
+            likely = target[:, :-1].logsumexp(-1, keepdim=True) + 0.7
+            target[:, :-1].scatter_(-1, drafts.view(self.requests, self.drafts, 1), likely)
+        counts = torch.full((self.requests,), self.drafts, dtype=torch.int32)
+        greedy = torch.zeros(self.requests, dtype=torch.bool, device=device)
+        keys = torch.randint(2**31, (self.requests * (self.drafts + 1), 2), dtype=torch.int32, device=device)
+        return target.flatten(0, 1), drafts.int(), counts, theirs if self.drawn else None, greedy, keys
 
 
 def step_tensors(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -181,6 +219,22 @@ def cpu_writes(tokens: int, repeats: int) -> dict:
     return {"tokens": tokens, **{f"{name}_us": round(took * 1e6, 1) for name, took in seconds.items()}}
 
 
+def cpu_verification(case: Verification, repeats: int) -> dict:
+    """One row: microseconds of summing up all logits, of the compiled loops and of torch."""
+    arguments, as_many_bytes = case.tensors(torch.device("cpu")), torch.ones(case.logit_bytes // 4)
+    seconds = medians_in_turn(
+        {
+            "floor": as_many_bytes.sum,
+            "engine": lambda: rejection_sample(*arguments),
+            "torch": lambda: torch_rejection(*arguments),
+        },
+        repeats,
+    )
+    micros = {f"{name}_us": round(took * 1e6, 1) for name, took in seconds.items()}
+    over = {"over_floor": round(seconds["engine"] / seconds["floor"], 2)}
+    return {"case": case.name, "bytes": case.logit_bytes, **micros, **over}
+
+
 def compiled_ahead(quick: bool) -> list[dict]:
     """Every configuration of the attention kernel, bf16, d = 128, 4 query heads to a KV head, on every target."""
     rows = []
@@ -219,6 +273,8 @@ def measure_cpu(quick: bool) -> dict:
     cases = [(case, kv) for case in cpu_cases(quick) for kv in (torch.float32, torch.bfloat16, torch.int8)]
     attention = [cpu_attention(case, kv, repeats) for case, kv in track(cases, "attention")]
     writes = [cpu_writes(tokens, 10 * repeats) for tokens in ((128,) if quick else (1, 128, 2048))]
+    steps = [Verification(16, 3, 4096, drawn) for drawn in (False, True)]
+    verified = [cpu_verification(case, repeats) for case in steps]
     compiled = compiled_ahead(quick) if HAS_TRITON else []
     columns = {
         "case": "one step", "kv": "K and V", "floor_ms": "floor", "engine_ms": "engine", "gather_ms": "gather",
@@ -227,12 +283,16 @@ def measure_cpu(quick: bool) -> dict:
     _print(f"Attention on the CPU, {torch.get_num_threads()} threads, milliseconds", columns, attention)
     columns = {"tokens": "tokens"} | {f"{name}_us": name for name in ("copy", "engine", "index_copy", "index_put")}
     _print("Writing K and V, 2 heads, d = 32, microseconds", columns, writes)
+    columns = {"case": "one step", "floor_us": "floor", "engine_us": "engine", "torch_us": "torch"}
+    columns |= {"over_floor": "engine ÷ floor"}
+    _print("Verifying drafts, microseconds", columns, verified)
     columns = {
         "target": "target", "kernel": "kernel", "tile": "rows × keys", "warps": "warps", "stages": "stages",
         "registers": "registers", "shared_bytes": "shared", "spilled_bytes": "spilled",
     }  # fmt: skip
     _print("Attention compiled ahead of time: bf16, d = 128, 4 heads to a KV head", columns, compiled)
-    return {"threads": torch.get_num_threads(), "attention": attention, "writes": writes, "compiled": compiled}
+    tables = {"attention": attention, "writes": writes, "verification": verified, "compiled": compiled}
+    return {"threads": torch.get_num_threads(), **tables}
 
 
 def _print(title: str, columns: dict[str, str], rows: list[dict]) -> None:
@@ -318,6 +378,29 @@ def gpu_prefill(case: Case, device: torch.device) -> dict:
     }
 
 
+def gpu_verification(case: Verification, bandwidth: float, device: torch.device) -> dict:
+    """Bytes of all logits over the time that verifying takes, as a share of `bandwidth`."""
+    target, drafts, counts, theirs, greedy, keys = case.tensors(device)
+    starts = (case.drafts + 1) * torch.arange(case.requests + 1, dtype=torch.int32, device=device)
+    out = torch.empty(case.requests, case.drafts + 1, dtype=torch.int64, device=device)
+
+    def verify() -> None:
+        if device.type == "cuda":
+            launch(out, target, theirs, starts, drafts, greedy, keys)
+        else:
+            rejection_sample(target, drafts, counts, theirs, greedy, keys)
+
+    function = replayed(verify) if device.type == "cuda" else verify
+    seconds = median_seconds(function, repeats=REPEATS, device=device)
+    return {
+        "case": case.name,
+        "bytes": case.logit_bytes,
+        "engine_us": round(seconds * 1e6, 1),
+        "gb_per_s": round(case.logit_bytes / seconds / 1e9, 1),
+        "share_of_copy": round(case.logit_bytes / seconds / bandwidth, 3),
+    }
+
+
 def torch_attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     """Those of torch's causal attentions that run here, by name; all `[1, heads, tokens, head_dim]`."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -356,17 +439,23 @@ def measure_gpu(quick: bool, device: torch.device) -> dict:
     kinds = (torch.bfloat16, torch.int8, *((torch.float8_e4m3fn,) if has_fp8 else ()))
     steps = [(case, kv) for case in cases for kv in kinds]
     decode = [gpu_decode(case, kv, bandwidth, device) for case, kv in track(steps, "decode")]
+    requests = (1, 8) if quick else (1, 64)
+    drafted = [Verification(count, 5, 128256, drawn) for count in requests for drawn in (False, True)]
+    verified = [gpu_verification(case, bandwidth, device) for case in drafted]
     whole = gpu_prefill(prefill(f"prefill of {2 * tokens:,}", 2 * tokens, **LLAMA), device)
     columns = {
         "case": "one step", "kv": "K and V", "unsplit_us": "keys whole µs", "engine_us": "engine µs",
         "split_gain": "gain of splits", "gb_per_s": "GB/s", "share_of_copy": "share of a copy",
     }  # fmt: skip
     _print(f"Decode, q in bf16, heads {LLAMA}; a copy runs at {bandwidth / 1e9:,.0f} GB/s", columns, decode)
+    columns = {"case": "one step", "engine_us": "engine µs", "gb_per_s": "GB/s", "share_of_copy": "share of a copy"}
+    _print("Verifying drafts", columns, verified)
     others = {f"torch {name} ms": took for name, took in whole["torch_ms"].items()}
     row = {"one step": whole["case"], "engine ms": whole["engine_ms"], **others}
     row |= {"share of the best": whole["share_of_best"], "TFLOP/s": whole["tflops"]}
     table("Prefill, the same heads", tuple(row), [tuple(row.values())])
-    return {"copy_gb_per_s": round(bandwidth / 1e9, 1), "decode": decode, "prefill": whole}
+    tables = {"decode": decode, "verification": verified, "prefill": whole}
+    return {"copy_gb_per_s": round(bandwidth / 1e9, 1), **tables}
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -30,6 +30,15 @@ def test_the_decode_that_is_asked_of_a_gpu(kv, head_bytes):
     assert found["share_of_copy"] == pytest.approx(found["gb_per_s"], abs=0.06)
 
 
+@pytest.mark.parametrize(("drawn", "rows"), [(False, 4), (True, 7)])
+def test_the_drafts_that_a_gpu_is_asked_to_verify(drawn, rows):
+    case = bench.Verification(2, 3, 100, drawn)
+    found = bench.gpu_verification(case, 1e9, CPU)
+    assert found["bytes"] == 2 * rows * 100 * 4
+    assert found["share_of_copy"] == pytest.approx(found["gb_per_s"], abs=0.06)
+    assert {"floor_us", "engine_us", "torch_us"} < bench.cpu_verification(case, 1).keys()
+
+
 def test_the_prefill_that_is_asked_of_a_gpu():
     found = bench.gpu_prefill(bench.prefill("one", 70, **HEADS), CPU)
     assert found["largest_difference"] < 0.05, "ours and torch's are the same attention"

@@ -288,11 +288,11 @@ def rejection_sample(
     out = torch.empty(len(counts), width, dtype=torch.int64, device=device)
     if len(counts):
         on_device = [one.to(device, non_blocking=True) for one in (starts, draft_token_ids, is_greedy, keys)]
-        _launch(out, target_logits, draft_logits, *on_device)
+        launch(out, target_logits, draft_logits, *on_device)
     return out
 
 
-def _launch(
+def launch(
     out: torch.Tensor,
     target_logits: torch.Tensor,
     draft_logits: torch.Tensor | None,
@@ -301,7 +301,7 @@ def _launch(
     is_greedy: torch.Tensor,
     keys: torch.Tensor,
 ) -> None:
-    """Runs the kernels; `out` [requests, width] is written in full."""
+    """Runs the kernels; `out` [requests, most drafts + 1] is written in full. All are on one device; `starts` as above."""
     (requests, width), (rows, vocab), device = out.shape, target_logits.shape, out.device
     chunks, has_q = triton.cdiv(vocab, CHUNK), draft_logits is not None
     theirs = target_logits if draft_logits is None else draft_logits
