@@ -65,15 +65,15 @@ class EngineRequests:
 
         Raises:
             EngineDeadError: the engine has ended.
-            RequestError: the engine could not answer one of them.
+            MinivllmError: one of them asks for what cannot be done; a `RequestError`: the engine could not answer it.
         """
         unfinished = len(self._collectors)
         while unfinished:
             index = await self._ready.get()
             output = await self._collectors[index].get()
-            error = next((one.error for one in output.outputs if one.finish_reason == "error"), None)
-            if error is not None:
-                raise failed(error)
+            ended = next((one for one in output.outputs if one.error is not None), None)
+            if ended is not None:
+                raise (MinivllmError if ended.invalid_request else failed)(ended.error or "")
             unfinished -= output.finished
             yield index, output
 
