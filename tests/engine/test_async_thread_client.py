@@ -82,7 +82,7 @@ def test_parts_of_the_core_run_and_the_end_is_told():
 def test_steps_are_told_from_the_first_one_on_and_also_what_no_step_tells():
     async def work(engine):
         lines = []
-        engine.step_watchers.append(lines.extend)
+        engine.step_watchers.append((0, lines.extend))
         await engine.start_step_events()
         reading = engine.generate("def f", params(200), "a")
         await anext(reading)

@@ -33,7 +33,7 @@ class FrontendArgs:
     - `enable_auto_tool_choice`, `tool_call_parser`: without both, `tool_choice: "auto"` is refused. Calls are not
       looked for in what the model says freely, whatever the parser.
     - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Where there are
-      several cores, they show the first. Not in vLLM.
+      several cores, the page's reader chooses one, and each has a file of its own. Not in vLLM.
     - `allow_credentials`, `allowed_origins`, `allowed_methods`, `allowed_headers`: for browsers (CORS), as JSON.
     """
 
