@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import minivllm
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.config.flags import add_flags, value_of
+from minivllm.engine.core_entry import leave
 from minivllm.entrypoints.cli import bench_serve
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
@@ -35,6 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MinivllmError, EngineDeadError, WorkerDiedError) as error:
         print(f"minivllm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def run() -> NoReturn:
+    """The console script: `main` as a process."""
+    leave(main())
 
 
 def _parser() -> argparse.ArgumentParser:
