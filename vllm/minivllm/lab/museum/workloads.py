@@ -302,7 +302,7 @@ def triton_kernel() -> Seen:
     core_of(llm).executor.worker.runner.attention.backend = "triton"  # type: ignore[attr-defined]
     params = {"prompt_logprobs": 0}
     answers = serve(
-        llm, {"the short prompt": Ask(ADD, 3, params=params), "the long prompt": Ask(LONGER, 4, params=params)}
+        llm, {"the short prompt": Ask(ADD, 2, params=params), "the long prompt": Ask(LONGER, 2, params=params)}
     )
     return {**texts(answers), **looked_at(answers, "log probability of", lambda answer: answer.prompt_logprob)}
 
