@@ -33,7 +33,7 @@ AT_ONCE = 0.012
 """Seconds of CPU after which the map as far as it is known is drawn."""
 
 
-OWN_SECONDS = 2.0
+PATIENCE = 2.0
 """Of CPU, for one cell with the reader's names."""
 
 
@@ -183,7 +183,7 @@ class _Map:
         key = self._key(users, pool)
         if key not in self.runs:
             naming = self.load.hash_block_tokens if pool else None
-            with bounded(OWN_SECONDS, "your hash_block_tokens") if naming else nullcontext():
+            with bounded(PATIENCE, "your hash_block_tokens") if naming else nullcontext():
                 self.runs[key] = reuse(self._of(users, naming), key[1], _cost())
         return self.runs[key]
 

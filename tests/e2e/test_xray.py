@@ -208,6 +208,32 @@ def test_a_server_with_keys_asks_for_one(open_page: Callable[..., Page], run: li
         assert not field.is_visible()
 
 
+def test_of_several_cores_the_reader_chooses_one(
+    open_page: Callable[..., Page], run: list[bytes], tmp_path: Path
+) -> None:
+    with served(cores=2) as server:
+        server.put(run[:5])
+        server.put(run[:9], core=1)
+        page = open_page(server.url)
+        at_step(page, 4)
+        page.get_by_text("tiny-python · core 0 of 2").wait_for()
+        page.get_by_label("Core", exact=True).select_option("core 1")
+        at_step(page, 8)
+        page.get_by_text("tiny-python · core 1 of 2").wait_for()
+        server.put(run[5:7])
+        server.put(run[9:11], core=1)
+        at_step(page, 10)
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Save").click()
+        download.value.save_as(tmp_path / "saved.jsonl")
+        page.get_by_label("A recording").set_input_files(tmp_path / "saved.jsonl")
+        page.get_by_text("■ recording").wait_for()
+        page.get_by_text("tiny-python · core 1 of 2").wait_for()
+        page.get_by_label("Core", exact=True).select_option("core 0")
+        at_step(page, 6)
+        page.get_by_text("● live").wait_for()
+
+
 def test_a_thousand_blocks_are_drawn_ten_times_a_second(open_page: Callable[..., Page]) -> None:
     busy = BusyScheduler()
     warm = [line for _ in range(200) for line in busy.lines()]

@@ -75,25 +75,26 @@ class Alive:
 
 @dataclass
 class Served:
-    """A running server; `ring` is what it shows."""
+    """A running server; `rings` are what it shows of each core."""
 
     url: str
-    ring: StepRing
+    rings: Sequence[StepRing]
     loop_thread: threading.Thread
     server: uvicorn.Server
 
-    def put(self, lines: Sequence[bytes]) -> None:
+    def put(self, lines: Sequence[bytes], core: int = 0) -> None:
         """Shows more lines; from any thread."""
-        self.server.config.app.state.loop.call_soon_threadsafe(self.ring.put, lines)  # type: ignore[union-attr]
+        self.server.config.app.state.loop.call_soon_threadsafe(self.rings[core].put, lines)  # type: ignore[union-attr]
 
 
 @contextmanager
-def served(keys: Sequence[str] = ()) -> Iterator[Served]:
+def served(keys: Sequence[str] = (), cores: int = 1) -> Iterator[Served]:
     app = FastAPI()
     if keys:
         app.add_middleware(AuthenticationMiddleware, keys=keys)
-    ring, engine = StepRing(), Alive()
-    add_xray(app, ring, HeaderLine(xray=FORMAT, model="tiny-python"), engine)
+    rings, engine = [StepRing() for _ in range(cores)], Alive()
+    headers = [HeaderLine(xray=FORMAT, model="tiny-python", core=core, cores=cores) for core in range(cores)]
+    add_xray(app, rings, headers, engine)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
 
     async def run() -> None:
@@ -113,7 +114,7 @@ def served(keys: Sequence[str] = ()) -> Iterator[Served]:
         time.sleep(0.01)
     port: Any = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Served(f"http://127.0.0.1:{port}", ring, thread, server)
+        yield Served(f"http://127.0.0.1:{port}", rings, thread, server)
     finally:
         engine.errored = True
         server.should_exit = True

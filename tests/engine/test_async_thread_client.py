@@ -12,7 +12,7 @@ from minivllm.engine import async_llm
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.async_thread_client import AsyncThreadClient
-from minivllm.entrypoints.openai.stream import unless_disconnected
+from minivllm.entrypoints.openai.stream import until_disconnected
 from minivllm.errors import EngineDeadError
 from minivllm.lab.exercise import checks_of, module_from, run_checks
 from minivllm.sampling_params import RequestOutputKind
@@ -82,7 +82,7 @@ def test_parts_of_the_core_run_and_the_end_is_told():
 def test_steps_are_told_from_the_first_one_on_and_also_what_no_step_tells():
     async def work(engine):
         lines = []
-        engine.step_watchers.append(lines.extend)
+        engine.step_watchers.append((0, lines.extend))
         await engine.start_step_events()
         reading = engine.generate("def f", params(200), "a")
         await anext(reading)
@@ -110,7 +110,7 @@ def test_a_failing_utility_raises_where_it_is_called():
 def test_the_servers_own_form_passes_the_exercises_checks(tmp_path):
     """A client that leaves: what the exercise asks of a learner holds for the server too."""
     own = module_from("", tmp_path / "own.py")
-    own.until_disconnected = unless_disconnected
+    own.until_disconnected = until_disconnected
     names = ("the works result is returned", "a client that leaves ends the work", "who cancels is told")
     checks = [check for check in checks_of("06") if check.__name__[6:].replace("_", " ") in names]
     assert [(result.name, result.problem) for result in run_checks(own, checks)] == [(name, None) for name in names]

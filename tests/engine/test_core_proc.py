@@ -1,9 +1,12 @@
 """The core's loop: what arrives while it computes."""
 
+from functools import partial
+
 import pytest
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.engine.busy_loop import run_busy_loop
 from minivllm.engine.core_proc import EngineCoreProc
 from minivllm.engine.core_sockets import FolderSockets
 from minivllm.engine.wire import Kind, encode
@@ -26,16 +29,16 @@ def test_an_abort_frees_its_blocks_within_two_steps(tmp_path):
     def observed():
         if len(seen) == 3:
             (leaving,) = [one for one in core.scheduler.requests if one.startswith("leaves")]
-            process._requests.put((0, Kind.ABORT, encode([leaving])))
+            process._to_do.put(partial(process._handle, 0, Kind.ABORT, encode([leaving])))
         if len(seen) == 6:
-            process._requests.put(Enough())
+            process._to_do.put(Enough())
         outputs = step()
         seen.append((len(outputs.outputs), pool.get_num_free_blocks()))
         return outputs
 
-    core.step = observed
+    core.step, process.core = observed, core
     with pytest.raises(Enough):
-        process.run_busy_loop(core)
+        run_busy_loop(core, process._to_do, process._put)
     (before, free_before), (after, free_after) = seen[3], seen[5]
     assert (before, after) == (2, 1)
     assert free_after > free_before

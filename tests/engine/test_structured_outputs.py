@@ -207,7 +207,7 @@ def test_what_other_parameters_make_impossible_is_that_requests_error(llm):
     impossible = SamplingParams(
         structured_outputs=StructuredOutputsParams(choice=["yes"]), bad_words=["y", "ye", "yes"], max_tokens=8
     )
-    with pytest.raises(MinivllmError, match=r"^prompt 1: the grammar and the other parameters leave no token [^\n]*$"):
+    with pytest.raises(MinivllmError, match=r"^prompt 1: no token is left that fits the grammar [^\n]*$"):
         llm.generate([PROMPT] * 2, [SamplingParams(max_tokens=8), impossible], use_tqdm=False)
     assert conforming(llm, [StructuredOutputsParams(choice=["yes"])])[0].text == "yes"
 

@@ -277,7 +277,7 @@ def test_names_that_fail_are_reported(names, words):
 
 
 def test_names_that_never_come_are_given_up(monkeypatch):
-    monkeypatch.setattr(states, "OWN_SECONDS", 0.1)
+    monkeypatch.setattr(states, "PATIENCE", 0.1)
 
     def endless(*_):
         while True:

@@ -1,6 +1,7 @@
 """What a request says its answer must conform to, and the tools that the answer calls."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
@@ -138,3 +139,27 @@ def test_a_schema_that_is_none_is_refused(base: Server):
     reply = base.client.post("/v1/completions", json={"prompt": "a", "response_format": form})
     assert reply.status_code == 400
     assert "at most 262,144 are served" in reply.json()["error"]["message"]
+
+
+TOO_WIDE = {"grammar": "start: " + " | ".join(f'"w{number}"' for number in range(3000))}
+"""Valid, and too large for the parser as soon as a token is accepted."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_exceeds_its_limits_at_work_is_the_requests_error(base: Server, stream):
+    with ThreadPoolExecutor(1) as beside:
+        fields = {"prompt": "def add(a, b):", "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+        other = beside.submit(base.client.post, "/v1/completions", json=fields)
+        reply = base.client.post("/v1/completions", json=fields | {"structured_outputs": TOO_WIDE, "stream": stream})
+        if stream:
+            assert reply.status_code == 200, "its headers were sent before the grammar was at work"
+            event, done = reply.text.strip().split("\n\n")
+            assert done == "data: [DONE]"
+            error = json.loads(event.removeprefix("data: "))["error"]
+        else:
+            assert reply.status_code == 400
+            error = reply.json()["error"]
+        assert (error["type"], error["code"]) == ("BadRequestError", 400)
+        assert "Current row has 3001 items" in error["message"]
+        assert other.result().json()["usage"]["completion_tokens"] == 60
+    assert base.client.get("/health").status_code == 200

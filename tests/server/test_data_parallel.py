@@ -95,13 +95,14 @@ def test_each_api_server_shows_all_metrics(pair: Server):
     assert 'vllm:e2e_request_latency_seconds_count{engine="1"' in first.text
 
 
-def test_one_recording_has_each_step_of_the_first_core_whoever_asked(pair: Server, recording: Path):
+@pytest.mark.parametrize("core", [0, 1])
+def test_a_cores_recording_has_each_of_its_steps_whoever_asked(pair: Server, recording: Path, core: int):
     for _ in range(4):  # each may reach either API server
-        body, rank = {"prompt": [5] * 40, "max_tokens": 3}, {"X-data-parallel-rank": "0"}
+        body, rank = {"prompt": [5] * 40, "max_tokens": 3}, {"X-data-parallel-rank": str(core)}
         httpx.post(f"{pair.url}/v1/completions", json=body, headers=rank, timeout=60)
     assert eventually(lambda: is_idle(pair), 10)
-    header, *lines = map(json.loads, read_lines(recording))
-    assert header["model"].endswith("core 0 of 2")
+    header, *lines = map(json.loads, read_lines(recording.with_name("run.core1.jsonl") if core else recording))
+    assert (header.get("core", 0), header["cores"]) == (core, 2)
     steps = [line.get("step", line.get("key")) for line in lines]
     begins = [at for at, line in enumerate(lines) if "key" in line]
     for begin, end in zip(begins, [*begins[1:], len(steps)], strict=True):

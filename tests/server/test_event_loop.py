@@ -8,11 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeCompletionRequest
+from minivllm.core.limits import RequestLimits
+from minivllm.engine.input_processor import InputProcessor
+from minivllm.entrypoints.openai.protocol import CompletionRequest, DetokenizeRequest, TokenizeCompletionRequest
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
 from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
+from minivllm.sampling_params import SamplingParams
 
 LONG = 40_000
 
@@ -20,11 +24,13 @@ LONG = 40_000
 @pytest.fixture(scope="module")
 def serving() -> OpenAIServingTokenization:
     """Tokenization needs no engine, only what one knows."""
+    tokenizer, limits = load_tokenizer(EMBEDDED_MODEL), RequestLimits(512, 16, 100)
+    processor = InputProcessor(SimpleNamespace(vocab_size=4096), tokenizer, limits, (0,), 0)
     engine = SimpleNamespace(
         engine_args=SimpleNamespace(model=EMBEDDED_MODEL),
-        input_processor=SimpleNamespace(limits=SimpleNamespace(max_model_len=512), vocab_size=4096),
+        input_processor=processor,
         generation_config=SimpleNamespace(sampling={}),
-        tokenizer=load_tokenizer(EMBEDDED_MODEL),
+        tokenizer=tokenizer,
     )
     models = OpenAIServingModels(["tiny"], "tiny", 512)
     return OpenAIServingTokenization(engine, models, FrontendArgs(), None)
@@ -57,3 +63,29 @@ def test_a_long_text_is_tokenized_beside_the_loop_and_back(serving):
 def test_short_and_long_texts_have_the_same_tokens(serving, text):
     found, _ = answer_and_turns(serving.create_tokenize(TokenizeCompletionRequest(prompt=text)))
     assert found.tokens == serving.tokenizer.encode(text).ids
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(serving, monkeypatch):
+    most = serving.engine.input_processor.max_prompt_characters
+    assert most == 512 * 45
+    monkeypatch.setattr(serving, "tokenize", None)
+    with pytest.raises(MinivllmError, match="maximum context length is 512 tokens") as error:
+        asyncio.run(serving.tokenize_prompt("x" * (most + 1), CompletionRequest(prompt="x")))
+    assert error.value.parameter == "input_text"
+    with pytest.raises(MinivllmError, match="23,041 characters"):
+        serving.engine.input_processor.process_inputs("a", "x" * (most + 1), SamplingParams())
+    serving.engine.input_processor.check_length("x" * most)
+
+
+@pytest.mark.parametrize(("side", "kept"), [("right", slice(40)), ("left", slice(-40, None))])
+def test_what_truncation_drops_of_a_long_text_is_not_tokenized(serving, monkeypatch, side, kept):
+    text = "".join(f"value_{number} = [{number}, 2]\n" for number in range(20_000))
+    expected, lengths = serving.tokenizer.encode(text).ids[kept], []
+    tokenize = OpenAIServingTokenization.tokenize
+    monkeypatch.setattr(
+        serving, "tokenize", lambda part, *further: lengths.append(len(part)) or tokenize(serving, part, *further)
+    )
+    request = CompletionRequest(prompt="x", truncate_prompt_tokens=40, truncation_side=side)
+    found, _ = answer_and_turns(serving.tokenize_prompt(text, request))
+    assert (found.token_ids, found.text) == (expected, text)
+    assert lengths == [2 * 512 * 45]

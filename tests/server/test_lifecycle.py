@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -15,9 +17,11 @@ import psutil
 import pytest
 from server.serving import MODEL, Server, eventually, free_port, running
 
-from minivllm.entrypoints.cli.main import _vllms_arguments, main
+from minivllm.engine.arg_utils import FLAG_GROUPS, EngineArgs
+from minivllm.entrypoints.cli.main import _parsed, main
 from minivllm.entrypoints.openai.launcher import _drain
 from minivllm.entrypoints.openai.middleware import ServerState
+from minivllm.errors import MinivllmError
 
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
@@ -138,7 +142,7 @@ def test_a_killed_core_is_told_at_once_and_ends_the_server():
 
 def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused():
     in_turns = LONG | {"n": 8, "max_tokens": 1000, "temperature": 1}
-    with slow_server("--shutdown-timeout", "120") as server:
+    with slow_server("--shutdown-timeout", "120", "--xray") as server, server.client.stream("GET", "/xray/events"):
         found: list[httpx.Response] = []
         asking = threading.Thread(
             target=lambda: found.append(httpx.post(f"{server.url}/v1/completions", json=in_turns, timeout=120))
@@ -149,9 +153,11 @@ def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused()
         assert eventually(lambda: "Shutting down" in server.said())
         assert server.client.post("/v1/completions", json=LONG).status_code == 503
         asking.join(120)
+        since = time.monotonic()
         assert found[0].status_code == 200
         assert found[0].json()["usage"]["completion_tokens"] == 8000
         assert server.process.wait(30) == 0
+        assert time.monotonic() - since < 2.0, "an open x-ray page holds up nobody"
 
 
 def test_a_port_in_use_is_one_line(capfd):
@@ -203,20 +209,45 @@ def test_a_mistyped_flag_is_told_before_torch_is_loaded():
         assert (done.stdout, done.stderr.count("\n")) == ("set()\n", 1)
 
 
-def test_the_flags_are_listed(capsys):
+@pytest.mark.parametrize("command", [["serve"], ["bench", "serve"]])
+def test_each_flag_is_listed_with_words(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # a line for each flag
     with pytest.raises(SystemExit) as left:
-        main(["serve", "--help"])
+        main([*command, "--help"])
     assert left.value.code == 0
-    listed = capsys.readouterr().out
-    for flag in ("--max-model-len", "--served-model-name", "--api-key", "--tensor-parallel-size", "--chat-template"):
-        assert flag in listed
-    for flag in ("-pp PIPELINE_PARALLEL_SIZE", "--no-async-scheduling"):
-        assert flag in listed
+    listed = re.findall(r"^  -.*(?:\n {20,}.*)?", capsys.readouterr().out, re.MULTILINE)
+    assert [entry for entry in listed if not re.search(r"\S(  |\n)", entry)] == []
+    flags = " ".join(listed)
+    if command == ["serve"]:
+        for flag in ("--served-model-name", "--api-key", "-pp PIPELINE_PARALLEL_SIZE", "--no-async-scheduling"):
+            assert flag in flags
+    assert "(default: 8000)" in flags
+    assert "--swap-space" not in flags
+
+
+def test_each_argument_of_the_engine_is_in_one_group():
+    grouped = [name for names in FLAG_GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted({field.name for field in fields(EngineArgs)} - {"parts"})
 
 
 def test_vllms_other_flags_are_accepted_where_they_change_nothing():
-    assert _vllms_arguments(["--no-enable-sleep-mode", "--disable-log-requests", "--swap-space", "4"]) == {
-        "enable_sleep_mode": False,
-        "disable_log_requests": True,
-        "swap_space": 4,
-    }
+    line = "--no-enable-sleep-mode --disable-log-requests the-model --swap-space 4 --max_model_len=64 --max-logprobs 3"
+    given = vars(_parsed(["serve", *line.split()]))
+    assert given == {
+        "command": "serve", "model_tag": "the-model", "model": None, "enable_sleep_mode": False,
+        "disable_log_requests": True, "swap_space": 4, "max_model_len": 64, "max_logprobs": 3,
+    }  # fmt: skip
+
+
+def test_json_may_be_given_by_its_parts():
+    line = "serve m --speculative-config.method ngram --speculative_config.num-speculative-tokens=4 --seed 1"
+    given = _parsed(line.split())
+    assert (given.speculative_config, given.seed) == ({"method": "ngram", "num_speculative_tokens": 4}, 1)
+    line = ["serve", "--compilation-config.pass.x", "--speculative-config", '{"method": "ngram"}', "m"]
+    given = _parsed([*line, "--speculative-config.prompt_lookup_max", "2", "--compilation-config.pass.y", "[1]"])
+    assert given.speculative_config == {"method": "ngram", "prompt_lookup_max": 2}
+    assert given.compilation_config == {"pass": {"x": True, "y": [1]}}
+    assert given.model_tag == "m"
+    for wrong in (["--nothing.method", "x"], ["--speculative-config", "5", "--speculative-config.method", "x"]):
+        with pytest.raises(MinivllmError, match=r"nothing|speculative-config is '5'; it must be JSON"):
+            _parsed(["serve", *wrong])

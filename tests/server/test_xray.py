@@ -7,12 +7,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from server.serving import Server
 
 from minivllm.core.step_events import FORMAT, HeaderLine
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.xray.page import page
 from minivllm.entrypoints.xray.recorder import RecordingFile, StepRing
-from minivllm.entrypoints.xray.routes import step_events
+from minivllm.entrypoints.xray.routes import add_xray, headers_for, step_events
 from minivllm.errors import MinivllmError
 from minivllm.lab.step_recording import MOST_BYTES, replay
 
@@ -82,10 +85,10 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_a_recording_ends_where_readers_would_refuse_it(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    with RecordingFile(path, HeaderLine(xray=FORMAT), most_bytes=100) as file:
+    with RecordingFile(path, HeaderLine(xray=FORMAT), most_bytes=89) as file:
         for _ in range(9):
             file.write([b"x" * 29])
-    assert path.read_bytes() == b'{"xray":1,"model":""}\n' + (b"x" * 29 + b"\n") * 2
+    assert path.read_bytes() == b'{"xray":1}\n' + (b"x" * 29 + b"\n") * 2
     assert RecordingFile.__init__.__defaults__ == (MOST_BYTES,)
 
 
@@ -123,10 +126,27 @@ def test_events_catch_up_then_follow_and_end_with_the_engine() -> None:
         return got
 
     assert asyncio.run(run()) == [
-        'data: {"xray":1,"model":""}\n\n',
+        'data: {"xray":1}\n\n',
         'data: {"key":0}\ndata: {"step":1}\n\n',
         'data: {"step":2}\n\n',
     ]
+
+
+def test_each_core_has_its_events() -> None:
+    class Engine:
+        errored = True
+
+    async def get(query: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            return await client.get(f"/xray/events{query}")
+
+    headers = headers_for(FrontendArgs(), EngineArgs(data_parallel_size=2, multiprocess=True))
+    app = FastAPI()
+    add_xray(app, [StepRing(), StepRing()], headers, Engine())
+    for query, core in (("", 0), ("?core=0", 0), ("?core=1", 1)):
+        line = json.loads(asyncio.run(get(query)).text.removeprefix("data: "))
+        assert (line.get("core", 0), line["cores"]) == (core, 2)
+    assert asyncio.run(get("?core=2")).status_code == 422
 
 
 def test_the_page_holds_its_script_as_its_policy_says() -> None:

@@ -1,8 +1,6 @@
 """`python -m minivllm`: the same as the command `minivllm`."""
 
-import sys
-
-from minivllm.entrypoints.cli.main import main
+from minivllm.entrypoints.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

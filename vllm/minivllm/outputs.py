@@ -24,7 +24,8 @@ Logprobs = list[dict[int, Logprob] | None]
 class CompletionOutput:
     """One completion of a prompt.
 
-    - `finish_reason`: "stop", "length", "abort" or "error"; None while unfinished. `error`: the message of an "error".
+    - `finish_reason`: "stop", "length", "abort" or "error"; None while unfinished. `error`: the message of an "error";
+      `invalid_request`: it is the request's own, not the engine's.
     - `stop_reason`: the stop string or stop token id that ended it; None for the end-of-sequence token and all other
       reasons.
     - `cumulative_logprob`: the sum over the chosen tokens, if log probabilities were requested.
@@ -46,6 +47,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    invalid_request: bool = False
 
     def finished(self) -> bool:
         """Whether the completion is finished."""
@@ -58,7 +60,8 @@ class CompletionOutput:
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.cumulative_logprob = later.cumulative_logprob
-        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.error, self.invalid_request = later.error, later.invalid_request
 
 
 @dataclass(slots=True)

@@ -18,7 +18,10 @@ KV_CACHE_DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The block pool: `num_gpu_blocks` blocks of `block_size` tokens, including the null block."""
+    """The block pool: `num_gpu_blocks` blocks of `block_size` tokens, including the null block.
+
+    - `enable_prefix_caching`: keep the blocks of what was computed, and take them for prompts that begin alike.
+    """
 
     num_gpu_blocks: int
     block_size: int = 16

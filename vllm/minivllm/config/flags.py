@@ -1,27 +1,45 @@
-"""Command-line flags from a dataclass of settings.
+"""Command-line flags from a dataclass of settings; their words are those of its docstring.
 
 In vLLM v0.33.0: `vllm/utils/argparse_utils.py` (`FlexibleArgumentParser`), `get_kwargs` in
 `vllm/engine/arg_utils.py`.
 """
 
 import argparse
+import inspect
 import json
+import re
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+SWITCH_PREFIXES = ("aggregate_", "disable_", "enable_", "fail_on_", "skip_", "trust_", "use_")
+"""Flags of vLLM's that take no value, so that what follows them is not taken for one."""
+DEFINED = re.compile(r"(?:^|(?<=[.)] ))((?:`\w+`(?:, | and )?)+): ")
+"""Where a docstring's list begins to speak of fields: "`a`, `b`: words. `c`: words."."""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        words = action.help or ""
+        says_nothing = action.default in (None, argparse.SUPPRESS, False, [], {})
+        return words if says_nothing or not action.option_strings else f"{words} (default: %(default)s)".strip()
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """The parser of vLLM's examples. Flags may have underscores or dashes, which `add_flags` sees to for its own."""
+    """The parser of vLLM's. Flags may have underscores or dashes.
+
+    What a flag takes as JSON may be given by parts: `--speculative-config.method ngram`.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """See `argparse.ArgumentParser`; the underscores of a flag are taken as dashes where it is not known."""
         given = [self._known_spelling(arg) for arg in (sys.argv[1:] if args is None else args)]
-        return super().parse_known_args(given, namespace)
+        return super().parse_known_args(self._joined(given), namespace)
 
     def _known_spelling(self, arg: str) -> str:
         flag, equals, value = arg.partition("=")
@@ -29,26 +47,91 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             return arg
         return flag.replace("_", "-") + equals + value
 
+    def _joined(self, args: Sequence[str]) -> list[str]:
+        """The arguments with one of JSON for all parts of a flag, which are added to what it is given besides."""
+        kept: list[str] = []
+        parts: dict[str, dict[str, Any]] = {}
+        pending = list(args)
+        while pending:
+            arg = pending.pop(0)
+            name, equals, value = arg.partition("=")
+            flag, dot, path = name.partition(".")
+            if not dot or flag not in self._option_string_actions:
+                kept.append(arg)
+                continue
+            if not equals and pending and not pending[0].startswith("--"):
+                equals, value = "=", pending.pop(0)
+            _set(parts.setdefault(flag, {}), path.replace("-", "_").split("."), value_of(value) if equals else True)
+        for flag, found in parts.items():
+            kept += [f"{flag}={json.dumps(self._taken_out(kept, flag) | found)}"]
+        return kept
 
-def add_flags(group: Any, settings: type, left_out: Collection[str] = (), with_defaults: bool = False) -> None:
-    """Add a flag for each field of a dataclass to an argparse group.
+    def _taken_out(self, args: list[str], flag: str) -> dict[str, Any]:
+        """Removes the flag with its JSON from the arguments, and returns that; {} where it is not there."""
+        for index, arg in enumerate(args):
+            name, equals, value = arg.partition("=")
+            if name == flag and (equals or index + 1 < len(args)):
+                value = value if equals else args[index + 1]
+                del args[index : index + (1 if equals else 2)]
+                found = value_of(value)
+                return found if isinstance(found, dict) else self.error(f"{flag} is {value!r}; it must be JSON")
+        return {}
 
-    `with_defaults`: one that is not given has the field's default in the namespace; otherwise it is not there.
+
+def words_of(settings: type) -> dict[str, str]:
+    """Return what the list in a dataclass's docstring says of each field, as plain text."""
+    found: dict[str, str] = {}
+    for item in re.split(r"^- ", inspect.getdoc(settings) or "", flags=re.MULTILINE)[1:]:
+        text = " ".join(item.split("\n\n")[0].split())
+        starts = list(DEFINED.finditer(text))
+        for start, after in zip(starts, [*starts[1:], None], strict=True):
+            words = text[start.end() : after.start() if after else None].strip().rstrip(".").replace("`", "")
+            found |= dict.fromkeys(re.findall(r"\w+", start.group(1).replace(" and ", " ")), words)
+    return found
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    settings: type,
+    groups: Mapping[str, Collection[str]],
+    left_out: Collection[str] = (),
+    with_defaults: bool = False,
+    further_words: Mapping[str, str] | None = None,
+) -> None:
+    """Add a flag for each field of a dataclass, in groups with these titles.
+
+    Args:
+        parser: gets the flags.
+        settings: a dataclass; its docstring has the flags' words.
+        groups: titles, and the fields below each.
+        left_out: fields that are no flags.
+        with_defaults: a flag that is not given has the field's default in the namespace; otherwise it is not there.
+        further_words: of fields that the docstring does not mention.
     """
-    hints = get_type_hints(settings)
-    for field in fields(settings):
-        if field.name not in left_out:
-            default = _default(field) if with_defaults else argparse.SUPPRESS
-            _add_flag(group, field.name, hints[field.name], default)
+    hints, by_name = get_type_hints(settings), {field.name: field for field in fields(settings)}
+    words = {**(further_words or {}), **words_of(settings)}
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            if name not in left_out:
+                field = by_name[name]
+                default = _default(field) if with_defaults else argparse.SUPPRESS
+                shown = "" if with_defaults else _shown_default(field)
+                _add_flag(group, name, hints[name], default, words.get(name, "").replace("%", "%%") + shown)
 
 
 def add_unlisted_flags(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
     """Add flags that the help does not show; their values are JSON or text, and True if there is none."""
     for name in names:
         flag = f"--{name.replace('_', '-')}"
-        if flag not in parser._option_string_actions:
-            hidden = parser.add_argument(flag, nargs="?", const=True, type=value_of, help=argparse.SUPPRESS)
-            hidden.dest, hidden.default = name, argparse.SUPPRESS
+        if flag in parser._option_string_actions:
+            continue
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if name.startswith(SWITCH_PREFIXES):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        else:
+            parser.add_argument(flag, nargs="?", const=True, type=value_of, **options)
+            parser.add_argument(f"--no-{flag[2:]}", action="store_false", **options)
 
 
 def value_of(text: str) -> Any:
@@ -59,32 +142,42 @@ def value_of(text: str) -> Any:
         return text
 
 
-def _default(field: Field[Any]) -> Any:
-    return None if field.default is MISSING else field.default
-
-
-def _add_flag(group: Any, name: str, hint: Any, default: Any) -> None:
-    flag = f"--{name.replace('_', '-')}"
-    aliases = [flag, f"--{name}"] if "_" in name else [flag]
-    aliases += [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
-    options = {"dest": name, "default": default, "metavar": name.upper()}
-    kinds = set(get_args(hint)) - {type(None)} if get_origin(hint) in (types.UnionType, Union) else {hint}
-    if kinds == {bool}:
-        del options["metavar"]
-        group.add_argument(*aliases, action=argparse.BooleanOptionalAction, **options)
-    elif name.startswith("allowed_"):
-        group.add_argument(*aliases, type=_json, **options)
-    elif kinds == {list[str]}:
-        group.add_argument(*aliases, nargs="+", **options)
-    elif name.endswith("_config"):
-        group.add_argument(*aliases, type=_json, **options)
-    else:
-        kind = int if int in kinds else float if float in kinds else str
-        group.add_argument(*aliases, type=kind, **options)
-
-
-def _json(text: str) -> Any:
+def json_of(text: str) -> Any:
+    """Return the value of a flag that is JSON; argparse says what is wrong with it."""
     try:
         return json.loads(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON") from None
+
+
+def _set(parts: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    *above, last = path
+    for name in above:
+        below = parts.setdefault(name, {})
+        parts = below if isinstance(below, dict) else parts
+    parts[last] = value
+
+
+def _default(field: Field[Any]) -> Any:
+    return None if field.default is MISSING else field.default
+
+
+def _shown_default(field: Field[Any]) -> str:
+    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    return "" if value is None or value is MISSING or value is False or value == [] else f" (default: {value})"
+
+
+def _add_flag(group: Any, name: str, hint: Any, default: Any, words: str) -> None:
+    flags = [f"--{name.replace('_', '-')}", *([SHORT_FLAGS[name]] if name in SHORT_FLAGS else [])]
+    options = {"dest": name, "default": default, "metavar": name.upper(), "help": words}
+    kinds = set(get_args(hint)) - {type(None)} if get_origin(hint) in (types.UnionType, Union) else {hint}
+    if kinds == {bool}:
+        del options["metavar"]
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+    elif name.startswith("allowed_") or name.endswith("_config"):
+        group.add_argument(*flags, type=json_of, **options)
+    elif kinds == {list[str]}:
+        group.add_argument(*flags, nargs="+", **options)
+    else:
+        kind = int if int in kinds else float if float in kinds else str
+        group.add_argument(*flags, type=kind, **options)

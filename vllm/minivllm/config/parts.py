@@ -34,7 +34,7 @@ class Parts:
     - `stop_strings`: called with the list of stop strings, once for each request that has any: `push(text)` returns
       (the text to show, the stop string that ended it or None), `flush()` what was held back; see
       `engine.detokenizer.DetokenizerOfParts`.
-    - `until_disconnected`: called as `entrypoints.openai.stream.unless_disconnected(work, disconnected)`.
+    - `until_disconnected`: called as `entrypoints.openai.stream.until_disconnected(work, disconnected)`.
     """
 
     scheduler: Callable[..., Any] | None = None

@@ -67,7 +67,8 @@ class TokenLogprobs(NamedTuple):
 class EngineCoreOutput:
     """The output of one step for one request. `finish_reason`: "stop", "length", "abort", "error"; None if unfinished.
 
-    `stop_reason` is the id of the stop token that ended it; `error` says why it ended with an error.
+    `stop_reason` is the id of the stop token that ended it; `error` says why it ended with an error, and
+    `invalid_request` that the request asked for what cannot be done: nothing is wrong with the engine.
     `num_cached_tokens` is the prefix hit at its first admission, in tokens. `new_logprobs` has one entry per new token.
     `num_preemptions` is told at its end.
     """
@@ -80,6 +81,7 @@ class EngineCoreOutput:
     new_logprobs: list[TokenLogprobs] | None = None
     new_prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    invalid_request: bool = False
     num_preemptions: int = 0
 
 

@@ -130,6 +130,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         self.error: str | None = None
+        """What about the request itself has ended it."""
         self._all_token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self._all_token_ids)
         # Stored separately because the scheduler reads it several times per step.

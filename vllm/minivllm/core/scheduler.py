@@ -255,7 +255,9 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             return
         self.finish_requests((request.request_id,), RequestStatus.FINISHED_ERROR)
-        self._failed.append(EngineCoreOutput(request.request_id, [], finish_reason="error", error=failure))
+        self._failed.append(
+            EngineCoreOutput(request.request_id, [], finish_reason="error", error=failure, invalid_request=True)
+        )
 
     def _is_blocked(self, request: Request, running_loras: set[int]) -> bool:
         """Whether a waiting request cannot be admitted now, for want of a grammar or of a LoRA slot."""
@@ -349,7 +351,8 @@ class Scheduler:
             if has_stopped:
                 stopped.append(request)
                 output.finish_reason, output.stop_reason = request.status.finish_reason, request.stop_reason
-                output.num_preemptions, output.error = request.num_preemptions, request.error
+                output.num_preemptions = request.num_preemptions
+                output.error, output.invalid_request = request.error, request.error is not None
             if request_id in model_runner_output.logprobs:
                 output.new_logprobs = model_runner_output.logprobs[request_id][: len(new_token_ids)]
             output.new_prompt_logprobs = model_runner_output.prompt_logprobs.get(request_id)

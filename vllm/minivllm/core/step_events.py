@@ -35,11 +35,13 @@ Waiting = tuple[int, list[int]]
 """How many requests wait, and the numbers of the first of them."""
 
 
-class HeaderLine(msgspec.Struct, kw_only=True):
-    """The first line of a recording. `xray` is the format's version."""
+class HeaderLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The first line of a recording. `xray` is the format's version; `core` is the one of `cores` that is shown."""
 
     xray: int
     model: str = ""
+    core: int = 0
+    cores: int = 1
 
 
 class NamedRequest(msgspec.Struct, array_like=True):

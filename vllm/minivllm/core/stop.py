@@ -32,7 +32,10 @@ def check_grammar(request: Request, token_id: int) -> bool:
     grammar = request.structured_output_request.grammar
     if not grammar.accept_token(token_id):
         request.status = RequestStatus.FINISHED_ERROR
-        request.error = f"the grammar and the other parameters leave no token to sample: {grammar.error}"
+        request.error = (
+            "no token is left that fits the grammar and the other parameters, or the grammar exceeds its parser's "
+            f"limits: {grammar.error}"
+        )
         return True
     if grammar.is_terminated():
         request.status = RequestStatus.FINISHED_STOPPED

@@ -4,7 +4,7 @@ In vLLM v0.33.0: `vllm/engine/arg_utils.py` (`EngineArgs`, `get_batch_defaults`)
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from minivllm.config import (
 )
 from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import is_count, is_number, require, require_flags
-from minivllm.config.flags import add_flags, add_unlisted_flags
+from minivllm.config.flags import add_flags, add_unlisted_flags, words_of
 from minivllm.config.profiler import ProfilerConfig
 from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.config.units import GIB
@@ -36,6 +36,30 @@ LOAD_FORMATS = ("auto", "dummy")
 ROUTINGS = ("load", "prefix")
 DATA_PARALLEL_BACKENDS = ("mp", "ray")
 NOT_FLAGS = ("parts",)
+FLAG_GROUPS = {
+    "ModelConfig": (
+        "model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "seed", "max_model_len", "enforce_eager",
+    ),
+    "LoadConfig": ("load_format",),
+    "ParallelConfig": (
+        "tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend", "data_parallel_size",
+        "data_parallel_backend", "data_parallel_routing", "data_parallel_retry",
+    ),
+    "CacheConfig": (
+        "block_size", "gpu_memory_utilization", "num_gpu_blocks_override", "kv_cache_dtype", "enable_prefix_caching",
+        "use_kv_cache",
+    ),
+    "SchedulerConfig": (
+        "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold", "scheduling_policy",
+        "enable_chunked_prefill", "async_scheduling", "scheduler_reserve_full_isl", "watermark", "static_batching",
+    ),
+    "AttentionConfig": ("attention_backend",),
+    "VllmConfig": (
+        "device", "speculative_config", "spec_method", "spec_model", "spec_tokens", "profiler_config", "multiprocess",
+        "disable_log_stats",
+    ),
+}  # fmt: skip
+"""The groups of flags, by the names of vLLM's."""
 
 
 @takes_vllms_arguments("the engine", WITHOUT_EFFECT, NOT_SERVED)
@@ -46,7 +70,7 @@ class EngineArgs:
     They may be assigned. They are checked when the object is created, and again when an engine is made of it.
 
     - `model`: a local directory or a name on the Hugging Face Hub; by default the embedded one.
-      `tokenizer`: the same, if not the model's own.
+      `tokenizer`: a directory or a name, if it is not the model's own.
     - `dtype`: of weights and computation. "auto": the checkpoint's on a GPU; float32 on a CPU, which is what our CPU
       kernels use.
     - `kv_cache_dtype`: the storage dtype of keys and values. "auto": same as `dtype`; "int8_per_token_head" or "int8":
@@ -73,9 +97,9 @@ class EngineArgs:
       each in an actor of a Ray cluster (`uv sync --group dist`). None: "uni" for one rank, else "mp".
     - `data_parallel_size`: number of cores, each a process with the whole model and a cache of its own.
       `data_parallel_routing`: which core gets a request: "load", the least loaded one, as in vLLM, or "prefix", which
-      prefers one that was recently sent the prompt's beginning (`load_balancing`). `data_parallel_retry`: when one of
-      several cores dies, requests of which nothing has come yet are computed on another, once; else they fail as the
-      others do. In vLLM one core's death is the end of all. The last two are not in vLLM.
+      prefers one that was recently sent the prompt's beginning (`load_balancing`). Not in vLLM.
+      `data_parallel_retry`: when one of several cores dies, requests of which nothing has come yet are computed on
+      another, once; else they fail as the others do. Not in vLLM, where one core's death is the end of all.
       `data_parallel_backend`: "mp" runs the cores on this machine, "ray" each in an actor anywhere in a Ray cluster
       (`uv sync --group dist`) that takes a GPU, or a CPU, for each of its ranks. The model must lie at the same place
       on every machine. Messages between them are encrypted.
@@ -243,8 +267,7 @@ class EngineArgs:
 
         vLLM's further ones are taken too, but not listed in the help.
         """
-        add_flags(parser.add_argument_group("engine"), EngineArgs, NOT_FLAGS, with_defaults=True)
-        add_unlisted_flags(parser, (*WITHOUT_EFFECT, *NOT_SERVED))
+        add_engine_flags(parser, NOT_FLAGS, with_defaults=True)
         return parser
 
     @classmethod
@@ -362,3 +385,13 @@ def _batch_defaults(gpu_memory: int | None) -> tuple[int, int]:
     if gpu_memory is None:
         return 2048, 256
     return (16384, 1024) if gpu_memory >= 70 * GIB else (8192, 256)
+
+
+def add_engine_flags(
+    parser: argparse.ArgumentParser, left_out: Collection[str] = NOT_FLAGS, with_defaults: bool = False
+) -> None:
+    """Add a flag for each engine argument, and unlisted ones for those that only vLLM has; see `add_flags`."""
+    further = {**words_of(CacheConfig), **words_of(SchedulerConfig)}
+    further["scheduling_policy"] = further["policy"]
+    add_flags(parser, EngineArgs, FLAG_GROUPS, left_out, with_defaults, further)
+    add_unlisted_flags(parser, (*WITHOUT_EFFECT, *NOT_SERVED))

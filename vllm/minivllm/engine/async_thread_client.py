@@ -6,15 +6,16 @@ The kernels let other threads run while they compute; Python code does not, so t
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.busy_loop import Act, abort_requests, run_busy_loop, tell_step_events
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES, EngineCoreClient
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, WorkerDiedError
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -28,7 +29,7 @@ class AsyncThreadClient(EngineCoreClient):
         self.engine_core = EngineCore(args)
         self.engines = [self.engine_core.ready]
         self.dead_ranks: set[int] = set()
-        self._to_do: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._to_do: queue.SimpleQueue[Act | Exception | None] = queue.SimpleQueue()
         self._outputs: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine core")
@@ -39,7 +40,7 @@ class AsyncThreadClient(EngineCoreClient):
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """See `EngineCoreClient`; outputs already on their way still arrive, and the caller must ignore them."""
-        self._to_do.put(partial(self._abort, list(request_ids)))
+        self._to_do.put(partial(abort_requests, self.engine_core, list(request_ids), self._send))
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Returns the outputs of the next step, whenever there is one.
@@ -71,8 +72,7 @@ class AsyncThreadClient(EngineCoreClient):
             except Exception as error:
                 failure = RuntimeError(f"{method} failed in the engine's core: {type(error).__name__}: {error}")
                 loop.call_soon_threadsafe(answer.set_exception, failure)
-            if (state := self.engine_core.state()).step_events:
-                self._send(state)
+            tell_step_events(self.engine_core, self._send)
 
         self._to_do.put(call)
         return await answer
@@ -93,31 +93,12 @@ class AsyncThreadClient(EngineCoreClient):
         self.engine_core.shutdown()
 
     def _run(self) -> None:
-        """The core's loop: what has arrived, then a step, for as long as requests are unfinished."""
-        core = self.engine_core
         try:
-            while True:
-                while not self._to_do.empty() or not core.has_unfinished_requests():
-                    act = self._to_do.get()
-                    if act is None:
-                        return
-                    self._guarded(act)
-                self._guarded(lambda: self._send(core.step()))
+            run_busy_loop(self.engine_core, self._to_do, self._send)
+        except WorkerDiedError as error:
+            logger.error("The engine's core has ended: %s", error)
         finally:
             self._send(None)
-
-    def _guarded(self, act: Callable[[], object]) -> None:
-        """After a failure the core has started over, and goes on."""
-        try:
-            act()
-        except Exception:
-            logger.exception("The engine's core goes on after a failure")
-
-    def _abort(self, request_ids: list[str]) -> None:
-        core = self.engine_core
-        core.abort_requests(request_ids)
-        if not core.has_unfinished_requests():  # no step will tell the front end that the blocks are free
-            self._send(core.state())
 
     def _send(self, outputs: EngineCoreOutputs | None) -> None:
         assert self._loop is not None

@@ -110,7 +110,7 @@ class EngineCore:
                     self.structured_outputs.grammar_init(added, request.sampling_params.structured_outputs)
                 self.scheduler.add_request(added)
             except MinivllmError as error:
-                self._undelivered.append(_failed(request.request_id, error))
+                self._undelivered.append(_failed(request.request_id, error, invalid_request=True))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests, waiting or running; unknown ids are ignored."""
@@ -354,6 +354,6 @@ def _tokenizer_of(args: EngineArgs) -> tuple[str, tuple[int, ...]]:
     return tokenizer.to_str(), GenerationConfig.of(args.model, config, tokenizer).eos_token_ids
 
 
-def _failed(request_id: str, error: BaseException) -> EngineCoreOutput:
+def _failed(request_id: str, error: BaseException, invalid_request: bool = False) -> EngineCoreOutput:
     reason = str(error) if isinstance(error, MinivllmError) else f"{type(error).__name__}: {error}"
-    return EngineCoreOutput(request_id, [], finish_reason="error", error=reason)
+    return EngineCoreOutput(request_id, [], finish_reason="error", error=reason, invalid_request=invalid_request)

@@ -1,15 +1,15 @@
-"""The core's process: its loop in the main thread, its sockets in two other threads.
+"""The core's process: its loop (`busy_loop`) in the main thread, its sockets in two other threads.
 
 While a step computes, the GIL is free most of the time, so requests are decoded and outputs encoded meanwhile.
 
-In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc.run_busy_loop`, `process_input_sockets`,
-`process_output_sockets`).
+In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc`, `process_input_sockets`, `process_output_sockets`).
 """
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ import zmq
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from minivllm.core.stats import SchedulerStats
 from minivllm.engine.arg_utils import EngineArgs
+from minivllm.engine.busy_loop import Act, abort_requests, run_busy_loop, tell_step_events
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES
 from minivllm.engine.core_sockets import CoreSockets
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
-from minivllm.errors import MinivllmError, WorkerDiedError
+from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
 from minivllm.platforms.device import pick_device
 
@@ -39,7 +40,7 @@ class EngineCoreProc:
         self._rank = rank
         self._sockets = sockets
         self._context = zmq.Context()
-        self._requests: queue.SimpleQueue[tuple[int, bytes, bytes] | Exception] = queue.SimpleQueue()
+        self._to_do: queue.SimpleQueue[Act | Exception | None] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[tuple[int, EngineCoreOutputs] | Failure] = queue.SimpleQueue()
         self._inputs: list[zmq.Socket] = []
         self._output_sockets: list[zmq.Socket] = []
@@ -65,7 +66,7 @@ class EngineCoreProc:
         threading.Thread(target=self._receive, daemon=True).start()
         sender.start()
         try:
-            self.run_busy_loop(self.core)
+            run_busy_loop(self.core, self._to_do, self._put)
         except Exception as error:
             self._outputs.put(Failure.of(error, self._rank))
             sender.join(SECONDS_TO_SEND)
@@ -78,26 +79,9 @@ class EngineCoreProc:
         if self.core is not None:
             self.core.shutdown()
 
-    def run_busy_loop(self, core: EngineCore) -> None:
-        """Steps while requests are unfinished, else waits for messages. Raises what the engine cannot survive."""
-        while True:
-            while not self._requests.empty() or not core.has_unfinished_requests():
-                message = self._requests.get()
-                if isinstance(message, Exception):
-                    raise message
-                self._guarded(self._handle, core, *message)
-            self._guarded(lambda: self._put(core.step()))
-
-    def _guarded(self, act: Callable[..., None], *arguments: Any) -> None:
-        """Only a rank's end is the engine's: after any other failure the core has started over, and goes on."""
-        try:
-            act(*arguments)
-        except WorkerDiedError:
-            raise
-        except Exception:
-            logger.exception("The engine's core goes on after a failure")
-
-    def _handle(self, core: EngineCore, client: int, kind: bytes, payload: bytes) -> None:
+    def _handle(self, client: int, kind: bytes, payload: bytes) -> None:
+        core = self.core
+        assert core is not None
         if kind == Kind.ADD:
             request = decode(payload, EngineCoreRequest)
             self._router.note_added(client, request.request_id)
@@ -105,15 +89,12 @@ class EngineCoreProc:
         elif kind == Kind.ABORT:
             request_ids = decode(payload, list[str])
             self._router.note_aborted(request_ids)
-            core.abort_requests(request_ids)
-            if not core.has_unfinished_requests():  # no step will tell the front end that the blocks are free
-                self._put(core.state())
+            abort_requests(core, request_ids, self._put)
         elif kind == Kind.UTILITY:
             call_id, method = decode(payload, tuple[int, str])
             answer = UtilityOutput(call_id, *_result_of(core, method))
             self._outputs.put((client, EngineCoreOutputs([], utility_output=answer, engine_index=self._rank)))
-            if (state := core.state()).step_events:
-                self._put(state)
+            tell_step_events(core, self._put)
 
     def _put(self, outputs: EngineCoreOutputs) -> None:
         for share in self._router.shares(outputs):
@@ -129,9 +110,9 @@ class EngineCoreProc:
             while True:
                 for socket, _ in poller.poll():
                     kind, payload = socket.recv_multipart()
-                    self._requests.put((clients[socket], kind, payload))
+                    self._to_do.put(partial(self._handle, clients[socket], kind, payload))
         except Exception as error:
-            self._requests.put(error)
+            self._to_do.put(error)
 
     def _send(self) -> None:
         """The other one. Its last message to every client is why the core has failed."""
@@ -140,7 +121,7 @@ class EngineCoreProc:
                 client, outputs = share
                 self._output_sockets[client].send_multipart((Kind.OUTPUTS, encode(outputs)))
         except Exception as error:
-            self._requests.put(error)
+            self._to_do.put(error)
             share = Failure.of(error, self._rank)
         for socket in self._output_sockets:
             socket.send_multipart((Kind.FAILED, encode(share)))

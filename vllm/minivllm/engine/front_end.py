@@ -64,8 +64,8 @@ class FrontEnd:
         self._throughput_log = ThroughputLog()
         self.stat_logger: StatLogger | None = None
         """Who else wants to know what was measured, after each step."""
-        self.step_watchers: list[Callable[[list[bytes]], None]] = []
-        """Who gets the lines of `core.step_events`; the core writes them after `start_step_events`."""
+        self.step_watchers: list[tuple[int, Callable[[list[bytes]], None]]] = []
+        """Who gets the lines of `core.step_events` of which core; cores write them after `start_step_events`."""
 
     @property
     def stats(self) -> SchedulerStats:
@@ -129,8 +129,8 @@ class FrontEnd:
         for output in shown:
             if output.finished:
                 self._children.pop(output.request_id, None)
-        for watcher in self.step_watchers:
-            if outputs.step_events and not outputs.engine_index:
+        for rank, watcher in self.step_watchers:
+            if outputs.step_events and outputs.engine_index == rank:
                 watcher(outputs.step_events)
         if outputs.scheduler_stats is not None:
             self._take_stats(outputs.scheduler_stats, outputs.engine_index)

@@ -4,8 +4,10 @@ In vLLM v0.33.0: `vllm/v1/engine/input_processor.py` (`InputProcessor.process_in
 `assign_request_id`).
 """
 
+import functools
 import itertools
 import random
+import sys
 import time
 from dataclasses import replace
 
@@ -69,6 +71,7 @@ class InputProcessor:
             raise MinivllmError(f"priority is {priority!r}; it must be a whole number, a lower one goes first")
         text, token_ids, cache_salt = parse_prompt(prompt)
         if token_ids is None:
+            self.check_length(text or "")
             token_ids = self.encode(text or "")
         self._check_prompt(token_ids)
         resolved = self._resolve(params, len(token_ids))
@@ -83,6 +86,26 @@ class InputProcessor:
             cache_salt=cache_salt,
         )
         return text, request
+
+    @functools.cached_property
+    def max_prompt_characters(self) -> int:
+        """The most characters that `max_model_len` tokens can be. In vLLM v0.33.0: `vllm/renderers/params.py`."""
+        if self.tokenizer is None:
+            return sys.maxsize
+        return self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit, whatever its tokens are: to tokenize it may take minutes and gigabytes.
+
+        Raises:
+            MinivllmError: it has too many characters. Clients look for "maximum context length" in the message.
+        """
+        if len(text) > self.max_prompt_characters:
+            raise MinivllmError(
+                f"the prompt has {len(text):,} characters; the model's maximum context length is "
+                f"{self.limits.max_model_len} tokens, which are {self.max_prompt_characters:,} characters at most",
+                "input_text",
+            )
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt's text.

@@ -37,6 +37,7 @@ class RequestState:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    invalid_request: bool = False
     num_cached_tokens: int = 0
     num_sent_tokens: int = 0
     num_sent_characters: int = 0
@@ -131,7 +132,7 @@ class OutputProcessor:
         state.token_ids += output.new_token_ids
         state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
         state.num_cached_tokens = output.num_cached_tokens
-        state.error = output.error
+        state.error, state.invalid_request = output.error, output.invalid_request
         if output.error is None:
             self._count_tokens(state, len(output.new_token_ids), now)
         if output.new_prompt_logprobs is not None:
@@ -237,6 +238,7 @@ class OutputProcessor:
             state.finish_reason,
             state.stop_reason,
             state.error,
+            state.invalid_request,
         )
 
     def _showable_text(self, state: RequestState) -> str:

@@ -95,18 +95,21 @@ def load(port: int, asks: Sequence[Ask], clients: int | None = None, path: str =
     return answers_of(start_load(port, asks, clients, path))
 
 
+def post(path: str, body: dict[str, Any]) -> bytes:
+    """The bytes of a request on a connection of its own."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"
+    return "\r\n".join((*head, f"Content-Length: {len(content)}", "", "")).encode() + content
+
+
 async def ask(port: int, path: str, body: dict[str, Any], due: float) -> Answer:
     """One request on a connection of its own."""
-    data = json.dumps(body).encode()
+    content = post(path, body)
     answer = Answer(due, time.monotonic())
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         answer.connected = time.monotonic()
-        writer.write(
-            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode()
-            + data
-        )
+        writer.write(content)
         status = await reader.readline()
         if b" 200 " not in status:
             raise ConnectionError((await reader.read(1000)).decode(errors="replace") or "no answer")

@@ -23,6 +23,7 @@ from minivllm.engine.async_thread_client import AsyncThreadClient
 from minivllm.entrypoints.openai.launcher import bind, make_app, make_server
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
+from minivllm.lab.http_load import post
 
 SECONDS = 120.0
 """How long a whole load may take on the clock."""
@@ -165,7 +166,7 @@ async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
     began, answer = loop.time(), Answer()
     with connection:
         await loop.sock_connect(connection, ("127.0.0.1", port))
-        await loop.sock_sendall(connection, _post(client.body()))
+        await loop.sock_sendall(connection, post("/v1/completions", client.body()))
         if client.reads_late:
             await asyncio.sleep(0.05)
             await _idle(engine)
@@ -181,12 +182,6 @@ async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
     if client.leaves_after is None:
         _read(client, received, answer)
     return answer
-
-
-def _post(body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1", "Host: here", "Content-Type: application/json", "Connection: close"
-    return "\r\n".join((*head, f"Content-Length: {len(content)}", "", "")).encode() + content
 
 
 def _read(client: Client, received: bytes, answer: Answer) -> None:

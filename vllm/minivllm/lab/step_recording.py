@@ -162,7 +162,7 @@ def replay(path: str | Path) -> Iterator[ReplayedState]:
 
 @contextmanager
 def record(llm: LLM, path: str | Path) -> Iterator[None]:
-    """Records the steps of an `LLM` while the block runs, in this process or with `multiprocess`.
+    """Records the steps of an `LLM` while the block runs, here or with `multiprocess`; of several cores, the first's.
 
     Raises:
         MinivllmError: the file cannot be written.
@@ -170,12 +170,13 @@ def record(llm: LLM, path: str | Path) -> Iterator[None]:
     engine = llm.llm_engine
     with RecordingFile(path, HeaderLine(xray=FORMAT, model=engine.model_name)) as file:
         engine.engine_core.call_utility("start_step_events")
-        engine.step_watchers.append(file.write)
+        watcher = (0, file.write)
+        engine.step_watchers.append(watcher)
         try:
             yield
         finally:
             file.write(engine.engine_core.call_utility("take_step_events"))
-            engine.step_watchers.remove(file.write)
+            engine.step_watchers.remove(watcher)
             engine.engine_core.call_utility("stop_step_events")
 
 

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm.config.flags import HelpFormatter, json_of
 from minivllm.errors import MinivllmError
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ def add_to(commands: Any) -> None:
     parser = kinds.add_parser(
         "serve",
         help="loads a server and prints what its clients have seen",
+        usage="minivllm bench serve [flags]",
         description="Load a server and print what its clients have seen. The flags are vLLM's.",
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     _add_server(parser.add_argument_group("server"))
@@ -52,10 +55,12 @@ def add_to(commands: Any) -> None:
 
 
 def _add_server(group: Any) -> None:
-    group.add_argument("--backend", choices=("openai", "openai-chat", "vllm"), default="openai")
+    group.add_argument(
+        "--backend", choices=("openai", "openai-chat", "vllm"), default="openai", help="which API; vllm is openai's"
+    )
     group.add_argument("--base-url", metavar="URL", help="instead of --host and --port")
-    group.add_argument("--host", default="127.0.0.1")
-    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--host", default="127.0.0.1", help="where the server listens")
+    group.add_argument("--port", type=int, default=8000, help="the same")
     group.add_argument("--endpoint", metavar="PATH", help="/v1/completions or /v1/chat/completions, by the backend")
     group.add_argument("--header", nargs="*", default=[], metavar="NAME=VALUE", help="of every request")
     group.add_argument("--model", help="its name or path; the first one that the server has")
@@ -65,17 +70,19 @@ def _add_server(group: Any) -> None:
 
 
 def _add_dataset(group: Any) -> None:
-    group.add_argument("--dataset-name", choices=("random", "sharegpt", "custom"), default="random")
+    group.add_argument(
+        "--dataset-name", choices=("random", "sharegpt", "custom"), default="random", help="what is asked"
+    )
     group.add_argument("--dataset-path", metavar="FILE", help="of sharegpt (JSON) or custom (JSON lines)")
-    group.add_argument("--num-prompts", type=int, default=1000)
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--num-prompts", type=int, default=1000, help="how many requests")
+    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
     group.add_argument("--input-len", type=int, help="the same as --random-input-len")
     group.add_argument("--output-len", type=int, help="tokens to generate, for every dataset")
-    group.add_argument("--random-input-len", type=int, default=1024)
-    group.add_argument("--random-output-len", type=int, default=128)
+    group.add_argument("--random-input-len", type=int, default=1024, help="tokens of each prompt")
+    group.add_argument("--random-output-len", type=int, default=128, help="tokens to generate")
     group.add_argument(
         "--random-range-ratio",
-        type=_json,
+        type=json_of,
         default=0.0,
         help='lengths are uniform within this share of theirs; a number, or {"input": a, "output": b}',
     )
@@ -83,10 +90,10 @@ def _add_dataset(group: Any) -> None:
     group.add_argument("--sharegpt-output-len", type=int, help="instead of the answers' lengths")
     group.add_argument("--custom-output-len", type=int, default=256, help="-1: each line's output_tokens")
     group.add_argument("--ignore-eos", action="store_true", help="always so with random prompts")
-    group.add_argument("--logprobs", type=int, metavar="K")
+    group.add_argument("--logprobs", type=int, metavar="K", help="ask for the K most likely tokens at each position")
     for name, kind in SAMPLING.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind)
-    group.add_argument("--extra-body", type=_json, default={}, metavar="JSON", help="further fields of every request")
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help="sampling of every request; the server's")
+    group.add_argument("--extra-body", type=json_of, default={}, metavar="JSON", help="further fields of every request")
 
 
 def _add_traffic(group: Any) -> None:
@@ -94,31 +101,35 @@ def _add_traffic(group: Any) -> None:
     group.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly")
     group.add_argument("--max-concurrency", type=int, help="the most requests under way")
     group.add_argument("--num-warmups", type=int, default=0, help="requests before, which do not count")
-    group.add_argument("--request-id-prefix", default=f"bench-{uuid.uuid4().hex[:8]}-")
+    group.add_argument("--request-id-prefix", default=f"bench-{uuid.uuid4().hex[:8]}-", help="of every request's id")
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
 
 def _add_result(group: Any) -> None:
-    group.add_argument("--percentile-metrics", default="ttft,tpot,itl", metavar="NAMES", help="also e2el")
-    group.add_argument("--metric-percentiles", default="99", metavar="NUMBERS")
+    group.add_argument(
+        "--percentile-metrics", default="ttft,tpot,itl", metavar="NAMES", help="which latencies to show; also e2el"
+    )
+    group.add_argument(
+        "--metric-percentiles", default="99", metavar="NUMBERS", help="of these latencies, such as 50,99"
+    )
     group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="count requests that meet all")
     group.add_argument("--label", help="of the result; the backend")
     group.add_argument("--metadata", nargs="*", default=[], metavar="NAME=VALUE", help="further fields of the result")
     group.add_argument("--save-result", action="store_true", help="write the figures as JSON")
     group.add_argument("--save-detailed", action="store_true", help="with every request's figures and texts")
     group.add_argument("--append-result", action="store_true", help="as a further line of the file")
-    group.add_argument("--result-dir", metavar="FOLDER")
-    group.add_argument("--result-filename", metavar="FILE")
+    group.add_argument("--result-dir", metavar="FOLDER", help="of the file; the current one")
+    group.add_argument(
+        "--result-filename", metavar="FILE", help="the file's name; made of the label, the rate and the time"
+    )
 
 
-def run(given: argparse.Namespace, unknown: Sequence[str]) -> int:
+def run(given: argparse.Namespace) -> int:
     """Do what the command line says; return the exit code: 1 if no request succeeded.
 
     Raises:
         MinivllmError: a flag is wrong, or the server does not answer.
     """
-    if unknown:
-        raise MinivllmError(f"unrecognized argument {unknown[0]}; minivllm bench serve --help lists them all")
     return asyncio.run(_run(given))
 
 
@@ -357,10 +368,3 @@ def _number(text: str) -> float:
     if not 0 <= found <= 100:
         raise MinivllmError(f"--metric-percentiles has {text!r}; each must be a number from 0 to 100")
     return found
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON") from None

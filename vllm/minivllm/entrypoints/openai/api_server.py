@@ -40,7 +40,7 @@ from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompleti
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.serving_tokenization import OpenAIServingTokenization
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.entrypoints.openai.stream import EventStream, until_disconnected
+from minivllm.entrypoints.openai.stream import EventStream, with_cancellation
 from minivllm.errors import EngineDeadError
 
 DEVELOPMENT_VARIABLES = ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
@@ -114,12 +114,12 @@ def _add_generation(
     @app.post("/v1/completions", dependencies=JSON_ONLY, response_model=CompletionResponse, responses=ERRORS)
     async def create_completion(request: CompletionRequest, raw: Request) -> Response:
         work = completions.create_completion(request, raw.headers)
-        return await _answered(until_disconnected(work, raw, engine.parts))
+        return await _answered(with_cancellation(work, raw, engine.parts))
 
     @app.post("/v1/chat/completions", dependencies=JSON_ONLY, response_model=ChatCompletionResponse, responses=ERRORS)
     async def create_chat_completion(request: ChatCompletionRequest, raw: Request) -> Response:
         work = chat.create_chat_completion(request, raw.headers)
-        return await _answered(until_disconnected(work, raw, engine.parts))
+        return await _answered(with_cancellation(work, raw, engine.parts))
 
 
 async def _answered(work: Any) -> Response:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from minivllm.engine.core_entry import end_with_parent
+from minivllm.engine.core_entry import end_with_parent, leave
 
 SECONDS_TO_END = 5.0
 
@@ -57,6 +57,4 @@ def main(listening: int, parent: int) -> int:
 
 
 if __name__ == "__main__":
-    code = main(*map(int, sys.argv[1:]))
-    sys.stderr.flush()
-    os._exit(code)  # all has been given back; taking the interpreter apart would only take time
+    leave(main(*map(int, sys.argv[1:])))

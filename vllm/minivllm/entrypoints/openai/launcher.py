@@ -14,7 +14,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -32,7 +32,7 @@ from minivllm.entrypoints.openai.middleware import ServerState
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.xray.recorder import RecordingFile
-from minivllm.entrypoints.xray.routes import open_recording, watch_steps
+from minivllm.entrypoints.xray.routes import open_recordings, watch_steps
 from minivllm.errors import MinivllmError
 from minivllm.logger import init_logger
 
@@ -102,18 +102,18 @@ def serve_on(
 ) -> int:
     """As `serve`, on this socket; `addresses` are of cores that run already, for one of several API servers."""
     engine: AsyncLLM | None = None
-    recording: RecordingFile | None = None
+    recordings: list[RecordingFile] = []
     try:
         if addresses is None or addresses.client_index == 0:  # one file has one writer
-            recording = open_recording(settings, args)
+            recordings = open_recordings(settings, args)
         template = read_template(settings.chat_template, args.model) or template
         _allow_many_connections()
         with signals_end_the_start():
             engine = AsyncLLM(args, AsyncMPClient(args, addresses) if addresses else None)
-        return _run(_serve(engine, listening, args, settings, template, recording))
+        return _run(_serve(engine, listening, args, settings, template, recordings))
     finally:
         listening.close()
-        if recording is not None:
+        for recording in recordings:
             recording.close()
         if engine is not None:
             engine.shutdown()
@@ -133,10 +133,10 @@ async def _serve(
     args: EngineArgs,
     settings: FrontendArgs,
     template: str | None,
-    recording: RecordingFile | None,
+    recordings: Sequence[RecordingFile],
 ) -> int:
     app = make_app(engine, args, settings, template)
-    await watch_steps(app, engine, settings, recording)
+    await watch_steps(app, engine, settings, recordings)
     server = make_server(app, settings)
     logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
     return await _until_the_end(server, engine, listening, settings, app.state.server)

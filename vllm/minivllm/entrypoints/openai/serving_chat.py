@@ -48,8 +48,7 @@ class OpenAIServingChat(OpenAIServing):
         ):
             raise MinivllmError('tool_choice "auto" needs the flags --enable-auto-tool-choice and --tool-call-parser')
         text = self.rendered(request, reasoning_effort=request.reasoning_effort)
-        token_ids = self.truncated(await self.tokenize(text, request.add_special_tokens), request)
-        prompt = TokenizedPrompt(token_ids, text)
+        prompt = await self.tokenize_prompt(text, request)
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         params = self.sampling_params(request, asked, prompt)
         request_id = self.request_id(request, headers)

@@ -58,8 +58,7 @@ class OpenAIServingCompletion(OpenAIServing):
 
     async def _tokenized(self, prompt: str | list[int], request: CompletionRequest) -> TokenizedPrompt:
         if isinstance(prompt, str):
-            token_ids = await self.tokenize(prompt, request.add_special_tokens)
-            return TokenizedPrompt(self.truncated(token_ids, request), prompt)
+            return await self.tokenize_prompt(prompt, request)
         token_ids = self.truncated(prompt, request)
         text = self.tokenizer.decode(token_ids, skip_special_tokens=False) if request.echo else None
         return TokenizedPrompt(token_ids, text)

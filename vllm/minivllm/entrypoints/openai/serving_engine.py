@@ -18,7 +18,13 @@ from minivllm.engine.async_llm import AsyncLLM, Collector
 from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.errors import error_response, failed, unavailable
-from minivllm.entrypoints.openai.protocol import ChatTemplateRequest, GenerationRequest, UsageInfo
+from minivllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    ChatTemplateRequest,
+    CompletionRequest,
+    GenerationRequest,
+    UsageInfo,
+)
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import EngineDeadError, MinivllmError
@@ -65,15 +71,15 @@ class EngineRequests:
 
         Raises:
             EngineDeadError: the engine has ended.
-            RequestError: the engine could not answer one of them.
+            MinivllmError: one of them asks for what cannot be done; a `RequestError`: the engine could not answer it.
         """
         unfinished = len(self._collectors)
         while unfinished:
             index = await self._ready.get()
             output = await self._collectors[index].get()
-            error = next((one.error for one in output.outputs if one.finish_reason == "error"), None)
-            if error is not None:
-                raise failed(error)
+            ended = next((one for one in output.outputs if one.error is not None), None)
+            if ended is not None:
+                raise (MinivllmError if ended.invalid_request else failed)(ended.error or "")
             unfinished -= output.finished
             yield index, output
 
@@ -138,7 +144,10 @@ class OpenAIServing:
         if asked is not None and asked > longest:
             raise MinivllmError(f"max_tokens is {asked}; max_model_len is {longest}", "max_tokens")
         if length > longest:
-            raise MinivllmError(f"the prompt has {length} tokens; max_model_len is {longest}", "input_tokens")
+            raise MinivllmError(
+                f"the prompt has {length} tokens; the model's maximum context length is {longest} tokens",
+                "input_tokens",
+            )
         room = longest - length
         default = self._defaults.get("max_tokens")
         wanted = [room, asked, default if asked is None else None]
@@ -188,15 +197,28 @@ class OpenAIServing:
         own = request.return_tokens_as_token_ids
         return self.settings.return_tokens_as_token_ids if own is None else own
 
+    async def tokenize_prompt(self, text: str, request: CompletionRequest | ChatCompletionRequest) -> TokenizedPrompt:
+        """Return a prompt, truncated as the request says. One that cannot fit is not tokenized whole.
+
+        Raises:
+            MinivllmError: it is too long to fit.
+        """
+        whole = text
+        if request.truncate_prompt_tokens is None:
+            self.engine.input_processor.check_length(text)
+        else:
+            text = self._near_the_end_kept(text, request)
+        return TokenizedPrompt(self.truncated(await self.tokenize(text, request.add_special_tokens), request), whole)
+
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text."""
+        encodable(text, "the prompt")
         tokenizer = self.tokenizer
 
         def encode() -> list[int]:
             # The library gives up the GIL for batches only, and without that a thread holds up everybody.
             return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
-        encodable(text, "the prompt")
         return encode() if len(text) < CHARACTERS_IN_LOOP else await asyncio.to_thread(encode)
 
     async def detokenize(self, token_ids: list[int]) -> str:
@@ -220,6 +242,14 @@ class OpenAIServing:
             )
         kept = longest if wanted == -1 else wanted
         return token_ids[:kept] if request.truncation_side == "right" else token_ids[-kept:]
+
+    def _near_the_end_kept(self, text: str, request: GenerationRequest) -> str:
+        """The part of a very long text that holds all tokens that are kept, and as much again beside them.
+
+        What is cut there is tokenized differently, but only next to the cut.
+        """
+        most = 2 * self.engine.input_processor.max_prompt_characters
+        return text[:most] if request.truncation_side == "right" else text[-most:]
 
     def rendered(self, request: ChatTemplateRequest, **further: Any) -> str:
         """Return the prompt of a conversation.

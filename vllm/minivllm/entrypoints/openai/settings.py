@@ -19,7 +19,8 @@ class FrontendArgs:
       default one; vLLM's default is `data_parallel_size`.
     - `api_key`: requests below /v1 must bring one of these.
     - `served_model_name`: the model's names in the API; default: its path or name.
-    - `chat_template`: a file, or the template itself. `trust_request_chat_template`: requests may bring one.
+    - `chat_template`: a file, or the template itself. `trust_request_chat_template`: requests may bring a
+      template of their own.
     - `response_role`: who speaks in chat replies.
     - `max_logprobs`: the most log probabilities a position that a request may ask for; -1: the whole vocabulary.
     - `max_num_queued_reqs`, `max_num_queued_tokens`: with more unfinished requests or tokens of prompts than this, new
@@ -29,12 +30,14 @@ class FrontendArgs:
     - `enable_force_include_usage`: streams report usage, asked or not.
     - `return_tokens_as_token_ids`: log probabilities show tokens as "token_id:289".
     - `enable_request_id_headers`: replies have the header X-Request-Id.
+    - `enable_server_load_tracking`: GET /load says how many requests are open.
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
-    - `enable_auto_tool_choice`, `tool_call_parser`: without both, `tool_choice: "auto"` is refused. Calls are not
+    - `enable_auto_tool_choice`, `tool_call_parser`: without both, a tool_choice of "auto" is refused. Calls are not
       looked for in what the model says freely, whatever the parser.
     - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Where there are
-      several cores, they show the first. Not in vLLM.
-    - `allow_credentials`, `allowed_origins`, `allowed_methods`, `allowed_headers`: for browsers (CORS), as JSON.
+      several cores, the page's reader chooses one, and each has a file of its own. Not in vLLM.
+    - `allow_credentials`: browsers may send cookies (CORS). `allowed_origins`, `allowed_methods`, `allowed_headers`:
+      what browsers may send (CORS), a list in JSON.
     """
 
     host: str | None = None

@@ -33,7 +33,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
-            await (self._parts.until_disconnected or unless_disconnected)(self._send(send), _disconnected(receive))
+            await (self._parts.until_disconnected or until_disconnected)(self._send(send), _disconnected(receive))
         finally:
             self._close()
             await self._events.aclose()
@@ -49,15 +49,15 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def until_disconnected(
+async def with_cancellation(
     work: Coroutine[Any, Any, Result], request: Request, parts: Parts = NO_PARTS
 ) -> Result | Response:
     """Return the result, unless the client leaves before; then the work is cancelled."""
-    found = await (parts.until_disconnected or unless_disconnected)(work, _disconnected(request.receive))
+    found = await (parts.until_disconnected or until_disconnected)(work, _disconnected(request.receive))
     return Response(status_code=CLIENT_CLOSED_REQUEST) if found is None else found
 
 
-async def unless_disconnected(
+async def until_disconnected(
     work: Coroutine[Any, Any, Result], disconnected: Coroutine[Any, Any, None]
 ) -> Result | None:
     """Return the result; None if the client leaves before, for then the work is cancelled.

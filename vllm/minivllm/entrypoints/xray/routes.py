@@ -1,17 +1,17 @@
 """`/xray`, a page that shows each step of the engine, and `/xray/events`, what it shows.
 
 Both exist with `--xray` only. The page itself holds nothing of the engine; with API keys, the events ask for one, and
-the page asks its reader. Events have request ids and counts, no tokens and no text. Of several cores they show the
-first, and say so.
+the page asks its reader. Events have request ids and counts, no tokens and no text. Of several cores a page shows the
+one that its reader chooses: `/xray/events?core=1`.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi.responses import HTMLResponse, Response
 
 from minivllm.core.step_events import FORMAT, HeaderLine
@@ -38,36 +38,41 @@ class Engine(Protocol):
         ...
 
 
-async def watch_steps(app: FastAPI, engine: AsyncLLM, settings: FrontendArgs, recording: RecordingFile | None) -> None:
+async def watch_steps(
+    app: FastAPI, engine: AsyncLLM, settings: FrontendArgs, recordings: Sequence[RecordingFile] = ()
+) -> None:
     """Has the engine tell of its steps, and adds the routes, as far as the settings ask for that."""
-    if recording is not None:
-        engine.step_watchers.append(recording.write)
+    engine.step_watchers += [(core, recording.write) for core, recording in enumerate(recordings)]
     if settings.xray:
-        ring = StepRing()
-        engine.step_watchers.append(ring.put)
-        add_xray(app, ring, header_for(settings, engine.engine_args), engine)
+        headers = headers_for(settings, engine.engine_args)
+        rings = [StepRing() for _ in headers]
+        engine.step_watchers += [(core, ring.put) for core, ring in enumerate(rings)]
+        add_xray(app, rings, headers, engine)
     if engine.step_watchers:
         await engine.start_step_events()
 
 
-def open_recording(settings: FrontendArgs, args: EngineArgs) -> RecordingFile | None:
-    """The file of `--record`, if it was given.
+def open_recordings(settings: FrontendArgs, args: EngineArgs) -> list[RecordingFile]:
+    """The files of `--record`, if it was given: one for each core. That of core 1 is `run.core1.jsonl`.
 
     Raises:
-        MinivllmError: it cannot be written.
+        MinivllmError: one of them cannot be written.
     """
-    return RecordingFile(settings.record, header_for(settings, args)) if settings.record else None
+    if not settings.record:
+        return []
+    first, headers = Path(settings.record), headers_for(settings, args)
+    paths = [first, *(first.with_name(f"{first.stem}.core{core}{first.suffix}") for core in range(1, len(headers)))]
+    return [RecordingFile(path, header) for path, header in zip(paths, headers, strict=True)]
 
 
-def header_for(settings: FrontendArgs, args: EngineArgs) -> HeaderLine:
-    """The first line: the model's name in the API, else its own, and which core is shown if there are several."""
-    model = (settings.served_model_name or [Path(args.model).name])[0]
-    cores = args.data_parallel_size
-    return HeaderLine(xray=FORMAT, model=f"{model} · core 0 of {cores}" if cores > 1 else model)
+def headers_for(settings: FrontendArgs, args: EngineArgs) -> list[HeaderLine]:
+    """The first line of each core: the model's name in the API, else its own, and which core it is."""
+    model, cores = (settings.served_model_name or [Path(args.model).name])[0], args.data_parallel_size
+    return [HeaderLine(xray=FORMAT, model=model, core=core, cores=cores) for core in range(cores)]
 
 
-def add_xray(app: FastAPI, ring: StepRing, header: HeaderLine, engine: Engine) -> None:
-    """Adds the page and its events."""
+def add_xray(app: FastAPI, rings: Sequence[StepRing], headers: Sequence[HeaderLine], engine: Engine) -> None:
+    """Adds the page and its events, of each core."""
 
     @app.get("/xray", include_in_schema=False)
     async def show() -> Response:
@@ -75,8 +80,8 @@ def add_xray(app: FastAPI, ring: StepRing, header: HeaderLine, engine: Engine) -
         return HTMLResponse(html, headers={"content-security-policy": policy, "cache-control": "no-cache"})
 
     @app.get("/xray/events", include_in_schema=False)
-    async def events() -> Response:
-        stream = EventStream(step_events(ring, header, engine), lambda: None)
+    async def events(core: Annotated[int, Query(ge=0, lt=len(rings))] = 0) -> Response:
+        stream = EventStream(step_events(rings[core], headers[core], engine), lambda: None)
         stream.headers["cache-control"] = "no-store"
         return stream
 

@@ -8,6 +8,7 @@ const KEPT = 1000; // steps that one can go back
 const MOST_BYTES = 64 * 2 ** 20;
 const MOST_LINES = 100000;
 const MOST_BLOCKS = 1000000;
+const MOST_CORES = 1024;
 const CELLS = 20000; // blocks that are drawn
 const CHIPS = 40;
 const HUES = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"]; // Okabe and Ito's
@@ -173,6 +174,10 @@ export class Replay {
     if (!this.header) {
       ensure(line?.xray === FORMAT && typeof (line.model ?? "") === "string", `no recording of format ${FORMAT}`);
       this.header = { xray: FORMAT, model: line.model ?? "" };
+      if (line.cores !== undefined) {
+        ensure(counts([line.core ?? 0, line.cores]) && line.cores <= MOST_CORES, "no number of a core");
+        Object.assign(this.header, { core: line.core ?? 0, cores: line.cores });
+      }
       return;
     }
     checkLine(line);
@@ -276,7 +281,8 @@ class View {
     this.says = make("p", { class: "xr-alarm", role: "status" });
     this.file = make("input", { type: "file", accept: ".jsonl,.json,.txt", hidden: true, "aria-label": "A recording", onchange: () => this.open(this.file.files[0]) });
     this.back = button("Back to live", () => this.show(this.live), { hidden: true });
-    const bar = make("div", { class: "xr-bar" }, this.back, button("Save", () => this.save(), { title: "Save these steps as a recording" }), button("Load", () => this.file.click(), { title: "Show a recording" }), this.file);
+    this.core = make("select", { "aria-label": "Core", hidden: true, onchange: () => this.choose(Number(this.core.value)) });
+    const bar = make("div", { class: "xr-bar" }, this.core, this.back, button("Save", () => this.save(), { title: "Save these steps as a recording" }), button("Load", () => this.file.click(), { title: "Show a recording" }), this.file);
     this.play = button("", () => this.toggle(), { class: "xr-play", title: "Space" });
     this.speed = make("select", { "aria-label": "Steps a second" }, ...[2, 5, 10, 30].map((n) => make("option", { value: n, selected: n === 10 }, `${n}/s`)));
     this.range = make("input", { type: "range", min: 0, max: 0, value: 0, "aria-label": "Step", oninput: () => this.go(Number(this.range.value)) });
@@ -373,6 +379,22 @@ class View {
     this.dirty();
   }
 
+  // Of several cores the reader chooses one. `follow` asks for its steps when the steps of another are aborted.
+
+  offerCores(header) {
+    if (!header) return; // the next connection's is on its way
+    const cores = header.cores ?? 1;
+    this.core.hidden = cores < 2;
+    if (this.core.length === cores) return;
+    this.core.replaceChildren(...Array.from({ length: cores }, (_, core) => make("option", { value: core, selected: core === header.core }, `core ${core}`)));
+  }
+
+  choose(core) {
+    this.shownCore = core;
+    this.show(this.live);
+    this.reading?.abort();
+  }
+
   go(index) {
     const last = (this.replay?.frames.length ?? 0) - 1;
     if (last < 0) return;
@@ -460,7 +482,9 @@ class View {
     this.drawn += 1;
     this.readColours();
     const { replay, frame } = this;
-    this.model.textContent = replay?.header?.model ?? "";
+    const { model, core, cores } = replay?.header ?? {};
+    this.model.textContent = `${model ?? ""}${cores > 1 ? ` · core ${core} of ${cores}` : ""}`;
+    this.offerCores(this.live?.header);
     const isLive = replay === this.live;
     this.status.textContent = isLive ? (this.connected ? (this.playing ? "● live" : "❚❚ paused") : "○ not connected") : "■ recording";
     this.status.classList.toggle("xr-on", isLive && this.playing && Boolean(this.connected));
@@ -1055,7 +1079,9 @@ async function follow(view, form, key) {
   for (;;) {
     let words = "The server does not answer; it is asked again every second.";
     try {
-      const answer = await fetch("xray/events", { headers: key ? { authorization: `Bearer ${key}` } : {}, cache: "no-store" });
+      view.reading = new AbortController();
+      const headers = key ? { authorization: `Bearer ${key}` } : {};
+      const answer = await fetch(`xray/events?core=${view.shownCore ?? 0}`, { headers, cache: "no-store", signal: view.reading.signal });
       if (answer.status === 401) {
         view.tell(key ? "This key is not known here." : "");
         form.hidden = false;
@@ -1064,6 +1090,7 @@ async function follow(view, form, key) {
       if (answer.ok) await readEvents(view, answer.body);
       else words = `The server answers with status ${answer.status}; it is asked again every second.`;
     } catch (error) {
+      if (error.name === "AbortError") continue; // another core was chosen
       if (error instanceof Refusal) words = `The server's events cannot be shown: ${error.message}.`;
     }
     view.connected = false;

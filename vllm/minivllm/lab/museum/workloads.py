@@ -32,7 +32,7 @@ from minivllm.entrypoints.openai.protocol import CompletionRequest
 from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
-from minivllm.entrypoints.openai.stream import EventStream, unless_disconnected
+from minivllm.entrypoints.openai.stream import EventStream, until_disconnected
 from minivllm.memory import kv_bytes_per_token, kv_cache_tokens
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
@@ -302,7 +302,7 @@ def triton_kernel() -> Seen:
     core_of(llm).executor.worker.runner.attention.backend = "triton"  # type: ignore[attr-defined]
     params = {"prompt_logprobs": 0}
     answers = serve(
-        llm, {"the short prompt": Ask(ADD, 3, params=params), "the long prompt": Ask(LONGER, 4, params=params)}
+        llm, {"the short prompt": Ask(ADD, 2, params=params), "the long prompt": Ask(LONGER, 2, params=params)}
     )
     return {**texts(answers), **looked_at(answers, "log probability of", lambda answer: answer.prompt_logprob)}
 
@@ -607,7 +607,7 @@ def hang_up() -> Seen:
         async def hangs_up() -> None:
             await three.wait()
 
-        answered = await unless_disconnected(answer(), hangs_up())
+        answered = await until_disconnected(answer(), hangs_up())
         finished = bool(computed and computed[-1].finished)
         return {"what is sent": answered, "the answer was computed to its end": finished}
 

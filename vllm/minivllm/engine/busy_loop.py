@@ -1,0 +1,57 @@
+"""The core's loop, whichever thread or process it runs in.
+
+In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc.run_busy_loop`).
+"""
+
+import queue
+from collections.abc import Callable, Sequence
+
+from minivllm.core.messages import EngineCoreOutputs
+from minivllm.engine.core import EngineCore
+from minivllm.errors import WorkerDiedError
+from minivllm.logger import init_logger
+
+logger = init_logger(__name__)
+Act = Callable[[], object]
+Put = Callable[[EngineCoreOutputs], object]
+
+
+def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | None]", put: Put) -> None:
+    """Steps while requests are unfinished, else waits for what there is to do. None is the end.
+
+    Raises:
+        WorkerDiedError: a rank has died, which the engine cannot survive.
+        Exception: whatever exception is found in the queue.
+    """
+    while True:
+        while not to_do.empty() or not core.has_unfinished_requests():
+            act = to_do.get()
+            if act is None:
+                return
+            if isinstance(act, Exception):
+                raise act
+            _guarded(act)
+        _guarded(lambda: put(core.step()))
+
+
+def abort_requests(core: EngineCore, request_ids: Sequence[str], put: Put) -> None:
+    """Aborts requests, and tells the front end that their blocks are free where no step will."""
+    core.abort_requests(request_ids)
+    if not core.has_unfinished_requests():
+        put(core.state())
+
+
+def tell_step_events(core: EngineCore, put: Put) -> None:
+    """Tells what a utility call has changed, where somebody watches."""
+    if (state := core.state()).step_events:
+        put(state)
+
+
+def _guarded(act: Act) -> None:
+    """Only a rank's end is the engine's: after any other failure the core has started over, and goes on."""
+    try:
+        act()
+    except WorkerDiedError:
+        raise
+    except Exception:
+        logger.exception("The engine's core goes on after a failure")
