@@ -49,8 +49,7 @@ def rate_words(state: State) -> str:
     if state.recorded == "none":
         return f"α {state.alpha:g}"
     shares = ", ".join(f"{rate:.0%}" for rate in state.one.rates)
-    beyond = ", the last one beyond" if state.k > len(state.one.rates) else ""
-    return f"accepted {shares} (recorded{beyond})"
+    return f"accepted {shares} (recorded; the last one beyond too)"
 
 
 def milliseconds(seconds: float) -> str:
@@ -64,7 +63,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     drawing.heading((MARGIN, 23), "How much faster drafts make it")
     note = (
         f"{state.model} on {state.gpu}, contexts of {tokens(state.context)}; {drafter_words(state)}, "
-        f"{rate_words(state)}; modelled, ±{state.error:.0%} (median)"
+        f"{rate_words(state)}; modelled, off by {state.error:.0%} (median)"
     )
     noted = drawing.paragraph((MARGIN, 41), note, width - 2 * MARGIN)
     y, high = noted + 20, 150 - (noted - 41)  # the whole is as high, however long the note
@@ -129,7 +128,8 @@ def _draw_speedup(axes: Axes, state: State, pinned: State | None) -> None:
         _draw_broken(axes, state)
     if pinned:
         axes.pinned(*_unzipped(_values(pinned, pinned.k)))
-    axes.mark_y(1, "break even", GREEN, along=0.24, below=True)
+    with axes.drawing.on_top():
+        axes.mark_y(1, "break even", GREEN, along=0.24, below=True)
     with axes.drawing.answer():
         for k, colour, dash in _curves(state):
             axes.line(*_unzipped(_values(state, k)), colour, width=1.8, dash=dash)

@@ -8,7 +8,6 @@ from functools import cached_property, lru_cache
 from minivllm.config.checks import require
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.lever_checks import median_error
 from minivllm.simulate.speculation import (
     NGRAM,
     RECORDED,
@@ -18,6 +17,7 @@ from minivllm.simulate.speculation import (
     draft_model,
     eagle_head,
 )
+from minivllm.simulate.speculation_checks import speculation_error
 from widgets.spec import require_numbers
 from widgets.speculative_decoding_step import Accept, Measured, VerifyStep, measured, verify_step
 
@@ -60,7 +60,7 @@ class State:
     own: Measured | None
     """What the reader's own `accept` does; None where there is none."""
     error: float
-    """The cost model's median error on published measurements."""
+    """The model's median error on published measurements."""
 
     @property
     def alpha(self) -> float:
@@ -169,7 +169,7 @@ def sweep(
         one=_speculation(model, gpu, drafter, rates, context),
         step=verify_step(*played, accept),
         own=measured(*played, accept) if accept else None,
-        error=median_error(),
+        error=speculation_error(),
     )
 
 

@@ -92,7 +92,7 @@ def test_the_shaded_region_is_where_drafts_lose_or_do_not_fit():
         drawn = ET.fromstring(widget.figure(here(**knobs)))
         return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
 
-    assert regions() == ["loses from 159 on: arithmetic takes over"]
+    assert regions() == ["loses from 149 on: arithmetic takes over"]
     assert regions(context=2048) == ["memory ends at 212; 222 without a drafter"]
     assert regions(drafter="large", alpha=0.2)[0] == "loses: the drafter takes too long"
     assert regions(drafter="ngram", k=1, alpha=0.95, gpu="MI300X") == []
@@ -100,10 +100,10 @@ def test_the_shaded_region_is_where_drafts_lose_or_do_not_fit():
 
 def test_the_right_guess_is_the_break_even_at_the_start():
     state = here()
-    assert state.break_even == pytest.approx(160, abs=2)
-    assert "160" in widget.GUESS.options[widget.GUESS.right]
-    at = state.one.step(160, state.k).seconds / state.one.plain(160).seconds
-    assert f"At 160 the step takes {at:.1f} times" in widget.GUESS.because
+    assert state.break_even == pytest.approx(150, abs=2)
+    assert "150" in widget.GUESS.options[widget.GUESS.right]
+    at = state.one.step(150, state.k).seconds / state.one.plain(150).seconds
+    assert f"At 150 the step takes {at:.1f} times" in widget.GUESS.because
     assert f"{state.tokens:.1f} tokens" in widget.GUESS.because
     assert state.one.step(62, 4).compute == 0 < state.one.step(64, 4).compute
 

@@ -23,6 +23,13 @@ from minivllm.simulate.speculation import (
     eagle_head,
     expected_tokens,
 )
+from minivllm.simulate.speculation_checks import (
+    EAGLE3_SERIES,
+    PLAIN_TPOT,
+    eagle1_head,
+    speculation_checks,
+    speculation_error,
+)
 
 MODEL, SMALL, H100 = known_model("Llama-3.1-8B"), known_model("Llama-3.2-1B"), get_hardware("H100")
 HEAD = eagle_head(MODEL, H100)
@@ -67,14 +74,14 @@ def test_tokens_are_those_of_drawn_acceptances():
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_alone_the_speedup_is_leviathans(alpha: float, k: int):
     """While the pass is memory-bound, k + 1 positions cost what one costs: (1 - α^(k + 1)) / ((1 - α)(kc + 1))."""
-    one = on(drafter=draft_model(SMALL, H100), alpha=alpha)
+    one = replace(on(drafter=draft_model(SMALL, H100), alpha=alpha), verify_overhead=0.0)
     c = one.drafter.seconds(1, 1, one.context) / one.plain(1).seconds
     assert one.speedup(1, k) == pytest.approx((1 - alpha ** (k + 1)) / ((1 - alpha) * (k * c + 1)), rel=0.01)
 
 
 def test_a_step_is_the_levers_step_and_its_parts_add_up():
     cost = LeverCost.of(SERVING, MODEL, H100)
-    one = on(drafter=NGRAM)
+    one = replace(on(drafter=NGRAM), verify_overhead=0.0)
     for batch, k in ((1, 1), (20, 4), (100, 4)):  # up to 512 positions, whose steps are captured there too
         shape = StepShape.of([(k + 1, one.context)] * batch)
         assert one.step(batch, k).seconds == pytest.approx(cost.seconds(shape))
@@ -96,11 +103,26 @@ def test_a_pass_for_each_draft_and_a_parallel_head_has_one():
     assert parallel.seconds(1, 6, 256) == pytest.approx(parallel.seconds(1, 1, 256), rel=0.01)
 
 
-def test_a_head_is_as_large_as_published_ones():
-    """`EAGLE3-LLaMA3.1-Instruct-8B` is a file of 850 MB; its cache is one layer's."""
-    assert HEAD.weight_bytes == pytest.approx(850e6, rel=0.02)
+def test_a_head_has_the_tensors_of_its_format_and_one_layers_cache():
+    h, kv, mlp = 4096, 1024, 14336
+    tensors = [(h, 3 * h), (h, 2 * h), (kv, 2 * h), (kv, 2 * h), (h, h), (mlp, h), (mlp, h), (h, mlp), (32_000, h)]
+    assert HEAD.weight_bytes == 2 * sum(rows * columns for rows, columns in tensors)
     assert HEAD.kv_bytes_per_token == kv_bytes_per_token(MODEL) / MODEL.num_hidden_layers
     assert draft_model(SMALL, H100).weight_bytes == 2 * num_parameters(SMALL)
+
+
+def test_the_model_is_this_far_from_what_was_measured():
+    """Calibrated on one EAGLE-1 series, which it meets; the others are EAGLE-3's, for which it is too hopeful."""
+    lengths, tpots = (2.1, 2.29, 2.39, 2.43, 2.45, 2.47), (4.37, 4.29, 4.48, 4.71, 4.94, 5.2)
+    one = on(drafter=eagle1_head())
+    for k, length, tpot in zip(range(2, 8), lengths, tpots, strict=True):
+        speedup = length * one.plain(1).seconds / one.step(1, k).seconds
+        assert speedup == pytest.approx(PLAIN_TPOT / tpot, rel=0.06)
+    checks = speculation_checks()
+    assert speculation_error() < 0.25
+    assert max(abs(check.error) for check in checks) < 0.35
+    best = {name: max(EAGLE3_SERIES, key=lambda k: getattr(checks[k - 2], name)) for name in ("measured", "modelled")}
+    assert abs(best["measured"] - best["modelled"]) <= 1
 
 
 # ---- break-even

@@ -30,9 +30,11 @@ from minivllm.simulate.hardware import Hardware
 from minivllm.simulate.layouts import BLOCK_SIZE, SERVING
 from minivllm.simulate.levers import LeverCost
 
-PASS_OVERHEAD = 2e-4
-"""Seconds of one of the drafter's passes beyond reading and arithmetic: launch, sampling, the next pass's inputs. It is
-assumed; no published figure was found for it."""
+PASS_OVERHEAD, VERIFY_OVERHEAD = 2.2e-4, 6.5e-4
+"""Seconds beyond reading and arithmetic: of each of the drafter's passes (launch, sampling, the next inputs), and
+of a step with drafts over one without (rejection sampling). vllm-project/vllm#20780: Llama-3.1-8B with an EAGLE-1 head,
+one request, MT-bench: acceptance length times TPOT is 7.72 ms + 0.73 ms a draft, for 2 to 7 drafts; and 7.07 ms without
+any, which is an H100's. `minivllm.simulate.speculation_checks` says how far the model is off on others."""
 HEAD_VOCABULARY = 32_000
 """Of an EAGLE-3 head: published heads draft from the most frequent tokens only."""
 MOST_BATCH = 1024
@@ -127,10 +129,15 @@ def eagle_head(target: ModelConfig, gpu: Hardware, *, parallel: bool = False) ->
     Its weights: the projection of three of the target's hidden states, the layer, and `HEAD_VOCABULARY` outputs; the
     embedding is the target's. In vLLM v0.33.0: `vllm/model_executor/models/llama_eagle3.py`.
     """
-    hidden, mlp, layers = target.hidden_size, target.intermediate_size, target.num_hidden_layers
+    hidden, mlp = target.hidden_size, target.intermediate_size
     queries, keys = (heads * target.head_dim for heads in (target.num_attention_heads, target.num_key_value_heads))
     parameters = hidden * (3 * hidden + 2 * (queries + 2 * keys) + queries + 3 * mlp + HEAD_VOCABULARY)
-    whole = _captured(target, gpu)
+    return Drafter("eagle3", head_cost(target, gpu, parameters), parallel)
+
+
+def head_cost(target: ModelConfig, gpu: Hardware, parameters: int) -> LeverCost:
+    """A pass of a head with so many parameters in 16 bits, and one layer of the target's attention."""
+    whole, layers = _captured(target, gpu), target.num_hidden_layers
     roofline = replace(
         whole.roofline,
         weight_bytes=2 * parameters,
@@ -138,7 +145,7 @@ def eagle_head(target: ModelConfig, gpu: Hardware, *, parallel: bool = False) ->
         flops_per_token=2.0 * parameters,
         flops_per_pair=whole.roofline.flops_per_pair / layers,
     )
-    return Drafter("eagle3", _drafting(replace(whole, roofline=roofline)), parallel)
+    return _drafting(replace(whole, roofline=roofline))
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,7 @@ class Speculation:
     """Tokens that each request has when the step begins."""
     kv_bytes: int
     """Bytes that weights leave for the caches of both; without a drafter, there are `drafter.weight_bytes` more."""
+    verify_overhead: float = VERIFY_OVERHEAD
 
     @classmethod
     def of(
@@ -197,7 +205,8 @@ class Speculation:
 
     def step(self, batch: int, k: int) -> StepParts:
         """A step with k drafts for each request: the drafter's passes, then the verification."""
-        return replace(self._parts(batch, k + 1), draft=self.drafter.seconds(batch, k, self.context))
+        parts, draft = self._parts(batch, k + 1), self.drafter.seconds(batch, k, self.context)
+        return replace(parts, overhead=parts.overhead + self.verify_overhead, draft=draft)
 
     def speedup(self, batch: int, k: int) -> float:
         """How many times as fast as decoding without drafts at the same batch; below 1, drafts lose."""
