@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import re
 import shlex
 import statistics
@@ -95,7 +96,21 @@ def test_the_shaded_region_is_where_drafts_lose_or_do_not_fit():
     assert regions() == ["loses from 149 on: arithmetic takes over"]
     assert regions(context=2048) == ["memory ends at 212; 222 without a drafter"]
     assert regions(drafter="large", alpha=0.2)[0] == "loses: the drafter takes too long"
+    slow_alone = regions(model="Qwen3-14B", alpha=0.2, context=4096)
+    assert slow_alone[0] == "loses below 14: the drafter takes too long"
     assert regions(drafter="ngram", k=1, alpha=0.95, gpu="MI300X") == []
+
+
+@pytest.mark.parametrize("knobs", [{}, {"k": 8}, {"context": 4096}])
+def test_the_shading_begins_at_the_break_even_or_where_memory_ends(knobs: dict):
+    state = here(**knobs)
+    drawn = ET.fromstring(widget.figure(state, 640))
+    shaded = next(part for part in drawn.iter() if part.get("data-broken"))
+    plot = next(part for part in drawn.iter() if part.get("data-drag"))
+    left, wide = (float(plot[0].get(key, "nan")) for key in ("x", "width"))
+    place = float(shaded[0].get("x", "nan"))
+    at = state.break_even or state.most_batch
+    assert (place - left) / wide == pytest.approx(math.log(at) / math.log(512), abs=0.01)
 
 
 def test_the_right_guess_is_the_break_even_at_the_start():
@@ -198,6 +213,11 @@ def test_played_steps_yield_as_many_tokens_as_expected_and_the_models_own():
     for token in range(len(VOCABULARY)):
         expected = statistics.mean(step.places[0].p[token] for step in steps)
         assert out.count(token) / len(steps) == pytest.approx(expected, abs=0.04)
+
+
+def test_n_grams_name_one_token_and_others_a_distribution():
+    certain = {drafter: {max(place.q) == 1 for place in here(drafter=drafter).step.places} for drafter in DRAFTERS}
+    assert certain == {drafter: {drafter == "ngram"} for drafter in DRAFTERS}
 
 
 def test_turning_the_acceptance_keeps_the_drafts():

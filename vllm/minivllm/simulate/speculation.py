@@ -295,12 +295,8 @@ _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 51
 
 def _shape(batch: int, positions: int, context: int) -> StepShape:
     """Each request computes `positions` tokens after `context`."""
-    return StepShape(
-        batch,
-        batch * positions,
-        batch * (context + positions),
-        batch * (positions * context + positions * (positions + 1) // 2),
-    )
+    one = StepShape.of([(positions, context)])
+    return StepShape(batch, batch * one.num_tokens, batch * one.num_keys, batch * one.num_pairs)
 
 
 def _requests(kv_bytes: int, per_token: int, tokens: int) -> int:
