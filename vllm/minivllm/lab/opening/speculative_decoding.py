@@ -104,9 +104,9 @@ def recorded() -> list[Verified]:
         return tuple(Token(token_id, tokenizer.decode([token_id])) for token_id in ids)
 
     drafting = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    cache = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=16, enable_prefix_caching=True)
+    blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=16, enable_prefix_caching=True)
     settings = {"max_model_len": 48, "max_num_seqs": 1, "dtype": "float32", "speculative_config": drafting}
-    core = bare_engine(EMBEDDED_MODEL, torch.device("cpu"), cache, **settings)
+    core = bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **settings)
     runner, ids, found = runner_of(core), tokenizer.encode(PROMPT).ids, []
     sample = type(runner).sample_tokens
 
