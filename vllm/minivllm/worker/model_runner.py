@@ -31,7 +31,7 @@ from minivllm.worker.sample.prompt_logprobs import PromptLogprobs
 from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplerOutput, SamplingMetadata, sample
 from minivllm.worker.sample.states import SamplingStates
 from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
-from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, make_proposer
+from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, MakeProposer, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
 
 
@@ -50,6 +50,7 @@ class ModelRunner:
         drafter: Decoder | Eagle3Head | None = None,
         attention_backend: str | None = None,
         attention: Callable[..., PagedAttention] | None = None,
+        draft_proposer: MakeProposer | None = None,
         use_kv_cache: bool = True,
         async_scheduling: bool = False,
     ) -> None:
@@ -70,7 +71,8 @@ class ModelRunner:
         self.use_kv_cache = use_kv_cache
         self.keeps_drafts = async_scheduling
         self.make_attention = attention or partial(PagedAttention, backend=attention_backend)
-        self.proposer = make_proposer(speculative_config, max_model_len) if model.group.samples else None
+        samples = model.group.samples
+        self.proposer = make_proposer(speculative_config, max_model_len, draft_proposer) if samples else None
         self.drafter = None if drafter is None else self._model_proposer(speculative_config, drafter)
         self.attention: PagedAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None

@@ -30,14 +30,18 @@ class Proposer(Protocol):
         ...
 
 
-PROPOSERS: dict[str, Callable[[SpeculativeConfig, int], Proposer]] = {"ngram": NgramProposer}
-"""Factories of proposers that read tokens, by method; each takes the settings and `max_model_len`, the length that
-drafts must not exceed."""
-
+MakeProposer = Callable[[SpeculativeConfig, int], Proposer]
+"""Takes the settings and `max_model_len`, the length that drafts must not exceed."""
+PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer}
+"""Factories of proposers that read tokens, by method."""
 MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {"draft_model": DraftModelProposer, "eagle3": EagleProposer}
 """Proposers that run a model, by method."""
 
 
-def make_proposer(config: SpeculativeConfig | None, max_model_len: int) -> Proposer | None:
-    """The proposer that reads tokens, for these settings; None without settings, or if they name one with a model."""
-    return PROPOSERS[config.method](config, max_model_len) if config and not config.runs_model else None
+def make_proposer(
+    config: SpeculativeConfig | None, max_model_len: int, part: MakeProposer | None = None
+) -> Proposer | None:
+    """The proposer that reads tokens, made by `part` if one is given; None without settings, or if a model drafts."""
+    if config is None or config.runs_model:
+        return None
+    return (part or PROPOSERS[config.method])(config, max_model_len)
