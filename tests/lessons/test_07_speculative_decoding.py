@@ -3,14 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given as drawn
+from hypothesis import given
 from hypothesis import strategies as st
 from kernels.harness import assert_compiles
 from lessons.harness import script_path
 
+from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, SpeculativeConfig
 from minivllm.lab.cached_model import CachedModel
 from minivllm.lab.exercise import load
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.reports import speculative_decoding as report
 from minivllm.models.loader import load_model
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 
@@ -19,7 +22,7 @@ lesson = load(script_path("07"))
 # ---- lesson form and engine form -------------------------------------------------------------------------------------
 
 
-@drawn(
+@given(
     st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5)
 )  # fmt: skip
 def test_the_proposer_looks_up_what_the_engines_does(token_ids, one, other, k):
@@ -29,37 +32,50 @@ def test_the_proposer_looks_up_what_the_engines_does(token_ids, one, other, k):
     assert lesson.propose_ngram(token_ids, least, most, k) == engines
 
 
-# ---- the kernel ------------------------------------------------------------------------------------------------------
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+BATCHES = {
+    "one request": [1],
+    "no drafts": [0, 0],
+    "of unlike number": [3, 0, 1, 3, 2],
+    "many": [7, 4],
+}
 
 
-def batch(requests, k, vocabulary, seed):
-    """Random p, q, drafts drawn from q (some of them missing), uniforms and noise, as `rejection_launch` takes them."""
-    torch.manual_seed(seed)
-    p = torch.randn(requests, k + 1, vocabulary).softmax(-1)
-    q = (p[:, :k].log() + torch.randn(requests, k, vocabulary) / 2).softmax(-1)
-    drafts = q.flatten(0, 1).multinomial(1).view(requests, k).int()
-    present = torch.arange(k) < torch.randint(0, k + 1, (requests, 1)) if requests > 1 else torch.ones(1, k) > 0
-    drafts[~present], q[~present] = -1, 0.0
-    return p, q, drafts, torch.rand(requests, k), torch.empty_like(p).exponential_()
+@pytest.mark.parametrize("vocabulary", [1, 127, 129])
+@pytest.mark.parametrize("counts", BATCHES.values(), ids=list(BATCHES))
+def test_the_kernels_do_what_the_rule_says(counts, vocabulary, device):
+    torch.manual_seed(vocabulary)
+    arguments = report.draft_batch(counts, vocabulary)
+    arguments[2][1:2] = -1
+    found = lesson.rejection_launch(*(one.to(device) for one in arguments), block=128)
+    assert found.tolist() == report.verified_one_by_one(lesson.verify, arguments)
 
 
-@pytest.mark.parametrize(("k", "vocabulary"), [(1, 1), (3, 31), (3, 128), (4, 129), (7, 300)])
-def test_the_kernel_does_what_the_rule_says(k, vocabulary, device):
-    p, q, drafts, uniforms, noise = given = batch(6, k, vocabulary, seed=k)
-    found = lesson.rejection_launch(*(one.to(device) for one in given), block=128)
-    for i, row in enumerate(found.tolist()):
-        theirs = [draft for draft in drafts[i].tolist() if draft >= 0]
-        right = lesson.verify(p[i], q[i], theirs, uniforms[i], noise[i])
-        assert row == right + [-1] * (k + 1 - len(right))
+@pytest.mark.interpreted
+def test_the_kernels_read_the_bytes_that_they_say():
+    counts, vocabulary, k = [2, 0, 3], 200, 3
+    p, q, drafts, starts, uniforms, noise = report.draft_batch(counts, vocabulary)
+    q_row = torch.tensor([0, 1, -1, -1, 2, 3, 4, -1], dtype=torch.int32)
+    instead, output = torch.empty(8, dtype=torch.int32), torch.empty(3, k + 1, dtype=torch.int32)
+    race = trace_kernel(lesson.recover_kernel, 8, instead, p, q, noise, q_row, vocabulary, BLOCK=128)
+    assert [race.arguments[name].bytes_read for name in ("p", "q", "noise")] == [6400, 4000, 6400]
+    assert race.bytes_read == (12 * 5 + 8 * 3) * vocabulary + 4 * 8
+    trace = trace_kernel(
+        lesson.rejection_kernel, 3, output, drafts, instead, p, q, uniforms, starts, k + 1, vocabulary, BLOCK=4
+    )
+    assert trace.bytes_read == 16 * 5 + 12 * 3
+    assert trace.bytes_written == 4 * (k + 1) * 3
+    for one in (race, trace):
+        assert not one.out_of_bounds + one.races
 
 
 def test_the_kernels_compile():
-    numbers, integers = torch.zeros(4, 4, 128), torch.zeros(4, 4, dtype=torch.int32)
-    arguments = {
-        "out": integers, "p": numbers, "q": numbers, "draft_token_ids": integers, "uniforms": numbers[0],
-        "noise": numbers, "k": 3, "vocab_size": 128, "BLOCK_K": 4, "BLOCK": 1024,
-    }  # fmt: skip
-    assert_compiles(lesson.rejection_kernel, arguments)
+    integers, numbers = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 128)
+    shared = {"instead": integers, "p": numbers, "q": numbers, "vocab_size": 128}
+    rejection = {"output": integers, "drafts": integers, "uniforms": numbers[0], "draft_start": integers, "width": 4}
+    assert_compiles(lesson.rejection_kernel, {**shared, **rejection, "BLOCK": 4})
+    assert_compiles(lesson.recover_kernel, {**shared, "noise": numbers, "q_row": integers, "BLOCK": 1024})
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -71,15 +87,72 @@ def models():
     return [load_model(path, "cpu", torch.float32)[0] for path in (EMBEDDED_MODEL, EMBEDDED_DRAFT)]
 
 
-def no_drafts(_token_ids, _k):
-    return [], torch.empty(0)
-
-
 def test_drafts_change_no_token_and_save_passes(models):
-    prompt, runs = list(range(300, 330)) * 2, {}
-    draft = lesson.DraftModel(CachedModel(models[1], 256))
-    for name, propose in {"none": no_drafts, "n-gram": lesson.Ngram(4096), "draft model": draft}.items():
-        target = CachedModel(models[0], 256)
-        runs[name] = lesson.generate(target, propose, prompt, 32, 3).tokens, target.passes
-    assert runs["n-gram"][0] == runs["draft model"][0] == runs["none"][0]
-    assert max(runs["n-gram"][1], runs["draft model"][1]) < runs["none"][1] == 32
+    prompt = list(range(300, 330)) * 2
+    runs = {
+        "none": lesson.decode(CachedModel(models[0], 256), prompt, 32),
+        "n-gram": lesson.generate(CachedModel(models[0], 256), lesson.Ngram(4096), prompt, 32, 3),
+        "draft model": lesson.generate(
+            CachedModel(models[0], 256), lesson.DraftModel(CachedModel(models[1], 256)), prompt, 32, 3
+        ),
+        "Jacobi": lesson.jacobi(CachedModel(models[0], 256), prompt, 32, 3),
+    }
+    assert all(one.tokens == runs["none"].tokens for one in runs.values())
+    assert max(runs["n-gram"].passes, runs["draft model"].passes) < runs["none"].passes == 32
+    assert runs["Jacobi"].passes <= 32
+
+
+def test_the_engine_counts_the_same(models):
+    """The lesson's loop and the engine: the same tokens, and as many drafts accepted, place by place."""
+    (prompt,) = report.held_out_prompts(str(EMBEDDED_MODEL), 1)
+    ours = lesson.generate(CachedModel(models[0], 256), lesson.Ngram(4096), prompt, 48, 3)
+    settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    llm = LLM(
+        EMBEDDED_MODEL,
+        device="cpu",
+        dtype="float32",
+        max_model_len=256,
+        num_gpu_blocks_override=40,
+        speculative_config=settings,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == ours.tokens
+    assert llm.llm_engine.stats.spec_decoding_stats == ours.stats
+
+
+def test_a_temperature_changes_nothing_but_the_passes(models):
+    """Drawn with the draft's probabilities kept: what is drafted comes from q, and what comes out is a token of p."""
+    torch.manual_seed(0)
+    draft = lesson.DraftModel(CachedModel(models[1], 128), temperature=1.0)
+    run = lesson.generate(CachedModel(models[0], 128), draft, list(range(300, 330)), 24, 3, temperature=1.0)
+    assert len(run.tokens) == 24
+    assert 24 / 4 <= run.passes < 24
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+
+def test_the_rule_is_exact_and_its_look_alikes_are_caught():
+    found = report.try_rules(lesson.RULES, 8_000, seed=1)
+    rules = found["rules"]
+    assert rules.pop("the rule")["p"] > 0.01
+    assert all(one["p"] < 1e-3 for one in rules.values()), rules
+    accepted = report.try_rules({"the rule": lesson.verify}, 8_000, seed=2)["rules"]["the rule"]["accepted"]
+    off = (found["sum_min"] * (1 - found["sum_min"]) / 8_000) ** 0.5
+    assert accepted == pytest.approx(found["sum_min"], abs=3 * off)
+
+
+# ---- what the text says ----------------------------------------------------------------------------------------------
+
+
+def test_the_formula_is_a_sum():
+    assert lesson.expected_tokens(0.7, 3) == pytest.approx((1 - 0.7**4) / (1 - 0.7)) == pytest.approx(2.533)
+    assert lesson.expected_tokens(1.0, 3) == 4
+    assert lesson.speed_up(0.5, 1, draft_cost=0.5) == pytest.approx(1.0), "it pays only if alpha exceeds c"
+
+
+def test_break_even_is_where_the_speed_up_falls_below_one():
+    assert report.break_even({1: 2.0, 16: 1.5, 64: 0.5}) == pytest.approx(32)
+    assert report.break_even({1: 2.0, 64: 1.0}) is None
+    assert report.break_even({1: 0.9, 8: 0.8}) is None
