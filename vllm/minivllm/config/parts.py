@@ -7,7 +7,8 @@ Python objects, so those of the core need it in this process: one rank, without 
 in a thread). Those of a server's front end do not.
 
 In vLLM v0.33.0 a scheduler is replaced by `scheduler_cls` (`vllm/config/scheduler.py`), and an attention backend by
-`register_backend` (`vllm/v1/attention/backends/registry.py`); the other parts have no such place there.
+`register_backend` (`vllm/v1/attention/backends/registry.py`), a proposer by the method `custom_class`
+(`vllm/config/speculative.py`); the other parts have no such place there.
 """
 
 from collections.abc import Callable
@@ -26,6 +27,8 @@ class Parts:
     - `hash_block_tokens`: called as `core.block_hash.hash_block_tokens(parent, token_ids, extra_keys)`.
     - `attention`: called as `worker.paged_attention.PagedAttention(kv_caches, scale, sliding_window)`, once the caches
       are allocated.
+    - `draft_proposer`: called as `worker.spec_decode.ngram_proposer.NgramProposer(config, max_model_len)`, where
+      `speculative_config` is given; in place of the proposer of its method.
 
     The front end's:
 
@@ -41,6 +44,7 @@ class Parts:
     block_pool: Callable[..., Any] | None = None
     hash_block_tokens: Callable[..., bytes] | None = None
     attention: Callable[..., Any] | None = None
+    draft_proposer: Callable[..., Any] | None = None
     output_collector: Callable[..., Any] | None = None
     stop_strings: Callable[..., Any] | None = None
     until_disconnected: Callable[..., Any] | None = None

@@ -326,6 +326,7 @@ class EngineArgs:
             quantization=self.quantization,
             attention_backend=self.attention_backend,
             attention=self.parts.attention,
+            draft_proposer=self.parts.draft_proposer,
             use_kv_cache=self.use_kv_cache,
             speculative_config=self.speculation,
             block_size=self.block_size,

@@ -29,7 +29,7 @@ from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
 from minivllm.worker.sample.prompt_logprobs import PromptLogprobs
 from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplerOutput, SamplingMetadata, sample
 from minivllm.worker.sample.states import SamplingStates
-from minivllm.worker.spec_decode.proposer import make_proposer
+from minivllm.worker.spec_decode.proposer import MakeProposer, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import kept_slices
 
 
@@ -47,6 +47,7 @@ class ModelRunner:
         speculative_config: SpeculativeConfig | None = None,
         attention_backend: str | None = None,
         attention: Callable[..., PagedAttention] | None = None,
+        draft_proposer: MakeProposer | None = None,
         use_kv_cache: bool = True,
         async_scheduling: bool = False,
     ) -> None:
@@ -67,7 +68,7 @@ class ModelRunner:
         self.use_kv_cache = use_kv_cache
         self.keeps_drafts = async_scheduling
         self.make_attention = attention or partial(PagedAttention, backend=attention_backend)
-        self.proposer = make_proposer(speculative_config, max_model_len)
+        self.proposer = make_proposer(speculative_config, max_model_len, draft_proposer)
         self.attention: PagedAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
         self.reset()

@@ -25,6 +25,7 @@ from minivllm.platforms.triton_utils import INTERPRETED
 from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.paged_attention import PagedAttention
+from minivllm.worker.spec_decode.proposer import MakeProposer
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -43,6 +44,7 @@ class WorkerSettings:
     quantization: str | None
     attention_backend: str | None
     attention: Callable[..., PagedAttention] | None
+    draft_proposer: MakeProposer | None
     use_kv_cache: bool
     speculative_config: SpeculativeConfig | None
     block_size: int
@@ -93,6 +95,7 @@ class Worker:
             speculative_config=settings.speculative_config,
             attention_backend=settings.attention_backend,
             attention=settings.attention,
+            draft_proposer=settings.draft_proposer,
             use_kv_cache=settings.use_kv_cache,
             async_scheduling=settings.async_scheduling,
         )

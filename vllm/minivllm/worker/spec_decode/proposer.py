@@ -23,10 +23,14 @@ class Proposer(Protocol):
         ...
 
 
-PROPOSERS: dict[str, Callable[[SpeculativeConfig, int], Proposer]] = {"ngram": NgramProposer}
-"""Factories by method; each takes the settings and `max_model_len`, the length that drafts must not exceed."""
+MakeProposer = Callable[[SpeculativeConfig, int], Proposer]
+"""Takes the settings and `max_model_len`, the length that drafts must not exceed."""
+PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer}
+"""Factories by method."""
 
 
-def make_proposer(config: SpeculativeConfig | None, max_model_len: int) -> Proposer | None:
-    """The proposer for these settings; None if there are no settings."""
-    return PROPOSERS[config.method](config, max_model_len) if config else None
+def make_proposer(
+    config: SpeculativeConfig | None, max_model_len: int, part: MakeProposer | None = None
+) -> Proposer | None:
+    """The proposer for these settings, made by `part` if one is given; None if there are no settings."""
+    return (part or PROPOSERS[config.method])(config, max_model_len) if config else None
