@@ -20,6 +20,7 @@ FIGURES = Path(__file__).resolve().parents[2] / "lessons" / "figures"
         ("prefix_caching", "05_prefix_cache.svg"),
         ("optimization_catalog", "05_levers.svg"),
         ("serving", "06_layouts.svg"),
+        ("speculative_decoding", "07_speedup.svg"),
     ],
 )
 def test_the_picture_in_the_lesson_is_the_widgets(widget: str, picture: str, tmp_path: Path):

@@ -1,0 +1,360 @@
+"""Lesson 07's widget says of every setting what the model says, plays a step that is right, and sees a biased rule."""
+
+import contextlib
+import itertools
+import json
+import re
+import shlex
+import statistics
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.drawing import text_width
+from widgets import speculative_decoding as widget
+from widgets.session import Session
+from widgets.speculative_decoding_state import BATCHES, DRAFTERS, GPUS, MOST_K, SIBLINGS
+from widgets.speculative_decoding_step import VOCABULARY, measured, verify_step
+
+
+def here(**knobs) -> widget.State:
+    return widget.sweep(**knobs)
+
+
+def fitting(settings: Iterable[dict]) -> Iterator[widget.State]:
+    """The states of those settings where both models' weights fit."""
+    for knobs in settings:
+        with contextlib.suppress(MinivllmError):
+            yield here(**knobs)
+
+
+GRID = [
+    {"batch": batch, "k": k, "alpha": alpha, "drafter": drafter, "context": context, "model": model, "gpu": gpu}
+    for (batch, k, alpha), (drafter, context), (model, gpu) in itertools.product(
+        [(1, 8, 0.2), (4, 3, 0.5), (32, 5, 0.7), (96, 4, 0.6), (192, 1, 0.3), (384, 2, 0.9)],
+        itertools.product(DRAFTERS, (256, 2048)),
+        [("Llama-3.1-8B", "A100-80"), ("Llama-3.1-8B", "L4"), ("Qwen3-14B", "H100"), ("Meta-Llama-3-70B", "B200")],
+    )
+]
+
+
+# ---- what is said
+
+
+def test_no_verdict_is_false():
+    """Of some two hundred settings: the tone, the figures and the cause are those of the model."""
+    tones, said = Counter(), Counter()
+    for state in fitting(GRID):
+        one, found = state.one, widget.verdict(state)
+        words = found.words
+        tones[found.tone] += 1
+        if state.batch > one.most_batch(state.k):
+            assert "do not fit" in words
+            assert f"memory ends at {one.most_batch(state.k)}" in words
+            said["memory"] += 1
+            continue
+        step, plain = one.step(state.batch, state.k), one.plain(state.batch)
+        speedup = one.tokens(state.k) * plain.seconds / step.seconds
+        assert (found.tone == "broken") == (round(speedup, 2) < 1)
+        assert ("lose" in words) == (round(speedup, 2) < 1)
+        if "times as fast" in words:
+            assert f"{speedup:.2f} times as fast" in words
+        ratio = re.search(r"([\d.]+) tokens from a step that takes ([\d.]+) times", words)
+        assert ratio
+        assert float(ratio[1]) == pytest.approx(one.tokens(state.k), abs=0.01)
+        assert float(ratio[2]) == pytest.approx(step.seconds / plain.seconds, abs=0.01)
+        if "Drafts are wrong" in words:
+            said["wrong"] += 1
+            assert one.tokens(state.k) * plain.seconds < step.seconds - step.draft - (step.compute - plain.compute)
+        if "The drafter takes" in words:
+            said["draft"] += 1
+            assert step.draft > step.compute - plain.compute
+        if "Arithmetic" in words:
+            said["compute"] += 1
+            assert step.compute - plain.compute >= step.draft
+        by_k = {k: one.speedup(state.batch, k) for k in range(1, MOST_K + 1)}
+        if better := re.search(r"With k = (\d) it would be ([\d.]+)\.$", words):
+            assert by_k[int(better[1])] == max(by_k.values()) > speedup
+            assert f"{by_k[int(better[1])]:.2f}" == better[2]
+            assert max(by_k.values()) > 1
+        if "No number" in words:
+            assert max(by_k.values()) <= 1
+    assert min(tones[tone] for tone in ("fine", "tight", "broken")) >= 5
+    assert min(said[cause] for cause in ("memory", "draft", "compute")) >= 5
+
+
+def test_the_shaded_region_is_where_drafts_lose_or_do_not_fit():
+    def regions(**knobs) -> list[str]:
+        drawn = ET.fromstring(widget.figure(here(**knobs)))
+        return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
+
+    assert regions() == ["loses from 159 on: arithmetic takes over"]
+    assert regions(context=2048) == ["memory ends at 212; 222 without a drafter"]
+    assert regions(drafter="large", alpha=0.2)[0] == "loses: the drafter takes too long"
+    assert regions(drafter="ngram", k=1, alpha=0.95, gpu="MI300X") == []
+
+
+def test_the_right_guess_is_the_break_even_at_the_start():
+    state = here()
+    assert state.break_even == pytest.approx(160, abs=2)
+    assert "160" in widget.GUESS.options[widget.GUESS.right]
+    at = state.one.step(160, state.k).seconds / state.one.plain(160).seconds
+    assert f"At 160 the step takes {at:.1f} times" in widget.GUESS.because
+    assert f"{state.tokens:.1f} tokens" in widget.GUESS.because
+    assert state.one.step(62, 4).compute == 0 < state.one.step(64, 4).compute
+
+
+def test_the_command_is_what_vllm_takes():
+    lines = {drafter: widget.command(here(drafter=drafter, k=3)).splitlines()[-1] for drafter in DRAFTERS}
+    settings = {drafter: json.loads(shlex.split(line)[-1]) for drafter, line in lines.items()}
+    assert settings["ngram"] == {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
+    }  # fmt: skip
+    assert settings["small"]["model"] == "meta-llama/Llama-3.2-1B"
+    assert settings["small"]["method"] == "draft_model"
+    assert settings["head"]["method"] == settings["parallel"]["method"] == "eagle3"
+    assert settings["parallel"]["parallel_drafting"] is True
+    assert "HEAD: an EAGLE-3 checkpoint" in widget.command(here())
+    assert "--max-cudagraph-capture-size 1280" in widget.command(here(batch=256))
+    assert "--max-cudagraph" not in widget.command(here(batch=96))
+    assert '"synthetic_acceptance_length": 2.31' in widget.command(here())
+
+
+# ---- challenges
+
+SOLUTIONS = (
+    {"batch": 192, "k": 1},
+    {"batch": 96, "alpha": 0.7, "context": 4096},
+    {"model": "Qwen3-14B", "context": 4096, "batch": 32, "alpha": 0.7},
+)
+
+
+@pytest.mark.parametrize(
+    ("index", "wrong"), [(0, {"k": 2}), (1, {"context": 2048}), (1, {"alpha": 0.6}), (2, {"drafter": "small"})]
+)
+def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: dict):
+    solution = SOLUTIONS[index]
+    solved = widget.CHALLENGES[index].check(here(**solution))
+    assert solved.met, solved
+    assert not solved.advice
+    missed = widget.CHALLENGES[index].check(here(**{**solution, **wrong}))
+    assert not missed.met
+    assert any(knob.label in missed.advice for name, knob in widget.SPEC.flat().items() if name in wrong)
+
+
+@pytest.mark.parametrize(
+    ("index", "knobs", "named"),
+    [
+        (0, {"gpu": "B200"}, "GPU"),
+        (0, {"recorded": "ngram"}, "Recorded"),
+        (0, {}, "Batch"),
+        (0, {"context": 1024}, "Context"),
+        (1, {"drafter": "ngram"}, "Drafter"),
+        (1, {"k": 2}, "Drafts a step"),
+        (1, {"alpha": 0.9}, "Acceptance"),
+        (1, {"batch": 128, "context": 4096}, "Context"),
+        (2, {}, "Model"),
+        (2, {"model": "Qwen3-14B", "context": 4096, "drafter": "ngram"}, "Drafter"),
+    ],
+)
+def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
+    assert widget.CHALLENGES[index].check(here(**knobs)).advice.startswith(named)
+
+
+@pytest.mark.parametrize("preset", widget.SPEC.presets)
+def test_no_preset_meets_a_challenge(preset: str):
+    state = here(**widget.SPEC.presets[preset])
+    assert [challenge.check(state).met for challenge in widget.CHALLENGES] == [False, False, False]
+
+
+# ---- one step
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("rate", [0.2, 0.6, 0.95])
+def test_a_played_step_agrees_as_often_as_the_knobs_ask(certain: bool, rate: float):
+    for seed in range(20):
+        step = verify_step((rate,) * 4, certain, seed)
+        for place in step.places:
+            assert place.agreement == pytest.approx(rate)
+            assert sum(place.p) == pytest.approx(sum(place.q)) == pytest.approx(1)
+            assert min(place.p) >= 0
+            assert not certain or place.q[place.draft] == 1
+            assert place.q[place.draft] > 0
+        kept = [place.uniform < place.ratio for place in step.places]
+        assert step.kept == (kept.index(False) if False in kept else 4)
+        if step.rejected:
+            assert step.places[step.kept].p[step.token] > step.places[step.kept].q[step.token]
+
+
+def test_played_steps_yield_as_many_tokens_as_expected_and_the_models_own():
+    steps = [verify_step((0.6,) * 4, False, seed) for seed in range(1500)]
+    assert statistics.mean(len(step.tokens) for step in steps) == pytest.approx(here().tokens, abs=0.15)
+    out = [step.places[0].draft if step.kept else step.token for step in steps]
+    for token in range(len(VOCABULARY)):
+        expected = statistics.mean(step.places[0].p[token] for step in steps)
+        assert out.count(token) / len(steps) == pytest.approx(expected, abs=0.04)
+
+
+def test_turning_the_acceptance_keeps_the_drafts():
+    drafts = {tuple(place.draft for place in here(alpha=alpha).step.places) for alpha in (0.2, 0.6, 0.95)}
+    assert len(drafts) == 1
+
+
+def test_the_frames_tell_the_step():
+    for knobs in ({}, {"step": 1}, {"step": 5}, {"drafter": "ngram", "k": 1}):
+        state = here(**knobs)
+        frames = json.loads(ET.fromstring(widget.figure(state)).get("data-frames", "[]"))
+        assert len(frames) == 3 + min(state.step.kept + 1, state.k)
+        assert sum("it is accepted" in frame for frame in frames) == state.step.kept
+        assert ("it is rejected" in frames[-2]) == state.step.rejected
+        assert frames[-1].endswith(" ".join(state.step.tokens))
+
+
+# ---- the reader's own rule
+
+
+def right(p, q, drafts, uniforms):
+    for i, draft in enumerate(drafts):
+        if draft < 0 or uniforms[i] * q[i, draft] >= p[i, draft]:
+            return i
+    return len(drafts)
+
+
+def biased(p, q, drafts, uniforms):
+    return next((i for i, x in enumerate(drafts) if uniforms[i] >= p[i, x] / q[i, x] + 0.02), len(drafts))
+
+
+def upside_down(p, q, drafts, uniforms):
+    return next((i for i, x in enumerate(drafts) if uniforms[i] * p[i, x] >= q[i, x]), len(drafts))
+
+
+def only_likelier(p, q, drafts, uniforms):
+    return next((i for i, x in enumerate(drafts) if p[i, x] < q[i, x]), len(drafts))
+
+
+def by_p_alone(p, q, drafts, uniforms):
+    return next((i for i, x in enumerate(drafts) if uniforms[i] >= p[i, x]), len(drafts))
+
+
+def goes_on(p, q, drafts, uniforms):
+    return sum(int(uniforms[i] * q[i, x] < p[i, x]) for i, x in enumerate(drafts))
+
+
+def next_row(p, q, drafts, uniforms):
+    return next((i for i, x in enumerate(drafts) if uniforms[i] * q[i, x] >= p[i + 1, x]), len(drafts))
+
+
+@pytest.mark.parametrize("knobs", [{}, {"k": 8, "alpha": 0.95}, {"drafter": "ngram"}, {"recorded": "draft_model"}])
+def test_the_rule_itself_is_found_right(knobs: dict):
+    state = here(accept=right, **knobs)
+    assert state.own
+    assert state.own.wrong is None
+    assert state.own.off < 0.01
+    assert state.step == here(**knobs).step
+    assert "as it must" in " ".join(ET.fromstring(widget.figure(state)).itertext())
+
+
+@pytest.mark.parametrize("k", [2, 8])
+@pytest.mark.parametrize("rule", [biased, upside_down, only_likelier, by_p_alone, goes_on, next_row])
+def test_a_wrong_rule_is_seen_at_once(rule, k: int):
+    state = here(accept=rule, k=k)
+    assert state.own
+    assert state.own.wrong is not None
+    said = widget.verdict(state)
+    assert said.tone == "broken"
+    assert f"{state.own.rates[state.own.wrong]:.1%}" in said.words
+    assert "Σ min(p, q) is 60.0%" in said.words
+
+
+def test_a_biased_rule_is_off_by_its_bias():
+    """With certain drafts, u < p + 0.02 says the draft too often by 0.02, and all else too seldom."""
+    found = measured((0.6, 0.6), True, 3, biased)
+    assert found.rates == pytest.approx((0.62, 0.62), abs=1e-3)
+    assert found.off == pytest.approx(0.02, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (lambda p, q, drafts, uniforms: None, "None"),
+        (lambda p, q, drafts, uniforms: 99, "from 0 to 4"),
+        (lambda p, q, drafts, uniforms: 0.5, "whole number"),
+        (lambda p, q, drafts, uniforms: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_what_is_no_count_of_drafts_is_said_in_a_line(rule, said: str):
+    view = Session(widget.SPEC, accept=rule).settle()
+    assert view["tone"] == "broken"
+    assert said in view["words"]
+
+
+def test_a_rule_that_never_ends_is_ended():
+    def endless(p, q, drafts, uniforms):
+        while True:
+            pass
+
+    assert "never end" in Session(widget.SPEC, accept=endless).settle()["words"]
+
+
+# ---- the picture
+
+
+@pytest.mark.parametrize("width", [360, 600, 760])
+def test_no_words_stick_out_of_the_picture(width: int):
+    for knobs in (
+        {"k": 8, "recorded": "ngram", "model": "Meta-Llama-3-70B", "gpu": "MI300X", "drafter": "small", "step": 5},
+        {"context": 32768, "batch": 512},
+    ):
+        for text in (
+            one for one in ET.fromstring(widget.figure(here(**knobs), width)).iter() if one.tag.endswith("text")
+        ):
+            long = text_width("".join(text.itertext()), float(text.get("font-size", 13)))
+            x, anchor = float(text.get("x", 0)), text.get("text-anchor", "start")
+            left = {"start": x, "middle": x - long / 2, "end": x - long}[anchor]
+            assert left >= 0
+            assert left + long <= width, "".join(text.itertext())
+
+
+def test_no_setting_is_taller_than_the_screen():
+    tall = [
+        float(ET.fromstring(widget.figure(here(**knobs), 600)).get("height", "0"))
+        for knobs in ({}, {"k": 8}, {"k": 8, "recorded": "ngram", "model": "Meta-Llama-3-70B", "gpu": "B200"})
+    ]
+    assert max(tall) <= 470
+
+
+def test_a_pinned_state_is_drawn_behind():
+    assert 'data-group="pinned"' in widget.figure(here(), pinned=here(drafter="ngram"))
+
+
+def test_every_pair_of_model_and_gpu_is_drawn_or_refused_in_a_line():
+    fits = 0
+    for gpu, model, drafter in itertools.product(GPUS, SIBLINGS, ("parallel", "large")):
+        view = Session(widget.SPEC).settle(gpu=gpu, model=model, drafter=drafter, context=32768, batch=2)
+        assert view["trace"] == ""
+        assert view["stale"] is ("nothing is left for the KV cache" in view["words"])
+        fits += not view["stale"]
+    assert fits > 30
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"batch": 0}, {"k": 0}, {"alpha": 0.1}, {"context": 0}, {"step": 0}, {"drafter": "x"}, {"recorded": ""}]
+)
+def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
+    with pytest.raises(MinivllmError, match=next(iter(knobs))):
+        widget.sweep(**knobs)
+
+
+def test_a_redraw_takes_little():
+    session, seconds = Session(widget.SPEC, accept=right), []
+    session.settle()
+    for batch in BATCHES * 2:
+        start = time.process_time()
+        session.settle(batch=batch)
+        seconds.append(time.process_time() - start)
+    assert statistics.median(seconds) < 0.02

@@ -1,0 +1,200 @@
+"""Drafts pay as theory says: Leviathan's formula while memory is the limit, and a break-even that moves as it must."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.memory import kv_bytes_per_token, num_parameters
+from minivllm.simulate.cost_model import StepShape
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+from minivllm.simulate.layouts import SERVING
+from minivllm.simulate.levers import LeverCost
+from minivllm.simulate.speculation import (
+    NGRAM,
+    RECORDED,
+    Drafter,
+    Speculation,
+    conditional_rates,
+    draft_model,
+    eagle_head,
+    expected_tokens,
+)
+
+MODEL, SMALL, H100 = known_model("Llama-3.1-8B"), known_model("Llama-3.2-1B"), get_hardware("H100")
+HEAD = eagle_head(MODEL, H100)
+
+
+def on(
+    gpu: str = "H100", drafter: Drafter | None = None, alpha: float = 0.7, context: int = 256, model: str = ""
+) -> Speculation:
+    hardware = get_hardware(gpu)
+    shape = known_model(model) if model else MODEL
+    return Speculation.of(shape, hardware, drafter or eagle_head(shape, hardware), (alpha,), context)
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_tokens_of_a_constant_acceptance_are_leviathans_formula(alpha: float, k: int):
+    formula = k + 1 if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+    assert expected_tokens((alpha,), k) == pytest.approx(formula)
+
+
+@pytest.mark.parametrize(("method", "length"), [("ngram", 2.532), ("draft_model", 2.105)])
+def test_tokens_of_recorded_rates_are_the_mean_acceptance_length(method: str, length: float):
+    one = RECORDED[method]
+    assert expected_tokens(one.rates, 3) == pytest.approx(1 + sum(one.accepted) / one.drafts)
+    assert expected_tokens(one.rates, 3) == pytest.approx(length, abs=1e-3)
+    assert conditional_rates(one.rates, 5) == (*one.rates, one.rates[2], one.rates[2])
+
+
+def test_tokens_are_those_of_drawn_acceptances():
+    rates, draw = (0.5, 0.8, 0.9), random.Random(1)
+    lengths = [1 + sum(1 for _ in itertools.takewhile(lambda r: draw.random() < r, rates)) for _ in range(40_000)]
+    assert sum(lengths) / len(lengths) == pytest.approx(expected_tokens(rates, 3), abs=0.02)
+
+
+# ---- seconds
+
+
+@pytest.mark.parametrize("alpha", [0.4, 0.8])
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_alone_the_speedup_is_leviathans(alpha: float, k: int):
+    """While the pass is memory-bound, k + 1 positions cost what one costs: (1 - α^(k + 1)) / ((1 - α)(kc + 1))."""
+    one = on(drafter=draft_model(SMALL, H100), alpha=alpha)
+    c = one.drafter.seconds(1, 1, one.context) / one.plain(1).seconds
+    assert one.speedup(1, k) == pytest.approx((1 - alpha ** (k + 1)) / ((1 - alpha) * (k * c + 1)), rel=0.01)
+
+
+def test_a_step_is_the_levers_step_and_its_parts_add_up():
+    cost = LeverCost.of(SERVING, MODEL, H100)
+    one = on(drafter=NGRAM)
+    for batch, k in ((1, 1), (20, 4), (100, 4)):  # up to 512 positions, whose steps are captured there too
+        shape = StepShape.of([(k + 1, one.context)] * batch)
+        assert one.step(batch, k).seconds == pytest.approx(cost.seconds(shape))
+        assert one.plain(batch).seconds == pytest.approx(cost.seconds(StepShape.of([(1, one.context)] * batch)))
+
+
+def test_arithmetic_is_added_from_the_ridge_on_and_not_before():
+    one = on(drafter=NGRAM)
+    roofline = one.target.roofline
+    ridge = roofline.weight_bytes / roofline.bandwidth * roofline.flops / roofline.flops_per_token
+    for k in (1, 4):
+        assert one.step(int(ridge / (k + 1)), k).compute == 0
+        assert one.step(int(ridge / (k + 1)) + 1, k).compute > 0
+
+
+def test_a_pass_for_each_draft_and_a_parallel_head_has_one():
+    serial, parallel = (eagle_head(MODEL, H100, parallel=parallel) for parallel in (False, True))
+    assert serial.seconds(1, 6, 256) == pytest.approx(6 * serial.seconds(1, 1, 256), rel=0.01)
+    assert parallel.seconds(1, 6, 256) == pytest.approx(parallel.seconds(1, 1, 256), rel=0.01)
+
+
+def test_a_head_is_as_large_as_published_ones():
+    """`EAGLE3-LLaMA3.1-Instruct-8B` is a file of 850 MB; its cache is one layer's."""
+    assert HEAD.weight_bytes == pytest.approx(850e6, rel=0.02)
+    assert HEAD.kv_bytes_per_token == kv_bytes_per_token(MODEL) / MODEL.num_hidden_layers
+    assert draft_model(SMALL, H100).weight_bytes == 2 * num_parameters(SMALL)
+
+
+# ---- break-even
+
+
+def test_break_even_is_where_the_speedup_crosses_one():
+    for k, alpha in itertools.product((1, 2, 4, 8), (0.3, 0.6, 0.8)):
+        one = on(alpha=alpha)
+        lost = {batch for low, high in one.losing(k) for batch in range(low, high + 1)}
+        assert lost == {batch for batch in range(1, 1025) if one.speedup(batch, k) < 1}
+        at = one.break_even(k)
+        if at is not None:
+            assert one.speedup(at, k) < 1
+            assert at == 1 or one.speedup(at - 1, k) >= 1
+
+
+def test_a_drafter_may_lose_at_small_batches_only():
+    """A slow pass of fixed length weighs less beside a longer step; the ranges found say so too."""
+    slow = replace(HEAD.cost, roofline=replace(HEAD.cost.roofline, step_overhead=0.01)) if HEAD.cost else None
+    one = on(drafter=Drafter("eagle3", slow), alpha=0.8, context=4096)
+    lost = {batch for low, high in one.losing(3) for batch in range(low, high + 1)}
+    assert lost == {batch for batch in range(1, 1025) if one.speedup(batch, 3) < 1}
+    assert 1 in lost
+    assert one.break_even(3) is None
+
+
+def edge(**one) -> float:
+    k = one.pop("k", 4)
+    return on(**one).break_even(k) or 10_000
+
+
+def test_break_even_moves_as_it_must():
+    falls = [
+        [edge(alpha=alpha) for alpha in (0.8, 0.7, 0.6, 0.5, 0.4)],
+        [edge(alpha=0.6, k=k) for k in (1, 2, 3, 4, 6, 8)],
+        [edge(alpha=0.6, drafter=one) for one in (NGRAM, HEAD, draft_model(SMALL, H100))],
+        [edge(alpha=0.6, context=context) for context in (4096, 1024, 512, 256)],
+        [edge(alpha=0.6, gpu=gpu, drafter=NGRAM) for gpu in ("L4", "H100", "H200", "A100-80")],
+    ]
+    for edges in falls:
+        assert all(higher >= lower for higher, lower in itertools.pairwise(edges)), edges
+        assert edges[0] > edges[-1]
+    ridges = [get_hardware(gpu).ridge() for gpu in ("L4", "H100", "H200", "A100-80")]
+    assert ridges == sorted(ridges, reverse=True)
+
+
+def test_fewer_drafts_pay_the_larger_the_batch():
+    one = on(alpha=0.7)
+    found = [one.best_k(batch) for batch in (1, 32, 64, 96, 128, 192, 256)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] >= 4 > 1 >= found[-1]
+
+
+def test_long_contexts_keep_drafts_paying():
+    short, long = (on(alpha=0.7, context=context).speedup(96, 4) for context in (256, 4096))
+    assert long > 1.2 * short
+
+
+@pytest.mark.parametrize(
+    ("one", "batch", "k", "cause"),
+    [
+        (on(alpha=0.6), 400, 4, "compute"),
+        (on(alpha=0.6, drafter=draft_model(known_model("Llama-3.2-3B"), H100)), 1, 8, "draft"),
+        (on(alpha=0.0, drafter=NGRAM), 1, 1, "wrong"),
+        (on(alpha=0.6), 1, 4, None),
+    ],
+)
+def test_a_loss_has_its_cause(one: Speculation, batch: int, k: int, cause: str | None):
+    assert one.cause(batch, k) == cause
+
+
+# ---- memory
+
+
+def test_the_drafter_takes_its_room():
+    alone, with_head, with_model = (on(drafter=one, context=1024) for one in (NGRAM, HEAD, draft_model(SMALL, H100)))
+    assert alone.most_batch(3) == alone.most_plain_batch == with_model.most_plain_batch
+    assert alone.most_batch(3) > with_head.most_batch(3) > with_model.most_batch(3)
+    per_token = kv_bytes_per_token(MODEL) + kv_bytes_per_token(SMALL)
+    blocks = -(-(1024 + 4) // 16)
+    left = alone.kv_bytes - 2 * num_parameters(SMALL)
+    assert with_model.most_batch(3) == left // (blocks * 16 * per_token)
+    assert on(context=10**6, drafter=NGRAM).most_batch(3) == 0
+
+
+@pytest.mark.parametrize(
+    ("rates", "context", "said"),
+    [((), 256, "rates"), ((1.2,), 256, "1.2"), (("x",), 256, "share"), ((0.5,), 0, "context")],
+)
+def test_what_makes_no_sense_is_refused(rates: tuple, context: int, said: str):
+    with pytest.raises(MinivllmError, match=said):
+        Speculation.of(MODEL, H100, NGRAM, rates, context)
+
+
+def test_weights_that_do_not_fit_are_refused():
+    with pytest.raises(MinivllmError, match="KV cache"):
+        on(model="Meta-Llama-3-70B", drafter=NGRAM)
