@@ -306,7 +306,7 @@ def typical(p: np.ndarray, q: np.ndarray, drafts: list[int], _uniforms: np.ndarr
     return [*drafts, recovered(p[-1], 0, noise[-1])]
 
 
-RULES = {"the rule": verify, "u < p / q + 0.05": too_kind, "recovers from p": from_p, "typical acceptance": typical}
+RULES = {"the rule": verify, "a little too kind": too_kind, "recovers from p": from_p, "typical acceptance": typical}
 
 # %% 5. What it buys: tokens for each pass, and what a pass with drafts costs
 

@@ -134,7 +134,7 @@ def count_family(
         found[name] = one = counted([run.stats for run in runs])
         one["tokens_per_pass"] = len(prompts) * tokens / sum(run.passes for run in runs)
         if one["drafts"]:
-            one["formula"] = expected_tokens(one["rates"][0], len(one["rates"]))
+            one["formula"] = expected_tokens(one["alpha"], len(one["rates"]))
         shown = (f"{rate:.2f}" for rate in one["rates"])
         lengths = (f"{one['length']:.2f}", f"{one['formula']:.2f}") if one["drafts"] else ()
         rows.append((name, f"{one['tokens_per_pass']:.2f}", one["drafts"] or "", *shown, *lengths))
@@ -159,7 +159,8 @@ def counted(stats: Sequence[Any]) -> dict:
         for place in range(places)
     ]
     rates = [after / before if before else 0.0 for before, after in pairwise([drafts, *accepted])]
-    return {"drafts": drafts, "accepted": accepted, "rates": rates, "length": 1 + sum(accepted) / max(1, drafts)}
+    length = 1 + sum(accepted) / max(1, drafts)
+    return {"drafts": drafts, "accepted": accepted, "rates": rates, "alpha": [*rates, 0.0][0], "length": length}
 
 
 # ---- 3. the kernel ---------------------------------------------------------------------------------------------------
