@@ -8,7 +8,7 @@ from minivllm.errors import MinivllmError
 from minivllm.lab.exercise import load, plug_of
 from minivllm.lab.plugged import serve
 
-UNIFORM_BELOW = "draft < 0 or uniforms[i] * q[i, draft] >= p[i, draft]"
+REJECTED = "x < 0 or uniforms[i] * q[i, x] >= p[i, x]"
 LEFT = "np.maximum(p - q, 0) / noise"
 KEPT_UP_TO = "tl.min(tl.where(draft == token, BLOCK, place), axis=0)"
 KEPT_BELOW = "tl.min(tl.where(uniform * q_draft < p_draft, BLOCK, place), axis=0)"
@@ -47,7 +47,7 @@ MUTANTS = {
     "as many as follow": ("propose_ngram", "start + n + k", "len(token_ids)"),
     "always k": (
         "propose_ngram",
-        "return token_ids[start + n : start + n + k]",
+        "return list(token_ids[start + n : start + n + k])",
         "found = token_ids[start + n : start + n + k]\nreturn found + found[-1:] * (k - len(found))",
     ),
     "only where k follow": (
@@ -58,7 +58,7 @@ MUTANTS = {
     "nothing is None": ("propose_ngram", "return []", "return None"),
     "returns a tuple": (
         "propose_ngram",
-        "return token_ids[start + n : start + n + k]",
+        "return list(token_ids[start + n : start + n + k])",
         "return tuple(token_ids[start + n : start + n + k])",
     ),
     "takes the suffix off the text": (
@@ -66,27 +66,27 @@ MUTANTS = {
     ),
     "compares sets": ("propose_ngram", "... == suffix", "set(...) == set(suffix)"),
     # accept
-    "forgets q": ("accept", UNIFORM_BELOW, "draft < 0 or uniforms[i] >= p[i, draft]"),
-    "q over p": ("accept", UNIFORM_BELOW, "draft < 0 or uniforms[i] * p[i, draft] >= q[i, draft]"),
-    "compares with q": ("accept", UNIFORM_BELOW, "draft < 0 or uniforms[i] >= q[i, draft]"),
-    "p times q": ("accept", UNIFORM_BELOW, "draft < 0 or uniforms[i] >= p[i, draft] * q[i, draft]"),
-    "the other way round": ("accept", UNIFORM_BELOW, "draft < 0 or uniforms[i] * q[i, draft] < p[i, draft]"),
-    "without the random number": ("accept", UNIFORM_BELOW, "draft < 0 or q[i, draft] > p[i, draft]"),
-    "at most, not below": ("accept", UNIFORM_BELOW, "draft < 0 or uniforms[i] * q[i, draft] > p[i, draft]"),
+    "forgets q": ("accept", REJECTED, "x < 0 or uniforms[i] >= p[i, x]"),
+    "q over p": ("accept", REJECTED, "x < 0 or uniforms[i] * p[i, x] >= q[i, x]"),
+    "compares with q": ("accept", REJECTED, "x < 0 or uniforms[i] >= q[i, x]"),
+    "p times q": ("accept", REJECTED, "x < 0 or uniforms[i] >= p[i, x] * q[i, x]"),
+    "the other way round": ("accept", REJECTED, "x < 0 or uniforms[i] * q[i, x] < p[i, x]"),
+    "without the random number": ("accept", REJECTED, "x < 0 or q[i, x] > p[i, x]"),
+    "at most, not below": ("accept", REJECTED, "x < 0 or uniforms[i] * q[i, x] > p[i, x]"),
     "two hundredths too generous": (
-        "accept", UNIFORM_BELOW, "draft < 0 or (uniforms[i] - 0.02) * q[i, draft] >= p[i, draft]",
+        "accept", REJECTED, "x < 0 or (uniforms[i] - 0.02) * q[i, x] >= p[i, x]",
     ),
     "two hundredths too strict": (
-        "accept", UNIFORM_BELOW, "draft < 0 or (uniforms[i] + 0.02) * q[i, draft] >= p[i, draft]",
+        "accept", REJECTED, "x < 0 or (uniforms[i] + 0.02) * q[i, x] >= p[i, x]",
     ),
-    "only if it is the likeliest": ("accept", UNIFORM_BELOW, "draft < 0 or draft != int(np.argmax(p[i]))"),
-    "the next row of p": ("accept", UNIFORM_BELOW, "draft < 0 or uniforms[i] * q[i, draft] >= p[i + 1, draft]"),
-    "the first row for all": ("accept", UNIFORM_BELOW, "draft < 0 or uniforms[0] * q[i, draft] >= p[i, draft]"),
-    "no draft is the last token": ("accept", UNIFORM_BELOW, "uniforms[i] * q[i, draft] >= p[i, draft]"),
-    "token 0 is no draft": ("accept", UNIFORM_BELOW, "draft <= 0 or uniforms[i] * q[i, draft] >= p[i, draft]"),
+    "only if it is the likeliest": ("accept", REJECTED, "x < 0 or x != int(np.argmax(p[i]))"),
+    "the next row of p": ("accept", REJECTED, "x < 0 or uniforms[i] * q[i, x] >= p[i + 1, x]"),
+    "the first row for all": ("accept", REJECTED, "x < 0 or uniforms[0] * q[i, x] >= p[i, x]"),
+    "no draft is the last token": ("accept", REJECTED, "uniforms[i] * q[i, x] >= p[i, x]"),
+    "token 0 is no draft": ("accept", REJECTED, "x <= 0 or uniforms[i] * q[i, x] >= p[i, x]"),
     "goes on after a rejection": (
         "accept",
-        "for i, draft in enumerate(drafts): ...\nreturn len(drafts)",
+        "for i, x in enumerate(drafts): ...\nreturn len(drafts)",
         "return sum(d >= 0 and bool(uniforms[i] * q[i, d] < p[i, d]) for i, d in enumerate(drafts))",
     ),
     "counts the token behind": ("accept", "return i", "return i + 1"),
@@ -201,28 +201,28 @@ MUTANTS = {
         "rejection_kernel", KEPT_BELOW, "tl.sum(tl.where(uniform * q_draft < p_draft, 1, 0), axis=0)",
     ),
     "rows of p like those of q": (
-        "rejection_kernel", "p + (start + request + place) * vocab_size + draft",
-        "p + (start + place) * vocab_size + draft",
+        "rejection_kernel", "p + (row + request) * vocab_size + draft",
+        "p + row * vocab_size + draft",
     ),
     "rows of q like those of p": (
         "rejection_kernel",
-        "tl.load(q + (start + place) * vocab_size + draft, mask=there, other=1.0)",
-        "tl.load(q + (start + request + place) * vocab_size + draft, mask=there, other=1.0)",
+        "tl.load(q + row * vocab_size + draft, mask=there, other=1.0)",
+        "tl.load(q + (row + request) * vocab_size + draft, mask=there, other=1.0)",
     ),
     "p after the draft": (
         "rejection_kernel",
-        "p + (start + request + place) * vocab_size + draft",
-        "p + (start + request + place + 1) * vocab_size + draft",
+        "p + (row + request) * vocab_size + draft",
+        "p + (row + request + 1) * vocab_size + draft",
     ),
     "reads p of no draft": (
         "rejection_kernel",
-        "tl.load(p + (start + request + place) * vocab_size + draft, mask=there, other=0.0)",
-        "tl.load(p + (start + request + place) * vocab_size + draft, mask=place < num_drafts, other=0.0)",
+        "tl.load(p + (row + request) * vocab_size + draft, mask=there, other=0.0)",
+        "tl.load(p + (row + request) * vocab_size + draft, mask=place < num_drafts, other=0.0)",
     ),
     "p without a mask": (
         "rejection_kernel",
-        "tl.load(p + (start + request + place) * vocab_size + draft, mask=there, other=0.0)",
-        "tl.load(p + (start + request + place) * vocab_size + draft)",
+        "tl.load(p + (row + request) * vocab_size + draft, mask=there, other=0.0)",
+        "tl.load(p + (row + request) * vocab_size + draft)",
     ),
     "no draft is accepted": (
         "rejection_kernel",
@@ -231,12 +231,12 @@ MUTANTS = {
     ),
     "token 0 is no draft in the kernel": ("rejection_kernel", "draft >= 0", "draft > 0"),
     "one random number for all": (
-        "rejection_kernel", "tl.load(uniforms + start + place, mask=there, other=0.0)",
-        "tl.load(uniforms + start + place * 0, mask=there, other=0.0)",
+        "rejection_kernel", "tl.load(uniforms + row, mask=there, other=0.0)",
+        "tl.load(uniforms + start + 0 * place, mask=there, other=0.0)",
     ),
     "random numbers by request": (
         "rejection_kernel",
-        "tl.load(uniforms + start + place, mask=there, other=0.0)",
+        "tl.load(uniforms + row, mask=there, other=0.0)",
         "tl.load(uniforms + start + request + place, mask=there & (place < num_drafts - request), other=0.5)",
     ),
     "the token of the next place": (
@@ -259,8 +259,8 @@ MUTANTS = {
         "uniform = ...",
         "uniform = ...\n"
         "for token in range(vocab_size):\n"
-        "    row = p + (start + request + place) * vocab_size\n"
-        "    one = tl.load(row + token, mask=there, other=0.0)\n"
+        "    of_p = p + (row + request) * vocab_size\n"
+        "    one = tl.load(of_p + token, mask=there, other=0.0)\n"
         "    p_draft = tl.where(draft == token, one, p_draft)",
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The capstone: a server made of what a learner has written in exercises 01 to 06, and clients that ask it.
+"""The capstone: a server made of what a learner has written in exercises 01 to 07, and clients that ask it.
 
     uv run python -m minivllm.lab.capstone            # which parts are yours, and what the servers do with them
     uv run python -m minivllm.lab.capstone --serve    # and then `minivllm serve` with them, on port 8000
@@ -24,7 +24,7 @@ from minivllm.lab.over_http import Client, Load, serve_load
 from minivllm.lab.progress import working
 from minivllm.lab.tables import console, table
 
-NUMBERS = ("01", "02", "03", "04", "05", "06")
+NUMBERS = ("01", "02", "03", "04", "05", "06", "07")
 PORT = 8000
 
 
@@ -37,10 +37,15 @@ class Server:
     engine_args: Mapping[str, Any]
 
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SERVERS = (
     Server("paged", ("02", "03", "04", "06"), {"enable_prefix_caching": False, "max_num_batched_tokens": 64}),
     Server("a block for each request", ("01", "06"), {"block_size": 64, "max_model_len": 64}),
-    Server("prefix cache, int8", ("05", "06"), {"block_size": 4, "kv_cache_dtype": "int8"}),
+    Server(
+        "prefix cache, int8, drafts",
+        ("05", "06", "07"),
+        {"block_size": 4, "kv_cache_dtype": "int8", "speculative_config": DRAFTS},
+    ),
 )
 ADD = "def add(a, b):\n    return"
 CLIENTS = (
@@ -138,7 +143,7 @@ def serve_here(modules: Mapping[str, ModuleType], port: int) -> None:
 def _parts(number: str) -> str:
     return {
         "01": "attention over contiguous caches", "02": "block pool", "03": "attention in tiles", "04": "scheduler",
-        "05": "block names, int8 cache", "06": "collector, stop strings, disconnects",
+        "05": "block names, int8 cache", "06": "collector, stop strings, disconnects", "07": "drafts",
     }[number]  # fmt: skip
 
 

@@ -648,3 +648,72 @@ def bill() -> Seen:
         return {"tokens sent": sent, "completion_tokens of the usage": last["usage"]["completion_tokens"]}
 
     return in_a_loop(work, speculative_config={"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2})
+
+
+# ---- lesson 07: speculative decoding ---------------------------------------------------------------------------------
+
+
+def drafting(lookup_min: int = 1, lookup_max: int = 2, **settings: Any) -> LLMEngine:
+    """An engine with up to four n-gram drafts a step, by suffixes of so many tokens."""
+    lengths = {"prompt_lookup_min": lookup_min, "prompt_lookup_max": lookup_max}
+    return engine(speculative_config={"method": "ngram", "num_speculative_tokens": 4, **lengths}, **settings)
+
+
+def fate_of_drafts(llm: LLMEngine) -> Seen:
+    """What the engine has counted of its drafts."""
+    stats = core_of(llm).scheduler.spec_decoding_stats
+    return {"draft tokens": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens}
+
+
+def suffix_lengths() -> Seen:
+    """The same requests with drafts by suffixes of at most two, and of at most four tokens."""
+    seen = Seen()
+    for most in (2, 4):
+        llm = drafting(1, most)
+        steps = recorded_steps(llm)
+        answers = serve(llm, {"A": Ask(LOOP, 40), "B": Ask(CLASS, 40)})
+        counts = {**fate_of_drafts(llm), "steps": len(steps)}
+        seen |= {f"{what}, suffixes of at most {most}": count for what, count in counts.items()}
+        seen |= {f"{name}, suffixes of at most {most}": text for name, text in texts(answers).items()}
+    return seen
+
+
+def wasted_drafts() -> Seen:
+    """One request, with drafts by suffixes of two to four tokens: steps, and how many tokens are computed in them."""
+    llm = drafting(2, 4)
+    steps = recorded_steps(llm)
+    answers = serve(llm, {"A": Ask(READ, 60)})
+    computed = sum(step.total_num_scheduled_tokens for step in steps[1:])
+    return {"steps": len(steps), "tokens computed after the prompt": computed, **fate_of_drafts(llm), **texts(answers)}
+
+
+def ends_with_drafts() -> Seen:
+    """Requests for 9 to 14 tokens, with drafts."""
+    asks = {f"the request for {count}": Ask(LOOP, count) for count in range(9, 15)}
+    answers = serve(drafting(max_num_seqs=8), asks)
+    return {**looked_at(answers, "tokens of", lambda answer: len(answer.token_ids)), **texts(answers)}
+
+
+def seeded_twice() -> Seen:
+    """Three requests with temperature and a seed, on an engine with drafts and on one without."""
+    asks = {f"seed {seed}": Ask(LOOP, 24, params={"temperature": 0.6, "seed": seed}) for seed in (1, 2, 3)}
+    plain, drafted = serve(engine(), asks), serve(drafting(), asks)
+    same = sum(plain[name].token_ids == drafted[name].token_ids for name in asks)
+    return {"requests with the same tokens, with drafts and without": same, **texts(drafted)}
+
+
+def drafts_to_the_end() -> Seen:
+    """Requests with drafts grow up to the largest length that the engine allows."""
+    llm = drafting(max_model_len=64)
+    assert llm.tokenizer is not None
+    loop = [*llm.tokenizer.encode(LOOP).ids] * 3
+    asks = {f"the prompt of {count}": Ask(loop[:count], 64 - count) for count in (32, 41, 50)}
+    answers = serve(llm, asks)
+    return {**looked_at(answers, "tokens of", lambda answer: len(answer.token_ids)), **texts(answers), **left_over(llm)}
+
+
+def ahead_under_pressure() -> Seen:
+    """Requests with drafts outgrow a small pool, while each step is scheduled before the last one has ended."""
+    llm = drafting(async_scheduling=True, num_gpu_blocks_override=9, max_model_len=96)
+    answers = serve(llm, {"A": Ask(READ, 32), "B": Ask(LOOP, 32), "C": Ask(ADD, 40)})
+    return {**texts(answers), "preemptions": core_of(llm).scheduler.num_preemptions > 0, **left_over(llm)}
