@@ -41,11 +41,12 @@ from minivllm.sampling_params import SamplingParams
 
 WAYS: dict[str, dict[str, Any]] = {
     "n-gram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
-    "suffix": {"method": "suffix"},
+    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     "draft model": {"method": "draft_model", "model": str(EMBEDDED_DRAFT)},
     "EAGLE-3": {"method": "eagle3", "model": str(EMBEDDED_MODEL.with_name("tiny-python-eagle3"))},
 }
-"""A line for each method; those that the engine does not have, or whose weights are not there, are left out."""
+"""A line for each method; those that the engine does not have, or whose weights are not there, are left out. The suffix
+tree keeps no earlier answers: it has seen these very prompts in the rounds before."""
 PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN, BLOCK_SIZE = 128, 64, 256, 16
 KINDS = ("code", "prose", "random")
 OFF = "off"

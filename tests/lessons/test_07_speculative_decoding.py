@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels.harness import assert_compiles
-from lessons.harness import script_path
+from lessons.harness import REPOSITORY, assert_refuses, figures_of_quick_run, script_path
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, SpeculativeConfig
@@ -15,9 +15,12 @@ from minivllm.lab.exercise import load
 from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.lab.reports import speculative_decoding as report
 from minivllm.models.loader import load_model
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.speculation import RECORDED
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 
 lesson = load(script_path("07"))
+TEXT = (REPOSITORY / "lessons" / "07_speculative_decoding.md").read_text()
 
 # ---- lesson form and engine form -------------------------------------------------------------------------------------
 
@@ -156,3 +159,78 @@ def test_break_even_is_where_the_speed_up_falls_below_one():
     assert report.break_even({1: 2.0, 16: 1.5, 64: 0.5}) == pytest.approx(32)
     assert report.break_even({1: 2.0, 64: 1.0}) is None
     assert report.break_even({1: 0.9, 8: 0.8}) is None
+
+
+P, Q = np.array([[0.5, 0.3, 0.2]] * 2), np.array([[0.3, 0.1, 0.6]])
+
+
+def test_the_rule_by_hand():
+    """The table of the text: `*` with two random numbers, the race, and what comes out in all."""
+    noise = np.array([[1.2, 0.4, 0.7]] * 2)
+    assert np.minimum(P[0], Q[0]).sum() == pytest.approx(0.6)
+    assert lesson.accept(P, Q, [2], np.array([0.5])) == 0
+    assert lesson.accept(P, Q, [2], np.array([0.3])) == 1
+    assert lesson.verify(P, Q, [2], np.array([0.5]), noise) == [1]
+    missing = np.maximum(P[0] - Q[0], 0)
+    assert np.minimum(P[0], Q[0]) + missing == pytest.approx(P[0])
+    assert (missing / noise[0]).round(2).tolist() == [0.17, 0.5, 0.0]
+
+
+def test_tokens_and_cost_by_hand():
+    assert lesson.expected_tokens(0.6, 1) == pytest.approx(1.6)
+    assert lesson.expected_tokens(0.6, 3) == pytest.approx(2.18, abs=0.005)
+    assert lesson.speed_up(0.6, 3, draft_cost=0.1) == pytest.approx(1.67, abs=0.005)
+    assert lesson.speed_up(0.6, 3, 0, verify_cost=4) == pytest.approx(0.55, abs=0.01)
+    assert lesson.speed_up(0.6, 3, 0, verify_cost=2.5) == pytest.approx(0.87, abs=0.005)
+    h100 = get_hardware("H100")
+    assert h100.flops["bfloat16"] / h100.bandwidth == pytest.approx(295, abs=1)
+    assert round(295 / 4) == 74
+
+
+def test_counts_and_formula_by_hand():
+    """vLLM's counters, which the widget has too: what they add up to, and what the formula says from the first."""
+    said = {"ngram": (2.53, 2.14), "draft_model": (2.11, 2.06)}
+    for method, (counted, formula) in said.items():
+        one = RECORDED[method]
+        assert round(1 + sum(one.accepted) / one.drafts, 2) == pytest.approx(counted, abs=0.006)
+        assert round(lesson.expected_tokens(one.rates[0], 3), 2) == formula
+        for number in (*map("{:.2f}".format, one.rates), f"{formula}"):
+            assert number in TEXT
+
+
+def test_no_answer_of_the_exercise_stands_before_it():
+    before = TEXT.partition("## Build it")[0]
+    assert "@triton.jit" not in before
+    assert "np.argmax" not in before
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    figures = figures_of_quick_run("07", tmp_path)
+    family = figures["family"]
+    assert family["no drafts"]["tokens_per_pass"] == 1
+    assert min(family[name]["tokens_per_pass"] for name in ("n-gram", "draft model")) > 1.2
+    assert all(one["length"] <= 4 for one in family.values())
+    assert figures["kernel"]["4096"] == {"race": (12 * 9 + 8 * 5) * 4096, "rejection": 16 * 9 + 12 * 5}
+    for one in figures["batches"]["batches"].values():
+        assert one["same"] == 1.0
+        assert one["predicted"] == pytest.approx(one["free"] / one["cost"])
+        assert 1.2 < one["length"] < 3.6
+    kept, likeliest = (figures["temperature"][name] for name in ("kept", "likeliest"))
+    assert kept["0.0"] == likeliest["0.0"], "greedy, both are how often the two agree"
+    assert kept["1.5"] > likeliest["1.5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (("--drafts", "0"), "--drafts: must be from 1 to 16"),
+        (("--drafts", "17"), "--drafts: must be from 1 to 16"),
+        (("--draft-model", "nowhere"), "nowhere"),
+        (("--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)

@@ -203,7 +203,7 @@ def verify_kernel(launch: Callable[..., Tensor], verify: Verify, device: torch.d
         assert tokens.tolist() == verified_one_by_one(verify, batch), f"wrong with a vocabulary of {vocab_size}"
         drafts, requests = sum(counts), len(counts)
         race = (12 * drafts + 8 * requests) * vocab_size
-        found[str(vocab_size)] = {"race": race, "rejection": 16 * drafts + 12 * requests, "used": 12 * requests}
+        found[str(vocab_size)] = {"race": race, "rejection": 16 * drafts + 12 * requests}
         rows.append((f"{vocab_size:,}", f"{race:,}", f"{16 * drafts + 12 * requests:,}"))
     columns = ("vocabulary", "bytes that the race reads", "the rejection")
     table(f"{len(counts)} requests with {counts} drafts: right, token for token", columns, rows)
