@@ -1,0 +1,198 @@
+"""Speculative decoding side by side: every method that the engine has, by batch and by kind of text, in one run.
+
+    uv run python benchmarks/speculation.py
+    uv run python benchmarks/speculation.py --quick                  # seconds, to see that it works
+    uv run python benchmarks/speculation.py --drafts 5 --batches 1 4
+
+Acceptance length is the tokens that a verification yields, 1 + accepted / drafts. The speed-up is of output tokens a
+second, prompts left out, over the same engine without drafts: the median of rounds in which all take turns. Greedy,
+float32, so that all write the same text, which is counted too. Below 1 × a method costs more than it buys. Texts:
+held-out Python, its docstrings, random tokens. The table is followed by one line of JSON.
+"""
+
+import argparse
+import ast
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, CacheConfig
+from minivllm.config.speculative import METHODS
+from minivllm.core.messages import EngineCoreRequest
+from minivllm.engine.core import EngineCore
+from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.corpus import held_out_texts
+from minivllm.lab.progress import track
+from minivllm.lab.recording import bare_engine, own_clock
+from minivllm.lab.results import record, write_record
+from minivllm.lab.tables import table
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.sampling_params import SamplingParams
+
+WAYS: dict[str, dict[str, Any]] = {
+    "n-gram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+    "draft model": {"method": "draft_model", "model": str(EMBEDDED_DRAFT)},
+    "EAGLE-3": {"method": "eagle3", "model": str(EMBEDDED_MODEL.with_name("tiny-python-eagle3"))},
+}
+"""A line for each method; those that the engine does not have, or whose weights are not there, are left out. The suffix
+tree keeps no earlier answers: it has seen these very prompts in the rounds before."""
+PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN, BLOCK_SIZE = 128, 64, 256, 16
+KINDS = ("code", "prose", "random")
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class Served:
+    """One run: each request's tokens, tokens a second, verifications and the drafts that they accepted."""
+
+    outputs: list[list[int]]
+    throughput: float
+    num_drafts: int
+    num_accepted: int
+
+
+def available() -> dict[str, dict[str, Any]]:
+    """The ways that this engine can run."""
+    here = {name: way for name, way in WAYS.items() if way["method"] in METHODS}
+    return {name: way for name, way in here.items() if "model" not in way or Path(way["model"]).is_dir()}
+
+
+def docstrings(source: str) -> str:
+    """All docstrings of a Python file, in their order."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return "\n\n".join(filter(None, found))
+
+
+def windows(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> list[list[int]]:
+    """So many prompts of PROMPT_TOKENS tokens, cut one after another out of the texts; a text's beginning is left out.
+
+    Raises:
+        MinivllmError: there are not so many.
+    """
+    found = []
+    for text in texts:
+        token_ids = tokenizer.encode(text).ids
+        starts = range(PROMPT_TOKENS, len(token_ids) - PROMPT_TOKENS, PROMPT_TOKENS)
+        found += [token_ids[start : start + PROMPT_TOKENS] for start in starts][:8]
+    if len(found) < count:
+        raise MinivllmError(f"there are {len(found)} held-out prompts, not {count}: ask for smaller --batches")
+    return random.Random(0).sample(found, count)
+
+
+def prompts_of(kind: str, model: str, count: int) -> list[list[int]]:
+    """So many prompts of one kind."""
+    tokenizer = load_tokenizer(model)
+    if kind == "random":
+        draw = random.Random(0)
+        return [[draw.randrange(tokenizer.get_vocab_size()) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+    texts = held_out_texts()
+    return windows(tokenizer, texts if kind == "code" else map(docstrings, texts), count)
+
+
+def engine_of(arguments: argparse.Namespace, way: dict[str, Any] | None, batch: int) -> EngineCore:
+    """An engine that serves `batch` requests at once."""
+    cache = CacheConfig(
+        num_gpu_blocks=2 + batch * (MAX_MODEL_LEN // BLOCK_SIZE + 1),
+        block_size=BLOCK_SIZE,
+        enable_prefix_caching=False,
+    )
+    config = way and {**way, "num_speculative_tokens": arguments.drafts}
+    settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": batch, "dtype": "float32"}
+    return bare_engine(arguments.model, torch.device("cpu"), cache, speculative_config=config, **settings)
+
+
+def serve(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int) -> Served:
+    """Serve these prompts, all at once; timed from when each has its first token."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    before, clock, seconds, counted = core.scheduler.spec_decoding_stats.copy(), own_clock(core), 0.0, 0
+    for name, prompt in zip(outputs, prompts, strict=True):
+        core.add_request(EngineCoreRequest(name, prompt, params, (), time.monotonic()))
+    while core.has_unfinished_requests():
+        generating, start = all(outputs.values()), clock()
+        results = core.step().outputs
+        if generating:
+            seconds += clock() - start
+            counted += sum(len(one.new_token_ids) for one in results)
+        for one in results:
+            outputs[one.request_id].extend(one.new_token_ids)
+    after = core.scheduler.spec_decoding_stats
+    drafts, accepted = after.num_drafts - before.num_drafts, after.num_accepted_tokens - before.num_accepted_tokens
+    return Served([*outputs.values()], counted / seconds, drafts, accepted)
+
+
+def compare(arguments: argparse.Namespace, batch: int, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Way -> kind of text -> acceptance length, speed-up over no drafts, share of equal texts."""
+    cores = {name: engine_of(arguments, way, batch) for name, way in {OFF: None, **ways}.items()}
+    prompts = {kind: prompts_of(kind, arguments.model, batch) for kind in KINDS}
+    tokens, found = 16 if arguments.quick else OUTPUT_TOKENS, {name: {} for name in ways}
+    for kind in KINDS:
+        for core in cores.values():
+            serve(core, prompts[kind], 8)  # warms up
+        rounds = [
+            {name: serve(core, prompts[kind], tokens) for name, core in cores.items()} for _ in range(arguments.rounds)
+        ]
+        for name in ways:
+            run, plain = rounds[0][name], rounds[0][OFF]
+            ratios = [one[name].throughput / one[OFF].throughput for one in rounds]
+            found[name][kind] = {
+                "length": round(1 + run.num_accepted / max(1, run.num_drafts), 3),
+                "drafts": run.num_drafts,
+                "speed_up": round(statistics.median(ratios), 3),
+                "same": statistics.mean(a == b for a, b in zip(run.outputs, plain.outputs, strict=True)),
+            }
+    return found
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Compare all ways at each batch."""
+    ways = available()
+    if arguments.quick:
+        arguments.batches, arguments.rounds = [1, 4], 1
+    by_batch = {batch: compare(arguments, batch, ways) for batch in track(arguments.batches, "comparing")}
+    figures = {
+        name: {str(batch): found[name] for batch, found in by_batch.items()} for name in ways
+    }  # way -> batch -> kind
+    columns = ("method", "text", *chain.from_iterable((f"length, {b}", f"× off, {b}") for b in arguments.batches))
+    rows = []
+    for name in ways:
+        for kind in KINDS:
+            ones = [figures[name][str(batch)][kind] for batch in arguments.batches]
+            shown = chain.from_iterable((f"{one['length']:.2f}", f"{one['speed_up']:.2f}") for one in ones)
+            rows.append((name if kind == KINDS[0] else "", kind, *shown))
+    same = statistics.mean(one["same"] for way in figures.values() for batch in way.values() for one in batch.values())
+    caption = f"{arguments.drafts} drafts; length and speed-up for so many requests. Same texts as without: {same:.1%}."
+    table("Speculation, method by method", columns, rows, caption)
+    outcome = {"drafts": arguments.drafts, "ways": figures}
+    result = record("speculation", outcome)
+    if arguments.json:
+        write_record(arguments.json, result)
+    print(json.dumps(result))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--model", default=str(EMBEDDED_MODEL), help="another model's folder or name")
+    flags.add_argument("--drafts", type=positive_int, default=3, help="num_speculative_tokens (default: 3)")
+    flags.add_argument("--batches", type=positive_int, nargs="+", default=[1, 8, 64], help="requests at once")
+    flags.add_argument("--rounds", type=positive_int, default=5, help="turns of all methods (default: 5)")
+    flags.add_argument("--quick", action="store_true", help="small batches, one round")
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

@@ -1,0 +1,366 @@
+"""Lesson 07. Speculative decoding: how can a guess be exact, and when does it pay?
+
+Builds three ways to guess the next tokens (look them up, ask a small model, or iterate on noise), the rule that keeps
+or replaces a guess without changing what comes out, and the kernel that applies it to a batch. You learn why verifying
+a few tokens costs about as much as computing one, how many tokens a guess buys, and from which batch on it loses.
+
+    uv run python vllm/07_speculative_decoding.py                      # under a minute on a laptop, no GPU needed
+    uv run python vllm/07_speculative_decoding.py --drafts 5 --quick
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.core.stats import SpecDecodingStats
+from minivllm.lab.cached_model import CachedModel
+from minivllm.lab.cli import run
+from minivllm.lab.disturbance import Control
+from minivllm.lab.lesson import begin, keep
+from minivllm.lab.proof import prove
+from minivllm.lab.reports import speculative_decoding as report
+from minivllm.lab.tables import heading
+from minivllm.platforms.triton_utils import tl, triton
+
+# %% 1. The pain: a pass reads all weights, and gives each request one token
+
+
+@dataclass
+class Generation:
+    """Tokens after the prompt, the target's passes behind them, and the drafts' fate."""
+
+    tokens: list[int]
+    passes: int
+    stats: SpecDecodingStats = field(default_factory=SpecDecodingStats)
+
+
+def decode(target: CachedModel, prompt: list[int], max_tokens: int) -> Generation:
+    """Greedy, without guesses: a pass for each token."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(int(target.forward(tokens[target.length :])[-1].argmax()))
+    return Generation(tokens[len(prompt) :], max_tokens)
+
+
+# %% 2. The idea: guess a few tokens, verify all of them in one pass, keep what may stand
+
+
+# region: ngram
+def propose_ngram(token_ids: Sequence[int], min_n: int, max_n: int, k: int) -> list[int]:
+    """What followed the last tokens where they first stood: at most k drafts, perhaps none.
+
+    Of the last min_n to max_n tokens, as many as also stand earlier.
+    """
+    for n in range(min(max_n, len(token_ids) - 1), min_n - 1, -1):
+        suffix = token_ids[-n:]
+        for start in range(len(token_ids) - n):
+            if token_ids[start : start + n] == suffix:
+                return list(token_ids[start + n : start + n + k])
+    return []
+
+
+# endregion
+
+
+# region: rejection
+def accept(p: np.ndarray, q: np.ndarray, drafts: Sequence[int], uniforms: np.ndarray) -> int:
+    """How many drafts stand: x with probability min(1, p(x) / q(x)), up to the first that does not.
+
+    p [drafts + 1, vocab] is what the target says in each place, q [drafts, vocab] what the drafts were drawn from;
+    uniforms [drafts] are from 0 up to, not including, 1. −1 is no draft.
+    """
+    for i, x in enumerate(drafts):
+        if x < 0 or uniforms[i] * q[i, x] >= p[i, x]:
+            return i
+    return len(drafts)
+
+
+def recovered(p: np.ndarray, q: np.ndarray | float, noise: np.ndarray) -> int:
+    """A draw from max(p − q, 0), normalised, by a race: token x arrives at noise(x) / weight(x), the first one wins.
+
+    All are [vocab]; noise is drawn from the exponential distribution.
+    """
+    return int(np.argmax(np.maximum(p - q, 0) / noise))
+
+
+def verify(p: np.ndarray, q: np.ndarray, drafts: Sequence[int], uniforms: np.ndarray, noise: np.ndarray) -> list[int]:
+    """The tokens of one step: the drafts that stand, and one of the target's own. noise [drafts + 1, vocab]."""
+    n = accept(p, q, drafts, uniforms)
+    rejected = q[n] if n < len(drafts) else 0  # if all stand, nothing is taken from p: a bonus
+    return [*drafts[:n], recovered(p[n], rejected, noise[n])]
+
+
+# endregion
+
+
+def distribution(logits: Tensor, temperature: float) -> np.ndarray:
+    """Probabilities [..., vocab] that one draws from; at temperature 0 all of it is on the likeliest token."""
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float().cpu().numpy()
+    return (logits / temperature).softmax(-1).cpu().numpy()
+
+
+def noise_like(p: np.ndarray) -> np.ndarray:
+    """Exponential noise for each number of p."""
+    return torch.empty(p.shape).exponential_().numpy()
+
+
+# region: proposers
+class Ngram:
+    """Drafts by looking them up. It is certain of each: q is 1 at the draft."""
+
+    def __init__(self, vocab_size: int, min_n: int = 1, max_n: int = 3) -> None:
+        self.vocab_size, self.min_n, self.max_n = vocab_size, min_n, max_n
+
+    def __call__(self, token_ids: list[int], k: int) -> tuple[list[int], np.ndarray]:
+        """At most k drafts, and what they were drawn from: q [drafts, vocab]."""
+        drafts = propose_ngram(token_ids, self.min_n, self.max_n, k)
+        q = np.zeros((len(drafts), self.vocab_size), np.float32)
+        q[range(len(drafts)), drafts] = 1.0
+        return drafts, q
+
+
+class DraftModel:
+    """Drafts by a small model of the same vocabulary, one after another, with a KV cache of its own."""
+
+    def __init__(self, model: CachedModel, temperature: float = 0.0) -> None:
+        self.model, self.temperature = model, temperature
+
+    def __call__(self, token_ids: list[int], k: int) -> tuple[list[int], np.ndarray]:
+        """k drafts, and what they were drawn from: q [k, vocab]."""
+        self.model.length = min(self.model.length, len(token_ids) - 1)  # forget the drafts that did not stand
+        known, q = list(token_ids), []
+        for _ in range(k):
+            q.append(distribution(self.model.forward(known[self.model.length :])[-1], self.temperature))
+            known.append(recovered(q[-1], 0, noise_like(q[-1])))
+        return known[len(token_ids) :], np.stack(q)
+
+
+# endregion
+
+
+# region: generate
+def generate(
+    target: CachedModel, propose: Callable, prompt: list[int], max_tokens: int, k: int, temperature: float = 0.0
+) -> Generation:
+    """One pass of the target for each guess: over the tokens that it has not seen yet, and the drafts behind them."""
+    tokens, stats, before = list(prompt), SpecDecodingStats(), target.passes
+    while len(tokens) < len(prompt) + max_tokens:
+        drafts, q = propose(tokens, k) if target.length else ([], np.empty(0))
+        logits = target.forward(tokens[target.length :] + drafts)[-len(drafts) - 1 :]
+        p = distribution(logits, temperature)
+        new = verify(p, q, drafts, torch.rand(len(drafts)).numpy(), noise_like(p))
+        tokens += new
+        target.length = len(tokens) - 1  # what rejected drafts left behind it is written over
+        if drafts:
+            stats.observe_draft(len(drafts), len(new) - 1)
+    return Generation(tokens[len(prompt) :][:max_tokens], target.passes - before, stats)
+
+
+# endregion
+
+
+def jacobi(target: CachedModel, prompt: list[int], max_tokens: int, width: int) -> Generation:
+    """Lookahead decoding's root: guess anything, put into each place what the target says there, and pass again.
+
+    Greedy. The guesses after the first that was right are drawn from a text that is wrong, and yet a few come true.
+    """
+    tokens, guess, before, stats = list(prompt), [0] * width, target.passes, SpecDecodingStats()
+    while len(tokens) < len(prompt) + max_tokens:
+        says = target.forward(tokens[target.length :] + guess)[-width - 1 :].argmax(-1).tolist()
+        right = next((i for i, (mine, its) in enumerate(zip(guess, says, strict=False)) if mine != its), width)
+        tokens += says[: right + 1]
+        target.length = len(tokens) - 1
+        guess = (says[right + 1 :] + [0] * width)[:width]
+        stats.observe_draft(width, right)
+    return Generation(tokens[len(prompt) :][:max_tokens], target.passes - before, stats)
+
+
+# %% 3. The kernel: one program a request; the host never learns how many drafts stood
+
+
+# region: kernel
+@triton.jit
+def greedy_kernel(output, drafts, target, num_drafts, BLOCK: tl.constexpr):
+    """One greedy request: output int32 [num_drafts + 1] gets the drafts that stand, a token more, then −1. Grid: (1,).
+
+    drafts int32 [num_drafts], −1 for none; target int32 [num_drafts + 1], the likeliest tokens; BLOCK > num_drafts.
+    """
+    place = tl.arange(0, BLOCK)
+    draft = tl.load(drafts + place, mask=place < num_drafts, other=-1)
+    token = tl.load(target + place, mask=place <= num_drafts, other=-2)
+    num_accepted = tl.min(tl.where(draft == token, BLOCK, place), axis=0)
+    tl.store(output + place, tl.where(place <= num_accepted, token, -1), mask=place <= num_drafts)
+
+
+@triton.jit
+def ragged_kernel(output, drafts, target, draft_start, width, BLOCK: tl.constexpr):
+    """Many of them, output int32 [requests, width]. Grid: (requests,). Request i has the drafts from draft_start[i] to
+    draft_start[i + 1], int32 [requests + 1], and one target more than drafts, as has each before it."""
+    request, place = tl.program_id(0), tl.arange(0, BLOCK)
+    start = tl.load(draft_start + request)
+    num_drafts = tl.load(draft_start + request + 1) - start
+    draft = tl.load(drafts + start + place, mask=place < num_drafts, other=-1)
+    token = tl.load(target + start + request + place, mask=place <= num_drafts, other=-2)
+    num_accepted = tl.min(tl.where(draft == token, BLOCK, place), axis=0)
+    tl.store(output + request * width + place, tl.where(place <= num_accepted, token, -1), mask=place < width)
+
+
+@triton.jit
+def rejection_kernel(
+    output, drafts, instead, p, q, uniforms, draft_start, width, vocab_size, BLOCK: tl.constexpr
+):  # fmt: skip
+    """`verify` for many requests. Grid: (requests,). As `ragged_kernel`, with chance.
+
+    instead int32 [drafts + requests]: the token that follows where no more drafts stand, recovered or a bonus; p
+    float32 [drafts + requests, vocab_size], q [drafts, vocab_size], uniforms [drafts]. Reads 16 bytes a draft and 12 a
+    request; writes 4 * width bytes a request. Of a row of p or q it reads one number.
+    """
+    request, place = tl.program_id(0), tl.arange(0, BLOCK)
+    start = tl.load(draft_start + request)
+    num_drafts = tl.load(draft_start + request + 1) - start
+    draft = tl.load(drafts + start + place, mask=place < num_drafts, other=-1)
+    there, row = draft >= 0, (start + place).to(tl.int64)
+    p_draft = tl.load(p + (row + request) * vocab_size + draft, mask=there, other=0.0)
+    q_draft = tl.load(q + row * vocab_size + draft, mask=there, other=1.0)
+    uniform = tl.load(uniforms + row, mask=there, other=0.0)
+    num_accepted = tl.min(tl.where(uniform * q_draft < p_draft, BLOCK, place), axis=0)
+    last = tl.load(instead + start + request + num_accepted)
+    token = tl.where(place < num_accepted, draft, tl.where(place == num_accepted, last, -1))
+    tl.store(output + request * width + place, token, mask=place < width)
+
+
+# endregion
+
+
+# region: race
+@triton.jit
+def recover_kernel(instead, p, q, noise, q_row, vocab_size, BLOCK: tl.constexpr):
+    """`recovered` for every row of p: instead int32 [rows]. Grid: (rows,).
+
+    p, noise float32 [rows, vocab_size]; q_row int32 [rows] is the row of q to take away, −1 for none. Reads 12 *
+    vocab_size bytes a row, 8 for a bonus; the whole of a step's rows, though one a request will be used.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    rejected = tl.load(q_row + row).to(tl.int64)
+    best, winner = -1.0, 0
+    for start in range(0, vocab_size, BLOCK):
+        x = start + tl.arange(0, BLOCK)
+        there = x < vocab_size
+        weight = tl.load(p + row * vocab_size + x, mask=there, other=0.0)
+        if rejected >= 0:
+            weight -= tl.load(q + rejected * vocab_size + x, mask=there, other=0.0)
+        pace = tl.maximum(weight, 0.0) / tl.load(noise + row * vocab_size + x, mask=there, other=1.0)
+        pace = tl.where(there, pace, -1.0)
+        fastest = tl.max(pace, axis=0)
+        winner = tl.where(fastest > best, start + tl.argmax(pace, axis=0), winner)
+        best = tl.maximum(best, fastest)
+    tl.store(instead + row, winner)
+
+
+# endregion
+
+
+def rejection_launch(
+    p: Tensor, q: Tensor, drafts: Tensor, draft_start: Tensor, uniforms: Tensor, noise: Tensor, block: int = 1024
+) -> Tensor:
+    """`verify` for many requests, in two launches: int32 [requests, most drafts + 1], −1 behind the last token."""
+    counts = draft_start.diff().tolist()
+    rows = [row for i, n in enumerate(counts) for row in [*range(int(draft_start[i]), int(draft_start[i]) + n), -1]]
+    q_row, instead = torch.tensor(rows, dtype=torch.int32, device=p.device), drafts.new_empty(len(p))
+    recover_kernel[(len(p),)](instead, p, q, noise, q_row, p.shape[1], BLOCK=block)
+    width = max(counts) + 1
+    output = drafts.new_empty(len(counts), width)
+    rejection_kernel[(len(counts),)](
+        output, drafts, instead, p, q, uniforms, draft_start, width, p.shape[1], BLOCK=triton.next_power_of_2(width)
+    )
+    return output
+
+
+# %% 4. The proof: rules that look alike, and what comes out of them
+
+
+def too_kind(p: np.ndarray, q: np.ndarray, drafts: list[int], uniforms: np.ndarray, noise: np.ndarray) -> list[int]:
+    """Biased: accepts where u < p / q + 0.05."""
+    return verify(p, q, drafts, uniforms - 0.05, noise)
+
+
+def from_p(p: np.ndarray, q: np.ndarray, drafts: list[int], uniforms: np.ndarray, noise: np.ndarray) -> list[int]:
+    """Biased: in the place of a rejected draft it draws from p, and not from what p has more than q."""
+    n = accept(p, q, drafts, uniforms)
+    return [*drafts[:n], recovered(p[n], 0, noise[n])]
+
+
+def typical(p: np.ndarray, q: np.ndarray, drafts: list[int], _uniforms: np.ndarray, noise: np.ndarray) -> list[int]:
+    """Medusa's typical acceptance: a draft stands if it is likely enough, for how sure the target is. Not exact."""
+    for n, x in enumerate(drafts):
+        entropy = -(p[n] * np.log(p[n])).sum()
+        if p[n, x] <= min(0.09, 0.3 * np.exp(-entropy)):
+            return [*drafts[:n], recovered(p[n], 0, noise[n])]
+    return [*drafts, recovered(p[-1], 0, noise[-1])]
+
+
+RULES = {"the rule": verify, "a little too kind": too_kind, "recovers from p": from_p, "typical acceptance": typical}
+
+# %% 5. What it buys: tokens for each pass, and what a pass with drafts costs
+
+
+# region: formula
+def expected_tokens(alpha: float, k: int) -> float:
+    """Tokens of a step if each of k drafts is accepted with probability alpha: (1 − alpha^(k + 1)) / (1 − alpha)."""
+    return sum(alpha**i for i in range(k + 1))
+
+
+def speed_up(alpha: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
+    """Times as fast as without drafts. Costs in steps of the target: of one draft, and of a pass over k drafts."""
+    return expected_tokens(alpha, k) / (verify_cost + k * draft_cost)
+
+
+# endregion
+
+# %% The talk, in order
+
+
+def main(arguments: Namespace) -> None:
+    """Run the lesson from top to bottom."""
+    device, control, k = begin("Lesson 07. Speculative decoding", arguments), Control(), arguments.drafts
+    target, draft = report.load_models(arguments.model, arguments.draft_model, device)
+    prompts = report.held_out_prompts(arguments.model, 2 if arguments.quick else 12)
+    heading("1. What a step with drafts costs")
+    with control.watch():
+        found: dict = {"steps": report.measure_steps(arguments, device)}
+    heading("2. Guess, verify, keep")
+    found["family"] = report.count_family(
+        {
+            "no drafts": decode,
+            "n-gram": lambda one, prompt, n: generate(one, Ngram(target.config.vocab_size), prompt, n, k),
+            "draft model": lambda one, prompt, n: generate(
+                one, DraftModel(CachedModel(draft, report.MAX_MODEL_LEN)), prompt, n, k
+            ),
+            "Jacobi": lambda one, prompt, n: jacobi(one, prompt, n, k),
+        },
+        target, prompts, expected_tokens, arguments,
+    )  # fmt: skip
+    heading("3. The kernel")
+    found["kernel"] = prove(partial(report.verify_kernel, rejection_launch, verify), device)
+    heading("4. Exact, or nearly")
+    found["exact"] = report.try_rules(RULES, 2_000 if arguments.quick else 20_000, arguments.seed)
+    heading("5. When it pays")
+    with control.watch():
+        found["batches"] = report.measure_batches(arguments, device, partial(speed_up, draft_cost=0.0), (target, draft))
+    heading("6. Break it")
+    found["temperature"] = report.measure_temperature(target, draft, prompts, distribution)
+    report.close(found, control.disturbance())
+    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+
+
+parser = partial(report.parser, __doc__)
+
+if __name__ == "__main__":
+    run(main, parser())
