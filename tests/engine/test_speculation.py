@@ -1,6 +1,9 @@
 """Drafts change how many steps a request takes, and nothing else."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,15 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_MODEL, SpeculativeConfig
-from minivllm.config.speculative import METHODS
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
+from minivllm.config.speculative import METHODS, MODEL_METHODS
 from minivllm.errors import MinivllmError
-from minivllm.lab.inside import runner_of
+from minivllm.lab.inside import core_of, runner_of
+from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
+from minivllm.models.attention import CausalAttention
+from minivllm.models.linear import weight_bytes
+from minivllm.models.loader import random_model
 from minivllm.sampling_params import RequestOutputKind
 from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.sample.sampler import NOTHING_NEEDED
+from minivllm.worker.spec_decode.model_proposer import check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
-from minivllm.worker.spec_decode.proposer import PROPOSERS, make_proposer
-from minivllm.worker.spec_decode.rejection_sampler import kept_slices, num_accepted
+from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, PROPOSERS, make_proposer
+from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
 
 SETTINGS = {
     "device": "cpu",
@@ -25,6 +34,11 @@ SETTINGS = {
     "max_model_len": 512,
     "num_gpu_blocks_override": 200,
 }
+RECORDED = json.loads((Path(__file__).parent / "data" / "spec_decode.json").read_text())
+"""What vLLM 0.32 has generated greedily for the embedded model in float32, and its counters over all of these requests
+for three tokens a draft: n-grams of 1 to 3 tokens, and the embedded draft model."""
+DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 REPETITIVE = """def first(self):
         return self.items[0]
 
@@ -62,7 +76,8 @@ def test_no_draft_reaches_beyond_the_last_position():
 
 
 def test_every_method_has_its_proposer():
-    assert set(PROPOSERS) == set(METHODS)
+    assert {*PROPOSERS, *MODEL_PROPOSERS} == set(METHODS)
+    assert set(MODEL_PROPOSERS) == set(MODEL_METHODS)
     assert make_proposer(None, 8) is None
     assert isinstance(make_proposer(SpeculativeConfig(num_speculative_tokens=1), 8), NgramProposer)
 
@@ -76,26 +91,24 @@ def test_a_batch_is_asked_for_in_the_order_of_its_rows():
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5)))
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5)),
+        min_size=1,
+    )
 )
-def test_drafts_stay_up_to_the_first_that_was_not_drawn(requests):
+def test_drafts_stay_up_to_the_first_that_was_not_the_most_likely(requests):
     drafts = [theirs for theirs, _ in requests]
-    drawn = [draws[: len(theirs) + 1] for theirs, draws in requests]
-    flat = [token for draws in drawn for token in draws]
-    slices = kept_slices(flat, np.array([len(draws) for draws in drawn], np.int64), drafts)
-    for theirs, draws, which in zip(drafts, drawn, slices, strict=True):
-        kept = flat[which]
-        assert kept == draws[: len(kept)]
+    best = [tokens[: len(theirs) + 1] for theirs, tokens in requests]
+    logits = torch.nn.functional.one_hot(torch.tensor(list(chain.from_iterable(best))), 3).float()
+    num_drafts = np.array([len(theirs) for theirs in drafts], np.int32)
+    given_drafts = StepDrafts(np.array(list(chain.from_iterable(drafts)), np.int32), num_drafts)
+    sampled = sample_with_drafts(logits, NOTHING_NEEDED, given_drafts)
+    assert len(sampled.token_ids) == len(sampled.largest) == len(logits)
+    for theirs, tokens, which in zip(drafts, best, kept_slices(sampled.token_ids, num_drafts + 1), strict=True):
+        kept = sampled.token_ids[which]
+        assert kept == tokens[: len(kept)]
         assert kept[:-1] == theirs[: len(kept) - 1]
-        assert len(kept) == len(draws) or kept[-1] != theirs[len(kept) - 1], "nothing is dropped that was drawn"
-
-
-def test_a_certain_draft_is_accepted_as_often_as_it_is_likely_and_the_outcome_keeps_its_distribution():
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    draws = torch.multinomial(probabilities, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    for draft in range(4):
-        accepted = sum(num_accepted([draft], [token]) for token in draws.tolist()) / len(draws)
-        assert accepted == pytest.approx(probabilities[draft].item(), abs=0.01)
+        assert len(kept) == len(tokens) or kept[-1] != theirs[len(kept) - 1], "nothing is dropped that is most likely"
 
 
 def run(prompts, params, **changes):
@@ -129,6 +142,123 @@ def test_a_text_that_repeats_itself_takes_fewer_steps_for_the_same_tokens():
     assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
+@pytest.mark.parametrize("config", [NGRAM, DRAFT_MODEL], ids=["ngram", "draft_model"])
+def test_vllms_tokens_and_counters(config):
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    prompts = [request["prompt_token_ids"] for request in RECORDED["requests"]]
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=config)
+    found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert found == [request["token_ids"] for request in RECORDED["requests"]]
+    assert asdict(llm.llm_engine.stats.spec_decoding_stats) == RECORDED[config["method"]]
+
+
+def random_batch(seed):
+    """Up to six requests, some with a common beginning, some greedy, some drawn with a seed."""
+    rng = np.random.default_rng(seed)
+    whole = RECORDED["requests"][seed % 8]["prompt_token_ids"]
+    prompts, params = [], []
+    for index in range(rng.integers(1, 7)):
+        start = rng.choice([0, 0, rng.integers(0, 40)])
+        prompts.append(whole[start : start + rng.integers(1, 50)])
+        temperature = float(rng.choice([0.0, 0.0, 0.8]))
+        most = int(rng.integers(1, 30))
+        params.append(SamplingParams(temperature=temperature, seed=index, max_tokens=most, ignore_eos=True))
+    return prompts, params
+
+
+FEW_BLOCKS = {"max_model_len": 96, "block_size": 4, "num_gpu_blocks_override": 26, "max_num_batched_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        FEW_BLOCKS,
+        {**FEW_BLOCKS, "async_scheduling": True, "enable_prefix_caching": False},
+        {"max_model_len": 64, "max_num_batched_tokens": 9, "attention_backend": "naive", "use_kv_cache": False},
+        {**FEW_BLOCKS, "kv_cache_dtype": "int8", "async_scheduling": True},
+    ],
+    ids=["preempted", "ahead", "without-cache", "int8"],
+)
+def test_the_tokens_without_a_draft_model(changes):
+    plain = LLM(EMBEDDED_MODEL, **SETTINGS | changes | {"async_scheduling": False, "num_gpu_blocks_override": 200})
+    drafting = LLM(EMBEDDED_MODEL, **SETTINGS | changes, speculative_config=DRAFT_MODEL)
+    for seed in range(3):
+        prompts, params = random_batch(seed)
+        expected, found = plain.generate(prompts, params), drafting.generate(prompts, params)
+        assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    stats = drafting.llm_engine.stats
+    assert stats.spec_decoding_stats.num_accepted_tokens > 50
+    assert stats.num_preemptions > 0 or "num_gpu_blocks_override" not in changes
+
+
+def keys_without_cache(drafter, token_ids):
+    """The last layer's keys of these tokens [tokens, kv_heads, head_dim], computed in one pass."""
+    attention, found = CausalAttention(drafter.config), []
+
+    def keep(layer, q, k, v):
+        found.append(k)
+        return attention(layer, q, k, v)
+
+    ids = torch.from_numpy(token_ids)
+    with torch.inference_mode():
+        drafter(ids, torch.arange(len(ids)), keep)
+    return found[-1]
+
+
+def test_the_drafters_cache_holds_every_token_that_the_targets_does():
+    """Whatever was drafted, rejected, hit in the prefix cache, preempted or computed in chunks on the way."""
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS | FEW_BLOCKS, speculative_config=DRAFT_MODEL)
+    runner, steps = runner_of(llm), []
+    batch, execute = runner.batch, runner.execute_model
+
+    def observed(scheduler_output):
+        output = execute(scheduler_output)
+        steps.append(0)
+        for req_id, count in scheduler_output.num_scheduled_tokens.items():
+            row, sampled = batch.row_of[req_id], output.sampled_token_ids.get(req_id)
+            end = batch.num_tokens[row] if sampled else batch.num_computed_tokens[row] + count
+            expected = keys_without_cache(runner.drafter.model, batch.token_ids[row, :end])
+            keys = runner.drafter.attention.kv_caches[-1].keys  # [blocks, 4, kv_heads, head_dim]
+            found = keys[batch.block_table[row, : -(-end // 4)]].flatten(0, 1)[:end]
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+        return output
+
+    runner.execute_model = observed
+    for seed in range(2):
+        llm.generate(*random_batch(seed))
+    stats = llm.llm_engine.stats
+    assert len(steps) > 20
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_stats.hits > 0
+
+
+def test_a_draft_model_must_have_the_models_tokens_and_reach_as_far():
+    config = ModelConfig.from_pretrained(EMBEDDED_DRAFT)
+    check_drafter(config, config, 2048)
+    with pytest.raises(MinivllmError, match=r"vocabulary of 4096 tokens, the model one of 100"):
+        check_drafter(config, replace(config, vocab_size=100), 512)
+    with pytest.raises(MinivllmError, match=r"made for 2048 tokens at most: set max_model_len, now 2049"):
+        check_drafter(config, config, 2049)
+
+
+def test_the_ledger_counts_weights_and_cache_of_the_draft_model():
+    settings = {**SETTINGS, "max_model_len": 64, "max_num_seqs": 4}
+    del settings["num_gpu_blocks_override"]
+    llm = LLM(EMBEDDED_MODEL, **settings, speculative_config=DRAFT_MODEL, kv_cache_dtype="int8")
+    ledger, runner = core_of(llm).ledger, runner_of(llm)
+    caches = [*runner.attention.kv_caches, *runner.drafter.attention.kv_caches]
+    allocated = sum(tensor.nbytes for cache in caches for tensor in cache)
+    assert allocated == ledger.num_blocks * ledger.block_size * ledger.bytes_per_token == ledger.kv_bytes
+    [weights] = [row.bytes for row in ledger.rows if row.name == "draft model"]
+    assert weights == weight_bytes(runner.drafter.model)
+    assert sum(row.bytes for row in ledger.rows) == ledger.device.memory_bytes
+    config, drafter = (ModelConfig.from_pretrained(path) for path in (EMBEDDED_MODEL, EMBEDDED_DRAFT))
+    planned = memory_ledger(config, "H100 80GB", tp=2, kv_dtype="int8", weight_dtype="float32", drafter=drafter)
+    assert planned.bytes_per_token == ledger.bytes_per_token - kv_bytes_per_token(config, "int8", tp=2)
+    [counted] = [row.bytes for row in planned.rows if row.name == "draft model"]
+    assert 4 * num_parameters(drafter) < counted < 1.2 * 4 * num_parameters(drafter), "and the rotary table"
+
+
 def test_random_requests_keep_their_tokens_and_log_probabilities():
     """Every draw depends on its request's seed and its place, so drafts cannot be seen in what comes out."""
     params = [
@@ -147,6 +277,90 @@ def test_random_requests_keep_their_tokens_and_log_probabilities():
             for entry, their_entry in zip(logprobs or (), their_logprobs or (), strict=True):
                 for token_id, logprob in their_entry.items():
                     assert entry[token_id].logprob == pytest.approx(logprob.logprob, abs=1e-3)
+
+
+PROBABILISTIC = {**DRAFT_MODEL, "draft_sample_method": "probabilistic"}
+
+
+def test_a_seeded_request_draws_the_same_drafts_and_tokens_in_any_company():
+    prompt = RECORDED["requests"][0]["prompt_token_ids"]
+    params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=40, logprobs=1, ignore_eos=True) for seed in (1, 2)]
+    company = [SamplingParams(temperature=0.0, max_tokens=25), SamplingParams(temperature=1.0, top_k=5, max_tokens=30)]
+    plain = LLM(EMBEDDED_MODEL, **SETTINGS)
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=PROBABILISTIC)
+    alone = [llm.generate([prompt], one)[0].outputs[0] for one in params]
+    accepted = llm.llm_engine.stats.spec_decoding_stats.num_accepted_tokens
+    greedy, *others = llm.generate(
+        [prompt[:50], prompt, prompt[:90], prompt], [company[0], params[0], company[1], params[1]]
+    )
+    assert [one.outputs[0].token_ids for one in (others[0], others[2])] == [one.token_ids for one in alone]
+    [expected] = plain.generate([prompt[:50]], company[0])
+    assert greedy.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert accepted > 15
+    for one in alone:
+        again = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        [told] = plain.generate([prompt + one.token_ids], again)
+        for token_id, ours, theirs in zip(
+            one.token_ids, one.logprobs, told.prompt_logprobs[len(prompt) :], strict=True
+        ):
+            assert ours[token_id].logprob == pytest.approx(theirs[token_id].logprob, abs=1e-3)
+
+
+def small_model(folder, layers):
+    """A random model of eight tokens, and the function from token ids to the probabilities of the next one."""
+    config = json.loads((EMBEDDED_DRAFT / "config.json").read_text())
+    config |= {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": 1, "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = random_model(ModelConfig.from_pretrained(folder), dtype="float32")
+
+    def probabilities(prefixes):
+        lengths = [len(prefix) for prefix in prefixes]
+        ids = torch.tensor(list(chain.from_iterable(prefixes)))
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        ends = torch.tensor(lengths).cumsum(0) - 1
+        with torch.inference_mode():
+            hidden = model(ids, positions, CausalAttention(model.config, lengths))[ends]
+            return (SHARPNESS * model.compute_logits(hidden)).softmax(-1)
+
+    return folder, probabilities
+
+
+SHARPNESS = 10.0
+"""One divided by the temperature: a random model's logits lie close together."""
+
+
+def test_drawn_drafts_leave_the_distribution_as_it_is_and_are_accepted_as_often_as_p_and_q_overlap(tmp_path):
+    (target, p), (drafter, q) = small_model(tmp_path / "target", 2), small_model(tmp_path / "drafter", 1)
+    config = {"model": str(drafter), "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
+    llm = LLM(
+        target, device="cpu", dtype="float32", load_format="dummy", skip_tokenizer_init=True, max_model_len=8,
+        max_num_seqs=1000, max_num_batched_tokens=8000, num_gpu_blocks_override=2000, block_size=8,
+        speculative_config=config,
+    )  # fmt: skip
+    count, prompt = 3000, [3, 1]
+    params = [
+        SamplingParams(temperature=1 / SHARPNESS, seed=seed, max_tokens=3, ignore_eos=True) for seed in range(count)
+    ]
+    outputs = llm.generate([prompt] * count, params, use_tqdm=False)
+    found = torch.zeros(8, 8, 8)
+    for output in outputs:
+        found[tuple(output.outputs[0].token_ids)] += 1
+    first = p([prompt])[0]  # [8]
+    second, drafts = (of([[*prompt, a] for a in range(8)]) for of in (p, q))  # [8, 8]
+    third = p([[*prompt, a, b] for a in range(8) for b in range(8)]).view(8, 8, 8)
+    expected = count * first[:, None, None] * second[:, :, None] * third
+    often = expected > 5  # the others are one cell
+    found, expected = (torch.cat((table[often], table[~often].sum().view(1))) for table in (found, expected))
+    chi_square, degrees = ((found - expected) ** 2 / expected).sum().item(), len(found) - 1
+    assert degrees > 100
+    assert chi_square < degrees + 3.1 * (2 * degrees) ** 0.5, "p > 0.001"
+    overlap = (first * torch.minimum(second, drafts).sum(-1)).sum().item()
+    num_accepted = 2 * count - llm.llm_engine.stats.spec_decoding_stats.num_drafts  # else there is a second draft
+    sigma = (overlap * (1 - overlap) / count) ** 0.5
+    assert overlap < 0.9
+    assert num_accepted / count == pytest.approx(overlap, abs=3 * sigma)
 
 
 def streamed(llm, params):
@@ -188,6 +402,10 @@ def test_nothing_stays_of_the_drafts_behind_a_stop_string():
     ("settings", "says"),
     [
         ({"method": "ngram"}, "num_speculative_tokens"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "needs a model"),
+        ({"method": "ngram", "model": "some", "num_speculative_tokens": 2}, "leave model out"),
+        ({**DRAFT_MODEL, "draft_sample_method": "random"}, "greedy, probabilistic"),
+        ({"num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}, "needs a method with a model"),
         ({"method": "medusa", "num_speculative_tokens": 2}, "ngram"),
         ({"num_speculative_tokens": 0}, "from 1 on"),
         ({"num_speculative_tokens": True}, "from 1 on"),

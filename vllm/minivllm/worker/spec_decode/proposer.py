@@ -1,4 +1,8 @@
-"""Proposers of draft tokens for the model to verify, chosen by the method in `speculative_config`."""
+"""Proposers of draft tokens for the model to verify, chosen by the method in `speculative_config`.
+
+There are two kinds. A `Proposer` reads the requests' tokens and nothing else. A `ModelProposer` runs a model of its own
+over the tokens that the target model has just computed, and then once for each further draft.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,6 +11,8 @@ import numpy as np
 
 from minivllm.config import SpeculativeConfig
 from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.spec_decode.draft_model_proposer import DraftModelProposer
+from minivllm.worker.spec_decode.model_proposer import ModelProposer
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 
 
@@ -25,12 +31,19 @@ class Proposer(Protocol):
 
 MakeProposer = Callable[[SpeculativeConfig, int], Proposer]
 """Takes the settings and `max_model_len`, the length that drafts must not exceed."""
+
 PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer}
-"""Factories by method."""
+"""Factories of proposers that read tokens, by method."""
+
+MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {"draft_model": DraftModelProposer}
+"""Proposers that run a model, by method."""
 
 
 def make_proposer(
     config: SpeculativeConfig | None, max_model_len: int, part: MakeProposer | None = None
 ) -> Proposer | None:
-    """The proposer for these settings, made by `part` if one is given; None if there are no settings."""
-    return (part or PROPOSERS[config.method])(config, max_model_len) if config else None
+    """The proposer that reads tokens, for these settings; None without settings, or if they name one with a model.
+
+    `part` makes it in place of the method's own factory.
+    """
+    return (part or PROPOSERS[config.method])(config, max_model_len) if config and not config.runs_model else None
