@@ -5,7 +5,7 @@ Fill in the functions, then ask what is still missing:
     make check N=07
 
 Needed: lesson 07 to the end of "The mechanism". When all checks but the kernels' pass, the same command runs the engine
-with your `propose_ngram` in the place of its own.
+with your `propose_ngram` and your `verify` in the place of its own.
 """
 
 import numpy as np  # np.maximum, np.argmax

@@ -1,10 +1,15 @@
 """Exercise 07: its checks catch the realistic mistakes and name the usual ones; the engine runs with its drafts."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from lessons.harness import checks_that_catch, problems_of, script_path
 
 from minivllm.config import NO_PARTS
 from minivllm.errors import MinivllmError
+from minivllm.kernels.rejection_sample import rejection_sample
+from minivllm.lab.asking_rejection import rejection_that_asks
 from minivllm.lab.exercise import load, plug_of
 from minivllm.lab.plugged import serve
 
@@ -331,6 +336,32 @@ def test_the_engine_runs_with_the_learners_drafts():
 
 
 def test_drafts_that_were_not_asked_for_are_told():
-    plugged = plug_of("07")(type("Module", (), {"propose_ngram": staticmethod(lambda tokens, low, high, k: [1] * 9)}))
+    plugged = plug_of("07")(SimpleNamespace(propose_ngram=lambda tokens, low, high, k: [1] * 9, verify=None))
     with pytest.raises(MinivllmError, match="9 drafts, and 3 were asked for"):
         serve(plugged, plugged.parts)
+
+
+def test_the_learners_verdict_is_that_of_the_engine():
+    """The same table for greedy requests with ragged drafts; for a random one, tokens as often as the model says."""
+    verify = rejection_that_asks(load(script_path("07")).verify)
+    logits, keys = torch.randn(9, 8), torch.arange(18, dtype=torch.int32).view(9, 2)
+    drafts = logits.argmax(-1)[[0, 1, 4, 5, 6]].int()
+    drafts[3] = -1
+    arguments = (
+        logits,
+        drafts,
+        torch.tensor([2, 0, 3, 0], dtype=torch.int32),
+        None,
+        torch.ones(4, dtype=torch.bool),
+        keys,
+    )
+    assert verify(*arguments).tolist() == rejection_sample(*arguments).tolist()
+
+    requests, p, q = 4000, torch.tensor([0.25, 0.45, 0.2, 0.1]), torch.tensor([0.7, 0.1, 0.1, 0.1])
+    draws = torch.multinomial(q, requests, replacement=True, generator=torch.Generator().manual_seed(0)).int()
+    keys = torch.randint(-(2**31), 2**31, (2 * requests, 2), generator=torch.Generator().manual_seed(1)).int()
+    random, one = torch.zeros(requests, dtype=torch.bool), torch.ones(requests, dtype=torch.int32)
+    for drawn_from, drafts in ((q.log().expand(requests, -1), draws), (None, draws)):
+        table = verify(p.log().expand(2 * requests, -1), drafts, one, drawn_from, random, keys)
+        found = torch.bincount(table[:, 0], minlength=4) / requests
+        assert torch.allclose(found, p, atol=0.025)

@@ -8,6 +8,7 @@ import torch
 
 from minivllm.config import Parts, SpeculativeConfig
 from minivllm.lab.asking_proposer import proposer_that_asks
+from minivllm.lab.asking_rejection import rejection_that_asks
 from minivllm.lab.inside import core_of
 from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.lab.plugged import Plugged
@@ -537,10 +538,13 @@ PROMPTS = (
 
 
 def plug(module) -> Plugged:
-    """The learner's drafts, which the engine's model verifies."""
+    """The learner's drafts, and the learner's verdict about them."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     return Plugged(
-        parts=Parts(draft_proposer=proposer_that_asks(module.propose_ngram)),
+        parts=Parts(
+            draft_proposer=proposer_that_asks(module.propose_ngram),
+            rejection_sample=rejection_that_asks(module.verify),
+        ),
         engine_args={"speculative_config": drafts},
         prompts=PROMPTS,
         max_tokens=48,

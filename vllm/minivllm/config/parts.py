@@ -28,7 +28,8 @@ class Parts:
     - `attention`: called as `worker.paged_attention.PagedAttention(kv_caches, scale, sliding_window)`, once the caches
       are allocated.
     - `draft_proposer`: called as `worker.spec_decode.ngram_proposer.NgramProposer(config, max_model_len)`, where
-      `speculative_config` is given; in place of the proposer of its method.
+      `speculative_config` names a method that reads tokens and runs no model.
+    - `rejection_sample`: called as `kernels.rejection_sample.rejection_sample`, once in each step with drafts.
 
     The front end's:
 
@@ -45,6 +46,7 @@ class Parts:
     hash_block_tokens: Callable[..., bytes] | None = None
     attention: Callable[..., Any] | None = None
     draft_proposer: Callable[..., Any] | None = None
+    rejection_sample: Callable[..., Any] | None = None
     output_collector: Callable[..., Any] | None = None
     stop_strings: Callable[..., Any] | None = None
     until_disconnected: Callable[..., Any] | None = None

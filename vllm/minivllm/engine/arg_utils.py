@@ -342,6 +342,7 @@ class EngineArgs:
 
     def worker_settings(self, scheduler: SchedulerConfig, device: str, num_threads: int) -> "WorkerSettings":
         """Return the ranks' settings; `device` is "cpu" or "cuda", `num_threads` the CPU threads of all ranks."""
+        from minivllm.kernels.rejection_sample import rejection_sample
         from minivllm.worker.worker import WorkerSettings
 
         return WorkerSettings(
@@ -355,6 +356,7 @@ class EngineArgs:
             attention_backend=self.attention_backend,
             attention=self.parts.attention,
             draft_proposer=self.parts.draft_proposer,
+            rejection_sample=self.parts.rejection_sample or rejection_sample,
             use_kv_cache=self.use_kv_cache,
             speculative_config=self.speculation,
             block_size=self.block_size,

@@ -143,7 +143,7 @@ def serve_here(modules: Mapping[str, ModuleType], port: int) -> None:
 def _parts(number: str) -> str:
     return {
         "01": "attention over contiguous caches", "02": "block pool", "03": "attention in tiles", "04": "scheduler",
-        "05": "block names, int8 cache", "06": "collector, stop strings, disconnects", "07": "drafts",
+        "05": "block names, int8 cache", "06": "collector, stop strings, disconnects", "07": "drafts, their verdict",
     }[number]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
+from minivllm.core.stats import SpecDecodingStats
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
 from minivllm.lab.inside import core_of
@@ -25,8 +26,8 @@ PROMPTS = (
     "for i in range(10):\n    print(",
 )
 """Requests for exercises that need no others."""
-WARM_UP = "x = 1"
-"""Served before the clock starts: the first engine of a process compiles its loops."""
+WARM_UP = "x = 1\nx = 1\nx"
+"""Served before the clock starts: the first engine of a process compiles its loops, those that verify drafts, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,7 @@ def serve(plugged: Plugged, parts: Parts) -> Served:
     llm.generate([WARM_UP], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
     llm.reset_prefix_cache()
     engine, scheduler = llm.llm_engine, core_of(llm).scheduler
+    scheduler.spec_decoding_stats = SpecDecodingStats()
     pool = scheduler.kv_cache_manager.block_pool
     sampling = SamplingParams(temperature=0.0, max_tokens=plugged.max_tokens, ignore_eos=True)
     for index, prompt in enumerate(plugged.prompts):

@@ -16,6 +16,7 @@ import torch
 from minivllm.config import SpeculativeConfig
 from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.kernels.grammar_bitmask import apply_grammar_bitmask
+from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head
 from minivllm.models.forward_context import AuxHiddenStates, ForwardContext
@@ -32,7 +33,7 @@ from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplerOutput, Sampli
 from minivllm.worker.sample.states import SamplingStates
 from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, MakeProposer, make_proposer
-from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
+from minivllm.worker.spec_decode.rejection_sampler import RejectionSample, StepDrafts, kept_slices, sample_with_drafts
 
 
 class ModelRunner:
@@ -51,6 +52,7 @@ class ModelRunner:
         attention_backend: str | None = None,
         attention: Callable[..., PagedAttention] | None = None,
         draft_proposer: MakeProposer | None = None,
+        rejection_sample: RejectionSample = rejection_sample,
         use_kv_cache: bool = True,
         async_scheduling: bool = False,
     ) -> None:
@@ -74,6 +76,7 @@ class ModelRunner:
         samples = model.group.samples
         self.proposer = make_proposer(speculative_config, max_model_len, draft_proposer) if samples else None
         self.drafter = None if drafter is None else self._model_proposer(speculative_config, drafter)
+        self.rejection_sample = rejection_sample
         self.attention: PagedAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
         self.reset()
@@ -256,7 +259,7 @@ class ModelRunner:
             self._apply_grammars(logits, inputs, grammar_output)
         metadata = self._sampling_metadata(inputs)
         if inputs.drafts:
-            sampled = sample_with_drafts(logits, metadata, self._drafts_of(inputs))
+            sampled = sample_with_drafts(logits, metadata, self._drafts_of(inputs), self.rejection_sample)
         else:
             sampled = sample(logits, metadata)
         output = kept_of(inputs, sampled)  # per request, accepted drafts and one more token

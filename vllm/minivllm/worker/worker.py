@@ -27,6 +27,7 @@ from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.paged_attention import PagedAttention
 from minivllm.worker.spec_decode.proposer import MakeProposer
+from minivllm.worker.spec_decode.rejection_sampler import RejectionSample
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -46,6 +47,7 @@ class WorkerSettings:
     attention_backend: str | None
     attention: Callable[..., PagedAttention] | None
     draft_proposer: MakeProposer | None
+    rejection_sample: RejectionSample
     use_kv_cache: bool
     speculative_config: SpeculativeConfig | None
     block_size: int
@@ -99,6 +101,7 @@ class Worker:
             attention_backend=settings.attention_backend,
             attention=settings.attention,
             draft_proposer=settings.draft_proposer,
+            rejection_sample=settings.rejection_sample,
             use_kv_cache=settings.use_kv_cache,
             async_scheduling=settings.async_scheduling,
         )

@@ -9,6 +9,7 @@ also the same token: a draw depends only on the request's seed and the position.
 In vLLM v0.33.0: `vllm/v1/sample/rejection_sampler.py` (`RejectionSampler`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,16 @@ class StepDrafts:
     logits: torch.Tensor | None = None
 
 
-def sample_with_drafts(logits: torch.Tensor, metadata: SamplingMetadata, drafts: StepDrafts) -> SamplerOutput:
+RejectionSample = Callable[..., torch.Tensor]
+"""As `minivllm.kernels.rejection_sample.rejection_sample`."""
+
+
+def sample_with_drafts(
+    logits: torch.Tensor,
+    metadata: SamplingMetadata,
+    drafts: StepDrafts,
+    rejection_sample: RejectionSample = rejection_sample,
+) -> SamplerOutput:
     """A token for each row of logits up to the one that ends its request's draft, -1 for the rows behind it.
 
     logits [sum of (num_drafts + 1), vocab], float32, is overwritten; `metadata` has as many rows.
