@@ -1,13 +1,14 @@
 """Speculative decoding side by side: every method that the engine has, by batch and by kind of text, in one run.
 
-    uv run python benchmarks/speculation.py
+    uv run python benchmarks/speculation.py --json benchmarks/results/speculation.cpu.json --page
     uv run python benchmarks/speculation.py --quick                  # seconds, to see that it works
     uv run python benchmarks/speculation.py --drafts 5 --batches 1 4
 
 Acceptance length is the tokens that a verification yields, 1 + accepted / drafts. The speed-up is of output tokens a
 second, prompts left out, over the same engine without drafts: the median of rounds in which all take turns. Greedy,
 float32, so that all write the same text, which is counted too. Below 1 × a method costs more than it buys. Texts:
-held-out Python, its docstrings, random tokens. The table is followed by one line of JSON.
+held-out Python, its docstrings, random tokens. The table is followed by one line of JSON; `--page` also puts it into
+lesson 07.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
 from minivllm.lab.corpus import held_out_texts
+from minivllm.lab.marks import put_between_marks
 from minivllm.lab.progress import track
 from minivllm.lab.recording import bare_engine, own_clock
 from minivllm.lab.results import record, write_record
-from minivllm.lab.tables import table
+from minivllm.lab.tables import markdown_table, table
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 
@@ -50,6 +52,7 @@ tree keeps no earlier answers: it has seen these very prompts in the rounds befo
 PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN, BLOCK_SIZE = 128, 64, 256, 16
 KINDS = ("code", "prose", "random")
 OFF = "off"
+LESSON = Path(__file__).resolve().parents[1] / "lessons" / "07_speculative_decoding.md"
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def docstrings(source: str) -> str:
 
 
 def windows(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> list[list[int]]:
-    """So many prompts of PROMPT_TOKENS tokens, cut one after another out of the texts; a text's beginning is left out.
+    """So many prompts of PROMPT_TOKENS tokens, cut out of the texts, of which some overlap; beginnings are left out.
 
     Raises:
         MinivllmError: there are not so many.
@@ -84,8 +87,8 @@ def windows(tokenizer: Tokenizer, texts: Iterable[str], count: int) -> list[list
     found = []
     for text in texts:
         token_ids = tokenizer.encode(text).ids
-        starts = range(PROMPT_TOKENS, len(token_ids) - PROMPT_TOKENS, PROMPT_TOKENS)
-        found += [token_ids[start : start + PROMPT_TOKENS] for start in starts][:8]
+        starts = range(PROMPT_TOKENS, len(token_ids) - PROMPT_TOKENS, PROMPT_TOKENS // 4)
+        found += [token_ids[start : start + PROMPT_TOKENS] for start in starts]
     if len(found) < count:
         raise MinivllmError(f"there are {len(found)} held-out prompts, not {count}: ask for smaller --batches")
     return random.Random(0).sample(found, count)
@@ -98,7 +101,7 @@ def prompts_of(kind: str, model: str, count: int) -> list[list[int]]:
         draw = random.Random(0)
         return [[draw.randrange(tokenizer.get_vocab_size()) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
     texts = held_out_texts()
-    return windows(tokenizer, texts if kind == "code" else map(docstrings, texts), count)
+    return windows(tokenizer, texts if kind == "code" else ["\n\n".join(map(docstrings, texts))], count)
 
 
 def engine_of(arguments: argparse.Namespace, way: dict[str, Any] | None, batch: int) -> EngineCore:
@@ -156,6 +159,23 @@ def compare(arguments: argparse.Namespace, batch: int, ways: dict[str, dict[str,
     return found
 
 
+def cells(figures: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Columns and rows of the table of `figures`, way -> batch -> kind of text."""
+    batches = list(next(iter(figures.values())))
+    columns, rows = ["method", "text", *chain.from_iterable((f"length, {b}", f"× off, {b}") for b in batches)], []
+    for (name, way), kind in product(figures.items(), KINDS):
+        shown = chain.from_iterable(
+            (f"{one[kind]['length']:.2f}", f"{one[kind]['speed_up']:.2f}") for one in way.values()
+        )
+        rows.append((name if kind == KINDS[0] else "", kind, *shown))
+    return columns, rows
+
+
+def page_table(figures: dict[str, Any]) -> str:
+    """The same table as lesson 07 has it."""
+    return markdown_table(*cells(figures))
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Compare all ways at each batch."""
     ways = available()
@@ -165,13 +185,7 @@ def main(arguments: argparse.Namespace) -> None:
     figures = {
         name: {str(batch): found[name] for batch, found in by_batch.items()} for name in ways
     }  # way -> batch -> kind
-    columns = ("method", "text", *chain.from_iterable((f"length, {b}", f"× off, {b}") for b in arguments.batches))
-    rows = []
-    for name in ways:
-        for kind in KINDS:
-            ones = [figures[name][str(batch)][kind] for batch in arguments.batches]
-            shown = chain.from_iterable((f"{one['length']:.2f}", f"{one['speed_up']:.2f}") for one in ones)
-            rows.append((name if kind == KINDS[0] else "", kind, *shown))
+    columns, rows = cells(figures)
     same = statistics.mean(one["same"] for way in figures.values() for batch in way.values() for one in batch.values())
     caption = f"{arguments.drafts} drafts; length and speed-up for so many requests. Same texts as without: {same:.1%}."
     table("Speculation, method by method", columns, rows, caption)
@@ -179,6 +193,8 @@ def main(arguments: argparse.Namespace) -> None:
     result = record("speculation", outcome)
     if arguments.json:
         write_record(arguments.json, result)
+    if arguments.page:
+        LESSON.write_text(put_between_marks(LESSON.read_text(), "speculation", page_table(figures)))
     print(json.dumps(result))
 
 
@@ -190,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--batches", type=positive_int, nargs="+", default=[1, 8, 64], help="requests at once")
     flags.add_argument("--rounds", type=positive_int, default=5, help="turns of all methods (default: 5)")
     flags.add_argument("--quick", action="store_true", help="small batches, one round")
+    flags.add_argument("--page", action="store_true", help="also put the table into lesson 07")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags
 

@@ -334,7 +334,7 @@ def measure_draft_cost(models: Sequence[Decoder], device: torch.device) -> float
 
         return act
 
-    seconds = in_turns({name: one_token(model) for name, model in cached.items()}, 30, device)
+    seconds = in_turns({name: one_token(model) for name, model in cached.items()}, 100, device)
     target, draft = (statistics.median(one) for one in seconds.values())
     console.print(f"A pass of the draft model takes {draft / target:.2f} of one of the target.")
     return draft / target
