@@ -66,7 +66,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{rate_words(state)}; modelled, off by {state.error:.0%} (median)"
     )
     noted = drawing.paragraph((MARGIN, 41), note, width - 2 * MARGIN)
-    y, high = noted + 20, 150 - (noted - 41)  # the whole is as high, however long the note
+    y, high = noted + 20, 150 - (noted - 41) - 17 * bool(state.own)  # the whole is as high, whatever is said
     wide = width >= WIDE
     left = Box(48, y + 30, round(width * (0.55 if wide else 1)) - 48 - (0 if wide else MARGIN), high)
     _draw_keys(drawing, state, y)
