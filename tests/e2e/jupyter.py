@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 START_SECONDS = 120
+STOP_SECONDS = 30
 CONFIG = Path(__file__).resolve().parents[2] / ".jupyter"
 """The repository's settings for JupyterLab, which `make lab` takes too: no news, no popups, all cells drawn."""
 
@@ -36,7 +39,7 @@ def jupyterlab(folder: Path, private: Path) -> Iterator[str]:
         _wait_until_it_answers(server, address, log)
         yield address
     finally:
-        _stop(server)
+        _stop(server, log)
 
 
 def _flags(folder: Path, port: int) -> list[str]:
@@ -86,14 +89,26 @@ def _wait_until_it_answers(server: subprocess.Popen, address: str, log: Path) ->
     raise RuntimeError(f"JupyterLab does not answer at {address}:\n{log.read_text()[-3000:]}")
 
 
-def _stop(server: subprocess.Popen) -> None:
-    """End the server and its kernels: the whole process group."""
-    for sign, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, 10)):
-        try:
-            os.killpg(server.pid, sign)
-            server.wait(seconds)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
+def _stop(server: subprocess.Popen, log: Path) -> None:
+    """End the server and its kernels: the whole process group.
+
+    A server that has done all that SIGTERM asks of it may go on for ever: its interpreter waits for worker threads,
+    whose loop is gone.
+    """
+    try:
+        os.killpg(server.pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        while server.poll() is None and time.monotonic() < deadline and not _has_stopped(server, log):
+            time.sleep(0.1)
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(10)
+    except ProcessLookupError:
         return
+
+
+def _has_stopped(server: subprocess.Popen, log: Path) -> bool:
+    """Whether it has shut its extensions and kernels down."""
+    try:
+        return "Shutting down" in log.read_text() and not psutil.Process(server.pid).children()
+    except psutil.NoSuchProcess:
+        return True
