@@ -18,6 +18,7 @@ from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm.worker.spec_decode.proposer import PROPOSERS, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import kept_slices, num_accepted
+from minivllm.worker.spec_decode.suffix_proposer import SuffixProposer
 
 SETTINGS = {
     "device": "cpu",
@@ -65,6 +66,7 @@ def test_every_method_has_its_proposer():
     assert set(PROPOSERS) == set(METHODS)
     assert make_proposer(None, 8) is None
     assert isinstance(make_proposer(SpeculativeConfig(num_speculative_tokens=1), 8), NgramProposer)
+    assert isinstance(make_proposer(SpeculativeConfig.of({"method": "suffix"}), 8), SuffixProposer)
 
 
 def test_a_batch_is_asked_for_in_the_order_of_its_rows():
@@ -149,6 +151,38 @@ def test_random_requests_keep_their_tokens_and_log_probabilities():
                     assert entry[token_id].logprob == pytest.approx(logprob.logprob, abs=1e-3)
 
 
+ONE_AFTER_ANOTHER = [REPETITIVE, REPETITIVE[:60], REPETITIVE, "class Stack:\n    def __init__", REPETITIVE]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"max_num_batched_tokens": 16, "max_num_seqs": 2, "enable_prefix_caching": True},
+        {"num_gpu_blocks_override": 17, "max_model_len": 224, "max_num_batched_tokens": 24},
+        {"num_gpu_blocks_override": 17, "max_model_len": 224, "async_scheduling": True},
+        {"tensor_parallel_size": 2, "async_scheduling": True},
+    ],
+    ids=["chunks_and_prefixes", "preemption", "ahead_and_preemption", "two_ranks_ahead"],
+)
+def test_suffix_decoding_changes_no_token_of_a_greedy_request(plain_tokens, features):
+    suffix = {"method": "suffix", "num_speculative_tokens": 6}
+    llm = LLM(EMBEDDED_MODEL, **{**SETTINGS, **features}, speculative_config=suffix)
+    outputs = llm.generate(
+        ONE_AFTER_ANOTHER, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True), use_tqdm=False
+    )
+    assert [output.outputs[0].token_ids for output in outputs] == plain_tokens
+    stats = llm.llm_engine.stats
+    assert stats.spec_decoding_stats.num_accepted_tokens > 40
+    assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in features)
+
+
+@pytest.fixture(scope="module")
+def plain_tokens():
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    outputs = LLM(EMBEDDED_MODEL, **SETTINGS).generate(ONE_AFTER_ANOTHER, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
 def streamed(llm, params):
     """The pieces of a DELTA stream put together: tokens, text, log probabilities; and the last sum of these."""
     llm.llm_engine.add_request("streamed", REPETITIVE, replace(params, output_kind=RequestOutputKind.DELTA))
@@ -190,6 +224,13 @@ def test_nothing_stays_of_the_drafts_behind_a_stop_string():
         ({"method": "ngram"}, "num_speculative_tokens"),
         ({"method": "medusa", "num_speculative_tokens": 2}, "ngram"),
         ({"num_speculative_tokens": 0}, "from 1 on"),
+        (
+            {"method": "suffix", "num_speculative_tokens": 2, "suffix_decoding_max_tree_depth": 0},
+            "suffix_decoding_max_tree_depth is 0",
+        ),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "from 0 on"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": -0.5}, "from 0 on"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "from 0 to 1"),
         ({"num_speculative_tokens": True}, "from 1 on"),
         ({"num_speculative_tokens": 2, "lookup": 3}, "prompt_lookup_max"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "exceeds"),

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from minivllm.config.checks import is_count, require
+from minivllm.config.checks import is_count, is_number, require
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "suffix")
 DEFAULT_LOOKUP = 5
 
 
@@ -18,15 +18,25 @@ class SpeculativeConfig:
     """How to draft, and how many tokens.
 
     - `method`: "ngram" finds an earlier occurrence of the last tokens in the same request, and drafts what followed it.
-    - `num_speculative_tokens`: the most draft tokens per request and step.
+      "suffix" follows the most frequent continuation in the request and in earlier responses.
+    - `num_speculative_tokens`: the most draft tokens per request and step. "suffix" alone can do without: then
+      `suffix_decoding_max_tree_depth`.
     - `prompt_lookup_max`, `prompt_lookup_min`: longest and shortest n-gram to look up, the longest first. If only one
       is given, the other equals it; if neither is, both are 5.
+    - `suffix_decoding_max_tree_depth`: the most tokens of a match and its draft together.
+      `suffix_decoding_max_cached_requests`: how many responses are remembered, the latest ones; 0 = none.
+      `suffix_decoding_max_spec_factor`: the most draft tokens per token of the match.
+      `suffix_decoding_min_token_prob`: how probable a draft token must be, by the counts so far, with all before it.
     """
 
     num_speculative_tokens: int
     method: str = "ngram"
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
 
     @classmethod
     def of(cls, settings: "Mapping[str, Any] | SpeculativeConfig | None") -> "SpeculativeConfig | None":
@@ -45,6 +55,9 @@ class SpeculativeConfig:
         )
         for name in settings:
             require(name in known, f"speculative_config has no key {name!r}; there are: {', '.join(known)}")
+        if settings.get("method") == "suffix" and "num_speculative_tokens" not in settings:
+            depth = settings.get("suffix_decoding_max_tree_depth", cls.suffix_decoding_max_tree_depth)
+            settings = {**settings, "num_speculative_tokens": depth}
         require("num_speculative_tokens" in settings, "speculative_config lacks num_speculative_tokens, such as 4")
         return cls(**settings)
 
@@ -59,11 +72,26 @@ class SpeculativeConfig:
             self.lookup_min <= self.lookup_max,
             f"prompt_lookup_min ({self.lookup_min}) exceeds prompt_lookup_max ({self.lookup_max})",
         )
+        self._check_suffix_decoding()
+
+    def _check_suffix_decoding(self) -> None:
+        for name, least in (("suffix_decoding_max_tree_depth", 1), ("suffix_decoding_max_cached_requests", 0)):
+            value = getattr(self, name)
+            require(is_count(value, least), f"{name} is {value!r}; it must be a whole number from {least} on")
+        factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        require(
+            is_number(factor) and factor >= 0,
+            f"suffix_decoding_max_spec_factor is {factor!r}; it must be a number from 0 on",
+        )
+        require(
+            is_number(prob) and 0 <= prob <= 1,
+            f"suffix_decoding_min_token_prob is {prob!r}; it must be a number from 0 to 1",
+        )
 
     @property
     def num_lookahead_tokens(self) -> int:
         """Slots that the drafter itself writes beyond a request's tokens: 0 for a drafter without a KV cache."""
-        return {"ngram": 0}[self.method]
+        return {"ngram": 0, "suffix": 0}[self.method]
 
     @property
     def lookup_max(self) -> int:

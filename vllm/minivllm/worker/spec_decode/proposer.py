@@ -8,6 +8,7 @@ import numpy as np
 from minivllm.config import SpeculativeConfig
 from minivllm.worker.input_batch import InputBatch
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm.worker.spec_decode.suffix_proposer import SuffixProposer
 
 
 class Proposer(Protocol):
@@ -17,13 +18,18 @@ class Proposer(Protocol):
         """Up to `num_speculative_tokens` drafts for each request that has just sampled; the list may be empty.
 
         Args:
-            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled.
+            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled. Who
+                remembers anything of a request finds its name in `req_ids[row]`; it has ended, or was preempted, when
+                it is no longer in `row_of`.
             rows: the rows of these requests [n], int64.
         """
         ...
 
 
-PROPOSERS: dict[str, Callable[[SpeculativeConfig, int], Proposer]] = {"ngram": NgramProposer}
+PROPOSERS: dict[str, Callable[[SpeculativeConfig, int], Proposer]] = {
+    "ngram": NgramProposer,
+    "suffix": SuffixProposer,
+}
 """Factories by method; each takes the settings and `max_model_len`, the length that drafts must not exceed."""
 
 
