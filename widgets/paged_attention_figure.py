@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -213,43 +213,50 @@ def _blocks(drawing: Drawing, play: Play, places: Sequence[Box]) -> None:
     for block, place in enumerate(places[1:], 1):
         drawing.rect(place, CARD, stroke=RULE, tip=f"Block {block}: free.")
     seen = [_holdings(frame, play.block_size) for frame in play.frames]
-    owned: _Layers = {}
-    partly: _Layers = {}
-    shared: _Layers = {}
-    for block in range(play.num_blocks):
-        held = [frame.get(block) for frame in seen]
-        for one, first, last in _runs([one and (one.request, one.entry, one.fault) for one in held]):
-            owned.setdefault((one[0], first, last), []).append((block, one))
-        for one, first, last in _runs([one and not one.full and (one.request, one.entry) for one in held]):
-            partly.setdefault((one[0], first, last), []).append((block, one))
-        for one, first, last in _runs([one and one.samples > 1 and (one.request, one.samples) for one in held]):
-            shared.setdefault((one[0], first, last), []).append((block, one))
+    owned = _layers(seen, play.num_blocks, lambda one: (one.request, one.entry, one.fault))
+    partly = _layers(seen, play.num_blocks, lambda one: not one.full and (one.request, one.entry))
+    shared = _layers(seen, play.num_blocks, lambda one: one.samples > 1 and (one.request, one.samples))
     drawing.add('<g text-anchor="middle">')
     for request, marks in _layered(drawing, owned):
-        for block, (_, entry, fault) in marks:
-            whose = f"request {request}, entry {entry}" if request else "in no table"
-            tip = escape(f"Block {block}: {whose}" + (f". ✕ {fault}" if fault else ""))
-            fill = VERMILLION if fault else BLUE
-            drawing.add(f'<path d="{_outline(places[block])}" fill="{fill}" data-tip="{tip}"/>')
-        drawing.add('<g pointer-events="none">')
-        for block, (_, _, fault) in marks:
-            x, y = places[block].x + places[block].width / 2, places[block].y + 13
-            ink = "#000000" if fault else CARD
-            label = f"{'!' if fault else ''}{request or ''}"
-            drawing.add(f'<text x="{x:g}" y="{y:g}" font-size="{SMALL}" fill="{ink}">{label}</text>')
-        drawing.add("</g>")
+        _draw_owned(drawing, request, marks, places)
     drawing.add("</g>")
     for _, marks in _layered(drawing, partly):
-        path = "".join(
-            f"M{place.x + 3:g} {place.bottom - 6:g}h{place.width - 6:g}v4h-{place.width - 6:g}z"
-            for place in (places[block] for block, _ in marks)
-        )
+        path = "".join(_bar_below(places[block]) for block, _ in marks)
         drawing.add(f'<path d="{path}" fill="{CARD}" pointer-events="none"/>')
     for _, marks in _layered(drawing, shared):
         path = "".join(f"M{places[block].right - 5:g} {places[block].y + 5:g}h0" for block, _ in marks)
         style = f'stroke="{YELLOW}" stroke-width="6" stroke-linecap="round" pointer-events="none"'
         drawing.add(f'<path d="{path}" {style}/>')
     _new(drawing, seen, places)
+
+
+def _layers(seen: Sequence[Mapping[int, _Holding]], num_blocks: int, told: Callable[[Any], Any]) -> _Layers:
+    """What is `told` of a held block, by request and the first and last frame for which it stays the same."""
+    found: _Layers = {}
+    for block in range(num_blocks):
+        held = [frame.get(block) for frame in seen]
+        for one, first, last in _runs([one and told(one) for one in held]):
+            found.setdefault((one[0], first, last), []).append((block, one))
+    return found
+
+
+def _draw_owned(drawing: Drawing, request: int, marks: Sequence[tuple[int, Any]], places: Sequence[Box]) -> None:
+    for block, (_, entry, fault) in marks:
+        whose = f"request {request}, entry {entry}" if request else "in no table"
+        tip = escape(f"Block {block}: {whose}" + (f". ✕ {fault}" if fault else ""))
+        fill = VERMILLION if fault else BLUE
+        drawing.add(f'<path d="{_outline(places[block])}" fill="{fill}" data-tip="{tip}"/>')
+    drawing.add('<g pointer-events="none">')
+    for block, (_, _, fault) in marks:
+        x, y = places[block].x + places[block].width / 2, places[block].y + 13
+        ink = "#000000" if fault else CARD
+        label = f"{'!' if fault else ''}{request or ''}"
+        drawing.add(f'<text x="{x:g}" y="{y:g}" font-size="{SMALL}" fill="{ink}">{label}</text>')
+    drawing.add("</g>")
+
+
+def _bar_below(place: Box) -> str:
+    return f"M{place.x + 3:g} {place.bottom - 6:g}h{place.width - 6:g}v4h-{place.width - 6:g}z"
 
 
 _Layers = dict[tuple[int, int, int], list[tuple[int, Any]]]

@@ -90,14 +90,14 @@ def command(state: State) -> str:
 # ---- the challenges
 
 
-def _wanted(state: State, model: str, gpus: int, advice: list[tuple[bool, str]]) -> Progress:
-    """A load to be borne by this model on so many H100; `advice` is for what else is asked, the first wrong one."""
+def _wanted(state: State, model: str, advice: list[tuple[bool, str]]) -> Progress:
+    """A load to be borne by this model on at most 8 H100; `advice` is for what else is asked, the first wrong one."""
     layout = state.layout
     words = f"{state.model} on {layout.gpus} {state.gpu} as {layout}, {state.rate:g} requests a second."
     asked = [
         (state.model != model, f"Model: {model} is asked for."),
         (state.gpu != "H100", "GPU: H100 is asked for."),
-        (layout.gpus > gpus, f"TP, DP, PP: {layout.gpus} GPUs, and {gpus} at most are asked for."),
+        (layout.gpus > 8, f"TP, DP, PP: {layout.gpus} GPUs, and 8 at most are asked for."),
         (bool(state.work.source), "Own lengths: the lengths of the knobs are asked for."),
         *advice,
         (bool(state.served.refused), f"TP: {state.model} does not fit as {layout}. More GPUs must share a layer."),
@@ -122,42 +122,23 @@ def _mend(causes: list[str], layout: Layout) -> str:
 
 
 def _first_tokens(state: State) -> Progress:
-    return _wanted(
-        state,
-        "Llama-3.1-8B",
-        8,
-        [
-            (state.work.prompt < 2048, f"Prompt: {state.work.prompt} tokens, and 2,048 are asked for."),
-            (state.served.ttft > 0.025, "First token in: 25 ms are asked for."),
-            (state.rate < 5, f"Rate: {state.rate:g} requests a second, and 5 are asked for."),
-        ],
-    )
+    advice = [
+        (state.work.prompt < 2048, f"Prompt: {state.work.prompt} tokens, and 2,048 are asked for."),
+        (state.served.ttft > 0.025, "First token in: 25 ms are asked for."),
+        (state.rate < 5, f"Rate: {state.rate:g} requests a second, and 5 are asked for."),
+    ]
+    return _wanted(state, "Llama-3.1-8B", advice)
 
 
-def _most_requests(state: State) -> Progress:
-    return _wanted(
-        state,
-        "Llama-3.1-8B",
-        8,
-        [
-            (state.work.prompt < 512 or state.work.output < 128, "Prompt, Output: 512 and 128 tokens are asked for."),
-            (state.served.ttft > 0.5 or state.served.tpot > 0.025, "First token in, Tokens each: 500 and 25 ms."),
-            (state.rate < 500, f"Rate: {state.rate:g} requests a second, and 500 are asked for."),
-        ],
-    )
-
-
-def _too_large(state: State) -> Progress:
-    return _wanted(
-        state,
-        "Meta-Llama-3-70B",
-        8,
-        [
-            (state.work.prompt < 512 or state.work.output < 128, "Prompt, Output: 512 and 128 tokens are asked for."),
-            (state.served.ttft > 0.5 or state.served.tpot > 0.025, "First token in, Tokens each: 500 and 25 ms."),
-            (state.rate < 20, f"Rate: {state.rate:g} requests a second, and 20 are asked for."),
-        ],
-    )
+def _bear(state: State, model: str, rate: float) -> Progress:
+    """So many requests a second of 512 tokens in and 128 out, within 500 ms and 25 ms."""
+    work, served = state.work, state.served
+    advice = [
+        (work.prompt < 512 or work.output < 128, "Prompt, Output: 512 and 128 tokens are asked for."),
+        (served.ttft > 0.5 or served.tpot > 0.025, "First token in, Tokens each: 500 and 25 ms."),
+        (state.rate < rate, f"Rate: {state.rate:g} requests a second, and {rate:g} are asked for."),
+    ]
+    return _wanted(state, model, advice)
 
 
 CHALLENGES = (
@@ -170,13 +151,13 @@ CHALLENGES = (
     Challenge(
         "Llama-3.1-8B on at most 8 H100: bear 500 requests a second of 512 tokens in and 128 out, within 500 ms to the "
         "first token and 25 ms for each that follows.",
-        _most_requests,
+        lambda state: _bear(state, "Llama-3.1-8B", 500),
         "All-reduces take time in every step. Where the service level leaves room, replicas bear more.",
     ),
     Challenge(
         "Meta-Llama-3-70B does not fit on one H100. Bear 20 requests a second on at most 8, 512 tokens in and 128 out, "
         "within 500 and 25 ms.",
-        _too_large,
+        lambda state: _bear(state, "Meta-Llama-3-70B", 20),
         "Below some TP it does not fit; a little above, weights leave too little room, or are read too slowly.",
     ),
 )

@@ -1,6 +1,8 @@
 """Drafts change how many steps a request takes, and nothing else."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,14 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_MODEL, SpeculativeConfig
-from minivllm.config.speculative import METHODS
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
+from minivllm.config.speculative import METHODS, MODEL_METHODS
 from minivllm.errors import MinivllmError
-from minivllm.lab.inside import runner_of
+from minivllm.lab.inside import core_of, runner_of
+from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
+from minivllm.models.attention import CausalAttention
+from minivllm.models.linear import weight_bytes
 from minivllm.sampling_params import RequestOutputKind
 from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.spec_decode.model_proposer import check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
-from minivllm.worker.spec_decode.proposer import PROPOSERS, make_proposer
+from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, PROPOSERS, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import kept_slices, num_accepted
 from minivllm.worker.spec_decode.suffix_proposer import SuffixProposer
 
@@ -26,6 +32,11 @@ SETTINGS = {
     "max_model_len": 512,
     "num_gpu_blocks_override": 200,
 }
+RECORDED = json.loads((Path(__file__).parent / "data" / "spec_decode.json").read_text())
+"""What vLLM 0.32 has generated greedily for the embedded model in float32, and its counters over all of these requests
+for three tokens a draft: n-grams of 1 to 3 tokens, and the embedded draft model."""
+DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 REPETITIVE = """def first(self):
         return self.items[0]
 
@@ -63,7 +74,8 @@ def test_no_draft_reaches_beyond_the_last_position():
 
 
 def test_every_method_has_its_proposer():
-    assert set(PROPOSERS) == set(METHODS)
+    assert {*PROPOSERS, *MODEL_PROPOSERS} == set(METHODS)
+    assert set(MODEL_PROPOSERS) == set(MODEL_METHODS)
     assert make_proposer(None, 8) is None
     assert isinstance(make_proposer(SpeculativeConfig(num_speculative_tokens=1), 8), NgramProposer)
     assert isinstance(make_proposer(SpeculativeConfig.of({"method": "suffix"}), 8), SuffixProposer)
@@ -129,6 +141,123 @@ def test_a_text_that_repeats_itself_takes_fewer_steps_for_the_same_tokens():
     assert 0 <= steps + stats.num_accepted_tokens - 96 <= 4, "each accepted draft saves a step; the last reach beyond"
     assert stats.num_accepted_tokens > 10
     assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens <= stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("config", [NGRAM, DRAFT_MODEL], ids=["ngram", "draft_model"])
+def test_vllms_tokens_and_counters(config):
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    prompts = [request["prompt_token_ids"] for request in RECORDED["requests"]]
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=config)
+    found = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    assert found == [request["token_ids"] for request in RECORDED["requests"]]
+    assert asdict(llm.llm_engine.stats.spec_decoding_stats) == RECORDED[config["method"]]
+
+
+def random_batch(seed):
+    """Up to six requests, some with a common beginning, some greedy, some drawn with a seed."""
+    rng = np.random.default_rng(seed)
+    whole = RECORDED["requests"][seed % 8]["prompt_token_ids"]
+    prompts, params = [], []
+    for index in range(rng.integers(1, 7)):
+        start = rng.choice([0, 0, rng.integers(0, 40)])
+        prompts.append(whole[start : start + rng.integers(1, 50)])
+        temperature = float(rng.choice([0.0, 0.0, 0.8]))
+        most = int(rng.integers(1, 30))
+        params.append(SamplingParams(temperature=temperature, seed=index, max_tokens=most, ignore_eos=True))
+    return prompts, params
+
+
+FEW_BLOCKS = {"max_model_len": 96, "block_size": 4, "num_gpu_blocks_override": 26, "max_num_batched_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        FEW_BLOCKS,
+        {**FEW_BLOCKS, "async_scheduling": True, "enable_prefix_caching": False},
+        {"max_model_len": 64, "max_num_batched_tokens": 9, "attention_backend": "naive", "use_kv_cache": False},
+        {**FEW_BLOCKS, "kv_cache_dtype": "int8", "async_scheduling": True},
+    ],
+    ids=["preempted", "ahead", "without-cache", "int8"],
+)
+def test_the_tokens_without_a_draft_model(changes):
+    plain = LLM(EMBEDDED_MODEL, **SETTINGS | changes | {"async_scheduling": False, "num_gpu_blocks_override": 200})
+    drafting = LLM(EMBEDDED_MODEL, **SETTINGS | changes, speculative_config=DRAFT_MODEL)
+    for seed in range(3):
+        prompts, params = random_batch(seed)
+        expected, found = plain.generate(prompts, params), drafting.generate(prompts, params)
+        assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    stats = drafting.llm_engine.stats
+    assert stats.spec_decoding_stats.num_accepted_tokens > 50
+    assert stats.num_preemptions > 0 or "num_gpu_blocks_override" not in changes
+
+
+def keys_without_cache(drafter, token_ids):
+    """The last layer's keys of these tokens [tokens, kv_heads, head_dim], computed in one pass."""
+    attention, found = CausalAttention(drafter.config), []
+
+    def keep(layer, q, k, v):
+        found.append(k)
+        return attention(layer, q, k, v)
+
+    ids = torch.from_numpy(token_ids)
+    with torch.inference_mode():
+        drafter(ids, torch.arange(len(ids)), keep)
+    return found[-1]
+
+
+def test_the_drafters_cache_holds_every_token_that_the_targets_does():
+    """Whatever was drafted, rejected, hit in the prefix cache, preempted or computed in chunks on the way."""
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS | FEW_BLOCKS, speculative_config=DRAFT_MODEL)
+    runner, steps = runner_of(llm), []
+    batch, execute = runner.batch, runner.execute_model
+
+    def observed(scheduler_output):
+        output = execute(scheduler_output)
+        steps.append(0)
+        for req_id, count in scheduler_output.num_scheduled_tokens.items():
+            row, sampled = batch.row_of[req_id], output.sampled_token_ids.get(req_id)
+            end = batch.num_tokens[row] if sampled else batch.num_computed_tokens[row] + count
+            expected = keys_without_cache(runner.drafter.model, batch.token_ids[row, :end])
+            keys = runner.drafter.attention.kv_caches[-1].keys  # [blocks, 4, kv_heads, head_dim]
+            found = keys[batch.block_table[row, : -(-end // 4)]].flatten(0, 1)[:end]
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+        return output
+
+    runner.execute_model = observed
+    for seed in range(2):
+        llm.generate(*random_batch(seed))
+    stats = llm.llm_engine.stats
+    assert len(steps) > 20
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_stats.hits > 0
+
+
+def test_a_draft_model_must_have_the_models_tokens_and_reach_as_far():
+    config = ModelConfig.from_pretrained(EMBEDDED_DRAFT)
+    check_drafter(config, config, 2048)
+    with pytest.raises(MinivllmError, match=r"vocabulary of 4096 tokens, the model one of 100"):
+        check_drafter(config, replace(config, vocab_size=100), 512)
+    with pytest.raises(MinivllmError, match=r"made for 2048 tokens at most: set max_model_len, now 2049"):
+        check_drafter(config, config, 2049)
+
+
+def test_the_ledger_counts_weights_and_cache_of_the_draft_model():
+    settings = {**SETTINGS, "max_model_len": 64, "max_num_seqs": 4}
+    del settings["num_gpu_blocks_override"]
+    llm = LLM(EMBEDDED_MODEL, **settings, speculative_config=DRAFT_MODEL, kv_cache_dtype="int8")
+    ledger, runner = core_of(llm).ledger, runner_of(llm)
+    caches = [*runner.attention.kv_caches, *runner.drafter.attention.kv_caches]
+    allocated = sum(tensor.nbytes for cache in caches for tensor in cache)
+    assert allocated == ledger.num_blocks * ledger.block_size * ledger.bytes_per_token == ledger.kv_bytes
+    [weights] = [row.bytes for row in ledger.rows if row.name == "draft model's weights"]
+    assert weights == weight_bytes(runner.drafter.model)
+    assert sum(row.bytes for row in ledger.rows) == ledger.device.memory_bytes
+    config, drafter = (ModelConfig.from_pretrained(path) for path in (EMBEDDED_MODEL, EMBEDDED_DRAFT))
+    planned = memory_ledger(config, "H100 80GB", tp=2, kv_dtype="int8", weight_dtype="float32", drafter=drafter)
+    assert planned.bytes_per_token == ledger.bytes_per_token - kv_bytes_per_token(config, "int8", tp=2)
+    [counted] = [row.bytes for row in planned.rows if row.name == "draft model's weights"]
+    assert 4 * num_parameters(drafter) < counted < 1.2 * 4 * num_parameters(drafter), "and the rotary table"
 
 
 def test_random_requests_keep_their_tokens_and_log_probabilities():
@@ -222,6 +351,10 @@ def test_nothing_stays_of_the_drafts_behind_a_stop_string():
     ("settings", "says"),
     [
         ({"method": "ngram"}, "num_speculative_tokens"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "needs a model"),
+        ({"method": "ngram", "model": "some", "num_speculative_tokens": 2}, "leave model out"),
+        ({**DRAFT_MODEL, "draft_sample_method": "random"}, "greedy, probabilistic"),
+        ({"num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}, "needs a method with a model"),
         ({"method": "medusa", "num_speculative_tokens": 2}, "ngram"),
         ({"num_speculative_tokens": 0}, "from 1 on"),
         (

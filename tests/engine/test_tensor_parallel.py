@@ -17,7 +17,7 @@ from executor.failing_worker import PLACES, failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
 
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
-from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
@@ -28,7 +28,7 @@ from minivllm.memory import kv_bytes_per_token
 
 SETTINGS = {
     "device": "cpu", "max_model_len": 96, "max_num_seqs": 6,
-    "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+    "speculative_config": {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 2},
 }  # fmt: skip
 PROMPTS = [*PROMPTS, SHARED]
 WISHES = [
@@ -112,10 +112,15 @@ def test_bytes_reduced_are_what_the_formula_says(engines):
     assert wanted > 0
 
 
-def test_a_rank_has_half_of_the_cache(engines):
+def test_a_rank_has_half_of_the_cache_and_rank_0_all_of_the_drafters(engines):
     whole, half = (core_of(llm).ledger for llm in engines)
-    config = core_of(engines[0]).model_config
-    assert half.bytes_per_token == kv_bytes_per_token(config, "float32", tp=2) == whole.bytes_per_token // 2
+    target, drafter = (
+        kv_bytes_per_token(ModelConfig.from_pretrained(path), "float32") for path in (EMBEDDED_MODEL, EMBEDDED_DRAFT)
+    )
+    assert whole.bytes_per_token == target + drafter
+    assert half.bytes_per_token == target // 2 + drafter
+    uses = core_of(engines[1]).executor.collective_rpc("memory_use")
+    assert [bool(use.drafter) for use in uses] == [bool(use.drafter_weights) for use in uses] == [True, False]
     assert half.num_blocks == whole.num_blocks == 6 * 96 // 16 + 1, "as many as requests can fill"
 
 
@@ -164,7 +169,7 @@ def test_an_exception_on_any_rank_ends_the_step_and_not_the_engine(breakable, pl
 
 
 def test_steps_in_flight_give_the_same_tokens(engines, breakable):
-    """Each rank drafts for itself; and a rank that fails ends a step while the next one is on its way."""
+    """Rank 0's drafts reach the others with its tokens; and a rank fails while another step is under way."""
     llm, expected = breakable
     core, single = core_of(llm), core_of(llm).scheduler
     core.executor.collective_rpc("keep_drafts", True)

@@ -5,11 +5,15 @@ In vLLM v0.33.0: `vllm/config/speculative.py` (`SpeculativeConfig`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from minivllm.config.checks import is_count, is_number, require
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "draft_model")
+MODEL_METHODS = ("draft_model",)
+"""Methods that draft by running a model of their own, with a KV cache."""
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 DEFAULT_LOOKUP = 5
 
 
@@ -19,6 +23,11 @@ class SpeculativeConfig:
 
     - `method`: "ngram" finds an earlier occurrence of the last tokens in the same request, and drafts what followed it.
       "suffix" follows the most frequent continuation in the request and in earlier responses.
+      "draft_model" runs a smaller model with the same vocabulary. In a dictionary with a `model` it is the default.
+    - `model`: the drafting model, a directory or a name on the Hugging Face hub.
+    - `draft_sample_method`: how a drafting model chooses. "greedy" takes the most likely token; "probabilistic" draws
+      from the model's distribution q for requests with a temperature, and a draft x is then accepted with probability
+      min(1, p(x) / q(x)).
     - `num_speculative_tokens`: the most draft tokens per request and step. "suffix" alone can do without: then
       `suffix_decoding_max_tree_depth`.
     - `prompt_lookup_max`, `prompt_lookup_min`: longest and shortest n-gram to look up, the longest first. If only one
@@ -31,6 +40,8 @@ class SpeculativeConfig:
 
     num_speculative_tokens: int
     method: str = "ngram"
+    model: str | Path | None = None
+    draft_sample_method: str = "greedy"
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -59,7 +70,8 @@ class SpeculativeConfig:
             depth = settings.get("suffix_decoding_max_tree_depth", cls.suffix_decoding_max_tree_depth)
             settings = {**settings, "num_speculative_tokens": depth}
         require("num_speculative_tokens" in settings, "speculative_config lacks num_speculative_tokens, such as 4")
-        return cls(**settings)
+        by_default = "ngram" if settings.get("model") is None else "draft_model"
+        return cls(**{**settings, "method": settings.get("method") or by_default})
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, f"unknown speculative method {self.method!r}; known are {', '.join(METHODS)}")
@@ -68,6 +80,7 @@ class SpeculativeConfig:
             if value is None and name != "num_speculative_tokens":
                 continue
             require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number from 1 on")
+        self._check_model()
         require(
             self.lookup_min <= self.lookup_max,
             f"prompt_lookup_min ({self.lookup_min}) exceeds prompt_lookup_max ({self.lookup_max})",
@@ -88,10 +101,36 @@ class SpeculativeConfig:
             f"suffix_decoding_min_token_prob is {prob!r}; it must be a number from 0 to 1",
         )
 
+    def _check_model(self) -> None:
+        if not self.runs_model:
+            require(self.model is None, f"speculative method {self.method!r} runs no model: leave model out")
+        else:
+            require(
+                isinstance(self.model, str | Path) and bool(str(self.model)),
+                f"speculative method {self.method!r} needs a model: a directory, or a name on the Hugging Face hub",
+            )
+        require(
+            self.draft_sample_method in DRAFT_SAMPLE_METHODS,
+            f"unknown draft_sample_method {self.draft_sample_method!r}; known are {', '.join(DRAFT_SAMPLE_METHODS)}",
+        )
+        require(
+            self.draft_sample_method == "greedy" or self.runs_model,
+            f"draft_sample_method {self.draft_sample_method!r} needs a method with a model; {self.method!r} has none",
+        )
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether drafts come from a model, which has weights and a KV cache."""
+        return self.method in MODEL_METHODS
+
     @property
     def num_lookahead_tokens(self) -> int:
-        """Slots that the drafter itself writes beyond a request's tokens: 0 for a drafter without a KV cache."""
-        return {"ngram": 0, "suffix": 0}[self.method]
+        """Slots that the drafter needs beyond those of a step's tokens: 0 for a drafter without a KV cache.
+
+        After a step whose drafts were all accepted, the drafter reads the sampled token and all of its drafts but the
+        last one: one slot for each.
+        """
+        return self.num_speculative_tokens if self.runs_model else 0
 
     @property
     def lookup_max(self) -> int:

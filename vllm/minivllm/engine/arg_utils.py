@@ -132,11 +132,30 @@ class EngineArgs:
     parts: Parts = NO_PARTS
 
     def __post_init__(self) -> None:
+        self._take_defaults_for_none()
+        self._join_speculative_config()
+        self._check_names()
+        self._check_choices()
+        require_flags(
+            self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager",
+            "data_parallel_retry", "disable_log_stats",
+        )  # fmt: skip
+        if self.async_scheduling is not None:
+            require_flags(self, "async_scheduling")
+        self._check_data_parallel_backend()
+        self._check_parts()
+        SpeculativeConfig.of(self.speculative_config)
+        self.profiler_config = ProfilerConfig.of(self.profiler_config)
+        self._check_numbers()
+        self._check_pipeline()
+
+    def _take_defaults_for_none(self) -> None:
         for field in fields(self):
             may_be_none = field.name == "model" or field.default in (None, MISSING)
             if getattr(self, field.name) is None and not may_be_none:
                 setattr(self, field.name, field.default)
-        self._join_speculative_config()
+
+    def _check_names(self) -> None:
         require(
             isinstance(self.model, str | Path),
             f"model is {self.model!r}; it must be a directory, or a name on the Hugging Face hub",
@@ -145,51 +164,37 @@ class EngineArgs:
             self.tokenizer is None or (isinstance(self.tokenizer, str | Path) and bool(str(self.tokenizer))),
             f"tokenizer is {self.tokenizer!r}; it must be a directory, or a name on the Hugging Face hub",
         )
-        require_flags(
-            self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager",
-            "data_parallel_retry", "disable_log_stats",
-        )  # fmt: skip
-        if self.async_scheduling is not None:
-            require_flags(self, "async_scheduling")
+
+    def _check_choices(self) -> None:
+        for name, choices, shown in (
+            ("dtype", DTYPES, DTYPES),
+            ("kv_cache_dtype", ("auto", *KV_CACHE_DTYPES), ("auto", *KV_CACHE_DTYPES)),
+            ("quantization", (None, *QUANTIZATIONS), QUANTIZATIONS),
+            ("load_format", LOAD_FORMATS, LOAD_FORMATS),
+            ("attention_backend", ATTENTION_BACKENDS, ("None and 'naive'",)),
+            ("data_parallel_routing", ROUTINGS, ROUTINGS),
+        ):
+            value = getattr(self, name)
+            require(value in choices, f"unknown {name} {value!r}; known are {', '.join(shown)}")
+
+    def _check_parts(self) -> None:
+        require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
         require(
             not (self.async_scheduling and self.parts.scheduler),
             "async_scheduling needs the engine's own scheduler: leave it out, or the part scheduler",
         )
-        require(self.dtype in DTYPES, f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
-        require(
-            self.kv_cache_dtype in ("auto", *KV_CACHE_DTYPES),
-            f"unknown kv_cache_dtype {self.kv_cache_dtype!r}; known are auto, {', '.join(KV_CACHE_DTYPES)}",
-        )
-        require(
-            self.quantization in (None, *QUANTIZATIONS),
-            f"unknown quantization {self.quantization!r}; known are {', '.join(QUANTIZATIONS)}",
-        )
-        require(
-            self.load_format in LOAD_FORMATS,
-            f"unknown load_format {self.load_format!r}; known are {', '.join(LOAD_FORMATS)}",
-        )
-        require(
-            is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
-            f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
-        )
-        require(
-            self.attention_backend in ATTENTION_BACKENDS,
-            f"unknown attention_backend {self.attention_backend!r}; known are None and 'naive'",
-        )
-        require(
-            self.data_parallel_routing in ROUTINGS,
-            f"unknown data_parallel_routing {self.data_parallel_routing!r}; known are {', '.join(ROUTINGS)}",
-        )
-        self._check_data_parallel_backend()
-        require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
         require(
             not self.parts.names_in_core or not (self.multiprocess or self._has_other_processes),
             f"parts ({', '.join(self.parts.names_in_core)}) cannot go to another process: leave out multiprocess, "
             "tensor_parallel_size, pipeline_parallel_size, data_parallel_size, data_parallel_backend and "
             "distributed_executor_backend",
         )
-        SpeculativeConfig.of(self.speculative_config)
-        self.profiler_config = ProfilerConfig.of(self.profiler_config)
+
+    def _check_numbers(self) -> None:
+        require(
+            is_number(self.gpu_memory_utilization) and 0.0 < self.gpu_memory_utilization <= 1.0,
+            f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; it must be a share above 0 and up to 1",
+        )
         require(is_count(self.seed, 0), f"seed is {self.seed!r}; it must be a whole number from 0 on")
         for name, least, by_default in (
             ("max_model_len", 2, True),
@@ -206,7 +211,6 @@ class EngineArgs:
                 (value is None and by_default) or is_count(value, least),
                 f"{name} is {value!r}; it must be a whole number of at least {least}",
             )
-        self._check_pipeline()
 
     def _check_data_parallel_backend(self) -> None:
         require(

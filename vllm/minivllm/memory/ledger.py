@@ -10,7 +10,7 @@ from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, positive_count
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError
-from minivllm.memory.bytes_per_token import Model, as_config, kv_bytes_per_token, max_concurrency
+from minivllm.memory.bytes_per_token import Model, as_config, cache_dtype, kv_bytes_per_token, max_concurrency
 from minivllm.memory.devices import Device, get_device
 from minivllm.memory.parameters import rotary_table_bytes, weight_bytes
 
@@ -106,6 +106,8 @@ def memory_ledger(
     activation_peak: int | None = None,
     non_torch: int | None = None,
     cuda_graphs: int | None = None,
+    drafter: Model | None = None,
+    drafter_weights: int | None = None,
     check: bool = True,
 ) -> MemoryLedger:
     """Divide up the memory of one GPU as vLLM does at start-up: whatever the budget has left becomes KV cache.
@@ -121,6 +123,9 @@ def memory_ledger(
         max_num_batched_tokens, max_num_seqs: the largest step, whose activations are estimated.
         weights, activation_peak, non_torch, cuda_graphs: bytes, if known from a start-up log or a measurement; if
             not, the weights (with the RoPE table) are counted and the others are estimated.
+        drafter: a model that drafts tokens for this one, if any. All of it lies on this GPU, whatever `tp` is, and so
+            does its cache, which has the same blocks.
+        drafter_weights: its bytes, if known.
         check: raise if a request of `max_model_len` does not fit; if False, return the ledger anyway.
 
     Raises:
@@ -133,18 +138,23 @@ def memory_ledger(
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise MinivllmError(f"gpu_memory_utilization is a share above 0 and up to 1, not {gpu_memory_utilization!r}")
     given = {"weights": weights, "activation_peak": activation_peak, "non_torch": non_torch, "cuda_graphs": cuda_graphs}
+    given["drafter_weights"] = drafter_weights
     for name, value in given.items():
         if value is not None and not (is_number(value) and value >= 0):
             raise MinivllmError(f"{name} is {value!r}; it must be a number of bytes, or None")
     if max_model_len is None:
         config.require("max_position_embeddings")
         max_model_len = config.max_position_embeddings
+    drafting = None if drafter is None else as_config(drafter)
     per_token = kv_bytes_per_token(config, kv_dtype, tp)
+    if drafting is not None:
+        per_token += kv_bytes_per_token(drafting, cache_dtype(config, kv_dtype))
     block_bytes = per_token * positive_count("block_size", block_size)
     budget = int(device.memory_bytes * gpu_memory_utilization)
     loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else int(weights)
     before_cache = (
         LedgerRow("weights and rotary table", loaded),
+        *_drafter_rows(drafting, weight_dtype, drafter_weights),
         _row(
             "activations", activation_peak, estimated_activation_peak(config, max_num_batched_tokens, max_num_seqs, tp)
         ),
@@ -183,6 +193,12 @@ def estimated_activation_peak(config: ModelConfig, max_num_batched_tokens: int, 
 
 def _loaded_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
     return weight_bytes(config, dtype, tp) + rotary_table_bytes(config)
+
+
+def _drafter_rows(drafter: ModelConfig | None, dtype: str, given: int | None) -> tuple[LedgerRow, ...]:
+    if drafter is None:
+        return ()
+    return (LedgerRow("draft model's weights", _loaded_bytes(drafter, dtype, 1) if given is None else int(given)),)
 
 
 def _row(name: str, given: int | None, estimate: int) -> LedgerRow:

@@ -22,23 +22,18 @@ NUMBERS_OF_ROW = 32
 
 
 @dataclass(slots=True)
-class StepInputs:
-    """The flattened inputs of one step: the tokens of all its requests, one request after another.
+class TokenSpans:
+    """Consecutive tokens of several requests, flattened: what a model needs for a forward pass over them.
 
-    - `req_ids` [requests]: in scheduling order; `rows` [requests]: their rows in the batch.
+    - `rows` [requests]: the requests' rows in the batch.
     - `input_ids`, `positions`, `slot_mapping` [tokens]: each token's id, its position in its request, and the slot for
       its key and value, `block_table[position // block_size] * block_size + position % block_size`.
     - `query_start_loc` [requests + 1]: where each request's tokens start in the flat batch. `seq_lens` [requests]: the
-      length of each request up to and including this step's tokens.
+      length of each request up to and including these tokens.
     - `block_table` [requests, blocks]: as many columns as the longest request needs; shorter rows are padded with zero
       (the null block).
-    - `sampling` [n]: indices of the requests that have reached their last known token and so sample. `num_sampled`
-      [n]: 1 plus the number of drafts, since a token is sampled after each draft too.
-    - `logits_indices` [sum of num_sampled]: indices, in the flat batch, of the tokens whose logits are sampled from.
-    - `drafts`: draft tokens to verify, by request id; they are the last tokens of these requests.
     """
 
-    req_ids: list[str]
     rows: np.ndarray
     input_ids: np.ndarray
     positions: np.ndarray
@@ -46,6 +41,20 @@ class StepInputs:
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
     block_table: np.ndarray
+
+
+@dataclass(slots=True)
+class StepInputs(TokenSpans):
+    """The flattened inputs of one step: the tokens of all its requests, one request after another.
+
+    - `req_ids` [requests]: in scheduling order.
+    - `sampling` [n]: indices of the requests that have reached their last known token and so sample. `num_sampled`
+      [n]: 1 plus the number of drafts, since a token is sampled after each draft too.
+    - `logits_indices` [sum of num_sampled]: indices, in the flat batch, of the tokens whose logits are sampled from.
+    - `drafts`: draft tokens to verify, by request id; they are the last tokens of these requests.
+    """
+
+    req_ids: list[str]
     sampling: np.ndarray
     num_sampled: np.ndarray
     logits_indices: np.ndarray
@@ -109,23 +118,41 @@ class InputBatch:
         req_ids = list(num_scheduled_tokens)
         rows = self.rows_of(req_ids)  # [requests]
         counts = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))  # [requests]
-        num_computed = self.num_computed_tokens[rows]  # [requests]
-        seq_lens = num_computed + counts  # [requests]
-        query_start_loc = np.zeros(len(rows) + 1, np.int32)  # [requests + 1]
-        np.cumsum(counts, out=query_start_loc[1:])
+        spans = self.spans(rows, self.num_computed_tokens[rows], counts)
 
-        token_rows = np.repeat(rows, counts)  # [tokens]
-        positions = consecutive(num_computed, counts)  # [tokens]
-        blocks, offsets = np.divmod(positions, self.block_size)  # [tokens] each
-        max_num_blocks = -(-int(seq_lens.max()) // self.block_size)
-
-        sampling = np.flatnonzero(seq_lens >= self.num_tokens[rows])  # [n], indices into req_ids
+        sampling = np.flatnonzero(spans.seq_lens >= self.num_tokens[rows])  # [n], indices into req_ids
         num_sampled = np.ones(len(sampling), np.int64)  # [n]
         if drafts:
             num_sampled += [len(drafts.get(req_ids[index], ())) for index in sampling]
-        ends = query_start_loc[1:][sampling]  # [n], one past the last token of each
+        ends = spans.query_start_loc[1:][sampling]  # [n], one past the last token of each
         return StepInputs(
+            rows=rows,
+            input_ids=spans.input_ids,
+            positions=spans.positions,
+            slot_mapping=spans.slot_mapping,
+            query_start_loc=spans.query_start_loc,
+            seq_lens=spans.seq_lens,
+            block_table=spans.block_table,
             req_ids=req_ids,
+            sampling=sampling,
+            num_sampled=num_sampled,
+            logits_indices=consecutive(ends - num_sampled, num_sampled),  # [sum of num_sampled]
+            drafts=drafts,
+        )
+
+    def spans(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> TokenSpans:
+        """The `counts` tokens of each of `rows` from position `starts` on; all arrays are [requests], int32 or int64.
+
+        Their slots must be in the block tables, their ids need not be known.
+        """
+        seq_lens = (starts + counts).astype(np.int32)  # [requests]
+        query_start_loc = np.zeros(len(rows) + 1, np.int32)  # [requests + 1]
+        np.cumsum(counts, out=query_start_loc[1:])
+        token_rows = np.repeat(rows, counts)  # [tokens]
+        positions = consecutive(starts, counts)  # [tokens]
+        blocks, offsets = np.divmod(positions, self.block_size)  # [tokens] each
+        max_num_blocks = -(-int(seq_lens.max()) // self.block_size)
+        return TokenSpans(
             rows=rows,
             input_ids=self.token_ids[token_rows, positions],
             positions=positions,
@@ -133,10 +160,6 @@ class InputBatch:
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=self.block_table[rows, :max_num_blocks],
-            sampling=sampling,
-            num_sampled=num_sampled,
-            logits_indices=consecutive(ends - num_sampled, num_sampled),  # [sum of num_sampled]
-            drafts=drafts,
         )
 
     def rows_of(self, req_ids: Collection[str]) -> np.ndarray:

@@ -24,6 +24,8 @@ class MemoryUse:
 
     `cuda_graphs` tells whether graphs will be captured; their size is not yet known.
 
+    `drafter` is the config of a model that drafts on this rank, None if there is none; `drafter_weights` are its bytes.
+
     `activation_peak` is what the largest step needs in addition to the weights, None if it could not be measured.
     Ranks on the same CPU get equal shares of its memory.
     """
@@ -35,10 +37,20 @@ class MemoryUse:
     activation_peak: int | None
     dtype: str
     cuda_graphs: bool
+    drafter: ModelConfig | None = None
+    drafter_weights: int = 0
 
 
 def measure_memory(
-    device: torch.device, ranks: int, *, dtype: str, weights: int, activation_peak: int | None, cuda_graphs: bool
+    device: torch.device,
+    ranks: int,
+    *,
+    dtype: str,
+    weights: int,
+    activation_peak: int | None,
+    cuda_graphs: bool,
+    drafter: ModelConfig | None = None,
+    drafter_weights: int = 0,
 ) -> MemoryUse:
     """Queries the device's memory and combines it with what the rank reports."""
     if device.type == "cuda":
@@ -47,7 +59,9 @@ def measure_memory(
         name, memory = "CPU (memory that is available)", (available_memory() or UNKNOWN_MEMORY) // ranks
     if device.type == "cpu" and ranks > 1:
         name = f"{name}, one of {ranks} ranks' share"
-    return MemoryUse(name, memory, _bytes_outside_torch(device), weights, activation_peak, dtype, cuda_graphs)
+    outside = _bytes_outside_torch(device)
+    rest = (weights, activation_peak, dtype, cuda_graphs, drafter, drafter_weights)
+    return MemoryUse(name, memory, outside, *rest)
 
 
 def profile_memory(
@@ -71,8 +85,7 @@ def profile_memory(
         MinivllmError: one request of `max_model_len` tokens does not fit; the message names the longest that would.
     """
     ledger = memory_ledger(
-        # The cache keeps every token, even those outside a layer's sliding window.
-        replace(config, sliding_window=None, layer_types=None),
+        _without_window(config),
         Device(use.device_name, use.device_memory),
         max_model_len=max_model_len,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -86,9 +99,16 @@ def profile_memory(
         activation_peak=use.activation_peak,
         non_torch=use.outside_torch,
         cuda_graphs=None if use.cuda_graphs else 0,
+        drafter=use.drafter and _without_window(use.drafter),
+        drafter_weights=use.drafter_weights,
     )
     most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1
     return _with_at_most(ledger, most_blocks * block_size * ledger.bytes_per_token)
+
+
+def _without_window(config: ModelConfig) -> ModelConfig:
+    """The cache keeps every token, even those outside a layer's sliding window."""
+    return replace(config, sliding_window=None, layer_types=None)
 
 
 def check_override(num_gpu_blocks: int, block_size: int, max_model_len: int) -> None:

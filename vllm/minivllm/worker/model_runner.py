@@ -29,7 +29,8 @@ from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
 from minivllm.worker.sample.prompt_logprobs import PromptLogprobs
 from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplerOutput, SamplingMetadata, sample
 from minivllm.worker.sample.states import SamplingStates
-from minivllm.worker.spec_decode.proposer import make_proposer
+from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
+from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import kept_slices
 
 
@@ -45,6 +46,7 @@ class ModelRunner:
         block_size: int,
         kv_cache_dtype: str = "auto",
         speculative_config: SpeculativeConfig | None = None,
+        drafter: Decoder | None = None,
         attention_backend: str | None = None,
         attention: Callable[..., PagedAttention] | None = None,
         use_kv_cache: bool = True,
@@ -67,10 +69,24 @@ class ModelRunner:
         self.use_kv_cache = use_kv_cache
         self.keeps_drafts = async_scheduling
         self.make_attention = attention or partial(PagedAttention, backend=attention_backend)
-        self.proposer = make_proposer(speculative_config, max_model_len)
+        self.proposer = make_proposer(speculative_config, max_model_len) if model.group.samples else None
+        self.drafter = None if drafter is None else self._model_proposer(speculative_config, drafter)
         self.attention: PagedAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
         self.reset()
+
+    def _model_proposer(self, config: SpeculativeConfig | None, model: Decoder) -> ModelProposer:
+        assert config is not None
+        check_drafter(model.config, self.model.whole_config, self.max_model_len)
+        return MODEL_PROPOSERS[config.method](
+            config,
+            model,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            kv_cache_dtype=self.kv_cache_dtype,
+            make_attention=self.make_attention,
+        )
 
     def reset(self) -> None:
         """Drops all requests. After a step has failed, at whatever point, the state of the batch cannot be trusted."""
@@ -90,15 +106,19 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self._dummy_step(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
+        if self.drafter:
+            self.drafter.dummy_step(max_num_batched_tokens)
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache: `num_blocks` blocks in every layer. Called once."""
+        """Allocates the cache, and the drafter's: `num_blocks` blocks in every layer. Called once."""
         where = self.device, self.dtype, self.kv_cache_dtype
         caches = allocate_kv_caches(self.config, num_blocks, self.block_size, *where)
         scale, window = self.config.head_dim**-0.5, self.config.sliding_window
         self.attention = self.make_attention(caches, scale, window)
+        if self.drafter:
+            self.drafter.initialize_kv_cache(num_blocks)
 
     def capture_model(self, record: Record | None = None) -> None:
         """Captures the CUDA graphs of decode steps; the cache must exist. `record` is as in `CudaGraphs.capture`."""
@@ -151,18 +171,17 @@ class ModelRunner:
             return ModelRunnerOutput({})
         with record_function_or_nullcontext("minivllm::sample"):
             output = self.sample_tokens(inputs, hidden, grammar_output)
-        if self.proposer:
+        if self.proposer or self.drafter:
             with record_function_or_nullcontext("minivllm::draft"):
-                self.propose_draft_token_ids([inputs.req_ids[index] for index in inputs.sampling])
+                self.propose_draft_token_ids(inputs)
         if self.keeps_drafts:
             output.num_invalid_spec_tokens = num_invalid_of(scheduler_output, inputs)
         return output
 
-    def take_sampled(self, sampled: dict[str, list[int]]) -> None:
-        """Appends the tokens that rank 0 sampled, by request id, and drafts as it does if drafts are kept."""
+    def take_sampled(self, sampled: dict[str, list[int]], drafts: dict[str, list[int]]) -> None:
+        """Takes what another rank has sampled, and drafted if drafts are kept, by request id."""
         self.batch.append_tokens(self.batch.rows_of(sampled), list(sampled.values()))
-        if self.proposer and self.keeps_drafts:
-            self.propose_draft_token_ids(list(sampled))
+        self._draft_token_ids = drafts
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> StepInputs:
         """Gathers the step's inputs from the batch, on the host."""
@@ -242,11 +261,20 @@ class ModelRunner:
         bitmask = self._on_device(grammar_output.grammar_bitmask)
         apply_grammar_bitmask(logits, bitmask, self._on_device(rows.astype(np.int32)))
 
-    def propose_draft_token_ids(self, req_ids: list[str]) -> None:
+    def propose_draft_token_ids(self, inputs: StepInputs) -> None:
         """Asks the proposer to draft for the requests that sampled in this step."""
-        assert self.proposer is not None
-        drafts = self.proposer.propose(self.batch, self.batch.rows_of(req_ids))
+        req_ids = [inputs.req_ids[index] for index in inputs.sampling]
+        if self.drafter:
+            drafts = self.drafter.propose(self.batch, inputs)
+        else:
+            assert self.proposer is not None
+            drafts = self.proposer.propose(self.batch, inputs.rows[inputs.sampling])
         self._draft_token_ids = {req_id: theirs for req_id, theirs in zip(req_ids, drafts, strict=True) if theirs}
+
+    @property
+    def kept_draft_token_ids(self) -> dict[str, list[int]]:
+        """The drafts of the last step by request id, if they are kept for the next one."""
+        return self._draft_token_ids if self.keeps_drafts else {}
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """Returns the drafts to follow the last step's tokens, by request id, and clears them."""
@@ -255,14 +283,7 @@ class ModelRunner:
 
     def _forward_context(self, inputs: StepInputs) -> ForwardContext:
         assert self.attention is not None
-        metadata = AttentionMetadata(
-            self._on_device(inputs.query_start_loc),
-            self._on_device(inputs.seq_lens),
-            self._on_device(inputs.block_table),
-            self._on_device(inputs.slot_mapping),
-            int(inputs.seq_lens.max()),
-        )
-        return ForwardContext(self.attention.of_step(metadata))
+        return ForwardContext(self.attention.of_step(AttentionMetadata.of(inputs, self.device)))
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
         batch, rows = self.batch, inputs.rows[inputs.sampling]  # [n]

@@ -14,6 +14,7 @@ import torch
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import AttentionFunction
+from minivllm.worker.input_batch import TokenSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,12 @@ class AttentionMetadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     max_seq_len: int
+
+    @classmethod
+    def of(cls, spans: TokenSpans, device: torch.device) -> "AttentionMetadata":
+        """The tables of a forward pass over these tokens, copied to the device."""
+        tables = (spans.query_start_loc, spans.seq_lens, spans.block_table, spans.slot_mapping)
+        return cls(*(torch.from_numpy(table).to(device) for table in tables), int(spans.seq_lens.max()))
 
 
 class LayerCache(NamedTuple):

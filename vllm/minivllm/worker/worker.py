@@ -84,13 +84,15 @@ class Worker:
             keep_freed_memory()
             limit_spinning()
         self._without_tokens: SchedulerOutput | None = None
+        model = load(settings, self.device, self.group)
         self.runner = ModelRunner(
-            load(settings, self.device, self.group),
+            model,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             block_size=settings.block_size,
             kv_cache_dtype=settings.kv_cache_dtype,
             speculative_config=settings.speculative_config,
+            drafter=load_drafter(settings, model),
             attention_backend=settings.attention_backend,
             attention=settings.attention,
             use_kv_cache=settings.use_kv_cache,
@@ -105,6 +107,8 @@ class Worker:
             self.group.world_size,
             dtype=str(self.runner.dtype).removeprefix("torch."),
             weights=self.runner.weight_bytes(),
+            drafter=self.runner.drafter.model_config if self.runner.drafter else None,
+            drafter_weights=self.runner.drafter.weight_bytes() if self.runner.drafter else 0,
             activation_peak=self.runner.activation_peak(settings.max_num_batched_tokens, settings.max_num_seqs),
             cuda_graphs=settings.uses_cuda_graphs,
         )
@@ -142,22 +146,23 @@ class Worker:
         return output
 
     def _share_sampled(self, scheduler_output: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
-        """Broadcasts the tokens that rank 0 sampled: [requests, drafts + 1] token ids, padded with -1.
+        """Broadcasts what rank 0 sampled, and its next drafts if the ranks keep them, padded with -1.
 
-        The ranks do this among themselves, within the step, so that the next step can be sent before the engine has
-        read this one's output. Every rank knows the shape: it follows from the scheduler output.
+        Token ids [requests, verified drafts + 1 + next drafts]. The ranks do this among themselves, within the step, so
+        that the next step can be sent before the engine has read this one's output. Every rank knows the shape: it
+        follows from the settings and the scheduler output.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         width = 1 + max(map(len, drafts.values()), default=0)
-        rows = [sampled.get(req_id, []) for req_id in req_ids]
-        table = torch.tensor([row + [-1] * (width - len(row)) for row in rows], device=self.device)
+        config, kept = self.settings.speculative_config, self.runner.kept_draft_token_ids
+        num_kept = config.num_speculative_tokens if config and self.runner.keeps_drafts else 0
+        rows = [_padded(sampled.get(req_id, []), width) + _padded(kept.get(req_id, []), num_kept) for req_id in req_ids]
+        table = torch.tensor(rows, device=self.device)
         self.group.broadcast(table)
         if self.group.rank > 0:
-            rows = [[token_id for token_id in row if token_id >= 0] for row in table.tolist()]
-            told = {req_id: row for req_id, row in zip(req_ids, rows, strict=True) if row}
-            if told:
-                self.runner.take_sampled(told)
+            rows = table.tolist()
+            self.runner.take_sampled(*(_told(req_ids, rows, part) for part in (slice(width), slice(width, None))))
 
     def reset(self) -> None:
         """Drops all requests, in whatever state a failed step left them, and joins the group anew."""
@@ -189,6 +194,16 @@ class Worker:
     def bytes_reduced(self) -> int:
         """Bytes this rank has contributed to all-reduces since the cache was allocated."""
         return self.group.bytes_reduced
+
+
+def _padded(token_ids: list[int], width: int) -> list[int]:
+    return token_ids + [-1] * (width - len(token_ids))
+
+
+def _told(req_ids: list[str], rows: list[list[int]], part: slice) -> dict[str, list[int]]:
+    """The token ids in these columns of a shared table, by request id, for the requests that have any."""
+    found = ([token_id for token_id in row[part] if token_id >= 0] for row in rows)
+    return {req_id: token_ids for req_id, token_ids in zip(req_ids, found, strict=True) if token_ids}
 
 
 def worker_of_rank(settings: WorkerSettings, address: tuple[str, int], rank: int) -> Worker:
@@ -245,3 +260,14 @@ def load(settings: WorkerSettings, device: torch.device, group: GroupCoordinator
         config = ModelConfig.from_pretrained(settings.model)
         return random_model(config, settings.seed, device, dtype, group, settings.quantization)
     return load_model(settings.model, device, dtype, group, settings.quantization)[0]
+
+
+def load_drafter(settings: WorkerSettings, target: Decoder) -> Decoder | None:
+    """Loads the model that drafts, in the target's dtype; None if there is none, or another rank has it."""
+    config = settings.speculative_config
+    if config is None or config.model is None or not target.group.samples:
+        return None
+    weight = target.embed_tokens.weight
+    if settings.load_format == "dummy":
+        return random_model(ModelConfig.from_pretrained(config.model), settings.seed, weight.device, weight.dtype)
+    return load_model(config.model, weight.device, weight.dtype)[0]

@@ -19,16 +19,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from minivllm.kernels.noise import waiting_times
 from minivllm.platforms.threads import has_numba, run_programs
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_DRAFTS = np.uint64(0xD1B54A32D192ED03)
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Keys, uint32 [n, 2], from uint64 `seeds` [n] and `positions` [n] of the tokens to be drawn."""
     state = _mix(seeds.astype(np.uint64)) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
     return _mix(state).view(np.uint32).reshape(-1, 2)
+
+
+def draft_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """As `row_keys`, for a draft that a model draws for a position.
+
+    Whether a draft is accepted, and what replaces it, must not depend on the noise that it was drawn with.
+    """
+    return row_keys(seeds.astype(np.uint64) ^ _DRAFTS, positions)
 
 
 def gumbel_max(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
@@ -42,27 +52,8 @@ def gumbel_max(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
     return (logits - waiting_times(signed, logits.shape[-1]).log_()).argmax(dim=-1)
 
 
-def waiting_times(keys: torch.Tensor, vocab: int) -> torch.Tensor:
-    """-log(1 - v) of every token, float32 [rows, vocab]; the noise is minus its logarithm. `keys` is int32 [rows, 2].
-
-    This is uint32 arithmetic done in int32, since torch does not support uint32 on all devices: products wrap around,
-    and the sign bits that a right shift brings in are masked out.
-    """
-    x = torch.arange(vocab, dtype=torch.int32, device=keys.device) * (0x9E3779B9 - 2**32)
-    x = x ^ keys[:, :1]
-    x ^= (x >> 16) & 0xFFFF
-    x *= 0x7FEB352D
-    x ^= keys[:, 1:]
-    x ^= (x >> 15) & 0x1FFFF
-    x *= 0x846CA68B - 2**32
-    x ^= (x >> 16) & 0xFFFF
-    v = x.float()
-    v += (x < 0) * 2.0**32
-    return v.add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
-
-
 def _compiled(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-    from minivllm.worker.sample.gumbel_loops import DrawCells
+    from minivllm.kernels.cpu.gumbel_loops import DrawCells
 
     rows, vocab = logits.shape
     token_ids = torch.from_numpy(logits.numpy().argmax(-1))
@@ -73,7 +64,7 @@ def _compiled(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
 
 @functools.cache
 def _programs() -> Any:
-    from minivllm.worker.sample.gumbel_loops import compiled_programs
+    from minivllm.kernels.cpu.gumbel_loops import compiled_programs
 
     return compiled_programs()
 

@@ -1,4 +1,4 @@
-"""The CPU version of `gumbel.py`, compiled by numba. It computes the noise of only the few tokens that could win.
+"""The CPU version of `worker/sample/gumbel.py`, compiled by numba. It computes the noise of only the few tokens that could win.
 
 The largest of logit + noise is the smallest of E / w, where E = -log(1 - v) is the token's waiting time and w the
 exponential of its logit. E is never below v, so a token can only win where v < best * w, or in logarithms,

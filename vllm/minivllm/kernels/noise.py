@@ -1,0 +1,79 @@
+"""The noise of random draws: a hash of a row's key and a token id, in torch and in Triton.
+
+`cpu/gumbel_loops.py` has it for numba. All of them give the same 32 bits, and the same float32 v from 0 to 1 of them. The
+waiting time E = -log(1 - v) is then exponential, and -log(E) is Gumbel noise.
+
+`DECISION` is the id of no token: the hash with it is a row's one number that is independent of the noise of its tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.platforms.triton_utils import tl, triton
+
+DECISION = -1
+
+
+def waiting_times(keys: torch.Tensor, vocab: int) -> torch.Tensor:
+    """-log(1 - v) of every token, float32 [rows, vocab]; the noise is minus its logarithm. `keys` is int32 [rows, 2]."""
+    x = hashed(keys, torch.arange(vocab, dtype=torch.int32, device=keys.device))
+    # Both halves are exact in float32, so their sum is rounded once, as it is where an unsigned number is converted.
+    v = ((x >> 16) & 0xFFFF).float().mul_(65536.0).add_((x & 0xFFFF).float())
+    return v.add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
+
+
+def decision_numbers(keys: torch.Tensor) -> torch.Tensor:
+    """One uniform number of each row, float32 [rows], a multiple of 2^-24 from 0 to below 1. `keys` is int32 [rows, 2]."""
+    x = hashed(keys, torch.full((1,), DECISION, dtype=torch.int32, device=keys.device))
+    return ((x[:, 0] >> 8) & 0xFFFFFF).float() * 2.0**-24
+
+
+def hashed(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The bits of each row and token, int32 [rows, tokens]; `keys` int32 [rows, 2], `token_ids` int32 [tokens].
+
+    This is uint32 arithmetic done in int32, since torch does not support uint32 on all devices: products wrap around,
+    and the sign bits that a right shift brings in are masked out.
+    """
+    x = token_ids * (0x9E3779B9 - 2**32)
+    x = x ^ keys[:, :1]
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= keys[:, 1:]
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - 2**32
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+@triton.jit
+def hashed_bits(token, first, second):
+    """`hashed` for a kernel: uint32 of int32 token ids and the two halves of a key, int32."""
+    x = (token.to(tl.uint32, bitcast=True) * 0x9E3779B9) ^ first.to(tl.uint32, bitcast=True)
+    x ^= x >> 16
+    x = (x * 0x7FEB352D) ^ second.to(tl.uint32, bitcast=True)
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def uniform_number(token, first, second):
+    """v, from 0 to 1."""
+    return (hashed_bits(token, first, second).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+
+
+@triton.jit
+def waiting_time(token, first, second):
+    """-log(1 - v). 1 - v is rounded; v / (what it was rounded to) makes up for that, so that a small v loses no digit."""
+    v = uniform_number(token, first, second)
+    rest = 1.0 - v
+    taken = 1.0 - rest
+    return tl.where(taken > 0.0, -tl.log(rest) * (v / tl.where(taken > 0.0, taken, 1.0)), v)
+
+
+@triton.jit
+def decision_number(first, second):
+    """The number of `decision_numbers`."""
+    bits = hashed_bits(tl.full((), -1, tl.int32), first, second)
+    return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24

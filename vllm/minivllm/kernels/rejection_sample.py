@@ -1,0 +1,350 @@
+"""Verifying drafts: `rejection_sample` says which are accepted, and what comes after them (lesson 07).
+
+Of a request with the drafts x_1 ... x_n, row i of the target's logits is after its last known token and i drafts:
+
+    greedy                      x is accepted if it is the argmax; else the argmax replaces it
+    random, x a point mass      a draw from p, by Gumbel noise, is accepted or replaces it: the token it is without drafts
+    random, x drawn from q      x is accepted if u < p(x) / q(x); else argmax of max(p - q, 0) / E replaces it
+    after the last draft        the argmax, or a draw from p
+
+p and q are the softmax of the target's and the draft's logits, u the row's `decision_number`, E each token's waiting
+time (`noise.py`). A race of waiting times E / w is won by a token in proportion to its weight w, so no sum of
+max(p - q, 0) is needed. A draft of -1 was not drawn: there the rule of a point mass applies, and rejects it.
+
+Layouts
+    target_logits [sum of (drafts + 1), vocab], draft_logits [sum of drafts, vocab]: fp32, rows contiguous
+    starts        int32 [requests + 1]: each request's first row of target_logits; its draft of row i has number i - request
+    partials      of (row, chunk of the vocabulary), [rows, chunks]: fp32 scores and int32 tokens of the best; fp32
+                  largest and sums [2, rows, chunks] of p (first) and q: the largest logit, and the sum of exp(logit - it)
+
+Grid
+    reduce_rows   (requests, most drafts + 1, chunks): the best score of a chunk, or its parts of two softmax sums
+    walk_drafts   (requests,): puts chunks together draft by draft, up to the first rejection
+    recover       (requests, chunks), if drafts were drawn: the best of max(p - q, 0) / E, where something was rejected
+    replace       (requests,), likewise: the best of all chunks into the output
+
+Must move: each row of logits read once, 4 × vocab × (drafts + requests) bytes of the target and 4 × vocab × drafts of the
+draft; recovery reads one more row of each, since p and q are known only when their sums are. Partials are 8 to 16 bytes for
+each 16 KB read. Arithmetic: 10 integer operations and two logarithms for each token that is drawn, an exponential for each
+of p and q that is summed up. Rows behind the first rejection are read in vain; to wait for it would leave most of a GPU
+idle, since requests are few.
+
+A logit that is NaN or infinity excludes its token, as -inf does: such a row gets some token of the vocabulary, no other row
+notices, and the engine ends its request (`nonfinite_req_ids`).
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py` (`_compute_local_logits_stats_kernel`,
+`_rejection_kernel`, `_resample_kernel`, `_insert_resampled_kernel`).
+
+The CPU twin is in `cpu/rejection_loops.py`; it stops at the first rejection.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.cpu.rejection_calls import reject_cpu
+from minivllm.kernels.noise import decision_number, waiting_time
+from minivllm.kernels.reshape_and_cache import choose_backend
+from minivllm.platforms.triton_utils import tl, triton
+
+CHUNK = 4096  # tokens per program
+
+
+@triton.jit
+def load_logits(row_of_logits, token, VOCAB: tl.constexpr):
+    """Logits of one row, -inf beyond the vocabulary and for what is not a number below infinity."""
+    logits = tl.load(row_of_logits + token, mask=token < VOCAB, other=float("-inf"))
+    return tl.where(logits < float("inf"), logits, float("-inf"))
+
+
+@triton.jit
+def load_key(keys, row):
+    """The two halves of a row's key."""
+    return tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1)
+
+
+@triton.jit
+def load_drawn(draft_token_ids, is_greedy, starts, request, place, VOCAB: tl.constexpr, HAS_Q: tl.constexpr):
+    """The draft of a row if it was drawn from logits, else -1."""
+    drawn = tl.full((), -1, tl.int32)
+    if HAS_Q:
+        start, end = tl.load(starts + request), tl.load(starts + request + 1)
+        if (tl.load(is_greedy + request) == 0) & (start + place + 1 < end):
+            drawn = tl.load(draft_token_ids + start + place - request)
+    return tl.where(drawn < VOCAB, drawn, -1)
+
+
+@triton.jit
+def store_sum(largest, sums, at, logits):
+    """A chunk's largest logit, and the sum of the exponentials of what each is behind it."""
+    top = tl.max(logits, 0)
+    base = tl.where(top > float("-inf"), top, 0.0)
+    tl.store(largest + at, top)
+    tl.store(sums + at, tl.sum(tl.exp(logits - base), 0))
+
+
+@triton.jit
+def log_sum(largest, sums, row, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
+    """Logarithm of the sum of a row's exponentials; infinity if all are 0, so that every probability is."""
+    chunk = tl.arange(0, PADDED_CHUNKS)
+    tops = tl.load(largest + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
+    parts = tl.load(sums + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+    top = tl.max(tops, 0)
+    base = tl.where(top > float("-inf"), top, 0.0)
+    total = tl.sum(parts * tl.exp(tops - base), 0)
+    return tl.where(total > 0.0, base + tl.log(total), float("inf"))
+
+
+@triton.jit
+def store_best(scores, tokens, at, score, first_token):
+    """A chunk's best score, and its token; the first in a tie."""
+    best, index = tl.max(score, 0, return_indices=True)
+    tl.store(scores + at, best)
+    tl.store(tokens + at, first_token + index)
+
+
+@triton.jit
+def load_best(scores, tokens, row, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
+    """A row's best score, and its token."""
+    chunk = tl.arange(0, PADDED_CHUNKS)
+    parts = tl.load(scores + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
+    best, index = tl.max(parts, 0, return_indices=True)
+    return best, tl.load(tokens + row * CHUNKS + index)
+
+
+@triton.jit
+def reduce_rows_kernel(
+    target_logits,
+    draft_logits,
+    draft_token_ids,
+    starts,
+    is_greedy,
+    keys,
+    scores,
+    tokens,
+    largest,
+    sums,
+    num_rows,
+    target_stride,
+    draft_stride,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_Q: tl.constexpr,
+):
+    """Grid (requests, most drafts + 1, chunks)."""
+    request, place, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    row = tl.load(starts + request) + place
+    if row < tl.load(starts + request + 1):
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        at = row * chunks + chunk
+        logits = load_logits(target_logits + row.to(tl.int64) * target_stride, token, VOCAB)
+        drawn = load_drawn(draft_token_ids, is_greedy, starts, request, place, VOCAB, HAS_Q)
+        if drawn >= 0:
+            store_sum(largest, sums, at, logits)
+            theirs = load_logits(draft_logits + (row - request).to(tl.int64) * draft_stride, token, VOCAB)
+            store_sum(largest, sums, num_rows * chunks + at, theirs)
+        else:
+            if tl.load(is_greedy + request) == 0:
+                first, second = load_key(keys, row)
+                logits -= tl.log(waiting_time(token, first, second))
+            store_best(scores, tokens, at, logits, chunk * CHUNK)
+
+
+@triton.jit
+def walk_drafts_kernel(
+    out,
+    rejected,
+    normalizers,
+    target_logits,
+    draft_logits,
+    draft_token_ids,
+    starts,
+    is_greedy,
+    keys,
+    scores,
+    tokens,
+    largest,
+    sums,
+    num_rows,
+    target_stride,
+    draft_stride,
+    width,
+    PADDED_WIDTH: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+    HAS_Q: tl.constexpr,
+):
+    """Grid (requests,). `rejected` [requests]: the row to recover from, or -1; `normalizers` [requests, 2]: its sums.
+
+    A draft that was drawn and rejected stands in the output until it is replaced.
+    """
+    request = tl.program_id(0)
+    start, end = tl.load(starts + request), tl.load(starts + request + 1)
+    column = tl.arange(0, PADDED_WIDTH)
+    kept = tl.full((PADDED_WIDTH,), -1, tl.int32)
+    row_rejected = tl.full((), -1, tl.int32)
+    place, accepted = tl.full((), 0, tl.int32), tl.full((), 1, tl.int32)
+    while accepted == 1:
+        row = start + place
+        drawn = load_drawn(draft_token_ids, is_greedy, starts, request, place, VOCAB, HAS_Q)
+        if drawn >= 0:
+            sum_p = log_sum(largest, sums, row, CHUNKS, PADDED_CHUNKS)
+            sum_q = log_sum(largest, sums, num_rows + row, CHUNKS, PADDED_CHUNKS)
+            log_p = load_logits(target_logits + row.to(tl.int64) * target_stride, drawn, VOCAB) - sum_p
+            log_q = load_logits(draft_logits + (row - request).to(tl.int64) * draft_stride, drawn, VOCAB) - sum_q
+            possible = log_q > float("-inf")  # else it was not drawn from these logits
+            first, second = load_key(keys, row)
+            ratio = tl.exp(log_p - tl.where(possible, log_q, 0.0))
+            accepted = (possible & (decision_number(first, second) < ratio)).to(tl.int32)
+            token = drawn
+            row_rejected = tl.where(accepted == 1, -1, row)
+            tl.store(normalizers + 2 * request, sum_p)
+            tl.store(normalizers + 2 * request + 1, tl.where(possible, sum_q, float("inf")))
+        else:
+            draft = tl.load(draft_token_ids + row - request, mask=row + 1 < end, other=-1)
+            _, token = load_best(scores, tokens, row, CHUNKS, PADDED_CHUNKS)
+            accepted = (token == draft).to(tl.int32)
+        kept = tl.where(column == place, token, kept)
+        place += 1
+    tl.store(rejected + request, row_rejected)
+    tl.store(out + request * width + column, kept.to(tl.int64), mask=column < width)
+
+
+@triton.jit
+def recover_kernel(
+    target_logits,
+    draft_logits,
+    rejected,
+    normalizers,
+    keys,
+    scores,
+    tokens,
+    target_stride,
+    draft_stride,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (requests, chunks)."""
+    request, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = tl.load(rejected + request)
+    if row >= 0:
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        logits = load_logits(target_logits + row.to(tl.int64) * target_stride, token, VOCAB)
+        theirs = load_logits(draft_logits + (row - request).to(tl.int64) * draft_stride, token, VOCAB)
+        sum_p, sum_q = tl.load(normalizers + 2 * request), tl.load(normalizers + 2 * request + 1)
+        first, second = load_key(keys, row)
+        left = tl.maximum(tl.exp(logits - sum_p) - tl.exp(theirs - sum_q), 0.0)
+        store_best(scores, tokens, row * chunks + chunk, left / waiting_time(token, first, second), chunk * CHUNK)
+
+
+@triton.jit
+def replace_kernel(out, rejected, starts, scores, tokens, width, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
+    """Grid (requests,). Where nothing is left of p, p and q differ by rounding alone: the draft stays."""
+    request = tl.program_id(0)
+    row = tl.load(rejected + request)
+    if row >= 0:
+        best, token = load_best(scores, tokens, row, CHUNKS, PADDED_CHUNKS)
+        if best > 0.0:
+            tl.store(out + request * width + row - tl.load(starts + request), token.to(tl.int64))
+
+
+def rejection_sample(
+    target_logits: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    is_greedy: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Each request's accepted drafts and the token after them: int64 [requests, most drafts + 1], -1 behind the last.
+
+    A request's rows are those after its last known token and after each of its drafts, in order:
+
+        target_logits    float32 [sum of (drafts + 1), vocab], after all processors. A random request's rows are divided
+                         by its temperature, and -inf where top-k, top-p or min-p exclude a token
+        draft_token_ids  int32 [sum of drafts]; -1 is always rejected
+        num_drafts       int32 [requests], 0 and more
+        draft_logits     float32 [sum of drafts, vocab]: what random requests' drafts were drawn from, by noise other than
+                         `keys` give (`draft_keys` in `worker/sample/gumbel.py`); None: nothing was drawn (n-grams, argmax)
+        is_greedy        bool [requests]
+        keys             int32 [sum of (drafts + 1), 2]: each row's key (`row_keys` in `worker/sample/gumbel.py`)
+
+    `num_drafts` is read on the host: from a GPU it is waited for. `backend` "triton" or "cpu"; None follows the device.
+
+    Raises:
+        MinivllmError: shapes do not match, or the backend is unknown.
+    """
+    _check(target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys)
+    if choose_backend(backend, target_logits) == "cpu":
+        return reject_cpu(target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys)
+    counts, device = num_drafts.cpu().long(), target_logits.device
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
+    starts[1:] = (counts + 1).cumsum(0)
+    width = int(counts.max()) + 1 if len(counts) else 1
+    out = torch.empty(len(counts), width, dtype=torch.int64, device=device)
+    if len(counts):
+        on_device = [one.to(device, non_blocking=True) for one in (starts, draft_token_ids, is_greedy, keys)]
+        _launch(out, target_logits, draft_logits, *on_device)
+    return out
+
+
+def _launch(
+    out: torch.Tensor,
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    starts: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    is_greedy: torch.Tensor,
+    keys: torch.Tensor,
+) -> None:
+    """Runs the kernels; `out` [requests, width] is written in full."""
+    (requests, width), (rows, vocab), device = out.shape, target_logits.shape, out.device
+    chunks, has_q = triton.cdiv(vocab, CHUNK), draft_logits is not None
+    theirs = target_logits if draft_logits is None else draft_logits
+    scores, sums, largest = (torch.empty(n, rows, chunks, device=device) for n in (1, 2, 2))
+    tokens = torch.empty(rows, chunks, dtype=torch.int32, device=device)
+    rejected, normalizers = torch.empty_like(starts[1:]), torch.empty(requests, 2, device=device)
+    strides = target_logits.stride(0), theirs.stride(0)
+    sizes = {"CHUNKS": chunks, "PADDED_CHUNKS": triton.next_power_of_2(chunks)}
+
+    inputs = target_logits, theirs, draft_token_ids, starts, is_greedy, keys
+    parts = scores, tokens, largest, sums
+    reduce_rows_kernel[(requests, width, chunks)](
+        *inputs, *parts, rows, *strides, VOCAB=vocab, CHUNK=CHUNK, HAS_Q=has_q, num_warps=8
+    )
+    padded_width = triton.next_power_of_2(width)
+    walk_drafts_kernel[(requests,)](
+        out, rejected, normalizers, *inputs, *parts, rows, *strides, width,
+        PADDED_WIDTH=padded_width, VOCAB=vocab, HAS_Q=has_q, num_warps=1, **sizes,
+    )  # fmt: skip
+    if has_q:
+        recover_kernel[(requests, chunks)](
+            target_logits, theirs, rejected, normalizers, keys, scores, tokens, *strides,
+            VOCAB=vocab, CHUNK=CHUNK, num_warps=8,
+        )  # fmt: skip
+        replace_kernel[(requests,)](out, rejected, starts, scores, tokens, width, num_warps=1, **sizes)
+
+
+def _check(
+    target_logits: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    is_greedy: torch.Tensor,
+    keys: torch.Tensor,
+) -> None:
+    drafts, requests = len(draft_token_ids), len(num_drafts)
+    rows, vocab = target_logits.shape
+    if rows != drafts + requests or len(keys) != rows or len(is_greedy) != requests:
+        raise MinivllmError(
+            f"{drafts} drafts of {requests} requests need {drafts + requests} rows: there are {rows} rows of logits, "
+            f"{len(keys)} keys and {len(is_greedy)} of is_greedy"
+        )
+    if draft_logits is not None and draft_logits.shape != (drafts, vocab):
+        raise MinivllmError(
+            f"draft_logits are {list(draft_logits.shape)}, must be [drafts, vocab] = [{drafts}, {vocab}]"
+        )

@@ -1,0 +1,68 @@
+"""Drafts by a smaller model with the same vocabulary, an ordinary `Decoder`.
+
+After a step of the target, two things are left to do. The drafter first computes the same tokens, without rejected
+drafts and with the token that was sampled after them: its cache then holds every token of the request, and its logits
+after the last one give the first draft. Each further draft takes a pass with one token for each request, the draft
+before it. Their keys and values lie in the slots that follow the request's tokens, which the scheduler allocates as
+lookahead; whatever is verified later overwrites them.
+
+In vLLM v0.33.0: `vllm/v1/spec_decode/draft_model.py` (`DraftModelProposer`).
+"""
+
+import numpy as np
+import torch
+
+from minivllm.worker.input_batch import InputBatch, StepInputs, TokenSpans
+from minivllm.worker.sample.sampler import argmax
+from minivllm.worker.spec_decode.model_proposer import ModelProposer
+from minivllm.worker.step_buffers import PADDING_SLOT
+
+
+class DraftModelProposer(ModelProposer):
+    """Drafts greedily, or draws from the draft model's distribution at the request's temperature."""
+
+    def propose(
+        self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor | None = None
+    ) -> list[list[int]]:
+        """Implements `ModelProposer.propose`."""
+        hidden = self._follow(batch, inputs)
+        rows = inputs.rows[inputs.sampling]  # [n]
+        if not len(rows):
+            return []
+        drafts = [self._choose(hidden, batch, rows, 0)]
+        for index in range(1, self.config.num_speculative_tokens):
+            spans = self._place_of_draft(batch, rows, index - 1)
+            positions = torch.from_numpy(spans.positions).to(self.device)
+            hidden = self.model(drafts[-1], positions, self.forward_context(spans))
+            drafts.append(self._choose(hidden, batch, rows, index))
+        room = np.maximum(self.max_model_len - batch.num_tokens[rows], 0)  # [n]
+        table = torch.stack(drafts, dim=1).tolist()  # [n, num_speculative_tokens]
+        return [theirs[:most] for theirs, most in zip(table, room.tolist(), strict=True)]
+
+    def _follow(self, batch: InputBatch, inputs: StepInputs) -> torch.Tensor:
+        """Computes the step's tokens and those sampled after them; returns hidden states after the latter, [n, hidden].
+
+        If no request has sampled, there is one row of no use.
+        """
+        starts = inputs.positions[inputs.query_start_loc[:-1]]  # [requests]
+        ends = inputs.seq_lens.copy()  # [requests]
+        ends[inputs.sampling] = batch.num_tokens[inputs.rows[inputs.sampling]]
+        spans = batch.spans(inputs.rows, starts, ends - starts)
+        wanted = spans.query_start_loc[1:][inputs.sampling] - 1 if len(inputs.sampling) else np.zeros(1, np.int32)
+        token_ids, positions, rows = (
+            torch.from_numpy(array).to(self.device) for array in (spans.input_ids, spans.positions, wanted)
+        )
+        return self.model(token_ids, positions, self.forward_context(spans), rows)
+
+    def _place_of_draft(self, batch: InputBatch, rows: np.ndarray, index: int) -> TokenSpans:
+        """Where draft `index` of each of `rows` is computed. One beyond the last position is not written anywhere."""
+        places = batch.num_tokens[rows] + index  # [n]
+        beyond = places >= self.max_model_len
+        spans = batch.spans(rows, np.where(beyond, self.max_model_len - 1, places), np.ones(len(rows), np.int32))
+        spans.slot_mapping[beyond] = PADDING_SLOT
+        return spans
+
+    def _choose(self, hidden: torch.Tensor, batch: InputBatch, rows: np.ndarray, index: int) -> torch.Tensor:
+        """Chooses draft `index` of each of `rows` by its hidden states [n, hidden]; returns ids [n]."""
+        logits = self.model.compute_logits(hidden).float()  # [n, vocab]
+        return torch.from_numpy(argmax(logits)[0]).to(self.device)

@@ -1,0 +1,113 @@
+"""What proposers share that run a model: its weights, and a KV cache of its own beside the target's.
+
+In vLLM v0.33.0: `vllm/v1/spec_decode/llm_base_proposer.py`; `vllm/v1/worker/gpu/spec_decode/speculator.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from minivllm.config import ModelConfig, SpeculativeConfig
+from minivllm.errors import MinivllmError
+from minivllm.models.decoder import Decoder
+from minivllm.models.forward_context import ForwardContext
+from minivllm.models.linear import process_weights_after_loading, weight_bytes
+from minivllm.worker.input_batch import InputBatch, StepInputs, TokenSpans
+from minivllm.worker.kv_cache import allocate_kv_caches
+from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
+
+
+class ModelProposer(ABC):
+    """Drafts by a model with a paged KV cache of its own.
+
+    That cache has the target's blocks, block tables and slots, and holds keys and values for the same tokens: what the
+    scheduler decides about a block (that a request hits it, loses it, gets another) is right for both caches. All it
+    takes is that the drafter computes every token that the target computes, in the same step.
+
+    In a tensor-parallel group only the rank that samples has a drafter, and has all of it. Dividing a small model would
+    save little and cost two all-reduces for each layer and draft; and the drafts have to come from one rank anyway.
+    """
+
+    draft_logits: torch.Tensor | None = None
+    """The logits that drafts were drawn from, [max_num_seqs, num_speculative_tokens, vocab], float32, divided by their
+    request's temperature, by row of the batch; None if drafts are not drawn."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        model: Decoder,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        kv_cache_dtype: str,
+        make_attention: Callable[..., PagedAttention],
+    ) -> None:
+        self.config, self.model = config, model
+        weight = model.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        process_weights_after_loading(model)
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.block_size, self.kv_cache_dtype = block_size, kv_cache_dtype
+        self.make_attention = make_attention
+        self.attention: PagedAttention | None = None
+
+    @abstractmethod
+    def propose(
+        self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor | None = None
+    ) -> list[list[int]]:
+        """Drafts for the requests that have just sampled, `inputs.sampling`: up to `num_speculative_tokens` for each.
+
+        Called after every step, whether or not any request has sampled.
+
+        Args:
+            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled.
+            inputs: what the target has just computed; rejected drafts are among these tokens.
+            aux_hidden_states: [tokens, width], what the drafter reads of the target's hidden states, if it does.
+        """
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The drafting model's."""
+        return self.model.config
+
+    def weight_bytes(self) -> int:
+        """Bytes of all of the drafter's parameters and tables as stored in memory."""
+        return weight_bytes(self.model)
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the drafter's cache: as many blocks as the target's has. Called once."""
+        config, where = self.model.config, (self.device, self.dtype, self.kv_cache_dtype)
+        caches = allocate_kv_caches(config, num_blocks, self.block_size, *where)
+        self.attention = self.make_attention(caches, config.head_dim**-0.5, config.sliding_window)
+
+    @torch.inference_mode()
+    def dummy_step(self, num_tokens: int) -> None:
+        """The largest pass of the drafter, without attention: a whole step's tokens, and one more for each request."""
+        ids = torch.zeros(num_tokens + self.max_num_seqs, dtype=torch.int64, device=self.device)
+        hidden = self.model(ids, ids, lambda layer, q, k, v: torch.zeros_like(q))
+        self.model.compute_logits(hidden[: self.max_num_seqs]).float()
+
+    def forward_context(self, spans: TokenSpans) -> ForwardContext:
+        """The context of a forward pass of the drafter over these tokens."""
+        assert self.attention is not None
+        return ForwardContext(self.attention.of_step(AttentionMetadata.of(spans, self.device)))
+
+
+def check_drafter(drafter: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
+    """Rejects a drafting model whose tokens are not the target's, or that cannot read as long a text.
+
+    Raises:
+        MinivllmError: its vocabulary is of another size, or `max_model_len` exceeds what it was made for.
+    """
+    if drafter.vocab_size != target.vocab_size:
+        raise MinivllmError(
+            f"the draft model has a vocabulary of {drafter.vocab_size} tokens, the model one of {target.vocab_size}: "
+            "they must have the same tokens"
+        )
+    if drafter.max_position_embeddings and drafter.max_position_embeddings < max_model_len:
+        raise MinivllmError(
+            f"the draft model was made for {drafter.max_position_embeddings} tokens at most: set max_model_len, now "
+            f"{max_model_len}, to that or less"
+        )
