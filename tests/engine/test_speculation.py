@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,14 @@ from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
 from minivllm.models.attention import CausalAttention
 from minivllm.models.linear import weight_bytes
+from minivllm.models.loader import random_model
 from minivllm.sampling_params import RequestOutputKind
 from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.sample.sampler import NOTHING_NEEDED
 from minivllm.worker.spec_decode.model_proposer import check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, PROPOSERS, make_proposer
-from minivllm.worker.spec_decode.rejection_sampler import kept_slices, num_accepted
+from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
 
 SETTINGS = {
     "device": "cpu",
@@ -88,26 +91,24 @@ def test_a_batch_is_asked_for_in_the_order_of_its_rows():
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5)))
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5)),
+        min_size=1,
+    )
 )
-def test_drafts_stay_up_to_the_first_that_was_not_drawn(requests):
+def test_drafts_stay_up_to_the_first_that_was_not_the_most_likely(requests):
     drafts = [theirs for theirs, _ in requests]
-    drawn = [draws[: len(theirs) + 1] for theirs, draws in requests]
-    flat = [token for draws in drawn for token in draws]
-    slices = kept_slices(flat, np.array([len(draws) for draws in drawn], np.int64), drafts)
-    for theirs, draws, which in zip(drafts, drawn, slices, strict=True):
-        kept = flat[which]
-        assert kept == draws[: len(kept)]
+    best = [tokens[: len(theirs) + 1] for theirs, tokens in requests]
+    logits = torch.nn.functional.one_hot(torch.tensor(list(chain.from_iterable(best))), 3).float()
+    num_drafts = np.array([len(theirs) for theirs in drafts], np.int32)
+    given_drafts = StepDrafts(np.array(list(chain.from_iterable(drafts)), np.int32), num_drafts)
+    sampled = sample_with_drafts(logits, NOTHING_NEEDED, given_drafts)
+    assert len(sampled.token_ids) == len(sampled.largest) == len(logits)
+    for theirs, tokens, which in zip(drafts, best, kept_slices(sampled.token_ids, num_drafts + 1), strict=True):
+        kept = sampled.token_ids[which]
+        assert kept == tokens[: len(kept)]
         assert kept[:-1] == theirs[: len(kept) - 1]
-        assert len(kept) == len(draws) or kept[-1] != theirs[len(kept) - 1], "nothing is dropped that was drawn"
-
-
-def test_a_certain_draft_is_accepted_as_often_as_it_is_likely_and_the_outcome_keeps_its_distribution():
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    draws = torch.multinomial(probabilities, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    for draft in range(4):
-        accepted = sum(num_accepted([draft], [token]) for token in draws.tolist()) / len(draws)
-        assert accepted == pytest.approx(probabilities[draft].item(), abs=0.01)
+        assert len(kept) == len(tokens) or kept[-1] != theirs[len(kept) - 1], "nothing is dropped that is most likely"
 
 
 def run(prompts, params, **changes):
@@ -248,13 +249,13 @@ def test_the_ledger_counts_weights_and_cache_of_the_draft_model():
     caches = [*runner.attention.kv_caches, *runner.drafter.attention.kv_caches]
     allocated = sum(tensor.nbytes for cache in caches for tensor in cache)
     assert allocated == ledger.num_blocks * ledger.block_size * ledger.bytes_per_token == ledger.kv_bytes
-    [weights] = [row.bytes for row in ledger.rows if row.name == "draft model's weights"]
+    [weights] = [row.bytes for row in ledger.rows if row.name == "draft model"]
     assert weights == weight_bytes(runner.drafter.model)
     assert sum(row.bytes for row in ledger.rows) == ledger.device.memory_bytes
     config, drafter = (ModelConfig.from_pretrained(path) for path in (EMBEDDED_MODEL, EMBEDDED_DRAFT))
     planned = memory_ledger(config, "H100 80GB", tp=2, kv_dtype="int8", weight_dtype="float32", drafter=drafter)
     assert planned.bytes_per_token == ledger.bytes_per_token - kv_bytes_per_token(config, "int8", tp=2)
-    [counted] = [row.bytes for row in planned.rows if row.name == "draft model's weights"]
+    [counted] = [row.bytes for row in planned.rows if row.name == "draft model"]
     assert 4 * num_parameters(drafter) < counted < 1.2 * 4 * num_parameters(drafter), "and the rotary table"
 
 
@@ -276,6 +277,90 @@ def test_random_requests_keep_their_tokens_and_log_probabilities():
             for entry, their_entry in zip(logprobs or (), their_logprobs or (), strict=True):
                 for token_id, logprob in their_entry.items():
                     assert entry[token_id].logprob == pytest.approx(logprob.logprob, abs=1e-3)
+
+
+PROBABILISTIC = {**DRAFT_MODEL, "draft_sample_method": "probabilistic"}
+
+
+def test_a_seeded_request_draws_the_same_drafts_and_tokens_in_any_company():
+    prompt = RECORDED["requests"][0]["prompt_token_ids"]
+    params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=40, logprobs=1, ignore_eos=True) for seed in (1, 2)]
+    company = [SamplingParams(temperature=0.0, max_tokens=25), SamplingParams(temperature=1.0, top_k=5, max_tokens=30)]
+    plain = LLM(EMBEDDED_MODEL, **SETTINGS)
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=PROBABILISTIC)
+    alone = [llm.generate([prompt], one)[0].outputs[0] for one in params]
+    accepted = llm.llm_engine.stats.spec_decoding_stats.num_accepted_tokens
+    greedy, *others = llm.generate(
+        [prompt[:50], prompt, prompt[:90], prompt], [company[0], params[0], company[1], params[1]]
+    )
+    assert [one.outputs[0].token_ids for one in (others[0], others[2])] == [one.token_ids for one in alone]
+    [expected] = plain.generate([prompt[:50]], company[0])
+    assert greedy.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert accepted > 15
+    for one in alone:
+        again = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        [told] = plain.generate([prompt + one.token_ids], again)
+        for token_id, ours, theirs in zip(
+            one.token_ids, one.logprobs, told.prompt_logprobs[len(prompt) :], strict=True
+        ):
+            assert ours[token_id].logprob == pytest.approx(theirs[token_id].logprob, abs=1e-3)
+
+
+def small_model(folder, layers):
+    """A random model of eight tokens, and the function from token ids to the probabilities of the next one."""
+    config = json.loads((EMBEDDED_DRAFT / "config.json").read_text())
+    config |= {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": 1, "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = random_model(ModelConfig.from_pretrained(folder), dtype="float32")
+
+    def probabilities(prefixes):
+        lengths = [len(prefix) for prefix in prefixes]
+        ids = torch.tensor(list(chain.from_iterable(prefixes)))
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        ends = torch.tensor(lengths).cumsum(0) - 1
+        with torch.inference_mode():
+            hidden = model(ids, positions, CausalAttention(model.config, lengths))[ends]
+            return (SHARPNESS * model.compute_logits(hidden)).softmax(-1)
+
+    return folder, probabilities
+
+
+SHARPNESS = 10.0
+"""One divided by the temperature: a random model's logits lie close together."""
+
+
+def test_drawn_drafts_leave_the_distribution_as_it_is_and_are_accepted_as_often_as_p_and_q_overlap(tmp_path):
+    (target, p), (drafter, q) = small_model(tmp_path / "target", 2), small_model(tmp_path / "drafter", 1)
+    config = {"model": str(drafter), "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
+    llm = LLM(
+        target, device="cpu", dtype="float32", load_format="dummy", skip_tokenizer_init=True, max_model_len=8,
+        max_num_seqs=1000, max_num_batched_tokens=8000, num_gpu_blocks_override=2000, block_size=8,
+        speculative_config=config,
+    )  # fmt: skip
+    count, prompt = 3000, [3, 1]
+    params = [
+        SamplingParams(temperature=1 / SHARPNESS, seed=seed, max_tokens=3, ignore_eos=True) for seed in range(count)
+    ]
+    outputs = llm.generate([prompt] * count, params, use_tqdm=False)
+    found = torch.zeros(8, 8, 8)
+    for output in outputs:
+        found[tuple(output.outputs[0].token_ids)] += 1
+    first = p([prompt])[0]  # [8]
+    second, drafts = (of([[*prompt, a] for a in range(8)]) for of in (p, q))  # [8, 8]
+    third = p([[*prompt, a, b] for a in range(8) for b in range(8)]).view(8, 8, 8)
+    expected = count * first[:, None, None] * second[:, :, None] * third
+    often = expected > 5  # the others are one cell
+    found, expected = (torch.cat((table[often], table[~often].sum().view(1))) for table in (found, expected))
+    chi_square, degrees = ((found - expected) ** 2 / expected).sum().item(), len(found) - 1
+    assert degrees > 100
+    assert chi_square < degrees + 3.1 * (2 * degrees) ** 0.5, "p > 0.001"
+    overlap = (first * torch.minimum(second, drafts).sum(-1)).sum().item()
+    num_accepted = 2 * count - llm.llm_engine.stats.spec_decoding_stats.num_drafts  # else there is a second draft
+    sigma = (overlap * (1 - overlap) / count) ** 0.5
+    assert overlap < 0.9
+    assert num_accepted / count == pytest.approx(overlap, abs=3 * sigma)
 
 
 def streamed(llm, params):

@@ -31,7 +31,7 @@ from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplerOutput, Sampli
 from minivllm.worker.sample.states import SamplingStates
 from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, make_proposer
-from minivllm.worker.spec_decode.rejection_sampler import kept_slices
+from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
 
 
 class ModelRunner:
@@ -246,11 +246,25 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
         if grammar_output is not None:
             self._apply_grammars(logits, inputs, grammar_output)
-        sampled = sample(logits, self._sampling_metadata(inputs))  # one token per row of logits
+        metadata = self._sampling_metadata(inputs)
+        if inputs.drafts:
+            sampled = sample_with_drafts(logits, metadata, self._drafts_of(inputs))
+        else:
+            sampled = sample(logits, metadata)
         output = kept_of(inputs, sampled)  # per request, accepted drafts and one more token
         output.prompt_logprobs, output.nonfinite_req_ids = prompt_logprobs, nonfinite_req_ids(inputs, sampled.largest)
         self.batch.append_tokens(inputs.rows[inputs.sampling], list(output.sampled_token_ids.values()))
         return output
+
+    def _drafts_of(self, inputs: StepInputs) -> StepDrafts:
+        """The drafts that the step verifies, as they lie in the batch, and what they were drawn from."""
+        rows, num_drafts = inputs.rows[inputs.sampling], inputs.num_sampled - 1  # [n] each
+        row_of, places = np.repeat(rows, num_drafts), consecutive(np.zeros(len(rows), np.int64), num_drafts)
+        token_ids = self.batch.token_ids[row_of, np.repeat(self.batch.num_tokens[rows], num_drafts) + places]
+        logits = None
+        if self.drafter and self.drafter.draft_logits is not None:
+            logits = self.drafter.draft_logits[self._on_device(row_of), self._on_device(places)]
+        return StepDrafts(token_ids, num_drafts.astype(np.int32), logits)
 
     def _apply_grammars(self, logits: torch.Tensor, inputs: StepInputs, grammar_output: GrammarOutput) -> None:
         """Masks the tokens that do not fit, in the rows of the requests that have a grammar."""
@@ -323,9 +337,8 @@ class ModelRunner:
 def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
     """The sampled tokens to keep, by request: its accepted drafts and the token after the last of them."""
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]  # [n]
-    drafts = [inputs.drafts.get(req_id, ()) for req_id in req_ids]
     output = ModelRunnerOutput({})
-    kept = kept_slices(sampled.token_ids, inputs.num_sampled, drafts)
+    kept = kept_slices(sampled.token_ids, inputs.num_sampled)
     for req_id, places in zip(req_ids, kept, strict=True):
         output.sampled_token_ids[req_id] = sampled.token_ids[places]
         if sampled.logprobs and sampled.logprobs[places.start] is not None:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from minivllm.worker.input_batch import InputBatch, StepInputs, TokenSpans
-from minivllm.worker.sample.sampler import argmax
+from minivllm.worker.sample.gumbel import draft_keys, gumbel_max
+from minivllm.worker.sample.sampler import Needs, argmax
 from minivllm.worker.spec_decode.model_proposer import ModelProposer
 from minivllm.worker.step_buffers import PADDING_SLOT
 
@@ -65,4 +66,13 @@ class DraftModelProposer(ModelProposer):
     def _choose(self, hidden: torch.Tensor, batch: InputBatch, rows: np.ndarray, index: int) -> torch.Tensor:
         """Chooses draft `index` of each of `rows` by its hidden states [n, hidden]; returns ids [n]."""
         logits = self.model.compute_logits(hidden).float()  # [n, vocab]
-        return torch.from_numpy(argmax(logits)[0]).to(self.device)
+        token_ids = torch.from_numpy(argmax(logits)[0]).to(self.device)
+        states = batch.sampling
+        if self.draft_logits is None or not states.needs_of(rows) & Needs.RANDOM:
+            return token_ids
+        temperature = states.temperature[rows]  # [n]
+        logits /= torch.from_numpy(np.where(temperature > 0, temperature, 1)).to(self.device).unsqueeze(-1)
+        self.draft_logits[torch.from_numpy(rows).to(self.device), index] = logits
+        places = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] + index  # [n]
+        drawn = gumbel_max(logits, draft_keys(states.seeds[rows], places))
+        return torch.where(torch.from_numpy(temperature > 0).to(self.device), drawn, token_ids)
