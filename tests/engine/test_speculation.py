@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +14,21 @@ from hypothesis import strategies as st
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
 from minivllm.config.speculative import METHODS, MODEL_METHODS
+from minivllm.core.drafting import DraftIfFaster
+from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
 from minivllm.models.attention import CausalAttention
 from minivllm.models.linear import weight_bytes
+from minivllm.models.loader import random_model
 from minivllm.sampling_params import RequestOutputKind
 from minivllm.worker.input_batch import InputBatch
+from minivllm.worker.sample.sampler import NOTHING_NEEDED
 from minivllm.worker.spec_decode.model_proposer import check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, PROPOSERS, make_proposer
-from minivllm.worker.spec_decode.rejection_sampler import kept_slices, num_accepted
+from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
 from minivllm.worker.spec_decode.suffix_proposer import SuffixProposer
 
 SETTINGS = {
@@ -44,6 +49,9 @@ REPETITIVE = """def first(self):
         return self.items[1]
 
     def third"""
+
+
+SYNTHETIC = {"num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
 
 
 def looked_up(tokens: list[int], most: int, least: int, wanted: int) -> list[int]:
@@ -90,26 +98,24 @@ def test_a_batch_is_asked_for_in_the_order_of_its_rows():
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5)))
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5)),
+        min_size=1,
+    )
 )
-def test_drafts_stay_up_to_the_first_that_was_not_drawn(requests):
+def test_drafts_stay_up_to_the_first_that_was_not_the_most_likely(requests):
     drafts = [theirs for theirs, _ in requests]
-    drawn = [draws[: len(theirs) + 1] for theirs, draws in requests]
-    flat = [token for draws in drawn for token in draws]
-    slices = kept_slices(flat, np.array([len(draws) for draws in drawn], np.int64), drafts)
-    for theirs, draws, which in zip(drafts, drawn, slices, strict=True):
-        kept = flat[which]
-        assert kept == draws[: len(kept)]
+    best = [tokens[: len(theirs) + 1] for theirs, tokens in requests]
+    logits = torch.nn.functional.one_hot(torch.tensor(list(chain.from_iterable(best))), 3).float()
+    num_drafts = np.array([len(theirs) for theirs in drafts], np.int32)
+    given_drafts = StepDrafts(np.array(list(chain.from_iterable(drafts)), np.int32), num_drafts)
+    sampled = sample_with_drafts(logits, NOTHING_NEEDED, given_drafts)
+    assert len(sampled.token_ids) == len(sampled.largest) == len(logits)
+    for theirs, tokens, which in zip(drafts, best, kept_slices(sampled.token_ids, num_drafts + 1), strict=True):
+        kept = sampled.token_ids[which]
+        assert kept == tokens[: len(kept)]
         assert kept[:-1] == theirs[: len(kept) - 1]
-        assert len(kept) == len(draws) or kept[-1] != theirs[len(kept) - 1], "nothing is dropped that was drawn"
-
-
-def test_a_certain_draft_is_accepted_as_often_as_it_is_likely_and_the_outcome_keeps_its_distribution():
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    draws = torch.multinomial(probabilities, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    for draft in range(4):
-        accepted = sum(num_accepted([draft], [token]) for token in draws.tolist()) / len(draws)
-        assert accepted == pytest.approx(probabilities[draft].item(), abs=0.01)
+        assert len(kept) == len(tokens) or kept[-1] != theirs[len(kept) - 1], "nothing is dropped that is most likely"
 
 
 def run(prompts, params, **changes):
@@ -250,13 +256,13 @@ def test_the_ledger_counts_weights_and_cache_of_the_draft_model():
     caches = [*runner.attention.kv_caches, *runner.drafter.attention.kv_caches]
     allocated = sum(tensor.nbytes for cache in caches for tensor in cache)
     assert allocated == ledger.num_blocks * ledger.block_size * ledger.bytes_per_token == ledger.kv_bytes
-    [weights] = [row.bytes for row in ledger.rows if row.name == "draft model's weights"]
+    [weights] = [row.bytes for row in ledger.rows if row.name == "draft model"]
     assert weights == weight_bytes(runner.drafter.model)
     assert sum(row.bytes for row in ledger.rows) == ledger.device.memory_bytes
     config, drafter = (ModelConfig.from_pretrained(path) for path in (EMBEDDED_MODEL, EMBEDDED_DRAFT))
     planned = memory_ledger(config, "H100 80GB", tp=2, kv_dtype="int8", weight_dtype="float32", drafter=drafter)
     assert planned.bytes_per_token == ledger.bytes_per_token - kv_bytes_per_token(config, "int8", tp=2)
-    [counted] = [row.bytes for row in planned.rows if row.name == "draft model's weights"]
+    [counted] = [row.bytes for row in planned.rows if row.name == "draft model"]
     assert 4 * num_parameters(drafter) < counted < 1.2 * 4 * num_parameters(drafter), "and the rotary table"
 
 
@@ -312,6 +318,160 @@ def plain_tokens():
     return [output.outputs[0].token_ids for output in outputs]
 
 
+PROBABILISTIC = {**DRAFT_MODEL, "draft_sample_method": "probabilistic"}
+
+
+def test_a_seeded_request_draws_the_same_drafts_and_tokens_in_any_company():
+    prompt = RECORDED["requests"][0]["prompt_token_ids"]
+    params = [SamplingParams(temperature=0.8, seed=seed, max_tokens=40, logprobs=1, ignore_eos=True) for seed in (1, 2)]
+    company = [SamplingParams(temperature=0.0, max_tokens=25), SamplingParams(temperature=1.0, top_k=5, max_tokens=30)]
+    plain = LLM(EMBEDDED_MODEL, **SETTINGS)
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=PROBABILISTIC)
+    alone = [llm.generate([prompt], one)[0].outputs[0] for one in params]
+    accepted = llm.llm_engine.stats.spec_decoding_stats.num_accepted_tokens
+    greedy, *others = llm.generate(
+        [prompt[:50], prompt, prompt[:90], prompt], [company[0], params[0], company[1], params[1]]
+    )
+    assert [one.outputs[0].token_ids for one in (others[0], others[2])] == [one.token_ids for one in alone]
+    [expected] = plain.generate([prompt[:50]], company[0])
+    assert greedy.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert accepted > 15
+    for one in alone:
+        again = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        [told] = plain.generate([prompt + one.token_ids], again)
+        for token_id, ours, theirs in zip(
+            one.token_ids, one.logprobs, told.prompt_logprobs[len(prompt) :], strict=True
+        ):
+            assert ours[token_id].logprob == pytest.approx(theirs[token_id].logprob, abs=1e-3)
+
+
+def small_model(folder, layers):
+    """A random model of eight tokens, and the function from token ids to the probabilities of the next one."""
+    config = json.loads((EMBEDDED_DRAFT / "config.json").read_text())
+    config |= {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": 1, "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = random_model(ModelConfig.from_pretrained(folder), dtype="float32")
+
+    def probabilities(prefixes):
+        lengths = [len(prefix) for prefix in prefixes]
+        ids = torch.tensor(list(chain.from_iterable(prefixes)))
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        ends = torch.tensor(lengths).cumsum(0) - 1
+        with torch.inference_mode():
+            hidden = model(ids, positions, CausalAttention(model.config, lengths))[ends]
+            return (SHARPNESS * model.compute_logits(hidden)).softmax(-1)
+
+    return folder, probabilities
+
+
+SHARPNESS = 10.0
+"""One divided by the temperature: a random model's logits lie close together."""
+
+
+def test_drawn_drafts_leave_the_distribution_as_it_is_and_are_accepted_as_often_as_p_and_q_overlap(tmp_path):
+    (target, p), (drafter, q) = small_model(tmp_path / "target", 2), small_model(tmp_path / "drafter", 1)
+    config = {"model": str(drafter), "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
+    llm = LLM(
+        target, device="cpu", dtype="float32", load_format="dummy", skip_tokenizer_init=True, max_model_len=8,
+        max_num_seqs=1000, max_num_batched_tokens=8000, num_gpu_blocks_override=2000, block_size=8,
+        speculative_config=config,
+    )  # fmt: skip
+    count, prompt = 3000, [3, 1]
+    params = [
+        SamplingParams(temperature=1 / SHARPNESS, seed=seed, max_tokens=3, ignore_eos=True) for seed in range(count)
+    ]
+    outputs = llm.generate([prompt] * count, params, use_tqdm=False)
+    found = torch.zeros(8, 8, 8)
+    for output in outputs:
+        found[tuple(output.outputs[0].token_ids)] += 1
+    first = p([prompt])[0]  # [8]
+    second, drafts = (of([[*prompt, a] for a in range(8)]) for of in (p, q))  # [8, 8]
+    third = p([[*prompt, a, b] for a in range(8) for b in range(8)]).view(8, 8, 8)
+    expected = count * first[:, None, None] * second[:, :, None] * third
+    often = expected > 5  # the others are one cell
+    found, expected = (torch.cat((table[often], table[~often].sum().view(1))) for table in (found, expected))
+    chi_square, degrees = ((found - expected) ** 2 / expected).sum().item(), len(found) - 1
+    assert degrees > 100
+    assert chi_square < degrees + 3.1 * (2 * degrees) ** 0.5, "p > 0.001"
+    overlap = (first * torch.minimum(second, drafts).sum(-1)).sum().item()
+    num_accepted = 2 * count - llm.llm_engine.stats.spec_decoding_stats.num_drafts  # else there is a second draft
+    sigma = (overlap * (1 - overlap) / count) ** 0.5
+    assert overlap < 0.9
+    assert num_accepted / count == pytest.approx(overlap, abs=3 * sigma)
+
+
+def test_synthetic_acceptance_is_as_given_and_the_same_in_any_company():
+    """Whatever the model says of the drafts: here they come from an n-gram lookup in noise."""
+    prompts = [[number + 7, *[3, 4, 5, 6] * 6] for number in range(12)]
+    params = [
+        SamplingParams(temperature=number % 2, seed=number, max_tokens=120, ignore_eos=True, logprobs=0)
+        for number in range(12)
+    ]
+    config = {**SYNTHETIC, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    config["synthetic_acceptance_rates"] = rates = [0.8, 0.4, 0.1]
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=config)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.llm_engine.stats.spec_decoding_stats
+    for count, rate in zip(stats.num_accepted_tokens_per_pos, rates, strict=True):
+        sigma = (rate * (1 - rate) * stats.num_drafts) ** 0.5
+        assert abs(count - rate * stats.num_drafts) < 3.5 * sigma
+    assert stats.num_drafts > 400
+    for output in outputs:
+        [one] = output.outputs
+        assert [list(entry) for entry in one.logprobs] == [[token_id] for token_id in one.token_ids]
+    [alone] = llm.generate([prompts[5]], params[5], use_tqdm=False)
+    assert alone.outputs[0].token_ids == outputs[5].outputs[0].token_ids
+
+
+def test_a_mean_acceptance_length_makes_the_first_drafts_certain():
+    def rates(**given):
+        return SpeculativeConfig.of({**SYNTHETIC, "num_speculative_tokens": 4, **given}).conditional_acceptance_rates
+
+    assert rates(synthetic_acceptance_length=3.25) == pytest.approx((1.0, 1.0, 0.25, 0.0))
+    assert rates(synthetic_acceptance_length=1) == (0.0,) * 4
+    assert rates(synthetic_acceptance_rates=[0.8, 0.4, 0.4, 0.0]) == pytest.approx((0.8, 0.5, 1.0, 0.0))
+    assert SpeculativeConfig(num_speculative_tokens=4).conditional_acceptance_rates is None
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize(
+    "method", [{"method": "suffix"}, {"model": str(EMBEDDED_DRAFT)}], ids=["suffix", "draft_model"]
+)
+def test_fewer_drafts_or_none_at_times_change_no_token_of_a_greedy_request(plain_tokens, monkeypatch, method, ahead):
+    """By a schedule of batch sizes, and by the rule, which is made to stop drafting for three steps of seven."""
+    asked = []
+
+    def wants_drafts(rule, num_requests):
+        asked.append(num_requests)
+        return len(asked) % 7 < 4
+
+    monkeypatch.setattr(DraftIfFaster, "wants_drafts", wants_drafts)
+    config = {
+        **method,
+        "num_speculative_tokens": 4,
+        "draft_only_if_faster": True,
+        "num_speculative_tokens_per_batch_size": [(1, 1, 4), (2, 3, 2), (4, 8, 1)],
+    }
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, async_scheduling=ahead, speculative_config=config)
+    lengths = [48, 39, 30, 21, 12]
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = llm.generate(ONE_AFTER_ANOTHER, params, use_tqdm=False)
+    for output, expected, length in zip(outputs, plain_tokens, lengths, strict=True):
+        assert output.outputs[0].token_ids == expected[:length]
+    stats, rule = llm.llm_engine.stats.spec_decoding_stats, core_of(llm).scheduler.draft_if_faster
+    assert stats.num_accepted_tokens > 10
+    assert stats.num_draft_tokens < 3 * stats.num_drafts, "most are shorter than the four allowed"
+    assert set(asked) >= {2, 3, 4, 5}
+    assert all(cost.seconds > 0 for cost in rule._sizes(2).costs), "steps are timed in both modes"
+
+
+def test_nothing_is_timed_without_the_rule(monkeypatch):
+    monkeypatch.setattr(EngineCore, "_tell_time", None)
+    run([REPETITIVE], SamplingParams(max_tokens=4), speculative_config={"method": "suffix"})
+
+
 def streamed(llm, params):
     """The pieces of a DELTA stream put together: tokens, text, log probabilities; and the last sum of these."""
     llm.llm_engine.add_request("streamed", REPETITIVE, replace(params, output_kind=RequestOutputKind.DELTA))
@@ -361,6 +521,18 @@ def test_nothing_stays_of_the_drafts_behind_a_stop_string():
             {"method": "suffix", "num_speculative_tokens": 2, "suffix_decoding_max_tree_depth": 0},
             "suffix_decoding_max_tree_depth is 0",
         ),
+        ({"num_speculative_tokens": 2, "rejection_sample_method": "block"}, "known are standard, synthetic"),
+        (SYNTHETIC, "takes either"),
+        ({"num_speculative_tokens": 2, "synthetic_acceptance_length": 2.0}, "takes neither"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 3.5}, "from 1 to 3"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5]}, "2 numbers"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6]}, "from 1 down to 0"),
+        ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": []}, "must be a list"),
+        ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(1, 2)]}, "an entry"),
+        ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(2, 3, 1)]}, "begin with 1"),
+        ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(1, 3, 2), (3, 4, 1)]}, "overlap"),
+        ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(2, 1, 2)]}, "smaller size first"),
+        ({"num_speculative_tokens": 2, "draft_only_if_faster": 1}, "draft_only_if_faster"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "from 0 on"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": -0.5}, "from 0 on"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "from 0 to 1"),

@@ -1,26 +1,306 @@
-"""Verifying drafts: what is kept is what the model would have said, in distribution or token for token."""
+"""Verifying drafts: the kernels, their twin and torch against the rule by the book in float64.
+
+Whether that rule keeps the model's distribution is for `tests/engine/test_rejection_sample.py`.
+"""
+
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 import torch
+from kernels.harness import assert_compiles, assert_twin, start_locations
 
+from minivllm.errors import MinivllmError
+from minivllm.kernels import noise
+from minivllm.kernels import rejection_sample as module
+from minivllm.kernels.cpu.rejection_calls import torch_rejection
 from minivllm.kernels.rejection_sample import rejection_sample
-from minivllm.worker.sample.gumbel import row_keys
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.platforms.triton_utils import tl, triton
+from minivllm.worker.sample.gumbel import draft_keys, gumbel_max, row_keys
+
+CHUNK = 64
+"""Tokens per program in most tests, so that a few hundred are several chunks."""
+VOCABULARIES = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
+RAGGED = (3, 0, 2, 1, 4, 1, 3, 2)
 
 
-def row_counts(num_drafts):
-    return torch.tensor(num_drafts, dtype=torch.int32)
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", CHUNK)
 
 
-def keys_of(seeds, positions, keys=row_keys):
-    """int32 [n, 2]."""
-    return torch.from_numpy(keys(np.asarray(seeds, np.uint64), np.asarray(positions)).view(np.int32))
+@dataclass
+class Step:
+    """The arguments of `rejection_sample`."""
+
+    target_logits: torch.Tensor
+    draft_token_ids: torch.Tensor
+    num_drafts: torch.Tensor
+    draft_logits: torch.Tensor | None
+    is_greedy: torch.Tensor
+    keys: torch.Tensor
+
+    def to(self, device):
+        return Step(*(one if one is None else one.to(device) for one in vars(self).values()))
+
+    def sample(self, backend=None):
+        return rejection_sample(*vars(self).values(), backend=backend)
 
 
-def test_greedy_requests_keep_drafts_up_to_the_first_that_is_not_the_likeliest():
+def key_tensor(keys: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(keys.view(np.int32))
+
+
+def random_step(vocab, drawn, num_drafts=RAGGED, seed=0):
+    """Greedy and random requests. Drafts are good: q is close to p, or they are the likeliest; some are -1.
+
+    Some rows exclude half of the tokens, one all but one.
+    """
+    generator = torch.Generator().manual_seed(seed + vocab)
+    counts = torch.tensor(num_drafts, dtype=torch.int32)
+    drafts, requests = int(counts.sum()), len(counts)
+    rows = drafts + requests
+    target = torch.randn(rows, vocab, generator=generator) * 2
+    target[::3, 1:].masked_fill_(torch.rand((len(target[::3]), vocab - 1), generator=generator) < 0.5, -torch.inf)
+    target[1] = -torch.inf
+    target[1, vocab // 2] = 0.5
+    seeds = np.arange(rows) + seed
+    keys = key_tensor(row_keys(seeds, np.arange(rows)))
+    is_draft = torch.cat([torch.arange(count + 1) < count for count in num_drafts])
+    logits = target[is_draft].clamp(min=-9.0) + torch.randn(drafts, vocab, generator=generator)
+    ids = gumbel_max(logits, draft_keys(seeds[:drafts], np.arange(drafts))) if drawn else target[is_draft].argmax(-1)
+    ids[5::9] = -1
+    greedy = torch.arange(requests) % 4 == 1
+    return Step(target, ids.int(), counts, logits if drawn else None, greedy, keys)
+
+
+def by_the_book(step):
+    """Request by request, draft by draft, in float64."""
+    vocab, width = step.target_logits.shape[1], int(step.num_drafts.max()) + 1
+    times = noise.waiting_times(step.keys, vocab).double()
+    numbers = noise.decision_numbers(step.keys).double()
+    out, row = torch.full((len(step.num_drafts), width), -1), 0
+    for request, count in enumerate(step.num_drafts.tolist()):
+        for place in range(count + 1):
+            at, p = row + place, step.target_logits[row + place].double().softmax(-1)
+            draft = int(step.draft_token_ids[at - request]) if place < count else -1
+            if step.is_greedy[request]:
+                token = int(p.argmax())
+            elif step.draft_logits is not None and draft >= 0:
+                q = step.draft_logits[at - request].double().softmax(-1)
+                accepted = numbers[at] < p[draft] / q[draft]
+                token = draft if accepted else int(((p - q).clamp(min=0) / times[at]).argmax())
+            else:
+                token = int((p / times[at]).argmax())
+            out[request, place] = token
+            if token != draft:
+                break
+        row += count + 1
+    return out
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["point masses", "drawn"])
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_kernels_twin_and_torch_follow_the_rule(device, vocab, drawn):
+    step = random_step(vocab, drawn)
+    expected = by_the_book(step)
+    kernels = step.to(device).sample("triton")
+    assert_twin(kernels, expected)
+    assert_twin(kernels, step.sample("cpu"))
+    assert_twin(kernels, torch_rejection(*vars(step).values()))
+    lengths = (expected >= 0).sum(-1)
+    assert (lengths > 1).any(), "nothing was accepted"
+    assert (lengths <= step.num_drafts).any(), "nothing was rejected"
+
+
+def test_chunks_of_the_size_in_use(device, monkeypatch):
+    monkeypatch.undo()
+    step = random_step(module.CHUNK + 5, True, num_drafts=(2, 1, 2))
+    assert_twin(step.to(device).sample("triton"), by_the_book(step))
+
+
+EVERY_FORM = ["torch", "cpu", pytest.param("triton", marks=pytest.mark.interpreted)]
+
+
+@pytest.fixture(params=EVERY_FORM)
+def form(request):
+    """`sample(step)` by torch, the compiled loops, or the kernels."""
+    if request.param == "torch":
+        return lambda step: torch_rejection(*vars(step).values())
+    return lambda step: step.sample(request.param)
+
+
+def test_no_drafts_and_no_requests(form):
+    for drawn in (False, True):
+        step = random_step(12, drawn, num_drafts=(0, 0, 0))
+        assert form(step).tolist() == by_the_book(step).tolist()
+        empty = Step(*(one if one is None else one[:0] for one in vars(step).values()))
+        assert form(empty).shape == (0, 1)
+
+
+def test_a_draft_that_was_not_drawn_costs_no_exactness(form):
+    """-1, and a draft that its logits exclude: the token is the one drawn without drafts."""
+    step = random_step(12, True, num_drafts=(1,) * 12)
+    step.is_greedy[:] = False
+    step.draft_token_ids[:6] = -1
+    for draft in range(6, 12):
+        step.draft_logits[draft, step.draft_token_ids[draft]] = -torch.inf
+    plain = gumbel_max(step.target_logits, step.keys.numpy().view(np.uint32))
+    assert form(step)[:, 0].tolist() == plain[::2].tolist()
+
+
+def test_broken_logits_are_nobody_elses(form):
+    """NaN and infinities, in the target's rows or the draft's: a token of the vocabulary, and all others as before."""
+    step = random_step(70, True)
+    step.target_logits[1] = step.target_logits[4]
+    before = form(step)
+    firsts = start_locations([count + 1 for count in RAGGED]).tolist()
+    for value in (torch.nan, torch.inf, -torch.inf):
+        target, theirs = step.target_logits.clone(), step.draft_logits.clone()
+        target[firsts[0]] = target[firsts[1]] = target[firsts[2], 5] = value
+        theirs[firsts[4] - 4], theirs[firsts[6] - 6, 3] = value, value
+        after = form(replace(step, target_logits=target, draft_logits=theirs))
+        for request in range(len(RAGGED)):
+            kept = after[request][: int((after[request] >= 0).sum())]
+            assert len(kept) >= 1
+            assert ((kept >= 0) & (kept < 70)).all()
+            if request not in (0, 1, 2, 4, 6):
+                assert torch.equal(after[request], before[request])
+
+
+def test_p_equal_to_q_accepts_everything(form):
+    step = random_step(70, True)
+    is_draft = torch.cat([torch.arange(count + 1) < count for count in RAGGED])
+    step.is_greedy[:] = False
+    theirs = step.target_logits[is_draft]
+    ids = gumbel_max(theirs, draft_keys(np.arange(len(theirs)), np.arange(len(theirs)))).int()
+    kept = form(replace(step, draft_logits=theirs, draft_token_ids=ids))
+    assert (kept >= 0).sum(-1).tolist() == [count + 1 for count in RAGGED]
+
+
+def test_greedy_requests_keep_drafts_up_to_the_first_that_is_not_the_likeliest(form):
     likeliest = torch.tensor([4, 2, 7, 1, 0, 3, 3, 5, 6])
     logits = torch.nn.functional.one_hot(likeliest, 9).float()
-    drafts = torch.tensor([4, 2, 1, 9, 3], dtype=torch.int32)  # of 2, 0, 1 and 2
-    kept = rejection_sample(
-        logits, drafts, row_counts([2, 0, 1, 2]), None, torch.ones(4, dtype=torch.bool), keys_of([0] * 9, range(9))
-    )
-    assert kept.tolist() == [[4, 2, 7], [1, -1, -1], [0, -1, -1], [3, -1, -1]]
+    drafts = torch.tensor([4, 2, 1, 8, 3], dtype=torch.int32)
+    counts = torch.tensor([2, 0, 1, 2], dtype=torch.int32)
+    keys = key_tensor(row_keys(np.zeros(9), np.arange(9)))
+    step = Step(logits, drafts, counts, None, torch.ones(4, dtype=torch.bool), keys)
+    assert form(step).tolist() == [[4, 2, 7], [1, -1, -1], [0, -1, -1], [3, -1, -1]]
+    tied = replace(step, target_logits=torch.zeros(9, 70), draft_token_ids=torch.zeros_like(drafts))
+    assert form(tied).tolist() == [[0, 0, 0], [0, -1, -1], [0, 0, -1], [0, 0, 0]]
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def noise_kernel(bits, numbers, times, decisions, keys, VOCAB: tl.constexpr):
+    """Grid (rows,)."""
+    row, token = tl.program_id(0), tl.arange(0, VOCAB)
+    first, second = tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1)
+    at = row * VOCAB + token
+    tl.store(bits + at, noise.hashed_bits(token, first, second).to(tl.int32, bitcast=True))
+    tl.store(numbers + at, noise.uniform_number(token, first, second))
+    tl.store(times + at, noise.waiting_time(token, first, second))
+    tl.store(decisions + row, noise.decision_number(first, second))
+
+
+def test_the_noise_is_the_same_bit_for_bit(device):
+    rows, vocab = 64, 4096
+    keys = key_tensor(row_keys(np.arange(rows) ** 7, np.arange(rows)))
+    bits = torch.empty(rows, vocab, dtype=torch.int32, device=device)
+    numbers, times, decisions = (torch.empty(shape, device=device) for shape in ((rows, vocab), (rows, vocab), rows))
+    noise_kernel[(rows,)](bits, numbers, times, decisions, keys.to(device), VOCAB=vocab)
+    hashed = noise.hashed(keys, torch.arange(vocab, dtype=torch.int32))
+    exact = (hashed.double() % 2**32).float()
+    assert_twin(bits, hashed)
+    assert_twin(numbers, (exact + 0.5) * 2.0**-32, scale=0)
+    assert_twin(noise.uniform_numbers(hashed), numbers.cpu(), scale=0)
+    assert_twin(decisions, noise.decision_numbers(keys), scale=0)
+    book = -torch.log1p(-numbers.cpu().double())
+    for found in (times.cpu(), noise.waiting_times(keys, vocab)):
+        assert (found.double() / book - 1).abs().max() < 5e-7, "small waiting times win: they need all their digits"
+
+
+def test_the_twins_noise_is_the_same_bit_for_bit():
+    loops = pytest.importorskip("minivllm.kernels.cpu.gumbel_loops", reason="a GPU's image has no numba")
+    keys = row_keys(np.arange(4) ** 7, np.arange(4))
+    hashed = noise.hashed(key_tensor(keys), torch.arange(500, dtype=torch.int32))
+    numbers = noise.uniform_numbers(hashed).numpy()
+    for row, token in np.ndindex(4, 500):
+        bits = loops.mixed(np.uint32(token), *keys[row])
+        assert bits == np.uint32(hashed[row, token].item() % 2**32)
+        assert loops.uniform(bits) * np.float32(2.0**-32) == numbers[row, token]
+
+
+# ---- compiled, traced, refused ---------------------------------------------------------------------------------------
+
+VOCAB, WIDTH = 128256, 6
+POINTERS = {
+    "target_logits": "*fp32", "draft_logits": "*fp32", "draft_token_ids": "*i32", "starts": "*i32", "is_greedy": "*i1",
+    "keys": "*i32", "scores": "*fp32", "tokens": "*i32", "largest": "*fp32", "sums": "*fp32", "out": "*i64",
+    "rejected": "*i32", "normalizers": "*fp32",
+}  # fmt: skip
+SIZES = {"num_rows": 320, "target_stride": VOCAB, "draft_stride": VOCAB, "width": WIDTH, "PADDED_WIDTH": 8, 
+         "VOCAB": VOCAB, "CHUNK": 4096, "CHUNKS": 32, "PADDED_CHUNKS": 32, "HAS_Q": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "num_warps", "load_bytes"),
+    [
+        (module.reduce_rows_kernel, 8, 16),
+        (module.walk_drafts_kernel, 1, None),
+        (module.recover_kernel, 8, 16),
+        (module.replace_kernel, 1, None),
+    ],
+)
+def test_compiled_for_every_target(kernel, num_warps, load_bytes):
+    arguments = {name: (POINTERS | SIZES)[name] for name in kernel.arg_names}
+    assert_compiles(kernel, arguments, {"num_warps": num_warps}, load_bytes=load_bytes)
+
+
+@pytest.mark.interpreted
+def test_logits_are_read_once_and_no_program_meets_another(monkeypatch):
+    """Of each launch: no race, nothing outside; all logits once, then the rows of those that were rejected."""
+    traces = {}
+
+    class Traced:
+        def __init__(self, name):
+            self.kernel = getattr(module, name)
+
+        def __getitem__(self, grid):
+            def launch(*args, num_warps=4, **constants):
+                traces[self.kernel.fn.__name__] = trace_kernel(self.kernel, grid, *args, **constants)
+
+            return launch
+
+    for name in ("reduce_rows_kernel", "walk_drafts_kernel", "recover_kernel", "replace_kernel"):
+        monkeypatch.setattr(module, name, Traced(name))
+    vocab = 2 * CHUNK + 3
+    step = random_step(vocab, True)
+    assert_twin(step.sample("triton"), by_the_book(step))
+    for name, trace in traces.items():
+        assert not trace.races, f"{name}: {trace.races}"
+        assert not trace.out_of_bounds, f"{name}: {trace.out_of_bounds}"
+    greedy_drafts = int((step.num_drafts * step.is_greedy).sum())
+    drawn = (step.draft_token_ids >= 0).sum()
+    rows, drafts = len(step.target_logits), len(step.draft_token_ids)
+    reduced = traces["reduce_rows_kernel"].arguments
+    assert reduced["target_logits"].bytes_read == rows * vocab * 4
+    assert reduced["draft_logits"].bytes_read == reduced["draft_logits"].bytes_read_once <= drawn * vocab * 4
+    assert reduced["draft_logits"].bytes_read >= (drafts - greedy_drafts - (step.draft_token_ids < 0).sum()) * vocab * 4
+    recovered = traces["recover_kernel"].arguments
+    kept = (step.sample("cpu") >= 0).sum(-1)
+    at_most = int(((kept <= step.num_drafts) & ~step.is_greedy).sum()) * vocab * 4
+    assert 0 < recovered["target_logits"].bytes_read == recovered["draft_logits"].bytes_read <= at_most
+
+
+def test_input_that_cannot_work_is_refused():
+    step = random_step(12, True)
+    with pytest.raises(MinivllmError, match=r"16 drafts of 8 requests need 24 rows: .*23 rows of logits"):
+        replace(step, target_logits=step.target_logits[1:]).sample()
+    with pytest.raises(MinivllmError, match=r"draft_logits .*\[16, 12\]"):
+        replace(step, draft_logits=step.draft_logits[:, 1:]).sample()
+    with pytest.raises(MinivllmError, match=r"backend.*gpu"):
+        step.sample("gpu")

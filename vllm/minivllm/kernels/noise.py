@@ -17,10 +17,17 @@ DECISION = -1
 
 def waiting_times(keys: torch.Tensor, vocab: int) -> torch.Tensor:
     """-log(1 - v) of every token, float32 [rows, vocab]; the noise is minus its logarithm. `keys` is int32 [rows, 2]."""
-    x = hashed(keys, torch.arange(vocab, dtype=torch.int32, device=keys.device))
-    # Both halves are exact in float32, so their sum is rounded once, as it is where an unsigned number is converted.
-    v = ((x >> 16) & 0xFFFF).float().mul_(65536.0).add_((x & 0xFFFF).float())
-    return v.add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
+    bits = hashed(keys, torch.arange(vocab, dtype=torch.int32, device=keys.device))
+    return uniform_numbers(bits).neg_().log1p_().neg_()
+
+
+def uniform_numbers(bits: torch.Tensor) -> torch.Tensor:
+    """v, from 0 to 1, float32, of int32 `bits`.
+
+    Both halves are exact in float32, so their sum is rounded once, as it is where an unsigned integer is converted.
+    """
+    v = ((bits >> 16) & 0xFFFF).float().mul_(65536.0).add_((bits & 0xFFFF).float())
+    return v.add_(0.5).mul_(2.0**-32)
 
 
 def decision_numbers(keys: torch.Tensor) -> torch.Tensor:

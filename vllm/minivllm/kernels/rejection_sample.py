@@ -93,7 +93,7 @@ def log_sum(largest, sums, row, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexp
     top = tl.max(tops, 0)
     base = tl.where(top > float("-inf"), top, 0.0)
     total = tl.sum(parts * tl.exp(tops - base), 0)
-    return tl.where(total > 0.0, base + tl.log(total), float("inf"))
+    return tl.where(total > 0.0, base + tl.log(tl.where(total > 0.0, total, 1.0)), float("inf"))
 
 
 @triton.jit

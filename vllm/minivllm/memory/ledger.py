@@ -107,7 +107,7 @@ def memory_ledger(
     non_torch: int | None = None,
     cuda_graphs: int | None = None,
     drafter: Model | None = None,
-    drafter_weights: int | None = None,
+    drafter_bytes: int | None = None,
     check: bool = True,
 ) -> MemoryLedger:
     """Divide up the memory of one GPU as vLLM does at start-up: whatever the budget has left becomes KV cache.
@@ -125,7 +125,7 @@ def memory_ledger(
             not, the weights (with the RoPE table) are counted and the others are estimated.
         drafter: a model that drafts tokens for this one, if any. All of it lies on this GPU, whatever `tp` is, and so
             does its cache, which has the same blocks.
-        drafter_weights: its bytes, if known.
+        drafter_bytes: its bytes without the cache, if known.
         check: raise if a request of `max_model_len` does not fit; if False, return the ledger anyway.
 
     Raises:
@@ -138,7 +138,7 @@ def memory_ledger(
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise MinivllmError(f"gpu_memory_utilization is a share above 0 and up to 1, not {gpu_memory_utilization!r}")
     given = {"weights": weights, "activation_peak": activation_peak, "non_torch": non_torch, "cuda_graphs": cuda_graphs}
-    given["drafter_weights"] = drafter_weights
+    given["drafter_bytes"] = drafter_bytes
     for name, value in given.items():
         if value is not None and not (is_number(value) and value >= 0):
             raise MinivllmError(f"{name} is {value!r}; it must be a number of bytes, or None")
@@ -154,7 +154,7 @@ def memory_ledger(
     loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else int(weights)
     before_cache = (
         LedgerRow("weights and rotary table", loaded),
-        *_drafter_rows(drafting, weight_dtype, drafter_weights),
+        *_drafter_rows(drafting, weight_dtype, drafter_bytes),
         _row(
             "activations", activation_peak, estimated_activation_peak(config, max_num_batched_tokens, max_num_seqs, tp)
         ),
@@ -198,7 +198,7 @@ def _loaded_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
 def _drafter_rows(drafter: ModelConfig | None, dtype: str, given: int | None) -> tuple[LedgerRow, ...]:
     if drafter is None:
         return ()
-    return (LedgerRow("draft model's weights", _loaded_bytes(drafter, dtype, 1) if given is None else int(given)),)
+    return (LedgerRow("draft model", _loaded_bytes(drafter, dtype, 1) if given is None else int(given)),)
 
 
 def _row(name: str, given: int | None, estimate: int) -> LedgerRow:

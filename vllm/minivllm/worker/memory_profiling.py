@@ -24,7 +24,7 @@ class MemoryUse:
 
     `cuda_graphs` tells whether graphs will be captured; their size is not yet known.
 
-    `drafter` is the config of a model that drafts on this rank, None if there is none; `drafter_weights` are its bytes.
+    `drafter` is the config of a model that drafts on this rank, None if there is none; `drafter_bytes` are its bytes.
 
     `activation_peak` is what the largest step needs in addition to the weights, None if it could not be measured.
     Ranks on the same CPU get equal shares of its memory.
@@ -38,7 +38,7 @@ class MemoryUse:
     dtype: str
     cuda_graphs: bool
     drafter: ModelConfig | None = None
-    drafter_weights: int = 0
+    drafter_bytes: int = 0
 
 
 def measure_memory(
@@ -50,7 +50,7 @@ def measure_memory(
     activation_peak: int | None,
     cuda_graphs: bool,
     drafter: ModelConfig | None = None,
-    drafter_weights: int = 0,
+    drafter_bytes: int = 0,
 ) -> MemoryUse:
     """Queries the device's memory and combines it with what the rank reports."""
     if device.type == "cuda":
@@ -60,7 +60,7 @@ def measure_memory(
     if device.type == "cpu" and ranks > 1:
         name = f"{name}, one of {ranks} ranks' share"
     outside = _bytes_outside_torch(device)
-    rest = (weights, activation_peak, dtype, cuda_graphs, drafter, drafter_weights)
+    rest = (weights, activation_peak, dtype, cuda_graphs, drafter, drafter_bytes)
     return MemoryUse(name, memory, outside, *rest)
 
 
@@ -100,7 +100,7 @@ def profile_memory(
         non_torch=use.outside_torch,
         cuda_graphs=None if use.cuda_graphs else 0,
         drafter=use.drafter and _without_window(use.drafter),
-        drafter_weights=use.drafter_weights,
+        drafter_bytes=use.drafter_bytes,
     )
     most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1
     return _with_at_most(ledger, most_blocks * block_size * ledger.bytes_per_token)

@@ -31,7 +31,8 @@ from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplerOutput, Sampli
 from minivllm.worker.sample.states import SamplingStates
 from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, make_proposer
-from minivllm.worker.spec_decode.rejection_sampler import kept_slices
+from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
+from minivllm.worker.spec_decode.synthetic import sample_at_rates
 
 
 class ModelRunner:
@@ -70,6 +71,7 @@ class ModelRunner:
         self.keeps_drafts = async_scheduling
         self.make_attention = attention or partial(PagedAttention, backend=attention_backend)
         self.proposer = make_proposer(speculative_config, max_model_len) if model.group.samples else None
+        self.acceptance_rates = speculative_config.conditional_acceptance_rates if speculative_config else None
         self.drafter = None if drafter is None else self._model_proposer(speculative_config, drafter)
         self.attention: PagedAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
@@ -173,7 +175,7 @@ class ModelRunner:
             output = self.sample_tokens(inputs, hidden, grammar_output)
         if self.proposer or self.drafter:
             with record_function_or_nullcontext("minivllm::draft"):
-                self.propose_draft_token_ids(inputs)
+                self.propose_draft_token_ids(inputs, scheduler_output.num_spec_tokens_to_schedule)
         if self.keeps_drafts:
             output.num_invalid_spec_tokens = num_invalid_of(scheduler_output, inputs)
         return output
@@ -246,11 +248,27 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden).float()  # [sum of num_sampled, vocab]
         if grammar_output is not None:
             self._apply_grammars(logits, inputs, grammar_output)
-        sampled = sample(logits, self._sampling_metadata(inputs))  # one token per row of logits
+        metadata = self._sampling_metadata(inputs)
+        if inputs.drafts and self.acceptance_rates is not None:
+            sampled = sample_at_rates(logits, metadata, self._drafts_of(inputs), self.acceptance_rates)
+        elif inputs.drafts:
+            sampled = sample_with_drafts(logits, metadata, self._drafts_of(inputs))
+        else:
+            sampled = sample(logits, metadata)
         output = kept_of(inputs, sampled)  # per request, accepted drafts and one more token
         output.prompt_logprobs, output.nonfinite_req_ids = prompt_logprobs, nonfinite_req_ids(inputs, sampled.largest)
         self.batch.append_tokens(inputs.rows[inputs.sampling], list(output.sampled_token_ids.values()))
         return output
+
+    def _drafts_of(self, inputs: StepInputs) -> StepDrafts:
+        """The drafts that the step verifies, as they lie in the batch, and what they were drawn from."""
+        rows, num_drafts = inputs.rows[inputs.sampling], inputs.num_sampled - 1  # [n] each
+        row_of, places = np.repeat(rows, num_drafts), consecutive(np.zeros(len(rows), np.int64), num_drafts)
+        token_ids = self.batch.token_ids[row_of, np.repeat(self.batch.num_tokens[rows], num_drafts) + places]
+        logits = None
+        if self.drafter and self.drafter.draft_logits is not None:
+            logits = self.drafter.draft_logits[self._on_device(row_of), self._on_device(places)]
+        return StepDrafts(token_ids, num_drafts.astype(np.int32), logits)
 
     def _apply_grammars(self, logits: torch.Tensor, inputs: StepInputs, grammar_output: GrammarOutput) -> None:
         """Masks the tokens that do not fit, in the rows of the requests that have a grammar."""
@@ -261,15 +279,22 @@ class ModelRunner:
         bitmask = self._on_device(grammar_output.grammar_bitmask)
         apply_grammar_bitmask(logits, bitmask, self._on_device(rows.astype(np.int32)))
 
-    def propose_draft_token_ids(self, inputs: StepInputs) -> None:
-        """Asks the proposer to draft for the requests that sampled in this step."""
+    def propose_draft_token_ids(self, inputs: StepInputs, most: int | None = None) -> None:
+        """Asks the proposer to draft for the requests that sampled in this step, `most` tokens each if it is given.
+
+        A drafter with a model is asked even for none, since its KV cache must not fall behind.
+        """
         req_ids = [inputs.req_ids[index] for index in inputs.sampling]
         if self.drafter:
+            self.drafter.num_drafts = self.drafter.config.num_speculative_tokens if most is None else most
             drafts = self.drafter.propose(self.batch, inputs)
+        elif most == 0:
+            drafts = [[] for _ in req_ids]
         else:
             assert self.proposer is not None
             drafts = self.proposer.propose(self.batch, inputs.rows[inputs.sampling])
-        self._draft_token_ids = {req_id: theirs for req_id, theirs in zip(req_ids, drafts, strict=True) if theirs}
+        by_req_id = zip(req_ids, drafts, strict=True)
+        self._draft_token_ids = {req_id: kept for req_id, theirs in by_req_id if (kept := theirs[:most])}
 
     @property
     def kept_draft_token_ids(self) -> dict[str, list[int]]:
@@ -287,7 +312,7 @@ class ModelRunner:
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
         batch, rows = self.batch, inputs.rows[inputs.sampling]  # [n]
-        if not batch.sampling.needs_of(rows):
+        if not batch.sampling.needs_of(rows) and not self.acceptance_rates:
             return NOTHING_NEEDED
         num_tokens = consecutive(batch.num_tokens[rows], inputs.num_sampled)  # [sum of num_sampled]
         rows = np.repeat(rows, inputs.num_sampled)  # [sum of num_sampled]
@@ -323,9 +348,8 @@ class ModelRunner:
 def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
     """The sampled tokens to keep, by request: its accepted drafts and the token after the last of them."""
     req_ids = [inputs.req_ids[index] for index in inputs.sampling]  # [n]
-    drafts = [inputs.drafts.get(req_id, ()) for req_id in req_ids]
     output = ModelRunnerOutput({})
-    kept = kept_slices(sampled.token_ids, inputs.num_sampled, drafts)
+    kept = kept_slices(sampled.token_ids, inputs.num_sampled)
     for req_id, places in zip(req_ids, kept, strict=True):
         output.sampled_token_ids[req_id] = sampled.token_ids[places]
         if sampled.logprobs and sampled.logprobs[places.start] is not None:

@@ -108,7 +108,7 @@ class Worker:
             dtype=str(self.runner.dtype).removeprefix("torch."),
             weights=self.runner.weight_bytes(),
             drafter=self.runner.drafter.model_config if self.runner.drafter else None,
-            drafter_weights=self.runner.drafter.weight_bytes() if self.runner.drafter else 0,
+            drafter_bytes=self.runner.drafter.num_bytes() if self.runner.drafter else 0,
             activation_peak=self.runner.activation_peak(settings.max_num_batched_tokens, settings.max_num_seqs),
             cuda_graphs=settings.uses_cuda_graphs,
         )

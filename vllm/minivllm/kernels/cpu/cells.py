@@ -111,3 +111,21 @@ class RotationCells(NamedTuple):
     heads: int  # from here on addresses
     table: int
     positions: int  # int64
+
+
+class RejectionCells(NamedTuple):
+    """Arguments of `rejection_loops.walk_drafts`; shapes as in `rejection_sample.py`, logits contiguous."""
+
+    requests: int
+    rows: int
+    vocab: int
+    width: int  # of the output
+    out: int  # from here on addresses: int64
+    target_logits: int
+    draft_logits: int  # 0: there are none
+    draft_token_ids: int  # int64, as the next two
+    starts: int  # each request's first row, [requests + 1]
+    likeliest: int  # of each row of target_logits
+    largest_of_draft: int  # fp32, each row's largest logit
+    is_greedy: int  # uint8
+    keys: int  # uint32

@@ -62,16 +62,29 @@ def bound(best):
 
 
 @jit
-def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
-    """Draws one row's token. `numbers` [TOKENS] is scratch space for hashes as float32; `bits` views it as int32."""
-    top, unit = logits[likeliest], np.float32(UNIT / math.log(2.0))
-    token, hashed = likeliest, np.float32(mixed(np.uint32(likeliest), first, second)) + np.float32(0.5)
-    best = -math.log1p(-np.float64(hashed) * SCALE)
-    limit = bound(best)
+def uniform(hashed):
+    """2^32 times the number v of a token."""
+    return np.float32(hashed) + np.float32(0.5)
+
+
+@jit
+def waiting_time(number):
+    """E, of 2^32 times v."""
+    return -math.log1p(-np.float64(number) * SCALE)
+
+
+@jit
+def fastest_token(logits, base, others, other_base, vocab, first, second, token, best, numbers, bits):
+    """The token of the smallest E / w, where w is exp(logit - base) - exp(other - other_base), if that is positive.
+
+    `token` has the smallest known, `best`; an `other_base` of infinity leaves nothing of the others. `numbers` [TOKENS] is
+    scratch space for hashes as float32; `bits` views it as int32.
+    """
+    top, unit, limit = np.float32(base), np.float32(UNIT / math.log(2.0)), bound(best)
     for start in range(0, vocab, TOKENS):
         count = min(TOKENS, vocab - start)
         for i in range(count):
-            numbers[i] = np.float32(mixed(np.uint32(np.uint32(start) + np.uint32(i)), first, second)) + np.float32(0.5)
+            numbers[i] = uniform(mixed(np.uint32(np.uint32(start) + np.uint32(i)), first, second))
         passed = 0
         for i in range(count):
             passed += np.float32(bits[i]) - unit * (logits[start + i] - top) < limit
@@ -79,12 +92,20 @@ def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
             continue
         for i in range(count):
             if np.float32(bits[i]) - unit * (logits[start + i] - top) < limit:
-                behind = np.float64(top) - np.float64(logits[start + i])
-                time = -math.log1p(-np.float64(numbers[i]) * SCALE) * math.exp(behind)
-                if time < best:
-                    best, token = time, start + i
+                weight = math.exp(np.float64(logits[start + i]) - base)
+                weight -= math.exp(np.float64(others[start + i]) - other_base)
+                if weight > 0.0 and waiting_time(numbers[i]) < best * weight:
+                    best, token = waiting_time(numbers[i]) / weight, start + i
                     limit = bound(best)
     return token
+
+
+@jit
+def draw_row(logits, vocab, first, second, likeliest, numbers, bits):
+    """Draws one row's token; `numbers` and `bits` as above."""
+    best = waiting_time(uniform(mixed(np.uint32(likeliest), first, second)))
+    base = logits[likeliest]
+    return fastest_token(logits, base, logits, np.inf, vocab, first, second, likeliest, best, numbers, bits)
 
 
 @jit

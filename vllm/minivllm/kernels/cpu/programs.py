@@ -10,6 +10,7 @@ import functools
 import os
 import pickle
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numba.extending
@@ -65,13 +66,14 @@ def take_number(typing_context, cells):
     return types.int64(cells), generate
 
 
-def sources_changed() -> int:
-    """The last modification time of this file, `cells.py` and `lanes.py`, in ns.
+def sources_changed(*others: ModuleType) -> int:
+    """The last modification time of this file, `cells.py`, `lanes.py` and `others` with compiled functions, in ns.
 
     A function to be compiled captures it as a closure variable. This makes it part of the key in numba's cache, which
     otherwise tracks only the function's own file.
     """
-    return max(os.stat(path).st_mtime_ns for path in (__file__, cells.__file__, lanes.__file__))
+    files = (__file__, *(module.__file__ for module in (cells, lanes, *others)))
+    return max(os.stat(path).st_mtime_ns for path in files if path)
 
 
 def compile_programs(function: Callable[[int], None]) -> Any:

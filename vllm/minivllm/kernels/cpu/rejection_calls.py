@@ -1,10 +1,16 @@
-"""`rejection_sample` on a CPU."""
+"""`rejection_sample` on a CPU: compiled loops (`rejection_loops.py`) if numba is installed, else torch."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import numpy as np
 import torch
 
+from minivllm.kernels.cpu.cells import RejectionCells
 from minivllm.kernels.noise import decision_numbers, waiting_times
+from minivllm.platforms.threads import has_numba, run_programs
 
 
 def reject_cpu(
@@ -16,7 +22,44 @@ def reject_cpu(
     keys: torch.Tensor,
 ) -> torch.Tensor:
     """As `rejection_sample`, with arguments that have passed its checks."""
-    return torch_rejection(target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys)
+    reject = numba_rejection if has_numba() else torch_rejection
+    return reject(target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys)
+
+
+def numba_rejection(
+    target_logits: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    is_greedy: torch.Tensor,
+    keys: torch.Tensor,
+) -> torch.Tensor:
+    """The compiled loops: a thread walks a request's drafts, and stops at the first rejection."""
+    counts = num_drafts.numpy().astype(np.int64)
+    starts = np.append(0, (counts + 1).cumsum())
+    target, drafts = target_logits.contiguous(), draft_token_ids.long().contiguous()
+    likeliest = target.numpy().argmax(-1)  # numpy's is ten times as fast as torch's
+    theirs = target.new_empty(0, 0) if draft_logits is None else draft_logits.contiguous()
+    largest = theirs.numpy().max(-1) if theirs.numel() else np.empty(0, np.float32)
+    greedy, keys = is_greedy.to(torch.uint8).contiguous(), keys.contiguous()
+    out = torch.empty(len(counts), int(counts.max(initial=0)) + 1, dtype=torch.int64)
+    cells = RejectionCells(
+        requests=len(counts),
+        rows=len(target),
+        vocab=target.shape[1],
+        width=out.shape[1],
+        out=out.data_ptr(),
+        target_logits=target.data_ptr(),
+        draft_logits=theirs.data_ptr() if theirs.numel() else 0,
+        draft_token_ids=drafts.data_ptr(),
+        starts=starts.ctypes.data,
+        likeliest=likeliest.ctypes.data,
+        largest_of_draft=largest.ctypes.data,
+        is_greedy=greedy.data_ptr(),
+        keys=keys.data_ptr(),
+    )
+    run_programs(_programs(), cells, most_threads=len(counts))
+    return out
 
 
 def torch_rejection(
@@ -76,3 +119,11 @@ def _decide(
 
 def _below_infinity(logits: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(~(logits < torch.inf), -torch.inf)
+
+
+@functools.cache
+def _programs() -> Any:
+    """Imports numba only when needed, since that takes a second."""
+    from minivllm.kernels.cpu import rejection_loops
+
+    return rejection_loops.programs()

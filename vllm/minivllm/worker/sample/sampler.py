@@ -79,6 +79,7 @@ class SamplerOutput:
     """One token per row; `logprobs` is empty, or has None for the rows that did not request it.
 
     `largest` [rows] is the model's largest logit of each row. It is NaN if any is, so it tells which rows are usable.
+    In a step with drafts, rows behind the token that ends its request's draft have token -1 and no log probability.
     """
 
     token_ids: list[int]
@@ -92,24 +93,45 @@ def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     token_ids, largest = argmax(logits)
     if not needs:
         return SamplerOutput(token_ids.tolist(), largest)
-    wanted = [row for row, params in enumerate(metadata.params) if params.logprobs is not None]
-    raw_logprobs = logits[wanted].log_softmax(dim=-1) if wanted else None
-    if needs & Needs.BIAS:
-        apply_logit_bias(logits, metadata.params, metadata.output_token_ids)
-    if needs & Needs.PENALTIES:
-        apply_penalties(logits, metadata.params, metadata.prompt_token_ids, metadata.output_token_ids)
+    raw_logprobs = raw_logprobs_of(logits, metadata)
     if needs & (Needs.BIAS | Needs.PENALTIES):
+        apply_constraints(logits, metadata)
         token_ids, _ = argmax(logits)
     if needs & Needs.RANDOM:
-        _sample_random(token_ids, logits, metadata)
+        random_rows = np.flatnonzero(metadata.temperature > 0.0)
+        logits = tempered(logits, random_rows, metadata)
+        keys = row_keys(metadata.seeds[random_rows], metadata.num_output_tokens[random_rows])
+        token_ids[random_rows] = gumbel_max(logits, keys).cpu().numpy()
     output = SamplerOutput(token_ids.tolist(), largest)
-    if raw_logprobs is not None:
-        output.logprobs = [None] * len(output.token_ids)
-        numbers = [metadata.params[row].logprobs or 0 for row in wanted]
-        chosen = [output.token_ids[row] for row in wanted]
-        for row, entry in zip(wanted, token_logprobs(raw_logprobs, chosen, numbers), strict=True):
-            output.logprobs[row] = entry
+    add_logprobs(output, raw_logprobs, metadata)
     return output
+
+
+def raw_logprobs_of(logits: torch.Tensor, metadata: SamplingMetadata) -> dict[int, torch.Tensor]:
+    """The log probabilities [vocab] of the rows that want any, before the logits are changed."""
+    wanted = [row for row, params in enumerate(metadata.params) if params.logprobs is not None]
+    return dict(zip(wanted, logits[wanted].log_softmax(dim=-1), strict=True)) if wanted else {}
+
+
+def add_logprobs(output: SamplerOutput, raw: dict[int, torch.Tensor], metadata: SamplingMetadata) -> None:
+    """Adds those of the tokens that were chosen, and of as many others as each row wants."""
+    if not raw:
+        return
+    output.logprobs = [None] * len(output.token_ids)
+    rows = [row for row in raw if output.token_ids[row] >= 0]
+    numbers = [metadata.params[row].logprobs or 0 for row in rows]
+    chosen = [output.token_ids[row] for row in rows]
+    entries = token_logprobs(torch.stack([raw[row] for row in rows]), chosen, numbers) if rows else []
+    for row, entry in zip(rows, entries, strict=True):
+        output.logprobs[row] = entry
+
+
+def apply_constraints(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
+    """Bias, forbidden tokens and penalties, in place, for the rows that have any."""
+    if metadata.needs & Needs.BIAS:
+        apply_logit_bias(logits, metadata.params, metadata.output_token_ids)
+    if metadata.needs & Needs.PENALTIES:
+        apply_penalties(logits, metadata.params, metadata.prompt_token_ids, metadata.output_token_ids)
 
 
 def argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -122,9 +144,16 @@ def argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return best.squeeze(-1).cpu().numpy(), logits.gather(-1, best).squeeze(-1).cpu().numpy()
 
 
-def _sample_random(token_ids: np.ndarray, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-    """Draws anew for the rows of `token_ids` with a temperature above 0."""
-    random_rows = np.flatnonzero(metadata.temperature > 0.0)
+def largest_logits(logits: torch.Tensor) -> np.ndarray:
+    """The largest logit of each row [rows]; NaN if any is."""
+    return logits.numpy().max(-1) if logits.device.type == "cpu" else logits.amax(dim=-1).cpu().numpy()
+
+
+def tempered(logits: torch.Tensor, random_rows: np.ndarray, metadata: SamplingMetadata) -> torch.Tensor:
+    """The logits of these rows divided by their temperature; -inf where min-p, top-k or top-p exclude a token.
+
+    In place if these are all rows, else a copy.
+    """
     if len(random_rows) < len(logits):
         logits = logits[torch.from_numpy(random_rows).to(logits.device)]
     logits.div_(_column(metadata.temperature[random_rows], logits))
@@ -133,8 +162,7 @@ def _sample_random(token_ids: np.ndarray, logits: torch.Tensor, metadata: Sampli
     if metadata.needs & Needs.TOP_K_TOP_P:
         top_k = torch.from_numpy(metadata.top_k[random_rows]).to(logits.device)
         mask_beyond_top_k_top_p(logits, top_k, _column(metadata.top_p[random_rows], logits).squeeze(-1))
-    keys = row_keys(metadata.seeds[random_rows], metadata.num_output_tokens[random_rows])
-    token_ids[random_rows] = gumbel_max(logits, keys).cpu().numpy()
+    return logits
 
 
 def _column(values: np.ndarray, logits: torch.Tensor) -> torch.Tensor:

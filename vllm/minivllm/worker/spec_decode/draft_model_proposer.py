@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from minivllm.worker.input_batch import InputBatch, StepInputs, TokenSpans
-from minivllm.worker.sample.sampler import argmax
+from minivllm.worker.sample.gumbel import draft_keys, gumbel_max
+from minivllm.worker.sample.sampler import Needs, argmax
 from minivllm.worker.spec_decode.model_proposer import ModelProposer
 from minivllm.worker.step_buffers import PADDING_SLOT
 
@@ -29,14 +30,16 @@ class DraftModelProposer(ModelProposer):
         rows = inputs.rows[inputs.sampling]  # [n]
         if not len(rows):
             return []
+        if not self.num_drafts:
+            return [[] for _ in rows]
         drafts = [self._choose(hidden, batch, rows, 0)]
-        for index in range(1, self.config.num_speculative_tokens):
+        for index in range(1, self.num_drafts):
             spans = self._place_of_draft(batch, rows, index - 1)
             positions = torch.from_numpy(spans.positions).to(self.device)
             hidden = self.model(drafts[-1], positions, self.forward_context(spans))
             drafts.append(self._choose(hidden, batch, rows, index))
         room = np.maximum(self.max_model_len - batch.num_tokens[rows], 0)  # [n]
-        table = torch.stack(drafts, dim=1).tolist()  # [n, num_speculative_tokens]
+        table = torch.stack(drafts, dim=1).tolist()  # [n, num_drafts]
         return [theirs[:most] for theirs, most in zip(table, room.tolist(), strict=True)]
 
     def _follow(self, batch: InputBatch, inputs: StepInputs) -> torch.Tensor:
@@ -65,4 +68,13 @@ class DraftModelProposer(ModelProposer):
     def _choose(self, hidden: torch.Tensor, batch: InputBatch, rows: np.ndarray, index: int) -> torch.Tensor:
         """Chooses draft `index` of each of `rows` by its hidden states [n, hidden]; returns ids [n]."""
         logits = self.model.compute_logits(hidden).float()  # [n, vocab]
-        return torch.from_numpy(argmax(logits)[0]).to(self.device)
+        token_ids = torch.from_numpy(argmax(logits)[0]).to(self.device)
+        states = batch.sampling
+        if self.draft_logits is None or not states.needs_of(rows) & Needs.RANDOM:
+            return token_ids
+        temperature = states.temperature[rows]  # [n]
+        logits /= torch.from_numpy(np.where(temperature > 0, temperature, 1)).to(self.device).unsqueeze(-1)
+        self.draft_logits[torch.from_numpy(rows).to(self.device), index] = logits
+        places = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] + index  # [n]
+        drawn = gumbel_max(logits, draft_keys(states.seeds[rows], places))
+        return torch.where(torch.from_numpy(temperature > 0).to(self.device), drawn, token_ids)

@@ -45,6 +45,7 @@ class ModelProposer(ABC):
         make_attention: Callable[..., PagedAttention],
     ) -> None:
         self.config, self.model = config, model
+        self.num_drafts = config.num_speculative_tokens  # of the step at hand; the runner sets it
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         process_weights_after_loading(model)
@@ -52,12 +53,15 @@ class ModelProposer(ABC):
         self.block_size, self.kv_cache_dtype = block_size, kv_cache_dtype
         self.make_attention = make_attention
         self.attention: PagedAttention | None = None
+        if config.draft_sample_method == "probabilistic":
+            shape = (max_num_seqs, config.num_speculative_tokens, model.config.vocab_size)
+            self.draft_logits = torch.empty(shape, dtype=torch.float32, device=self.device)
 
     @abstractmethod
     def propose(
         self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor | None = None
     ) -> list[list[int]]:
-        """Drafts for the requests that have just sampled, `inputs.sampling`: up to `num_speculative_tokens` for each.
+        """Drafts for the requests that have just sampled, `inputs.sampling`: up to `num_drafts` for each.
 
         Called after every step, whether or not any request has sampled.
 
@@ -72,9 +76,9 @@ class ModelProposer(ABC):
         """The drafting model's."""
         return self.model.config
 
-    def weight_bytes(self) -> int:
-        """Bytes of all of the drafter's parameters and tables as stored in memory."""
-        return weight_bytes(self.model)
+    def num_bytes(self) -> int:
+        """Bytes in memory, besides the cache: all of the drafter's parameters and tables, and the logits it keeps."""
+        return weight_bytes(self.model) + (0 if self.draft_logits is None else self.draft_logits.nbytes)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the drafter's cache: as many blocks as the target's has. Called once."""

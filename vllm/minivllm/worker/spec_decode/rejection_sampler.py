@@ -1,38 +1,80 @@
-"""Exact verification of drafts: which of them are accepted, and the model's own token after them.
+"""Sampling in a step with drafts: which of them are accepted, and the model's own token after them.
 
-Drafts go through the step's forward pass like any other tokens, so there are logits after the last known token and
-after every draft, and the sampler has drawn from all of them. A draft is accepted if it equals the token drawn. At the
-first mismatch the drawn token replaces the draft and the rest is dropped; if all are accepted, the last draw is a bonus
-token.
-
-This is the rejection rule of speculative sampling (arXiv 2211.17192) for a proposer that is certain of its draft x:
-accept with probability p(x), else draw from p without x. One draw from p does both. And since a request's draws depend
-only on its seed and the position, it generates the same tokens as without drafts.
+Drafts go through the step's forward pass like any other tokens, so there are logits after a request's last known token
+and after each of its drafts. They pass through the same processors as in a step without drafts. Then
+`kernels/rejection_sample.py` takes the place of the draw, by the rule of speculative sampling (arXiv 2211.17192): what
+comes out is distributed as without drafts. For greedy requests, and where the proposer is certain of its draft, it is
+also the same token: a draw depends only on the request's seed and the position.
 
 In vLLM v0.33.0: `vllm/v1/sample/rejection_sampler.py` (`RejectionSampler`).
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
+
+from minivllm.kernels.rejection_sample import rejection_sample
+from minivllm.worker.sample.gumbel import row_keys
+from minivllm.worker.sample.sampler import (
+    Needs,
+    SamplerOutput,
+    SamplingMetadata,
+    add_logprobs,
+    apply_constraints,
+    largest_logits,
+    raw_logprobs_of,
+    tempered,
+)
 
 
-def kept_slices(drawn: Sequence[int], num_sampled: np.ndarray, drafts: Sequence[Sequence[int]]) -> list[slice]:
-    """The drawn tokens to keep: one slice of `drawn` for each request.
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """The drafts of the requests that sample in a step.
 
-    drawn [sum of num_sampled]: each request's draws, after its last known token and after each draft;
-    `num_sampled` [requests] is 1 + len(drafts[i]).
+    - `token_ids` [sum of num_drafts], int32, one request after another; `num_drafts` [requests], int32.
+    - `logits` [sum of num_drafts, vocab], float32, on the device: what random requests' drafts were drawn from; None if
+      they were not drawn.
     """
-    starts = (np.cumsum(num_sampled) - num_sampled).tolist()
-    return [
-        slice(start, start + (num_accepted(theirs, drawn[start : start + len(theirs)]) if theirs else 0) + 1)
-        for start, theirs in zip(starts, drafts, strict=True)
-    ]
+
+    token_ids: np.ndarray
+    num_drafts: np.ndarray
+    logits: torch.Tensor | None = None
 
 
-def num_accepted(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """Number of leading drafts that equal the tokens drawn at their positions."""
-    for index, (draft, token_id) in enumerate(zip(drafts, drawn, strict=True)):
-        if draft != token_id:
-            return index
-    return len(drafts)
+def sample_with_drafts(logits: torch.Tensor, metadata: SamplingMetadata, drafts: StepDrafts) -> SamplerOutput:
+    """A token for each row of logits up to the one that ends its request's draft, -1 for the rows behind it.
+
+    logits [sum of (num_drafts + 1), vocab], float32, is overwritten; `metadata` has as many rows.
+    """
+    largest, raw_logprobs = largest_logits(logits), raw_logprobs_of(logits, metadata)
+    apply_constraints(logits, metadata)
+    widths = drafts.num_drafts + 1  # [requests]
+    is_greedy, keys = np.ones(len(widths), bool), np.zeros((len(logits), 2), np.uint32)
+    if metadata.needs & Needs.RANDOM:
+        is_greedy = metadata.temperature[np.cumsum(widths) - 1] <= 0.0
+        keys = row_keys(metadata.seeds, metadata.num_output_tokens)
+        random_rows = np.flatnonzero(metadata.temperature > 0.0)
+        changed = tempered(logits, random_rows, metadata)
+        if changed is not logits:
+            logits[torch.from_numpy(random_rows).to(logits.device)] = changed
+    table = rejection_sample(
+        logits,
+        torch.from_numpy(drafts.token_ids),
+        torch.from_numpy(drafts.num_drafts),
+        drafts.logits if metadata.needs & Needs.RANDOM else None,
+        torch.from_numpy(is_greedy),
+        torch.from_numpy(keys.view(np.int32)),
+    )
+    token_ids = table.cpu().numpy()  # [requests, most drafts + 1]
+    token_ids = token_ids[np.arange(token_ids.shape[1]) < widths[:, None]]  # [sum of widths]
+    output = SamplerOutput(token_ids.tolist(), largest)
+    add_logprobs(output, raw_logprobs, metadata)
+    return output
+
+
+def kept_slices(token_ids: list[int], widths: np.ndarray) -> list[slice]:
+    """The tokens to keep of each request, whose first `widths` [requests] rows they are: those before the first -1."""
+    starts = np.cumsum(widths) - widths
+    counts = np.add.reduceat(np.array(token_ids) >= 0, starts) if len(starts) else starts
+    return [slice(start, start + count) for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]

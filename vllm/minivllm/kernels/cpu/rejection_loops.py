@@ -1,0 +1,106 @@
+"""The CPU counterpart of `rejection_sample.py`'s kernels, compiled by numba: a program walks one request's drafts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from minivllm.kernels.cpu import gumbel_loops
+from minivllm.kernels.cpu.cells import RejectionCells
+from minivllm.kernels.cpu.gumbel_loops import TOKENS, draw_row, fastest_token, mixed
+from minivllm.kernels.cpu.lanes import WIDTH, add, exp2_of_difference, load, multiply, same, subtract, sum_lanes, zero
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    layout_of,
+    sources_changed,
+    take_number,
+)
+from minivllm.kernels.noise import DECISION
+
+CELLS = layout_of(RejectionCells)
+NO_TOKEN = np.uint32(DECISION % 2**32)
+jit = njit(error_model="numpy", nogil=True)
+
+
+@jit
+def log_sum(logits, vocab, top):
+    """Logarithm of the sum of a row's exponentials; infinity if its largest logit is none, so that p is 0."""
+    if not -np.inf < top < np.inf:
+        return np.inf
+    base, unit, sums = same(top), same(np.float32(1.0 / math.log(2.0))), zero()
+    whole = vocab - vocab % WIDTH
+    for i in range(0, whole, WIDTH):
+        sums = add(sums, exp2_of_difference(multiply(subtract(load(logits, i), base), unit), zero()))
+    total = np.float64(sum_lanes(sums))
+    for i in range(whole, vocab):
+        total += math.exp(np.float64(logits[i]) - top)
+    return top + math.log(total)
+
+
+@jit
+def decide(target, theirs, vocab, draft, top, their_top, first, second, numbers, bits):
+    """A draft that was drawn: (whether it is accepted, it or the token that replaces it)."""
+    sum_p, sum_q = log_sum(target, vocab, top), log_sum(theirs, vocab, their_top)
+    log_q = np.float64(theirs[draft]) - sum_q
+    if log_q > -np.inf:
+        number = np.float64(mixed(NO_TOKEN, first, second) >> np.uint32(8)) * 2.0**-24
+        if number < math.exp(np.float64(target[draft]) - sum_p - log_q):
+            return True, draft
+    else:  # it was not drawn from these logits
+        sum_q = np.inf
+    return False, fastest_token(target, sum_p, theirs, sum_q, vocab, first, second, draft, np.inf, numbers, bits)
+
+
+@jit
+def walk_drafts(cells):
+    """Walks requests, one program each, until none are left."""
+    requests, rows, vocab, width = cells.requests, cells.rows, cells.vocab, cells.width
+    out = array_at(cells.out, (requests, width), np.int64)
+    num_drafts = rows - requests
+    target = array_at(cells.target_logits, rows * vocab, np.float32)
+    theirs = array_at(cells.draft_logits, num_drafts * vocab, np.float32)
+    drafts, likeliest = array_at(cells.draft_token_ids, num_drafts, np.int64), array_at(cells.likeliest, rows, np.int64)
+    starts, is_greedy = array_at(cells.starts, requests + 1, np.int64), array_at(cells.is_greedy, requests, np.uint8)
+    tops, keys = array_at(cells.largest_of_draft, num_drafts, np.float32), array_at(cells.keys, (rows, 2), np.uint32)
+    numbers = np.empty(TOKENS, np.float32)
+    bits = numbers.view(np.int32)
+    while True:
+        request = take_number(cells)
+        if request >= requests:
+            return
+        out[request] = -1
+        for row in range(starts[request], starts[request + 1]):
+            at, draft, token = row - request, -1, likeliest[row]
+            if row + 1 < starts[request + 1]:
+                draft = drafts[at]
+            logits, first, second = target[row * vocab : (row + 1) * vocab], keys[row, 0], keys[row, 1]
+            accepted = False
+            if is_greedy[request]:
+                accepted = token == draft
+            elif cells.draft_logits and 0 <= draft < vocab:
+                q, top = theirs[at * vocab : (at + 1) * vocab], logits[token]
+                accepted, token = decide(logits, q, vocab, draft, top, tops[at], first, second, numbers, bits)
+            else:
+                token = draw_row(logits, vocab, first, second, token, numbers, bits)
+                accepted = token == draft
+            out[request, row - starts[request]] = token
+            if not accepted:
+                break
+
+
+@functools.cache
+def programs() -> Any:
+    """Compiled `walk_drafts`; takes `RejectionCells`."""
+    changed = sources_changed(gumbel_loops)
+
+    def programs(address):
+        _ = changed
+        walk_drafts(cells_at(address, CELLS))
+
+    return compile_programs(programs)
