@@ -114,6 +114,9 @@ def mixed_params() -> list[SamplingParams]:
 def tokens_of(folder, order=None, **changes) -> list[list[list[int]]]:
     """Tokens of every completion of every request, in the order of PROMPTS, however they were sent."""
     order = order or range(len(PROMPTS))
+    if drafter := changes.pop("drafter", None):
+        model = {"itself": folder, "another": folder.with_name("mistral0")}[drafter]
+        changes["speculative_config"] = {"model": str(model), "num_speculative_tokens": 3}
     llm = LLM(folder, **SETTINGS, skip_tokenizer_init=True, **{"max_num_seqs": 6, **changes})
     request_params = mixed_params()
     outputs = llm.generate([PROMPTS[index] for index in order], [request_params[index] for index in order])
@@ -186,6 +189,15 @@ def test_the_same_tokens_when_a_tight_pool_preempts(checkpoints, expected, block
         {"speculative_config": NGRAM, "max_model_len": 80, "num_gpu_blocks_override": 12, "block_size": 8},
         {
             "speculative_config": NGRAM,
+            "max_model_len": 80,
+            "num_gpu_blocks_override": 12,
+            "block_size": 8,
+            "multiprocess": True,
+        },
+        {"drafter": "itself", "max_num_batched_tokens": 11, "block_size": 4},
+        {"drafter": "another", "max_model_len": 80, "num_gpu_blocks_override": 12, "block_size": 8},
+        {
+            "drafter": "itself",
             "max_model_len": 80,
             "num_gpu_blocks_override": 12,
             "block_size": 8,

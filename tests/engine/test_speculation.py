@@ -15,7 +15,9 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
 from minivllm.config.speculative import METHODS, MODEL_METHODS
 from minivllm.core.drafting import DraftIfFaster
+from minivllm.core.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
 from minivllm.engine.core import EngineCore
+from minivllm.engine.throughput_log import ThroughputLog
 from minivllm.errors import MinivllmError
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
@@ -505,6 +507,21 @@ def test_nothing_stays_of_the_drafts_behind_a_stop_string():
         assert total == pytest.approx(expected.cumulative_logprob, abs=1e-3)
         cut += len(found.token_ids) < 60
     assert cut == len(words)
+
+
+def test_the_log_tells_what_became_of_drafts_since_the_last_line(monkeypatch, caplog):
+    monkeypatch.setattr("minivllm.engine.throughput_log.SECONDS", 0.0)
+    stats = SchedulerStats(1, 0, 0.5, PrefixCacheStats(), SpecDecodingStats(40, 100, 45, [30, 10, 5]), 0)
+    log = ThroughputLog()
+    with caplog.at_level("INFO"):
+        for counts in (SpecDecodingStats(20, 40, 15, [10, 5]), SpecDecodingStats(40, 100, 45, [30, 10, 5])):
+            log.observe(1, 1, replace(stats, spec_decoding_stats=counts))
+            log.observe(1, 1, replace(stats, spec_decoding_stats=counts))
+    lines = [record.getMessage() for record in caplog.records if "SpecDecoding" in record.getMessage()]
+    assert len(lines) == 2, "none where nothing was drafted"
+    assert lines[1].startswith("SpecDecoding metrics: Mean acceptance length: 2.50, Accepted throughput: ")
+    assert "Accepted: 30 tokens, Drafted: 60 tokens, Per-position acceptance rate: 1.000, 0.250, 0.250, " in lines[1]
+    assert lines[1].endswith("Avg Draft acceptance rate: 50.0%")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from minivllm.benchmarks.client import RequestFuncOutput, Target, events, text_o
 from minivllm.benchmarks.datasets import custom_requests, random_requests, sharegpt_requests
 from minivllm.benchmarks.load import LoadResult, arrival_times
 from minivllm.benchmarks.metrics import calculate_metrics, table_of
+from minivllm.core.stats import SpecDecodingStats
 from minivllm.entrypoints.cli.main import main
 from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
@@ -77,6 +78,26 @@ def test_the_table_has_vllms_rows():
     assert "P99 TTFT (ms):                           595.00    " in lines
     assert not any("E2EL" in line for line in lines)
     assert {len(line) for line in lines} <= {50, 51}
+
+
+def test_the_table_tells_what_became_of_drafts():
+    drafts = SpecDecodingStats(40, 100, 45, [30, 10, 5]).since(SpecDecodingStats(20, 40, 15, [10, 5]))
+    figures = calculate_metrics(LoadResult([QUICK], 2.0), drafts=drafts)
+    assert figures["spec_decode_acceptance_length"] == 1 + 30 / 20
+    assert figures["spec_decode_per_position_acceptance_rates"] == [1.0, 0.25, 0.25]
+    lines = table_of(figures).splitlines()
+    assert lines[-10:-1] == [
+        "---------------Speculative Decoding---------------",
+        "Acceptance rate (%):                     50.00     ",
+        "Acceptance length:                       2.50      ",
+        "Drafts:                                  20        ",
+        "Draft tokens:                            60        ",
+        "Accepted tokens:                         30        ",
+        "Per-position acceptance (%):",
+        "  Position 0:                            100.00    ",
+        "  Position 1:                            25.00     ",
+    ]
+    assert "Speculative" not in table_of(calculate_metrics(LoadResult([QUICK], 2.0)))
 
 
 class Pieces:

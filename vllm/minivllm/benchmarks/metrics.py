@@ -16,6 +16,7 @@ import numpy as np
 
 from minivllm.benchmarks.client import RequestFuncOutput
 from minivllm.benchmarks.load import LoadResult
+from minivllm.core.stats import SpecDecodingStats
 from minivllm.errors import MinivllmError
 
 METRICS = {
@@ -59,8 +60,11 @@ def calculate_metrics(
     percentile_metrics: Sequence[str] = ("ttft", "tpot", "itl"),
     metric_percentiles: Sequence[float] = (99.0,),
     goodput: Mapping[str, float] | None = None,
+    drafts: SpecDecodingStats | None = None,
 ) -> dict[str, Any]:
     """Return the figures by vLLM's keys: latencies in ms, rates per second, `DETAILS` in seconds.
+
+    `drafts`: what became of the drafts during the load, if the server drafts.
 
     Raises:
         MinivllmError: a metric is unknown.
@@ -97,7 +101,19 @@ def calculate_metrics(
     samples = samples_of(outputs)
     for name in percentile_metrics:
         figures |= statistics_of(name, samples[name], metric_percentiles)
-    return figures
+    return figures if drafts is None else figures | figures_of_drafts(drafts)
+
+
+def figures_of_drafts(drafts: SpecDecodingStats) -> dict[str, Any]:
+    """Return what became of drafts, by vLLM's keys; the acceptance rate in percent, those by position as shares."""
+    return {
+        "spec_decode_acceptance_rate": 100 * drafts.acceptance_rate,
+        "spec_decode_acceptance_length": drafts.mean_acceptance_length,
+        "spec_decode_num_drafts": drafts.num_drafts,
+        "spec_decode_draft_tokens": drafts.num_draft_tokens,
+        "spec_decode_accepted_tokens": drafts.num_accepted_tokens,
+        "spec_decode_per_position_acceptance_rates": drafts.acceptance_rates_per_pos,
+    }
 
 
 def statistics_of(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
@@ -156,7 +172,24 @@ def table_of(
         lines += [_row(f"{kind.title()} {short} (ms):", figures[f"{kind}_{name}_ms"]) for kind in ("mean", "median")]
         percentiles = [key for key in figures if key.startswith("p") and key.endswith(f"_{name}_ms")]
         lines += [_row(f"P{key[1 : key.index('_')]} {short} (ms):", figures[key]) for key in percentiles]
+    if "spec_decode_num_drafts" in figures:
+        lines += _rows_of_drafts(figures)
     return "\n".join([*lines, "=" * 50])
+
+
+def _rows_of_drafts(figures: Mapping[str, Any]) -> list[str]:
+    lines = [f"{'Speculative Decoding':-^50}"]
+    for title, key in (
+        ("Acceptance rate (%):", "spec_decode_acceptance_rate"),
+        ("Acceptance length:", "spec_decode_acceptance_length"),
+        ("Drafts:", "spec_decode_num_drafts"),
+        ("Draft tokens:", "spec_decode_draft_tokens"),
+        ("Accepted tokens:", "spec_decode_accepted_tokens"),
+    ):
+        lines.append(_row(title, figures[key]))
+    rates = figures["spec_decode_per_position_acceptance_rates"]
+    lines += ["Per-position acceptance (%):"] if rates else []
+    return lines + [_row(f"  Position {position}:", 100 * rate) for position, rate in enumerate(rates)]
 
 
 def _row(title: str, value: float) -> str:

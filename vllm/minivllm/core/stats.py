@@ -40,7 +40,7 @@ class PrefixCacheStats:
 class SpecDecodingStats:
     """Counts since the start: drafts (one per verification), draft tokens, accepted tokens, the last also by position.
 
-    Mean acceptance length = 1 + num_accepted_tokens / num_drafts.
+    `since` gives those between two snapshots. Rates are 0 where nothing was drafted.
     """
 
     num_drafts: int = 0
@@ -51,6 +51,31 @@ class SpecDecodingStats:
     def copy(self) -> "SpecDecodingStats":
         """A snapshot, which later counts leave as it is."""
         return replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
+
+    def since(self, before: "SpecDecodingStats") -> "SpecDecodingStats":
+        """What has been counted after an earlier snapshot."""
+        by_position = zip_longest(self.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos, fillvalue=0)
+        return SpecDecodingStats(
+            self.num_drafts - before.num_drafts,
+            self.num_draft_tokens - before.num_draft_tokens,
+            self.num_accepted_tokens - before.num_accepted_tokens,
+            [now - then for now, then in by_position],
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a verification yields: the accepted ones, and one more."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of draft tokens that were accepted."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def acceptance_rates_per_pos(self) -> list[float]:
+        """The share of drafts of which the token at each position was accepted, so all before it were, too."""
+        return [count / max(1, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Counts a verification of `num_draft_tokens` tokens, the first `num_accepted_tokens` of them accepted."""

@@ -125,6 +125,7 @@ def run(given: argparse.Namespace, unknown: Sequence[str]) -> int:
 async def _run(given: argparse.Namespace) -> int:
     from minivllm.benchmarks.load import run_load
     from minivllm.benchmarks.metrics import calculate_metrics, table_of
+    from minivllm.benchmarks.spec_decode import fetch_spec_decode_metrics
 
     _check(given)
     goodput = goodput_of(given.goodput)
@@ -135,6 +136,7 @@ async def _run(given: argparse.Namespace) -> int:
     if given.num_warmups:
         await run_load(target, samples[:1] * given.num_warmups, max_concurrency=given.max_concurrency)
     print(_traffic(given))
+    before = await fetch_spec_decode_metrics(target)
     with _no_garbage_collected(), _Progress(len(samples), not given.disable_tqdm) as progress:
         result = await run_load(
             target,
@@ -146,8 +148,13 @@ async def _run(given: argparse.Namespace) -> int:
             request_id_prefix=given.request_id_prefix,
             on_done=progress.count,
         )
+    after = await fetch_spec_decode_metrics(target)
     figures = calculate_metrics(
-        result, percentile_metrics=names, metric_percentiles=percentiles, goodput=goodput or None
+        result,
+        percentile_metrics=names,
+        metric_percentiles=percentiles,
+        goodput=goodput or None,
+        drafts=after.since(before) if before and after else None,
     )
     for error in [error for error in figures["errors"] if error][:10]:
         print(f"a request failed: {error}", file=sys.stderr)
