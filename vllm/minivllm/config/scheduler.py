@@ -3,6 +3,7 @@
 In vLLM v0.33.0: `vllm/config/scheduler.py` (`SchedulerConfig`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.config.checks import is_count, is_number, require, require_flags
@@ -23,7 +24,8 @@ class SchedulerConfig:
     - `watermark`: fraction of the pool, from 0 up to 1, that admissions leave free while any request is running.
     - `max_loras`: how many LoRA adapters may run at once; 0 = no request may name one.
     - `num_speculative_tokens`: the most draft tokens per request and step. `num_lookahead_tokens`: extra slots to
-      allocate, for a drafter that writes into the same blocks.
+      allocate, for a drafter that writes into the same blocks. `num_speculative_tokens_per_batch_size` and
+      `draft_only_if_faster`: when to make fewer drafts, as in `SpeculativeConfig`.
     - `use_eagle`: the drafter's cache depends on the token after each place too, so a prefix hit leaves out its last
       block.
     - `async_scheduling`: schedule a step while the one before it is computed.
@@ -42,6 +44,8 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     num_lookahead_tokens: int = 0
     use_eagle: bool = False
+    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
+    draft_only_if_faster: bool = False
     async_scheduling: bool = False
     static_batching: bool = False
 

@@ -34,7 +34,8 @@ class AsyncScheduler(Scheduler):
     def _update_after_schedule(self, output: SchedulerOutput) -> None:
         super()._update_after_schedule(output)
         drafts = output.scheduled_spec_decode_tokens
-        unknown_drafts = [UNKNOWN_TOKEN] * self.config.num_speculative_tokens
+        most = output.num_spec_tokens_to_schedule
+        unknown_drafts = [UNKNOWN_TOKEN] * (self.config.num_speculative_tokens if most is None else most)
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:

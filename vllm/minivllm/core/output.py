@@ -62,7 +62,8 @@ class SchedulerOutput:
     `scheduled_spec_decode_tokens` are the draft tokens among them, the last of their request's tokens; -1 stands for
     one that only the worker knows, if it has drafted any (`AsyncScheduler`). The worker forgets `preempted_req_ids`,
     which will be sent again as new, and `finished_req_ids`, finished since the last step.
-    With `has_structured_output_requests` it waits for a `GrammarOutput` before it samples.
+    With `has_structured_output_requests` it waits for a `GrammarOutput` before it samples. After the step it makes
+    `num_spec_tokens_to_schedule` drafts for each request at most; None: as many as it is set to make.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -73,6 +74,7 @@ class SchedulerOutput:
     preempted_req_ids: set[str]
     finished_req_ids: set[str]
     has_structured_output_requests: bool = False
+    num_spec_tokens_to_schedule: int | None = None
 
     @property
     def changes_worker(self) -> bool:

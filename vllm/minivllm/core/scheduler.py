@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from minivllm.config import NO_PARTS, CacheConfig, Parts, SchedulerConfig
 from minivllm.core.block_hash import hash_block_tokens
+from minivllm.core.drafting import DraftIfFaster, scheduled_drafts
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.limits import RequestLimits
 from minivllm.core.messages import EngineCoreOutput
@@ -74,6 +75,8 @@ class Scheduler:
         self.spec_decoding_stats = SpecDecodingStats()
         self._drafts_snapshot = self.spec_decoding_stats.copy()
         self._failed: list[EngineCoreOutput] = []
+        self._draft_schedule = scheduler_config.num_speculative_tokens_per_batch_size
+        self.draft_if_faster = DraftIfFaster() if scheduler_config.draft_only_if_faster else None
 
     # Adding and removing requests
 
@@ -146,8 +149,27 @@ class Scheduler:
         if self.waiting and may_admit and not step.preempted_req_ids:
             self._schedule_waiting(step, chunk_limit)
         output = self._make_output(step)
+        if self._draft_schedule or self.draft_if_faster:
+            output.num_spec_tokens_to_schedule = self._num_drafts_after(len(output.num_scheduled_tokens))
         self._update_after_schedule(output)
         return output
+
+    def _num_drafts_after(self, num_requests: int) -> int | None:
+        """The most drafts for each request after a step of so many requests; None: `num_speculative_tokens`."""
+        if num_requests and self.draft_if_faster and not self.draft_if_faster.wants_drafts(num_requests):
+            return 0
+        if not self._draft_schedule or not num_requests:
+            return None
+        return scheduled_drafts(self._draft_schedule, num_requests, self.config.num_speculative_tokens)
+
+    def observe_step_time(self, scheduler_output: SchedulerOutput, num_new_tokens: int, seconds: float) -> None:
+        """Tells `draft_if_faster` of a step that has brought `num_new_tokens`; not of one with prompts."""
+        num_requests = len(scheduler_output.num_scheduled_tokens)
+        num_drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        if self.draft_if_faster and num_requests:
+            drafted = scheduler_output.num_spec_tokens_to_schedule != 0
+            decodes = scheduler_output.total_num_scheduled_tokens == num_requests + num_drafts
+            self.draft_if_faster.observe(num_requests, drafted, seconds, num_new_tokens / num_requests, decodes)
 
     def _chunk_limit(self) -> int:
         # A lone request starves no other, so only the budget limits it.

@@ -331,6 +331,10 @@ class EngineArgs:
             num_speculative_tokens=self.speculation.num_speculative_tokens if self.speculation else 0,
             num_lookahead_tokens=self.speculation.num_lookahead_tokens if self.speculation else 0,
             use_eagle=self.speculation.use_eagle if self.speculation else False,
+            num_speculative_tokens_per_batch_size=(
+                self.speculation.num_speculative_tokens_per_batch_size if self.speculation else None
+            ),
+            draft_only_if_faster=self.speculation.draft_only_if_faster if self.speculation else False,
             async_scheduling=self._schedules_ahead(on_gpu=gpu_memory is not None),
             static_batching=self.static_batching,
         )

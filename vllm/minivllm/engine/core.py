@@ -93,6 +93,9 @@ class EngineCore:
         self.batch_queue: deque[_Batch] | None = deque() if ahead else None
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
         self.step_recorder: StepRecorder | None = None
+        self._step_ended = 0.0
+        if args.speculation and args.speculation.conditional_acceptance_rates is not None:
+            logger.warning("Drafts are accepted at given rates, whatever the model says: its text is lost")
         self._log_memory()
 
     @property
@@ -205,9 +208,18 @@ class EngineCore:
             outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
             if self._takes_drafts:
                 self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
+            if self.scheduler.draft_if_faster is not None:
+                self._tell_time(scheduler_output, outputs, timestamp)
             admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
             self._observe((scheduler_output, outputs))
             return self._delivered(outputs, admitted, timestamp)
+
+    def _tell_time(self, scheduler_output: SchedulerOutput, outputs: list[EngineCoreOutput], timestamp: float) -> None:
+        """Tells the scheduler how long a step took. Where steps overlap, that is since the end of the one before."""
+        now = time.monotonic()
+        num_new_tokens = sum(len(output.new_token_ids) for output in outputs)
+        self.scheduler.observe_step_time(scheduler_output, num_new_tokens, now - max(timestamp, self._step_ended))
+        self._step_ended = now
 
     def _delivered(self, outputs: list[EngineCoreOutput], admitted: list[str], timestamp: float) -> EngineCoreOutputs:
         delivered = EngineCoreOutputs(

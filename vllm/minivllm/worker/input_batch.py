@@ -75,6 +75,7 @@ class InputBatch:
         self.num_computed_tokens = np.zeros(max_num_reqs, np.int32)
         self.sampling = SamplingStates(max_num_reqs)
         self.row_of: dict[str, int] = {}
+        self.req_ids = [""] * max_num_reqs  # by row; one that is free keeps its last
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
 
     @staticmethod
@@ -174,7 +175,7 @@ class InputBatch:
 
     def _add_request(self, request: NewRequestData) -> None:
         row = self._free_rows.pop()
-        self.row_of[request.req_id] = row
+        self.row_of[request.req_id], self.req_ids[row] = row, request.req_id
         num_tokens = len(request.prefill_token_ids)
         self.token_ids[row, :num_tokens] = request.prefill_token_ids
         self.num_tokens[row] = num_tokens

@@ -34,6 +34,7 @@ from minivllm.worker.sample.states import SamplingStates
 from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, MakeProposer, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import RejectionSample, StepDrafts, kept_slices, sample_with_drafts
+from minivllm.worker.spec_decode.synthetic import sample_at_rates
 
 
 class ModelRunner:
@@ -75,6 +76,7 @@ class ModelRunner:
         self.make_attention = attention or partial(PagedAttention, backend=attention_backend)
         samples = model.group.samples
         self.proposer = make_proposer(speculative_config, max_model_len, draft_proposer) if samples else None
+        self.acceptance_rates = speculative_config.conditional_acceptance_rates if speculative_config else None
         self.drafter = None if drafter is None else self._model_proposer(speculative_config, drafter)
         self.rejection_sample = rejection_sample
         self.attention: PagedAttention | None = None
@@ -180,7 +182,7 @@ class ModelRunner:
             output = self.sample_tokens(inputs, hidden, grammar_output)
         if self.proposer or self.drafter:
             with record_function_or_nullcontext("minivllm::draft"):
-                self.propose_draft_token_ids(inputs)
+                self.propose_draft_token_ids(inputs, scheduler_output.num_spec_tokens_to_schedule)
         if self.keeps_drafts:
             output.num_invalid_spec_tokens = num_invalid_of(scheduler_output, inputs)
         return output
@@ -258,7 +260,9 @@ class ModelRunner:
         if grammar_output is not None:
             self._apply_grammars(logits, inputs, grammar_output)
         metadata = self._sampling_metadata(inputs)
-        if inputs.drafts:
+        if inputs.drafts and self.acceptance_rates is not None:
+            sampled = sample_at_rates(logits, metadata, self._drafts_of(inputs), self.acceptance_rates)
+        elif inputs.drafts:
             sampled = sample_with_drafts(logits, metadata, self._drafts_of(inputs), self.rejection_sample)
         else:
             sampled = sample(logits, metadata)
@@ -286,15 +290,22 @@ class ModelRunner:
         bitmask = self._on_device(grammar_output.grammar_bitmask)
         apply_grammar_bitmask(logits, bitmask, self._on_device(rows.astype(np.int32)))
 
-    def propose_draft_token_ids(self, inputs: StepInputs) -> None:
-        """Asks the proposer to draft for the requests that sampled in this step."""
+    def propose_draft_token_ids(self, inputs: StepInputs, most: int | None = None) -> None:
+        """Asks the proposer to draft for the requests that sampled in this step, `most` tokens each if it is given.
+
+        A drafter with a model is asked even for none, since its KV cache must not fall behind.
+        """
         req_ids = [inputs.req_ids[index] for index in inputs.sampling]
         if self.drafter:
+            self.drafter.num_drafts = self.drafter.config.num_speculative_tokens if most is None else most
             drafts = self.drafter.propose(self.batch, inputs, self._aux_hidden_states)
+        elif most == 0:
+            drafts = [[] for _ in req_ids]
         else:
             assert self.proposer is not None
             drafts = self.proposer.propose(self.batch, inputs.rows[inputs.sampling])
-        self._draft_token_ids = {req_id: theirs for req_id, theirs in zip(req_ids, drafts, strict=True) if theirs}
+        by_req_id = zip(req_ids, drafts, strict=True)
+        self._draft_token_ids = {req_id: kept for req_id, theirs in by_req_id if (kept := theirs[:most])}
 
     @property
     def kept_draft_token_ids(self) -> dict[str, list[int]]:
@@ -312,7 +323,7 @@ class ModelRunner:
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
         batch, rows = self.batch, inputs.rows[inputs.sampling]  # [n]
-        if not batch.sampling.needs_of(rows):
+        if not batch.sampling.needs_of(rows) and not self.acceptance_rates:
             return NOTHING_NEEDED
         num_tokens = consecutive(batch.num_tokens[rows], inputs.num_sampled)  # [sum of num_sampled]
         rows = np.repeat(rows, inputs.num_sampled)  # [sum of num_sampled]

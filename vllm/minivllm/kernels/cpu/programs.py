@@ -91,6 +91,24 @@ def compile_programs(function: Callable[[int], None]) -> Any:
         return cfunc(signature)(function).ctypes
 
 
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for calls from Python: compiled at its first call, and cached on disk as by `compile_programs`."""
+    kept: list[Any] = []
+
+    def call(*arguments: Any) -> Any:
+        try:
+            if not kept:
+                kept.append(njit(nogil=True, cache=True)(function))
+            return kept[0](*arguments)
+        except CACHE_ERRORS as error:  # before anything has run
+            _warn_once()
+            logger.debug("%s: %s", function.__module__, error)
+            kept[:] = [njit(nogil=True)(function)]
+            return kept[0](*arguments)
+
+    return call
+
+
 @functools.cache
 def _warn_once() -> None:
     logger.warning("Compiled loops cannot be kept on disk: set NUMBA_CACHE_DIR to a folder with room")

@@ -30,8 +30,10 @@ class DraftModelProposer(ModelProposer):
         rows = inputs.rows[inputs.sampling]  # [n]
         if not len(rows):
             return []
+        if not self.num_drafts:
+            return [[] for _ in rows]
         drafts = [self._choose(hidden, batch, rows, 0)]
-        for index in range(1, self.config.num_speculative_tokens):
+        for index in range(1, self.num_drafts):
             spans = self._place_of_draft(batch, rows, index - 1)
             positions = torch.from_numpy(spans.positions).to(self.device)
             hidden = self.model(drafts[-1], positions, self.forward_context(spans))
@@ -41,7 +43,7 @@ class DraftModelProposer(ModelProposer):
     def _within_length(self, batch: InputBatch, rows: np.ndarray, drafts: list[torch.Tensor]) -> list[list[int]]:
         """The drafts of each of `rows`, given as ids [n] for each draft, without those beyond the last position."""
         room = np.maximum(self.max_model_len - batch.num_tokens[rows], 0)  # [n]
-        table = torch.stack(drafts, dim=1).tolist()  # [n, num_speculative_tokens]
+        table = torch.stack(drafts, dim=1).tolist()  # [n, num_drafts]
         return [theirs[:most] for theirs, most in zip(table, room.tolist(), strict=True)]
 
     def _follow(self, batch: InputBatch, inputs: StepInputs) -> torch.Tensor:

@@ -37,10 +37,10 @@ class EagleProposer(DraftModelProposer):
         assert aux_hidden_states is not None
         normed, hidden = self._follow_target(batch, inputs, aux_hidden_states)
         rows = inputs.rows[inputs.sampling]  # [n]
-        if not len(rows):
-            return []
+        if not len(rows) or not self.num_drafts:
+            return [[] for _ in rows]
         drafts = [self._choose(normed, batch, rows, 0)]
-        for index in range(1, self.config.num_speculative_tokens):
+        for index in range(1, self.num_drafts):
             spans = self._place_of_draft(batch, rows, index - 2)
             positions = torch.from_numpy(spans.positions).to(self.device)
             normed, hidden = self.model(drafts[-1], positions, hidden, self.forward_context(spans))

@@ -46,6 +46,7 @@ class ModelProposer(ABC):
         make_attention: Callable[..., PagedAttention],
     ) -> None:
         self.config, self.model = config, model
+        self.num_drafts = config.num_speculative_tokens  # of the step at hand; the runner sets it
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         process_weights_after_loading(model)
@@ -61,7 +62,7 @@ class ModelProposer(ABC):
     def propose(
         self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor | None = None
     ) -> list[list[int]]:
-        """Drafts for the requests that have just sampled, `inputs.sampling`: up to `num_speculative_tokens` for each.
+        """Drafts for the requests that have just sampled, `inputs.sampling`: up to `num_drafts` for each.
 
         Called after every step, whether or not any request has sampled.
 

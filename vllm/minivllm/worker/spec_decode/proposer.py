@@ -15,6 +15,7 @@ from minivllm.worker.spec_decode.draft_model_proposer import DraftModelProposer
 from minivllm.worker.spec_decode.eagle_proposer import EagleProposer
 from minivllm.worker.spec_decode.model_proposer import ModelProposer
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm.worker.spec_decode.suffix_proposer import SuffixProposer
 
 
 class Proposer(Protocol):
@@ -24,7 +25,9 @@ class Proposer(Protocol):
         """Up to `num_speculative_tokens` drafts for each request that has just sampled; the list may be empty.
 
         Args:
-            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled.
+            batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled. Who
+                remembers anything of a request finds its name in `req_ids[row]`; it has ended, or was preempted, when
+                it is no longer in `row_of`.
             rows: the rows of these requests [n], int64.
         """
         ...
@@ -32,7 +35,7 @@ class Proposer(Protocol):
 
 MakeProposer = Callable[[SpeculativeConfig, int], Proposer]
 """Takes the settings and `max_model_len`, the length that drafts must not exceed."""
-PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer}
+PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer, "suffix": SuffixProposer}
 """Factories of proposers that read tokens, by method."""
 MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {"draft_model": DraftModelProposer, "eagle3": EagleProposer}
 """Proposers that run a model, by method."""

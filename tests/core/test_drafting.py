@@ -1,0 +1,131 @@
+"""How many drafts a step makes: by a schedule of batch sizes, and by what drafting has cost so far."""
+
+import random
+
+import pytest
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.drafting import DraftIfFaster, scheduled_drafts
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+
+DRAFTS = 4
+
+
+def test_a_batch_size_beyond_a_range_counts_as_its_last_one_and_no_draft_is_longer_than_allowed():
+    schedule = [(1, 4, 5), (8, 15, 3), (16, 20, 0)]
+    found = [scheduled_drafts(schedule, size, 4) for size in (1, 4, 7, 8, 15, 16, 20, 300)]
+    assert found == [4, 4, 4, 3, 3, 0, 0, 0]
+
+
+def step_seconds(tokens, slope):
+    """A step takes 1 s while it is bound by memory, then a time in proportion to its tokens."""
+    return max(1.0, slope * tokens)
+
+
+def loss(*loads, seed, steps_ahead=0):
+    """By how much the rule takes longer than the better of always and never drafting, load after load.
+
+    A load is (tokens to generate for each request, requests, probability that a draft is accepted, cost of a token
+    where computing is the limit, cost of drafting).
+    """
+    dice, rule = random.Random(seed), DraftIfFaster()
+    spent = best = 0.0
+    in_flight = [False] * steps_ahead  # whether each step, scheduled and not observed yet, is to end with drafting
+    before = False
+    for tokens, batch, acceptance, slope, drafting in loads:
+        mean = sum(acceptance**place for place in range(DRAFTS + 1))
+        with_drafts = step_seconds(batch * (DRAFTS + 1), slope) + drafting
+        best += tokens * min(with_drafts / mean, step_seconds(batch, slope))
+        made = 0.0
+        while made < tokens:
+            in_flight.append(rule.wants_drafts(batch))
+            drafts = in_flight.pop(0)
+            seconds = step_seconds(batch * (DRAFTS * before + 1), slope) + drafting * drafts
+            gained = 1.0
+            if before:
+                gained = sum(1 + accepted(dice, acceptance) for _ in range(batch)) / batch
+            seconds *= dice.lognormvariate(0.0, 0.05)
+            rule.observe(batch, drafts, seconds, gained)
+            spent, made, before = spent + seconds, made + gained, drafts
+    return spent / best - 1
+
+
+def accepted(dice, acceptance):
+    """How many drafts in a row are accepted."""
+    number = 0
+    while number < DRAFTS and dice.random() < acceptance:
+        number += 1
+    return number
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        [(8000, 1, 0.8, 0.03, 0.1)],  # drafts gain much
+        [(8000, 1, 0.0, 0.03, 0.5)],  # nothing is ever accepted
+        [(8000, 2, 0.4, 0.03, 0.5)],  # nearly even
+        [(3000, 64, 0.8, 0.03, 0.1)],  # steps are bound by computing
+        [(4000, 1, 0.8, 0.03, 0.1), (3000, 64, 0.6, 0.03, 0.1)],  # other requests come
+        [(3000, 64, 0.6, 0.03, 0.1), (6000, 2, 0.8, 0.03, 0.1)],  # and go
+        [(6000, 4, 0.8, 0.03, 0.1), (6000, 4, 0.0, 0.03, 0.3)],  # the text becomes another, at the same size
+        [(6000, 4, 0.0, 0.03, 0.3), (6000, 4, 0.8, 0.03, 0.1)],
+    ],
+)
+def test_it_loses_no_more_than_three_percent_against_the_better_of_always_and_never(loads):
+    assert loss(*loads, seed=1) < 0.03
+    assert loss(*loads, seed=2, steps_ahead=1) < 0.03
+
+
+def test_a_mode_far_worse_is_tried_rarely_and_still_tried():
+    rule, wanted = DraftIfFaster(), []
+    for _ in range(5000):
+        wanted.append(rule.wants_drafts(8))
+        seconds = 5.0 if wanted[-1] else 1.0
+        rule.observe(8, wanted[-1], seconds, 1.0)
+    later = wanted[1000:]
+    assert 0 < sum(later) < 0.01 * len(later)
+    assert any(wanted[-2000:])
+
+
+def test_steps_with_prompts_and_the_first_after_a_change_say_nothing():
+    rule = DraftIfFaster()
+    for _ in range(50):
+        rule.observe(1, rule.wants_drafts(1), 100.0, 1.0, decodes=False)
+    assert rule._sizes(1).costs[True].per_token is None
+    for drafted, seconds in ((True, 1.0), (True, 1.0), (False, 50.0), (False, 2.0), (True, 50.0)):
+        rule.observe(1, drafted, seconds, 1.0)
+    assert [cost.per_token for cost in rule._sizes(1).costs] == pytest.approx([2.0, 1.0])
+
+
+@pytest.mark.parametrize("scheduler_class", [Scheduler, AsyncScheduler])
+def test_the_worker_is_told_how_many_drafts_to_make_and_that_many_places_are_kept(scheduler_class):
+    ahead = scheduler_class is AsyncScheduler
+    config = SchedulerConfig(
+        max_model_len=64, num_speculative_tokens=3, async_scheduling=ahead,
+        num_speculative_tokens_per_batch_size=[(1, 1, 3), (2, 2, 1), (3, 3, 0)],
+    )  # fmt: skip
+    scheduler = scheduler_class(config, CacheConfig(num_gpu_blocks=64, block_size=4))
+    told = []
+    for name in "abc":
+        scheduler.add_request(Request(name, [1, 2, 3, 4], max_tokens=40))
+        output = scheduler.schedule()
+        told.append(output.num_spec_tokens_to_schedule)
+        drafts = {request: [-1] * told[-1] for request in output.num_scheduled_tokens if told[-1]}
+        sampled = {request: [7] for request in output.num_scheduled_tokens}
+        invalid = {request: len(theirs) for request, theirs in output.scheduled_spec_decode_tokens.items()}
+        scheduler.update_from_output(output, ModelRunnerOutput(sampled, num_invalid_spec_tokens=invalid))
+        if not ahead:
+            scheduler.update_draft_token_ids(drafts)
+        places = {name: len(request.spec_token_ids) for name, request in scheduler.requests.items()}
+        assert places == dict.fromkeys(places, told[-1])
+    assert told == [3, 1, 0]
+
+
+def test_without_a_rule_nothing_is_told():
+    scheduler = Scheduler(SchedulerConfig(max_model_len=64, num_speculative_tokens=3), CacheConfig(num_gpu_blocks=8))
+    assert scheduler.draft_if_faster is None
+    scheduler.add_request(Request("a", [1, 2, 3, 4], max_tokens=4))
+    assert scheduler.schedule().num_spec_tokens_to_schedule is None

@@ -1,0 +1,129 @@
+"""When drafting pays: a rule that compares steps with and without drafts, by what they have cost and brought so far.
+
+Drafts are cheap while a step's time is that of reading the weights, and dear when it is that of computing. Where the
+one turns into the other depends on the machine, the number of requests and how many drafts are accepted, and all of it
+changes. So the rule measures: seconds for each token of a request, in either mode, for each range of batch sizes. It
+takes the cheaper mode, and tries the other one from time to time.
+
+Trying costs time, so it has a budget: `TRY_SHARE` of the time that has passed. What a trial has lost against the
+cheaper mode is taken from it, and while nothing is left nothing is tried. A mode that is far worse is therefore tried
+rarely, and needs few trials to be seen through; one that is nearly as good is tried often, which costs nearly nothing.
+
+vLLM has no such rule: there a schedule says how many drafts to make for which batch size, as
+`num_speculative_tokens_per_batch_size` does here (`vllm/v1/spec_decode/dynamic/utils.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+FIRST_STEPS = 8
+"""Steps in one mode before the other is tried for the first time at this batch size."""
+TRY_STEPS = 6
+"""Steps of a trial. The first one is not counted: it drafts, but has no drafts to verify, or the other way round."""
+TRY_EVERY = 16
+"""The least number of steps between trials."""
+TRY_SHARE = 0.01
+"""The part of all time that trials may lose."""
+MOST_SAVED = 32
+"""How many average steps of time the budget can hold."""
+MEMORY = 128
+"""In how many steps what has been measured loses 63 % of its weight."""
+
+
+def scheduled_drafts(schedule: Sequence[tuple[int, int, int]], num_requests: int, most: int) -> int:
+    """Drafts for each of `num_requests`, by (first, last, drafts) for rising ranges from 1 on; `most` at most."""
+    return min(most, [drafts for first, _, drafts in schedule if first <= num_requests][-1])
+
+
+@dataclass(slots=True)
+class Cost:
+    """Seconds for each token of a request, a moving average."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, seconds: float, tokens: float) -> None:
+        """Takes in a step."""
+        self.seconds += seconds
+        self.tokens += tokens
+
+    def fade(self) -> None:
+        """Lets later steps count for more."""
+        self.seconds *= 1 - 1 / MEMORY
+        self.tokens *= 1 - 1 / MEMORY
+
+    @property
+    def per_token(self) -> float | None:
+        """None if nothing has been measured."""
+        return self.seconds / self.tokens if self.tokens else None
+
+
+@dataclass(slots=True)
+class Sizes:
+    """What is known of a range of batch sizes: costs without and with drafts, and steps since the last trial."""
+
+    costs: tuple[Cost, Cost] = field(default_factory=lambda: (Cost(), Cost()))
+    since_trial: int = 0
+
+    def cheaper(self, now: bool) -> bool:
+        """Whether drafting is the cheaper mode; `now`, the present one, if either is unknown."""
+        without, with_drafts = self.costs[0].per_token, self.costs[1].per_token
+        return now if without is None or with_drafts is None else with_drafts < without
+
+
+class DraftIfFaster:
+    """The rule. `wants_drafts` is asked once for each step, in order; `observe` is told of each, in the same order.
+
+    Several steps may be in flight between the two. Drafts that a step makes are verified by the next, so a step's time
+    belongs to a mode only if the one before it was in that mode too.
+    """
+
+    def __init__(self) -> None:
+        self.drafting = True
+        self._by_size: dict[int, Sizes] = {}
+        self._trial_left = 0
+        self._budget = 0.0
+        self._before: bool | None = None
+
+    def wants_drafts(self, num_requests: int) -> bool:
+        """Whether the step about to be scheduled, of `num_requests` requests, shall end with drafting."""
+        sizes = self._sizes(num_requests)
+        if self._trial_left:
+            self._trial_left -= 1
+            return not self.drafting
+        self.drafting = sizes.cheaper(self.drafting)
+        if not self._is_time_to_try(sizes):
+            return self.drafting
+        sizes.since_trial = 0
+        self._trial_left = TRY_STEPS - 1
+        return not self.drafting
+
+    def observe(
+        self, num_requests: int, drafted: bool, seconds: float, tokens_per_request: float, decodes: bool = True
+    ) -> None:
+        """Takes in a finished step for which `wants_drafts` said `drafted`.
+
+        If not all of its requests `decodes`, its time says nothing.
+        """
+        before, self._before = self._before, drafted
+        if not decodes:
+            return
+        sizes = self._sizes(num_requests)
+        best = sizes.costs[self.drafting].per_token
+        if drafted == before:
+            for cost in sizes.costs:
+                cost.fade()
+            sizes.costs[drafted].add(seconds, tokens_per_request)
+        self._budget = min(self._budget + TRY_SHARE * seconds, MOST_SAVED * seconds)
+        if best is not None and (drafted != self.drafting or drafted != before):
+            self._budget -= max(0.0, seconds - best * tokens_per_request)
+        else:
+            sizes.since_trial += 1
+
+    def _is_time_to_try(self, sizes: Sizes) -> bool:
+        if sizes.costs[not self.drafting].per_token is None:
+            return sizes.since_trial >= FIRST_STEPS
+        return sizes.since_trial >= TRY_EVERY and self._budget > 0.0
+
+    def _sizes(self, num_requests: int) -> Sizes:
+        return self._by_size.setdefault(num_requests.bit_length(), Sizes())
