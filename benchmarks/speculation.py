@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -52,17 +53,30 @@ tree keeps no earlier answers: it has seen these very prompts in the rounds befo
 PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN, BLOCK_SIZE = 128, 64, 256, 16
 KINDS = ("code", "prose", "random")
 OFF = "off"
+LEAST_PROMPTS = 8
+"""However small the batch: one text alone says little."""
 LESSON = Path(__file__).resolve().parents[1] / "lessons" / "07_speculative_decoding.md"
 
 
 @dataclass(frozen=True)
 class Served:
-    """One run: each request's tokens, tokens a second, verifications and the drafts that they accepted."""
+    """One run: each request's tokens, timed tokens and their seconds, verifications and the drafts they accepted."""
 
     outputs: list[list[int]]
-    throughput: float
+    num_tokens: int
+    seconds: float
     num_drafts: int
     num_accepted: int
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens a second."""
+        return self.num_tokens / self.seconds
+
+    def and_then(self, other: "Served") -> "Served":
+        """Both runs as one."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Served(*(one + another for one, another in pairs))
 
 
 def available() -> dict[str, dict[str, Any]]:
@@ -133,19 +147,27 @@ def serve(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int) -> Se
             outputs[one.request_id].extend(one.new_token_ids)
     after = core.scheduler.spec_decoding_stats
     drafts, accepted = after.num_drafts - before.num_drafts, after.num_accepted_tokens - before.num_accepted_tokens
-    return Served([*outputs.values()], counted / seconds, drafts, accepted)
+    return Served([*outputs.values()], counted, seconds, drafts, accepted)
+
+
+def serve_in_batches(core: EngineCore, prompts: Sequence[list[int]], batch: int, max_tokens: int) -> Served:
+    """Serve all prompts, `batch` at once."""
+    parts = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    return reduce(Served.and_then, (serve(core, part, max_tokens) for part in parts))
 
 
 def compare(arguments: argparse.Namespace, batch: int, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Way -> kind of text -> acceptance length, speed-up over no drafts, share of equal texts."""
+    least = 2 if arguments.quick else LEAST_PROMPTS
     cores = {name: engine_of(arguments, way, batch) for name, way in {OFF: None, **ways}.items()}
-    prompts = {kind: prompts_of(kind, arguments.model, batch) for kind in KINDS}
+    prompts = {kind: prompts_of(kind, arguments.model, max(batch, least)) for kind in KINDS}
     tokens, found = 16 if arguments.quick else OUTPUT_TOKENS, {name: {} for name in ways}
     for kind in KINDS:
         for core in cores.values():
-            serve(core, prompts[kind], 8)  # warms up
+            serve(core, prompts[kind][:batch], 8)  # warms up
         rounds = [
-            {name: serve(core, prompts[kind], tokens) for name, core in cores.items()} for _ in range(arguments.rounds)
+            {name: serve_in_batches(core, prompts[kind], batch, tokens) for name, core in cores.items()}
+            for _ in range(arguments.rounds)
         ]
         for name in ways:
             run, plain = rounds[0][name], rounds[0][OFF]
