@@ -58,8 +58,8 @@ class KVCacheManager:
             if block is None:
                 break
             blocks.append(block)
-        if self.use_eagle and blocks:
-            blocks.pop()
+        if self.use_eagle:
+            blocks = blocks[:-1]
         return blocks, len(blocks) * self.block_size
 
     def allocate_slots(

@@ -155,21 +155,13 @@ class DecoderLayer(nn.Module):
 class SelfAttention(nn.Module):
     """Attention with its projections: into heads, rotary positions, attention, and the output projection."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        group: GroupCoordinator,
-        method: LoadableLinearMethod,
-        input_size: int | None = None,
-    ):
-        """`input_size`: width of what is projected; None for `hidden_size`."""
+    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
         super().__init__()
         self.index, self.group = index, group
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv_proj = Linear(input_size or config.hidden_size, width, config.attention_bias, method)
+        self.qkv_proj = Linear(config.hidden_size, width, config.attention_bias, method)
         self.o_proj = Linear(
             self.heads * self.head_dim, config.hidden_size, config.attention_output_bias, method, group.size
         )
@@ -179,7 +171,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, hidden: Tensor, positions: Tensor, table: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        """`[tokens, input_size]` in, `[rows, hidden_size]` out."""
+        """`[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
         heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         q_and_k, v = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:

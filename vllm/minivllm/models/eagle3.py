@@ -172,7 +172,9 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         group = GroupCoordinator()  # every rank of a group has the whole head
-        self.self_attn = SelfAttention(config, 0, group, UNQUANTIZED, 2 * config.hidden_size)
+        self.self_attn = SelfAttention(config, 0, group, UNQUANTIZED)
+        width = len(self.self_attn.qkv_proj.weight)
+        self.self_attn.qkv_proj = Linear(2 * config.hidden_size, width, config.attention_bias)
         self.mlp = GatedMLP(config, group, UNQUANTIZED)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
