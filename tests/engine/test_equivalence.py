@@ -187,13 +187,6 @@ def test_the_same_tokens_when_a_tight_pool_preempts(checkpoints, expected, block
         {"speculative_config": NGRAM},
         {"speculative_config": NGRAM, "max_num_batched_tokens": 11, "block_size": 4},
         {"speculative_config": NGRAM, "max_model_len": 80, "num_gpu_blocks_override": 12, "block_size": 8},
-        {
-            "speculative_config": NGRAM,
-            "max_model_len": 80,
-            "num_gpu_blocks_override": 12,
-            "block_size": 8,
-            "multiprocess": True,
-        },
         {"drafter": "itself", "max_num_batched_tokens": 11, "block_size": 4},
         {"drafter": "another", "max_model_len": 80, "num_gpu_blocks_override": 12, "block_size": 8},
         {

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm import LLM, SamplingParams
@@ -95,6 +95,7 @@ def test_a_batch_is_asked_for_in_the_order_of_its_rows():
     assert proposer.propose(batch, np.array([2, 0, 1])) == [[7, 7], [2, 1], []]
 
 
+@settings(deadline=None)  # the first call compiles
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5)),
@@ -270,9 +271,8 @@ def test_a_draft_model_must_have_the_models_tokens_and_reach_as_far():
 
 
 def test_the_ledger_counts_weights_and_cache_of_the_draft_model():
-    settings = {**SETTINGS, "max_model_len": 64, "max_num_seqs": 4}
-    del settings["num_gpu_blocks_override"]
-    llm = LLM(EMBEDDED_MODEL, **settings, speculative_config=DRAFT_MODEL, kv_cache_dtype="int8")
+    changed = {**SETTINGS, "max_model_len": 64, "max_num_seqs": 4, "num_gpu_blocks_override": None}
+    llm = LLM(EMBEDDED_MODEL, **changed, speculative_config=DRAFT_MODEL, kv_cache_dtype="int8")
     ledger, runner = core_of(llm).ledger, runner_of(llm)
     caches = [*runner.attention.kv_caches, *runner.drafter.attention.kv_caches]
     allocated = sum(tensor.nbytes for cache in caches for tensor in cache)
@@ -442,7 +442,7 @@ def test_the_log_tells_what_became_of_drafts_since_the_last_line(monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("speculation", "says"),
     [
         ({"method": "ngram"}, "num_speculative_tokens"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "needs a model"),
@@ -457,6 +457,6 @@ def test_the_log_tells_what_became_of_drafts_since_the_last_line(monkeypatch, ca
         ("ngram", "dictionary"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_loaded(settings, says):
+def test_what_cannot_be_is_refused_before_anything_is_loaded(speculation, says):
     with pytest.raises(MinivllmError, match=says):
-        LLM("there is no such model", **SETTINGS, speculative_config=settings)
+        LLM("there is no such model", **SETTINGS, speculative_config=speculation)

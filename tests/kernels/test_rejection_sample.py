@@ -3,18 +3,18 @@
 Whether that rule keeps the model's distribution is for `tests/engine/test_rejection_sample.py`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from kernels.harness import assert_compiles, assert_twin, start_locations
+from kernels.rejection_steps import Step, key_tensor, random_step
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels import noise
 from minivllm.kernels import rejection_sample as module
 from minivllm.kernels.cpu.rejection_calls import torch_rejection
-from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm.worker.sample.gumbel import draft_keys, gumbel_max, row_keys
@@ -28,51 +28,6 @@ RAGGED = (3, 0, 2, 1, 4, 1, 3, 2)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(module, "CHUNK", CHUNK)
-
-
-@dataclass
-class Step:
-    """The arguments of `rejection_sample`."""
-
-    target_logits: torch.Tensor
-    draft_token_ids: torch.Tensor
-    num_drafts: torch.Tensor
-    draft_logits: torch.Tensor | None
-    is_greedy: torch.Tensor
-    keys: torch.Tensor
-
-    def to(self, device):
-        return Step(*(one if one is None else one.to(device) for one in vars(self).values()))
-
-    def sample(self, backend=None):
-        return rejection_sample(*vars(self).values(), backend=backend)
-
-
-def key_tensor(keys: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(keys.view(np.int32))
-
-
-def random_step(vocab, drawn, num_drafts=RAGGED, seed=0):
-    """Greedy and random requests. Drafts are good: q is close to p, or they are the likeliest; some are -1.
-
-    Some rows exclude half of the tokens, one all but one.
-    """
-    generator = torch.Generator().manual_seed(seed + vocab)
-    counts = torch.tensor(num_drafts, dtype=torch.int32)
-    drafts, requests = int(counts.sum()), len(counts)
-    rows = drafts + requests
-    target = torch.randn(rows, vocab, generator=generator) * 2
-    target[::3, 1:].masked_fill_(torch.rand((len(target[::3]), vocab - 1), generator=generator) < 0.5, -torch.inf)
-    target[1] = -torch.inf
-    target[1, vocab // 2] = 0.5
-    seeds = np.arange(rows) + seed
-    keys = key_tensor(row_keys(seeds, np.arange(rows)))
-    is_draft = torch.cat([torch.arange(count + 1) < count for count in num_drafts])
-    logits = target[is_draft].clamp(min=-9.0) + torch.randn(drafts, vocab, generator=generator)
-    ids = gumbel_max(logits, draft_keys(seeds[:drafts], np.arange(drafts))) if drawn else target[is_draft].argmax(-1)
-    ids[5::9] = -1
-    greedy = torch.arange(requests) % 4 == 1
-    return Step(target, ids.int(), counts, logits if drawn else None, greedy, keys)
 
 
 def by_the_book(step):
@@ -103,7 +58,7 @@ def by_the_book(step):
 @pytest.mark.parametrize("drawn", [False, True], ids=["point masses", "drawn"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_kernels_twin_and_torch_follow_the_rule(device, vocab, drawn):
-    step = random_step(vocab, drawn)
+    step = random_step(vocab, drawn, RAGGED)
     expected = by_the_book(step)
     kernels = step.to(device).sample("triton")
     assert_twin(kernels, expected)
@@ -152,7 +107,7 @@ def test_a_draft_that_was_not_drawn_costs_no_exactness(form):
 
 def test_broken_logits_are_nobody_elses(form):
     """NaN and infinities, in the target's rows or the draft's: a token of the vocabulary, and all others as before."""
-    step = random_step(70, True)
+    step = random_step(70, True, RAGGED)
     step.target_logits[1] = step.target_logits[4]
     before = form(step)
     firsts = start_locations([count + 1 for count in RAGGED]).tolist()
@@ -170,7 +125,7 @@ def test_broken_logits_are_nobody_elses(form):
 
 
 def test_p_equal_to_q_accepts_everything(form):
-    step = random_step(70, True)
+    step = random_step(70, True, RAGGED)
     is_draft = torch.cat([torch.arange(count + 1) < count for count in RAGGED])
     step.is_greedy[:] = False
     theirs = step.target_logits[is_draft]
@@ -278,7 +233,7 @@ def test_logits_are_read_once_and_no_program_meets_another(monkeypatch):
     for name in ("reduce_rows_kernel", "walk_drafts_kernel", "recover_kernel", "replace_kernel"):
         monkeypatch.setattr(module, name, Traced(name))
     vocab = 2 * CHUNK + 3
-    step = random_step(vocab, True)
+    step = random_step(vocab, True, RAGGED)
     assert_twin(step.sample("triton"), by_the_book(step))
     for name, trace in traces.items():
         assert not trace.races, f"{name}: {trace.races}"
@@ -297,7 +252,7 @@ def test_logits_are_read_once_and_no_program_meets_another(monkeypatch):
 
 
 def test_input_that_cannot_work_is_refused():
-    step = random_step(12, True)
+    step = random_step(12, True, RAGGED)
     with pytest.raises(MinivllmError, match=r"16 drafts of 8 requests need 24 rows: .*23 rows of logits"):
         replace(step, target_logits=step.target_logits[1:]).sample()
     with pytest.raises(MinivllmError, match=r"draft_logits .*\[16, 12\]"):

@@ -135,13 +135,14 @@ def apply_constraints(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
 
 
 def argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The most likely token of each row, the first in a tie, and its logit. On a CPU numpy is ten times as fast."""
-    if logits.device.type == "cpu":
-        numbers = logits.numpy()
-        best = numbers.argmax(-1)
-        return best, numbers[np.arange(len(best)), best]
-    best = logits.argmax(dim=-1, keepdim=True)
-    return best.squeeze(-1).cpu().numpy(), logits.gather(-1, best).squeeze(-1).cpu().numpy()
+    """The most likely token of each row, the first in a tie, and its logit, both on the host."""
+    best = most_likely(logits)
+    return best.cpu().numpy(), logits.gather(-1, best.unsqueeze(-1)).squeeze(-1).cpu().numpy()
+
+
+def most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """The most likely token of each row [rows], int64, on the logits' device. On a CPU numpy is ten times as fast."""
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
 def largest_logits(logits: torch.Tensor) -> np.ndarray:

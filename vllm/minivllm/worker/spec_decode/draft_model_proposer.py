@@ -14,7 +14,7 @@ import torch
 
 from minivllm.worker.input_batch import InputBatch, StepInputs, TokenSpans
 from minivllm.worker.sample.gumbel import draft_keys, gumbel_max
-from minivllm.worker.sample.sampler import Needs, argmax
+from minivllm.worker.sample.sampler import Needs, most_likely
 from minivllm.worker.spec_decode.model_proposer import ModelProposer
 from minivllm.worker.step_buffers import PADDING_SLOT
 
@@ -70,7 +70,7 @@ class DraftModelProposer(ModelProposer):
     def _choose(self, hidden: torch.Tensor, batch: InputBatch, rows: np.ndarray, index: int) -> torch.Tensor:
         """Chooses draft `index` of each of `rows` by its hidden states [n, hidden]; returns ids [n]."""
         logits = self.model.compute_logits(hidden).float()  # [n, vocab]
-        token_ids = torch.from_numpy(argmax(logits)[0]).to(self.device)
+        token_ids = most_likely(logits)
         states = batch.sampling
         if self.draft_logits is None or not states.needs_of(rows) & Needs.RANDOM:
             return token_ids

@@ -1,0 +1,53 @@
+"""Pearson's test: whether tokens were drawn from the probabilities that they should be drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Of counts to probabilities: the statistic, its degrees of freedom, and the distance in total variation."""
+
+    statistic: float
+    freedom: int
+    total_variation: float
+
+    @property
+    def p_value(self) -> float:
+        """How likely a statistic so large is."""
+        if not self.freedom:
+            return 1.0
+        half = torch.tensor([self.freedom / 2, self.statistic / 2], dtype=torch.float64)
+        return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def fit(counts: np.ndarray, probabilities: np.ndarray) -> Fit:
+    """Counts `[n]` or `[groups, n]` against probabilities of the same shape, each group's sum 1.
+
+    Of each group, the rarest tokens are put together until at least five are expected.
+    """
+    fits = [_fit_one(*one) for one in zip(np.atleast_2d(counts), np.atleast_2d(probabilities), strict=True)]
+    weights = np.atleast_2d(counts).sum(-1) / counts.sum()
+    return Fit(
+        sum(one.statistic for one in fits),
+        sum(one.freedom for one in fits),
+        float(np.dot(weights, [one.total_variation for one in fits])),
+    )
+
+
+def _fit_one(counts: np.ndarray, probabilities: np.ndarray) -> Fit:
+    drawn, possible = counts.sum(), probabilities > 0
+    assert not counts[~possible].any(), "an impossible token was drawn"
+    if not drawn:
+        return Fit(0.0, 0, 0.0)
+    distance = float(np.abs(counts / drawn - probabilities).sum() / 2)
+    order = np.argsort(probabilities[possible])
+    observed, expected = counts[possible][order], probabilities[possible][order] * drawn
+    rare = int((expected.cumsum() < 5).sum()) + 1
+    observed = np.append(observed[:rare].sum(), observed[rare:])
+    expected = np.append(expected[:rare].sum(), expected[rare:])
+    return Fit(float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1, distance)

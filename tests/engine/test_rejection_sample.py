@@ -1,0 +1,183 @@
+"""Speculation keeps the model's distribution: position by position, and a test that sees rules which do not.
+
+The model here is a table: what comes depends on the token before. A request has two drafts and so up to three tokens.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from chi_square import Fit, fit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.rejection_steps import key_tensor, random_step
+
+from minivllm.kernels.cpu import rejection_calls
+from minivllm.kernels.cpu.rejection_calls import reject_cpu, torch_rejection
+from minivllm.kernels.rejection_sample import rejection_sample
+from minivllm.worker.sample.gumbel import draft_keys, gumbel_max, row_keys
+from minivllm.worker.sample.top_k_top_p import mask_beyond_top_k_top_p
+
+VOCAB, REQUESTS = 8, 100_000
+LEVEL = 1e-3
+GENERATOR = torch.Generator().manual_seed(7)
+TARGET = torch.randn(1 + VOCAB, VOCAB, generator=GENERATOR) * 1.5  # row 0: the prompt; row 1 + x: after token x
+DRAFT = TARGET + torch.randn(TARGET.shape, generator=GENERATOR)
+SETTINGS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_p": 0.8},
+    {"temperature": 1.5, "top_p": 0.6},
+    {"temperature": 0.7, "top_k": 3},
+    {"temperature": 1.5, "top_k": 5, "top_p": 0.9},
+]
+
+
+@dataclass
+class Outcome:
+    """What came of many requests, and of which tables."""
+
+    tokens: np.ndarray  # [requests, 3], -1 behind the last
+    drafts: np.ndarray  # [requests, 2]
+    p: np.ndarray  # [1 + vocab, vocab]: probabilities after each token, as TARGET
+    q: np.ndarray
+    drawn: bool
+
+    def fits(self) -> list[Fit]:
+        """For the first token, the second, and the one after both drafts: what followed each token that was there."""
+        before, fits = np.zeros(len(self.tokens), int), []
+        for place in range(3):
+            there = self.tokens[:, place] >= 0
+            pairs = before[there] * VOCAB + self.tokens[there, place]
+            fits.append(fit(np.bincount(pairs, minlength=self.p.size).reshape(self.p.shape), self.p))
+            before = 1 + self.tokens[:, place]
+        return fits
+
+    def acceptance_off(self) -> list[float]:
+        """For each draft: by how many standard deviations too many were accepted."""
+        rates = np.minimum(self.p, self.q).sum(-1) if self.drawn else (self.p * self.q).sum(-1)  # [1 + vocab]
+        before, off, reached = np.zeros(len(self.tokens), int), [], np.ones(len(self.tokens), bool)
+        for place in range(2):
+            accepted = reached & (self.tokens[:, place + 1] >= 0)
+            expected = rates[before[reached]]
+            off.append((accepted.sum() - expected.sum()) / math.sqrt((expected * (1 - expected)).sum()))
+            before, reached = 1 + self.drafts[:, place], accepted
+        return off
+
+
+def speculate(
+    drawn, temperature=1.0, top_k=0, top_p=1.0, reject=rejection_sample, keys=draft_keys, bonus=None
+) -> Outcome:
+    """Drafts and verifies once for each request. Drafts are drawn from DRAFT, of which `reject` hears if `drawn`.
+
+    `bonus`: the table for the token after both drafts, by default the target's.
+    """
+    target, draft = TARGET / temperature, DRAFT / temperature
+    limits = torch.full((1 + VOCAB,), top_k), torch.full((1 + VOCAB,), top_p)
+    mask_beyond_top_k_top_p(target, *limits)
+    seeds = np.arange(REQUESTS, dtype=np.uint64)
+    context = torch.zeros(REQUESTS, 3, dtype=torch.int64)
+    for place in range(2):
+        noise = keys(seeds, np.full(REQUESTS, place))
+        context[:, place + 1] = 1 + gumbel_max(draft[context[:, place]], noise)
+    rows = target[context]
+    if bonus is not None:
+        rows[:, 2] = bonus[context[:, 2]]
+    tokens = reject(
+        rows.flatten(0, 1),
+        (context[:, 1:] - 1).flatten().int(),
+        torch.full((REQUESTS,), 2, dtype=torch.int32),
+        draft[context[:, :2]].flatten(0, 1) if drawn else None,
+        torch.zeros(REQUESTS, dtype=torch.bool),
+        key_tensor(row_keys(np.repeat(seeds, 3), np.tile(np.arange(3), REQUESTS))),
+    )
+    p, q = (table.double().softmax(-1).numpy() for table in (target, draft))
+    return Outcome(tokens.numpy(), (context[:, 1:] - 1).numpy(), p, q, drawn)
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["point masses", "drawn"])
+@pytest.mark.parametrize("chosen", SETTINGS, ids=str)
+def test_tokens_are_the_models_and_as_many_are_accepted_as_can_be(chosen, drawn):
+    outcome = speculate(drawn, **chosen)
+    for place, found in enumerate(outcome.fits()):
+        assert found.p_value > LEVEL, f"token {place}: {found}"
+        assert found.total_variation < 0.05, f"token {place}: {found}"
+    assert max(map(abs, outcome.acceptance_off())) < 3
+    assert (outcome.tokens[:, 2] >= 0).sum() > 3000, "too few bonus tokens to judge"
+
+
+def biased_acceptance(monkeypatch):
+    numbers = rejection_calls.decision_numbers
+    monkeypatch.setattr(rejection_calls, "decision_numbers", lambda keys: numbers(keys) - 0.02)
+    return {}, (0, 1)
+
+
+def recovery_from_p(monkeypatch):
+    decide = rejection_calls._decide
+    monkeypatch.setattr(rejection_calls, "_decide", lambda *rows: (decide(*rows)[0], torch.tensor(-1)))
+    return {}, (0, 1)
+
+
+def bonus_from_q(monkeypatch):
+    return {"bonus": DRAFT}, (2,)
+
+
+def drafts_by_the_rows_own_noise(monkeypatch):
+    return {"keys": row_keys}, (0,)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [biased_acceptance, recovery_from_p, bonus_from_q, drafts_by_the_rows_own_noise],
+    ids=lambda rule: rule.__name__,
+)
+def test_the_test_sees_a_rule_that_is_biased(rule, monkeypatch):
+    changes, seen_at = rule(monkeypatch)
+    outcome = speculate(True, reject=torch_rejection, **changes)
+    fits = outcome.fits()
+    for place in seen_at:
+        assert fits[place].p_value < 1e-6, f"token {place}: {fits[place]}"
+    if rule is biased_acceptance:
+        assert min(outcome.acceptance_off()) > 3
+
+
+STEPS = st.builds(
+    random_step,
+    st.sampled_from([1, 2, 15, 16, 17, 255, 300]),
+    st.booleans(),
+    st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any),
+    st.integers(0, 1000),
+)
+
+
+@given(STEPS)
+@settings(max_examples=60, deadline=None)
+def test_any_step_comes_out_the_same_alone_among_others_and_in_both_forms(step):
+    together = step.sample()
+    assert torch.equal(torch_rejection(*vars(step).values()), together)
+    likeliest = step.target_logits.argmax(-1)
+    plain = gumbel_max(step.target_logits, step.keys.numpy().view(np.uint32))
+    row = 0
+    for request, count in enumerate(step.num_drafts.tolist()):
+        rows, drafts = slice(row, row + count + 1), slice(row - request, row - request + count)
+        row += count + 1
+        alone = reject_cpu(
+            step.target_logits[rows],
+            step.draft_token_ids[drafts],
+            step.num_drafts[request : request + 1],
+            None if step.draft_logits is None else step.draft_logits[drafts],
+            step.is_greedy[request : request + 1],
+            step.keys[rows],
+        )[0].tolist()
+        kept = together[request].tolist()
+        assert kept == alone + [-1] * (len(kept) - len(alone))
+        proposed = step.draft_token_ids[drafts].tolist()
+        accepted = sum(token >= 0 for token in kept) - 1
+        assert kept[:accepted] == proposed[:accepted]
+        if step.is_greedy[request] or step.draft_logits is None:
+            drawn = (likeliest if step.is_greedy[request] else plain)[rows].tolist()
+            assert kept[: accepted + 1] == drawn[: accepted + 1], "the tokens without drafts"
+            assert accepted == count or proposed[accepted] != drawn[accepted]

@@ -1,0 +1,57 @@
+"""Steps to verify drafts in: `rejection_sample` is tested on them by itself, and by what it does to distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minivllm.kernels.rejection_sample import rejection_sample
+from minivllm.worker.sample.gumbel import draft_keys, gumbel_max, row_keys
+
+
+@dataclass
+class Step:
+    """The arguments of `rejection_sample`, in order."""
+
+    target_logits: torch.Tensor
+    draft_token_ids: torch.Tensor
+    num_drafts: torch.Tensor
+    draft_logits: torch.Tensor | None
+    is_greedy: torch.Tensor
+    keys: torch.Tensor
+
+    def to(self, device: torch.device) -> Step:
+        return Step(*(one if one is None else one.to(device) for one in vars(self).values()))
+
+    def sample(self, backend: str | None = None) -> torch.Tensor:
+        return rejection_sample(*vars(self).values(), backend=backend)
+
+
+def key_tensor(keys: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(keys.view(np.int32))
+
+
+def random_step(vocab: int, drawn: bool, num_drafts: Sequence[int], seed: int = 0) -> Step:
+    """Greedy and random requests. Drafts are good: q is close to p, or they are the likeliest; some are -1.
+
+    Some rows exclude half of the tokens, one all but one.
+    """
+    generator = torch.Generator().manual_seed(seed + vocab)
+    counts = torch.tensor(num_drafts, dtype=torch.int32)
+    drafts, requests = int(counts.sum()), len(counts)
+    rows = drafts + requests
+    target = torch.randn(rows, vocab, generator=generator) * 2
+    target[::3, 1:].masked_fill_(torch.rand((len(target[::3]), vocab - 1), generator=generator) < 0.5, -torch.inf)
+    target[1] = -torch.inf
+    target[1, vocab // 2] = 0.5
+    seeds = np.arange(rows) + seed
+    keys = key_tensor(row_keys(seeds, np.arange(rows)))
+    is_draft = torch.cat([torch.arange(count + 1) < count for count in num_drafts])
+    logits = target[is_draft].clamp(min=-9.0) + torch.randn(drafts, vocab, generator=generator)
+    ids = gumbel_max(logits, draft_keys(seeds[:drafts], np.arange(drafts))) if drawn else target[is_draft].argmax(-1)
+    ids[5::9] = -1
+    greedy = torch.arange(requests) % 4 == 1
+    return Step(target, ids.int(), counts, logits if drawn else None, greedy, keys)
