@@ -1,18 +1,31 @@
 """Lesson 07: its guesses change no token, its rule no distribution; its kernel is right, its checks catch mistakes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels.harness import assert_compiles
-from lessons.harness import REPOSITORY, assert_refuses, figures_of_quick_run, script_path
+from lessons.harness import (
+    REPOSITORY,
+    assert_refuses,
+    checks_that_catch,
+    figures_of_quick_run,
+    problems_of,
+    script_path,
+)
 
 from minivllm import LLM, SamplingParams
-from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, SpeculativeConfig
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, NO_PARTS, SpeculativeConfig
+from minivllm.errors import MinivllmError
+from minivllm.kernels.rejection_sample import rejection_sample
+from minivllm.lab.asking_rejection import rejection_that_asks
 from minivllm.lab.cached_model import CachedModel
-from minivllm.lab.exercise import load
+from minivllm.lab.exercise import load, plug_of
 from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.plugged import serve
 from minivllm.lab.reports import speculative_decoding as report
 from minivllm.models.loader import load_model
 from minivllm.simulate.hardware import get_hardware
@@ -234,3 +247,359 @@ def test_quick_run(tmp_path):
 )
 def test_bad_input_gets_one_line(arguments, about):
     assert_refuses(lesson, *arguments, about=about)
+
+
+# ---- the exercise ----------------------------------------------------------------------------------------------------
+
+REJECTED = "x < 0 or uniforms[i] * q[i, x] >= p[i, x]"
+LEFT = "np.maximum(p - q, 0) / noise"
+KEPT_UP_TO = "tl.min(tl.where(draft == token, BLOCK, place), axis=0)"
+KEPT_BELOW = "tl.min(tl.where(uniform * q_draft < p_draft, BLOCK, place), axis=0)"
+STORED = "tl.where(place < num_accepted, draft, tl.where(place == num_accepted, last, -1))"
+
+MUTANTS = {
+    # propose_ngram
+    "shortest suffix first": ("propose_ngram", "range(..., ..., -1)", "reversed(range(..., ..., -1))"),
+    "the longest only": ("propose_ngram", "min_n - 1", "max(min_n, min(max_n, len(token_ids) - 1)) - 1"),
+    "never the shortest": ("propose_ngram", "min_n - 1", "min_n"),
+    "down to one token": ("propose_ngram", "min_n - 1", "0"),
+    "any length": ("propose_ngram", "min(max_n, len(token_ids) - 1)", "len(token_ids) - 1"),
+    "the whole text as a suffix": (
+        "propose_ngram", "min(max_n, len(token_ids) - 1)", "min(max_n, len(token_ids) - 2)",
+    ),
+    "the last occurrence": (
+        "propose_ngram", "range(len(token_ids) - n)", "reversed(range(len(token_ids) - n))",
+    ),
+    "the suffix finds itself": ("propose_ngram", "range(len(token_ids) - n)", "range(len(token_ids) - n + 1)"),
+    "no occurrence that overlaps": (
+        "propose_ngram", "range(len(token_ids) - n)", "range(len(token_ids) - 2 * n + 1)",
+    ),
+    "not at the first place": ("propose_ngram", "range(len(token_ids) - n)", "range(1, len(token_ids) - n)"),
+    "not right before the end": ("propose_ngram", "range(len(token_ids) - n)", "range(len(token_ids) - n - 1)"),
+    "from the occurrence on": (
+        "propose_ngram", "token_ids[start + n : start + n + k]", "token_ids[start : start + k]",
+    ),
+    "with the suffix's last token": (
+        "propose_ngram", "token_ids[start + n : start + n + k]", "token_ids[start + n - 1 : start + n + k - 1]",
+    ),
+    "one token late": (
+        "propose_ngram", "token_ids[start + n : start + n + k]", "token_ids[start + n + 1 : start + n + k + 1]",
+    ),
+    "one draft too many": ("propose_ngram", "start + n + k", "start + n + k + 1"),
+    "one draft too few": ("propose_ngram", "start + n + k", "start + n + k - 1"),
+    "as many as follow": ("propose_ngram", "start + n + k", "len(token_ids)"),
+    "always k": (
+        "propose_ngram",
+        "return list(token_ids[start + n : start + n + k])",
+        "found = token_ids[start + n : start + n + k]\nreturn found + found[-1:] * (k - len(found))",
+    ),
+    "only where k follow": (
+        "propose_ngram", "token_ids[start : start + n] == suffix",
+        "token_ids[start : start + n] == suffix and start + n + k <= len(token_ids)",
+    ),
+    "repeats the last token where there is nothing": ("propose_ngram", "return []", "return token_ids[-1:]"),
+    "nothing is None": ("propose_ngram", "return []", "return None"),
+    "returns a tuple": (
+        "propose_ngram",
+        "return list(token_ids[start + n : start + n + k])",
+        "return tuple(token_ids[start + n : start + n + k])",
+    ),
+    "takes the suffix off the text": (
+        "propose_ngram", "suffix = token_ids[-n:]", "suffix = token_ids[-n:]\ntoken_ids.append(suffix[0])",
+    ),
+    "compares sets": ("propose_ngram", "... == suffix", "set(...) == set(suffix)"),
+    # accept
+    "forgets q": ("accept", REJECTED, "x < 0 or uniforms[i] >= p[i, x]"),
+    "q over p": ("accept", REJECTED, "x < 0 or uniforms[i] * p[i, x] >= q[i, x]"),
+    "compares with q": ("accept", REJECTED, "x < 0 or uniforms[i] >= q[i, x]"),
+    "p times q": ("accept", REJECTED, "x < 0 or uniforms[i] >= p[i, x] * q[i, x]"),
+    "the other way round": ("accept", REJECTED, "x < 0 or uniforms[i] * q[i, x] < p[i, x]"),
+    "without the random number": ("accept", REJECTED, "x < 0 or q[i, x] > p[i, x]"),
+    "at most, not below": ("accept", REJECTED, "x < 0 or uniforms[i] * q[i, x] > p[i, x]"),
+    "two hundredths too generous": (
+        "accept", REJECTED, "x < 0 or (uniforms[i] - 0.02) * q[i, x] >= p[i, x]",
+    ),
+    "two hundredths too strict": (
+        "accept", REJECTED, "x < 0 or (uniforms[i] + 0.02) * q[i, x] >= p[i, x]",
+    ),
+    "only if it is the likeliest": ("accept", REJECTED, "x < 0 or x != int(np.argmax(p[i]))"),
+    "the next row of p": ("accept", REJECTED, "x < 0 or uniforms[i] * q[i, x] >= p[i + 1, x]"),
+    "the first row for all": ("accept", REJECTED, "x < 0 or uniforms[0] * q[i, x] >= p[i, x]"),
+    "no draft is the last token": ("accept", REJECTED, "uniforms[i] * q[i, x] >= p[i, x]"),
+    "token 0 is no draft": ("accept", REJECTED, "x <= 0 or uniforms[i] * q[i, x] >= p[i, x]"),
+    "goes on after a rejection": (
+        "accept",
+        "for i, x in enumerate(drafts): ...\nreturn len(drafts)",
+        "return sum(d >= 0 and bool(uniforms[i] * q[i, d] < p[i, d]) for i, d in enumerate(drafts))",
+    ),
+    "counts the token behind": ("accept", "return i", "return i + 1"),
+    "all or nothing": ("accept", "return i", "return 0"),
+    "one less if all are right": ("accept", "return len(drafts)", "return max(len(drafts) - 1, 0)"),
+    # recovered
+    "recovers from p": ("recovered", LEFT, "p / noise"),
+    "without noise": ("recovered", LEFT, "np.maximum(p - q, 0)"),
+    "times the noise": ("recovered", LEFT, "np.maximum(p - q, 0) * noise"),
+    "what q has more": ("recovered", LEFT, "np.maximum(q - p, 0) / noise"),
+    "the distance": ("recovered", LEFT, "np.abs(p - q) / noise"),
+    "p where it is larger": ("recovered", LEFT, "np.where(p > q, p, 0) / noise"),
+    "the smallest": ("recovered", "np.argmax(...)", "np.argmin(...)"),
+    "the weight and not the token": ("recovered", "np.argmax(...)", "np.max(...)"),
+    "noise of another shape": ("recovered", LEFT, "np.maximum(p - q, 0) / np.sqrt(noise)"),
+    # verify
+    "forgets the bonus": (
+        "verify", "rejected = ...", "rejected = ...\nif n == len(drafts): return list(drafts)",
+    ),
+    "forgets the recovered token": (
+        "verify", "rejected = ...", "rejected = ...\nif n < len(drafts): return list(drafts[:n])",
+    ),
+    "keeps the rejected draft": ("verify", "drafts[:n]", "drafts[: n + 1]"),
+    "keeps all drafts": ("verify", "drafts[:n]", "drafts"),
+    "drops an accepted draft": ("verify", "drafts[:n]", "drafts[: max(n - 1, 0)]"),
+    "the rejected draft's row before": ("verify", "recovered(p[n], ..., ...)", "recovered(p[n - 1], ..., ...)"),
+    "the bonus row always": ("verify", "recovered(p[n], ..., ...)", "recovered(p[-1], ..., ...)"),
+    "the first row always": ("verify", "recovered(p[n], ..., ...)", "recovered(p[0], ..., ...)"),
+    "the bonus without its own row": (
+        "verify", "recovered(p[n], ..., ...)", "recovered(p[min(n, len(drafts) - 1)], ..., ...)",
+    ),
+    "q of the last draft behind the bonus": (
+        "verify", "q[n] if n < len(drafts) else 0", "q[min(n, len(drafts) - 1)] if len(drafts) else 0",
+    ),
+    "never takes q away": ("verify", "q[n] if n < len(drafts) else 0", "0"),
+    "noise of the first place": ("verify", "noise[n]", "noise[0]"),
+    # the kernel, greedy
+    "counts what is right behind a rejection": (
+        "greedy_kernel",
+        KEPT_UP_TO,
+        "tl.sum(tl.where(draft == token, 1, 0), axis=0)",
+    ),
+    "the last place that is wrong": (
+        "greedy_kernel", KEPT_UP_TO, "tl.max(tl.where((draft == token) | (place >= num_drafts), 0, place), axis=0)",
+    ),
+    "all targets": ("greedy_kernel", "tl.where(place <= num_accepted, token, -1)", "token"),
+    "no token behind the drafts": ("greedy_kernel", "place <= num_accepted", "place < num_accepted"),
+    "one token too many": ("greedy_kernel", "place <= num_accepted", "place <= num_accepted + 1"),
+    "drafts in place of targets": (
+        "greedy_kernel", "tl.where(place <= num_accepted, token, -1)", "tl.where(place <= num_accepted, draft, -1)",
+    ),
+    "0 behind the last token": (
+        "greedy_kernel", "tl.where(place <= num_accepted, token, -1)", "tl.where(place <= num_accepted, token, 0)",
+    ),
+    "reads beyond the drafts": (
+        "greedy_kernel", "tl.load(drafts + place, mask=place < num_drafts, other=-1)",
+        "tl.load(drafts + place, mask=place <= num_drafts, other=-1)",
+    ),
+    "the bonus is not read": (
+        "greedy_kernel",
+        "tl.load(target + place, mask=place <= num_drafts, other=-2)",
+        "tl.load(target + place, mask=place < num_drafts, other=-2)",
+    ),
+    "stores without a mask": (
+        "greedy_kernel",
+        "tl.store(output + place, ..., mask=place <= num_drafts)",
+        "tl.store(output + place, ...)",
+    ),
+    "leaves the end as it was": (
+        "greedy_kernel",
+        "tl.store(output + place, ..., mask=place <= num_drafts)",
+        "tl.store(output + place, ..., mask=place <= num_accepted)",
+    ),
+    # ragged
+    "as many targets as drafts": ("ragged_kernel", "target + start + request + place", "target + start + place"),
+    "all requests begin at 0": ("ragged_kernel", "tl.load(draft_start + request)", "request * 0"),
+    "the drafts of all requests": (
+        "ragged_kernel",
+        "tl.load(draft_start + request + 1) - start",
+        "tl.load(draft_start + tl.num_programs(0)) - start",
+    ),
+    "the same number for all": ("ragged_kernel", "tl.load(draft_start + request + 1) - start", "width - 1 + start * 0"),
+    "rows of the drafts": ("ragged_kernel", "output + request * width + place", "output + start + request + place"),
+    "writes its tokens only": (
+        "ragged_kernel", "tl.store(..., ..., mask=place < width)", "tl.store(..., ..., mask=place <= num_drafts)",
+    ),
+    "writes into the next row": (
+        "ragged_kernel", "tl.store(..., ..., mask=place < width)", "tl.store(..., ..., mask=place < BLOCK)",
+    ),
+    "drafts without a mask": (
+        "ragged_kernel",
+        "tl.load(drafts + start + place, mask=place < num_drafts, other=-1)",
+        "tl.load(drafts + start + place)",
+    ),
+    "the next request's draft counts": (
+        "ragged_kernel",
+        "tl.load(drafts + start + place, mask=place < num_drafts, other=-1)",
+        "tl.load(drafts + start + place, mask=start + place < tl.load(draft_start + tl.num_programs(0)), other=-1)",
+    ),
+    # random
+    "the kernel forgets q": ("rejection_kernel", "uniform * q_draft < p_draft", "uniform < p_draft"),
+    "the kernel's q over p": (
+        "rejection_kernel", "uniform * q_draft < p_draft", "there & (uniform * p_draft < q_draft)",
+    ),
+    "the kernel's at most": (
+        "rejection_kernel", "uniform * q_draft < p_draft", "there & (uniform * q_draft <= p_draft)",
+    ),
+    "the kernel rejects what it should accept": (
+        "rejection_kernel", "uniform * q_draft < p_draft", "there & (uniform * q_draft > p_draft)",
+    ),
+    "the kernel goes on": (
+        "rejection_kernel", KEPT_BELOW, "tl.sum(tl.where(uniform * q_draft < p_draft, 1, 0), axis=0)",
+    ),
+    "rows of p like those of q": (
+        "rejection_kernel", "p + (row + request) * vocab_size + draft",
+        "p + row * vocab_size + draft",
+    ),
+    "rows of q like those of p": (
+        "rejection_kernel",
+        "tl.load(q + row * vocab_size + draft, mask=there, other=1.0)",
+        "tl.load(q + (row + request) * vocab_size + draft, mask=there, other=1.0)",
+    ),
+    "p after the draft": (
+        "rejection_kernel",
+        "p + (row + request) * vocab_size + draft",
+        "p + (row + request + 1) * vocab_size + draft",
+    ),
+    "reads p of no draft": (
+        "rejection_kernel",
+        "tl.load(p + (row + request) * vocab_size + draft, mask=there, other=0.0)",
+        "tl.load(p + (row + request) * vocab_size + draft, mask=place < num_drafts, other=0.0)",
+    ),
+    "p without a mask": (
+        "rejection_kernel",
+        "tl.load(p + (row + request) * vocab_size + draft, mask=there, other=0.0)",
+        "tl.load(p + (row + request) * vocab_size + draft)",
+    ),
+    "no draft is accepted": (
+        "rejection_kernel",
+        "tl.load(p + ... + draft, mask=there, other=0.0)",
+        "tl.load(p + ... + draft, mask=there, other=2.0)",
+    ),
+    "token 0 is no draft in the kernel": ("rejection_kernel", "draft >= 0", "draft > 0"),
+    "one random number for all": (
+        "rejection_kernel", "tl.load(uniforms + row, mask=there, other=0.0)",
+        "tl.load(uniforms + start + 0 * place, mask=there, other=0.0)",
+    ),
+    "random numbers by request": (
+        "rejection_kernel",
+        "tl.load(uniforms + row, mask=there, other=0.0)",
+        "tl.load(uniforms + start + request + place, mask=there & (place < num_drafts - request), other=0.5)",
+    ),
+    "the token of the next place": (
+        "rejection_kernel", "instead + start + request + num_accepted", "instead + start + request + num_drafts",
+    ),
+    "the tokens of fewer places": (
+        "rejection_kernel", "instead + start + request + num_accepted", "instead + start + num_accepted",
+    ),
+    "the rejected draft is kept": ("rejection_kernel", "place < num_accepted", "place <= num_accepted"),
+    "the kernel forgets the bonus": (
+        "rejection_kernel",
+        STORED,
+        "tl.where(place < num_accepted, draft, tl.where((place == num_accepted) & (place < num_drafts), last, -1))",
+    ),
+    "the token up to the end": (
+        "rejection_kernel", STORED, "tl.where(place < num_accepted, draft, last)",
+    ),
+    "reads p in all of its row": (
+        "rejection_kernel",
+        "uniform = ...",
+        "uniform = ...\n"
+        "for token in range(vocab_size):\n"
+        "    of_p = p + (row + request) * vocab_size\n"
+        "    one = tl.load(of_p + token, mask=there, other=0.0)\n"
+        "    p_draft = tl.where(draft == token, one, p_draft)",
+    ),
+}  # fmt: skip
+
+MESSAGES = {
+    "shortest suffix first": "the shortest suffix is looked up first",
+    "the longest only": "shorter suffixes are not tried",
+    "never the shortest": "the shortest, are not tried",
+    "the last occurrence": "the last earlier occurrence, not the first",
+    "the suffix finds itself": "taken for an occurrence of itself?",
+    "with the suffix's last token": "they begin one token early",
+    "one token late": "they begin one token late",
+    "one draft too many": "one more than the k",
+    "as many as follow": "those are all that follow",
+    "takes the suffix off the text": "the list that it was given is now",
+    "forgets q": "u < p forgets q",
+    "q over p": "that is u < q / p",
+    "the other way round": "rejects what should be accepted",
+    "without the random number": "the random number is not used",
+    "at most, not below": "u < p / q, not u <= p / q",
+    "the next row of p": "row i of p is where draft i stands",
+    "no draft is the last token": "p[i, -1] is the last token",
+    "goes on after a rejection": "you go on after the first rejection",
+    "counts the token behind": "the draft that is rejected is not counted",
+    "recovers from p": "it is drawn from p",
+    "without noise": "divide by the noise",
+    "times the noise": "do not multiply by it",
+    "what q has more": "the wrong way round",
+    "the distance": "the weight is 0, not a distance",
+    "forgets the bonus": "the bonus token is forgotten",
+    "forgets the recovered token": "the recovered token is forgotten",
+    "keeps all drafts": "nothing is kept behind the first rejection",
+    "the rejected draft's row before": "from the row before its own",
+    "the first row always": "from the first row of p",
+    "never takes q away": "a rejected draft's q must be taken away",
+    "counts what is right behind a rejection": "target",
+    "no token behind the drafts": "is forgotten",
+    "all targets": "comes too late",
+    "reads beyond the drafts": "no mask?",
+    "writes into the next row": "behind a row",
+    "the kernel forgets q": "u < p forgets q",
+    "the kernel's q over p": "that is u < q / p",
+    "the kernel forgets the bonus": "the bonus is forgotten",
+    "the rejected draft is kept": "the rejected draft itself stands there",
+    "reads p in all of its row": "are enough",
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_the_checks_catch(mistake):
+    assert checks_that_catch("07", MUTANTS[mistake])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_the_message_recognises_the_mistake(mistake):
+    assert any(MESSAGES[mistake] in problem for problem in problems_of("07", MUTANTS[mistake]))
+
+
+def test_the_engine_runs_with_the_learners_drafts():
+    """The same tokens, steps and counters as with its own proposer."""
+    plugged = plug_of("07")(load(script_path("07")))
+    yours, ours = (serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
+    assert (yours.token_ids, yours.steps, yours.rows) == (ours.token_ids, ours.steps, ours.rows)
+    assert yours.steps < plugged.max_tokens
+    assert float(yours.rows["mean acceptance length"]) > 2
+
+
+def test_drafts_that_were_not_asked_for_are_told():
+    plugged = plug_of("07")(SimpleNamespace(propose_ngram=lambda tokens, low, high, k: [1] * 9, verify=None))
+    with pytest.raises(MinivllmError, match="9 drafts, and 3 were asked for"):
+        serve(plugged, plugged.parts)
+
+
+def test_the_learners_verdict_is_that_of_the_engine():
+    """The same table for greedy requests with ragged drafts; for a random one, tokens as often as the model says."""
+    verify = rejection_that_asks(load(script_path("07")).verify)
+    logits, keys = torch.randn(9, 8), torch.arange(18, dtype=torch.int32).view(9, 2)
+    drafts = logits.argmax(-1)[[0, 1, 4, 5, 6]].int()
+    drafts[3] = -1
+    arguments = (
+        logits,
+        drafts,
+        torch.tensor([2, 0, 3, 0], dtype=torch.int32),
+        None,
+        torch.ones(4, dtype=torch.bool),
+        keys,
+    )
+    assert verify(*arguments).tolist() == rejection_sample(*arguments).tolist()
+
+    requests, p, q = 4000, torch.tensor([0.25, 0.45, 0.2, 0.1]), torch.tensor([0.7, 0.1, 0.1, 0.1])
+    draws = torch.multinomial(q, requests, replacement=True, generator=torch.Generator().manual_seed(0)).int()
+    keys = torch.randint(-(2**31), 2**31, (2 * requests, 2), generator=torch.Generator().manual_seed(1)).int()
+    random, one = torch.zeros(requests, dtype=torch.bool), torch.ones(requests, dtype=torch.int32)
+    for drawn_from, drafts in ((q.log().expand(requests, -1), draws), (None, draws)):
+        table = verify(p.log().expand(2 * requests, -1), drafts, one, drawn_from, random, keys)
+        found = torch.bincount(table[:, 0], minlength=4) / requests
+        assert torch.allclose(found, p, atol=0.025)
