@@ -109,7 +109,7 @@ class Verification:
         return 4 * self.vocab * rows
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-        """The arguments of `rejection_sample`, random: about two in three drafts are accepted."""
+        """The arguments of `rejection_sample`, random: more than half of the drafts are accepted."""
         torch.manual_seed(0)
         target = 2 * torch.randn(self.requests, self.drafts + 1, self.vocab, device=device)
         theirs = (target[:, :-1] + torch.randn_like(target[:, :-1])).flatten(0, 1)

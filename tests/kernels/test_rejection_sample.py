@@ -69,6 +69,21 @@ def test_kernels_twin_and_torch_follow_the_rule(device, vocab, drawn):
     assert (lengths <= step.num_drafts).any(), "nothing was rejected"
 
 
+def test_probabilities_are_of_all_chunks_and_an_accepted_draft_stays(device):
+    """One draft each. Most of the target's mass is in the first chunk, the draft's is spread: their sums differ."""
+    vocab, requests = 2 * CHUNK + 3, 20
+    step = random_step(vocab, True, num_drafts=(1,) * requests)
+    step.is_greedy[:] = False
+    generator = torch.Generator().manual_seed(0)
+    target, theirs = (torch.randn(n, vocab, generator=generator) * 0.1 for n in (2 * requests, requests))
+    target, theirs = target - 0.08 * torch.arange(vocab), theirs - 0.03 * torch.arange(vocab)
+    drafts = gumbel_max(theirs, draft_keys(np.arange(requests), np.arange(requests))).int()
+    step = replace(step, target_logits=target, draft_logits=theirs, draft_token_ids=drafts)
+    kernels = step.to(device).sample("triton")
+    assert_twin(kernels, by_the_book(step))
+    assert 5 <= (kernels[:, 1] >= 0).sum() <= 15
+
+
 def test_chunks_of_the_size_in_use(device, monkeypatch):
     monkeypatch.undo()
     step = random_step(module.CHUNK + 5, True, num_drafts=(2, 1, 2))

@@ -7,8 +7,8 @@ boundary falls to the adjacent token.
 
 The noise is a hash, not a stateful generator: it does not depend on the rest of the batch, survives preemption, and is
 the same on a GPU as on a CPU. A row's key is SplitMix64 of seed and position (Steele, Lea, Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014); a 32-bit hash of key and token id gives the token's uniform number v,
-and -log(-log(1 - v)) is its noise.
+pseudorandom number generators", OOPSLA 2014); a 32-bit hash of key and token id (`kernels/noise.py`) gives the token's
+uniform number v, and -log(-log(1 - v)) is its noise.
 
 In vLLM v0.33.0: `vllm/v1/worker/gpu/sample/gumbel.py`.
 """
