@@ -54,6 +54,7 @@ class EngineCoreProc:
         settings, client_count, num_neighbours = decode(payload, tuple[dict, int, int])
         try:
             self.core = EngineCore(_share(settings, num_neighbours))
+            self.core.executor.collective_rpc("warm_up")
         except Exception as error:
             if not isinstance(error, MinivllmError):
                 logger.exception("The engine's core could not start")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from minivllm.config import ModelConfig, SpeculativeConfig
-from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head, load_eagle3
 from minivllm.models.loader import load_model, random_model
@@ -23,6 +23,7 @@ from minivllm.models.pipeline import Stage
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.triton_utils import INTERPRETED
+from minivllm.sampling_params import SamplingParams
 from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.paged_attention import PagedAttention
@@ -125,6 +126,19 @@ class Worker:
         self.runner.initialize_kv_cache(num_blocks)
         if self.settings.uses_cuda_graphs:
             self.runner.capture_model()
+        self.group.bytes_reduced = 0
+
+    def warm_up(self) -> None:
+        """Runs a step on a CPU, so that no request waits for what numba compiles, or reads from its cache.
+
+        Its two tokens are written into the null block, and nothing else is kept of it.
+        """
+        if self.device.type != "cpu":
+            return
+        request = NewRequestData("warm-up", [0, 0], [0, 0], [0], 0, SamplingParams(temperature=1.0, seed=0))
+        step = SchedulerOutput([request], CachedRequestData(), {"warm-up": 2}, 2, {}, set(), set())
+        self.runner.execute_model(step)
+        self.runner.reset()
         self.group.bytes_reduced = 0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
