@@ -239,7 +239,12 @@ DRAFTER_NAMES = [
     ("a small model", "small"),
     ("a larger model", "large"),
 ]
-RECORDED_NAMES = [("no: as above", "none"), ("n-grams", "ngram"), ("a draft model", "draft_model")]
+RECORDED_NAMES = [
+    ("no: as above", "none"),
+    ("n-grams", "ngram"),
+    ("a draft model", "draft_model"),
+    ("EAGLE-3", "eagle3"),
+]
 KNOBS = {
     "The batch": {
         "batch": steps("Batch", list(BATCHES), START["batch"], "requests that decode together"),

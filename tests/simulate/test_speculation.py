@@ -53,7 +53,7 @@ def test_tokens_of_a_constant_acceptance_are_leviathans_formula(alpha: float, k:
     assert expected_tokens((alpha,), k) == pytest.approx(formula)
 
 
-@pytest.mark.parametrize(("method", "length"), [("ngram", 2.532), ("draft_model", 2.105)])
+@pytest.mark.parametrize(("method", "length"), [("ngram", 2.532), ("draft_model", 2.105), ("eagle3", 2.586)])
 def test_tokens_of_recorded_rates_are_the_mean_acceptance_length(method: str, length: float):
     one = RECORDED[method]
     assert expected_tokens(one.rates, 3) == pytest.approx(1 + sum(one.accepted) / one.drafts)

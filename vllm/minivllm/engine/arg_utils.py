@@ -208,6 +208,11 @@ class EngineArgs:
             "async_scheduling needs the engine's own scheduler: leave it out, or the part scheduler",
         )
         require(
+            not (self.parts.draft_proposer and self.speculation and self.speculation.runs_model),
+            "the part draft_proposer stands for a proposer that runs no model: "
+            'give speculative_config the method "ngram", or leave out the part',
+        )
+        require(
             not self.parts.names_in_core or not (self.multiprocess or self._has_other_processes),
             f"parts ({', '.join(self.parts.names_in_core)}) cannot go to another process: leave out multiprocess, "
             "tensor_parallel_size, pipeline_parallel_size, data_parallel_size, data_parallel_backend and "
