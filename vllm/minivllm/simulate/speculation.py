@@ -64,8 +64,8 @@ RECORDED: Mapping[str, Recorded] = MappingProxyType(
     }
 )
 """By vLLM's name of the method: counted by vLLM 0.32 with the embedded model, greedy answers of 64 tokens to 16
-prompts, for EAGLE-3 to the first 8 of them. On these 8 this engine counts the same (`tests/engine/test_speculation.py`). Steps
-for which no n-gram matched have no drafts, and are not counted."""
+prompts, for EAGLE-3 to the first 8 of them. On these 8 the engine here counts the same. Steps for which no n-gram
+matched have no drafts, and are not counted."""
 
 
 def conditional_rates(rates: Sequence[float], k: int) -> tuple[float, ...]:
