@@ -65,9 +65,9 @@ def test_the_same_answers_with_drafts_int8_cache_chunks_and_priority():
     here, apart = (LLM(EMBEDDED_MODEL, **settings, multiprocess=there) for there in (False, True))
     ours, theirs = (answers(llm, priority=[*range(6)] * 2) for llm in (here, apart))
     assert ours == theirs
-    stats = here.llm_engine.stats
-    assert stats == apart.llm_engine.stats
-    assert stats.spec_decoding_stats.num_drafts > 0
+    for stats in (here.llm_engine.stats, apart.llm_engine.stats):  # which requests share a step depends on the clock
+        assert 0 < stats.spec_decoding_stats.num_accepted_tokens <= stats.spec_decoding_stats.num_draft_tokens
+        assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage) == (0, 0, 0.0)
     apart.shutdown()
 
 

@@ -86,7 +86,7 @@ def test_the_table_tells_what_became_of_drafts():
     assert figures["spec_decode_acceptance_length"] == 1 + 30 / 20
     assert figures["spec_decode_per_position_acceptance_rates"] == [1.0, 0.25, 0.25]
     lines = table_of(figures).splitlines()
-    assert lines[-10:-1] == [
+    assert lines[-11:-1] == [
         "---------------Speculative Decoding---------------",
         "Acceptance rate (%):                     50.00     ",
         "Acceptance length:                       2.50      ",
@@ -96,6 +96,7 @@ def test_the_table_tells_what_became_of_drafts():
         "Per-position acceptance (%):",
         "  Position 0:                            100.00    ",
         "  Position 1:                            25.00     ",
+        "  Position 2:                            25.00     ",
     ]
     assert "Speculative" not in table_of(calculate_metrics(LoadResult([QUICK], 2.0)))
 

@@ -249,13 +249,17 @@ def join_group(settings: WorkerSettings, address: tuple[str, int], rank: int) ->
     store = dist.TCPStore(host, port, size, is_master=False)
 
     def connect(number: int) -> dist.ProcessGroup | None:
+        of_this_group = dist.PrefixStore(str(number), store)  # nobody meets the addresses of an earlier group
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(str(number), store),  # nobody meets the addresses of an earlier group
+            store=of_this_group,
             rank=rank,
             world_size=size,
             device_id=device if device.type == "cuda" else None,
         )
+        # A rank that left now, for another reset, would cut the connections that others are still making.
+        of_this_group.set(f"connected {rank}", "")
+        of_this_group.wait([f"connected {other}" for other in range(size)])
         if tp == 1 or stages == 1:
             return None
         # All ranks must make all of these groups, in the same order; each belongs to one.
