@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain, product
+from itertools import chain, count, product
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ WAYS: dict[str, dict[str, Any]] = {
 tree keeps no earlier answers: it has seen these very prompts in the rounds before."""
 PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN, BLOCK_SIZE = 128, 64, 256, 16
 KINDS = ("code", "prose", "random")
+NAMES = count()
+"""A request's name is never used again: the suffix tree knows requests by their names."""
 OFF = "off"
 LEAST_PROMPTS = 8
 """However small the batch: one text alone says little."""
@@ -133,7 +135,7 @@ def engine_of(arguments: argparse.Namespace, way: dict[str, Any] | None, batch: 
 def serve(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int) -> Served:
     """Serve these prompts, all at once; timed from when each has its first token."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    outputs: dict[str, list[int]] = {str(next(NAMES)): [] for _ in prompts}
     before, clock, seconds, counted = core.scheduler.spec_decoding_stats.copy(), own_clock(core), 0.0, 0
     for name, prompt in zip(outputs, prompts, strict=True):
         core.add_request(EngineCoreRequest(name, prompt, params, (), time.monotonic()))
@@ -170,7 +172,7 @@ def compare(arguments: argparse.Namespace, batch: int, ways: dict[str, dict[str,
             for _ in range(arguments.rounds)
         ]
         for name in ways:
-            run, plain = rounds[0][name], rounds[0][OFF]
+            run, plain = (reduce(Served.and_then, (one[way] for one in rounds)) for way in (name, OFF))
             ratios = [one[name].throughput / one[OFF].throughput for one in rounds]
             found[name][kind] = {
                 "length": round(1 + run.num_accepted / max(1, run.num_drafts), 3),
