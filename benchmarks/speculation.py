@@ -6,9 +6,10 @@
 
 Acceptance length is the tokens that a verification yields, 1 + accepted / drafts. The speed-up is of output tokens a
 second, prompts left out, over the same engine without drafts: the median of rounds in which all take turns. Greedy,
-float32, so that all write the same text, which is counted too. Below 1 × a method costs more than it buys. Texts:
-held-out Python, its docstrings, random tokens. The table is followed by one line of JSON; `--page` also puts it into
-lesson 07.
+float32, so that all write the same text, which is counted too. Below 1 × a method costs more than it buys. A batch
+starts together and nobody follows: requests whose drafts are right end sooner, the others go on in a smaller batch, and
+that counts against the method. Texts: held-out Python, its docstrings, random tokens. The table is followed by one line
+of JSON; `--page` also puts it into lesson 07.
 """
 
 import argparse
