@@ -33,7 +33,7 @@ run: setup ## lesson 01 on the embedded model
 	@$(UV_RUN) python vllm/01_kv_cache.py
 
 test: setup ## every test that this machine can run, three at a time (half of their time is waiting)
-	@$(UV_RUN) pytest -n $(WORKERS) --dist worksteal
+	@$(UV_RUN) --group nixl pytest -n $(WORKERS) --dist worksteal
 
 lesson: setup ## one lesson's script: make lesson N=01
 	@test -n "$(LESSON)" || { echo "no lesson '$(N)': say for example make lesson N=01" >&2; exit 2; }

@@ -61,14 +61,21 @@ SHOWN_OF_CLIENTS = ("output_throughput", "mean_ttft_ms", *LATENCIES, "mean_tpot_
 class Serving:
     """A server's process."""
 
-    def __init__(self, title: str, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self,
+        title: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        flags: Sequence[str] = (*FLAGS, *FURTHER),
+    ) -> None:
         self.title = title
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"{title}.log"
-        whole = [*command, "serve", str(EMBEDDED_MODEL), *FLAGS, *FURTHER, "--port", str(self.port)]
+        whole = [*command, "serve", str(EMBEDDED_MODEL), *flags, "--port", str(self.port)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(whole, stdout=log, stderr=log, env=dict(environment), cwd=folder)
 

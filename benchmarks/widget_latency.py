@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import nbformat
@@ -30,7 +31,7 @@ from minivllm.lab.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # the browser test's own way to open a notebook
-from e2e.browser import Notebook, opened, start_browser  # noqa: E402
+from e2e.browser import Lab, Notebook, start_browser  # noqa: E402
 from e2e.chromium import HOW_TO_GET_IT, find_chromium  # noqa: E402
 from e2e.jupyter import jupyterlab  # noqa: E402
 
@@ -112,7 +113,7 @@ def dragged(page: Page, seconds: float = 0.8) -> float:
 
 def measured(browser: Browser, server: str, path: str, times: int) -> dict[str, float]:
     """Figures of one widget, in milliseconds and in pictures a second."""
-    with opened(browser, server, path) as notebook:
+    with closing(Lab(browser, server)) as lab, lab.opened(path) as notebook:
         notebook.run_all()
         if problems := notebook.problems():
             raise MinivllmError("; ".join(problems))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 from cluster.hosts import why_not_here
 from e2e.chromium import HOW_TO_GET_IT, find_chromium
 
+from minivllm.kv_connector.nixl_agent import is_nixl_installed
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
 if TYPE_CHECKING:
@@ -20,13 +24,17 @@ if TYPE_CHECKING:
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
+NIXL_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_NIXL"))
+"""Then the tests that need it are not left out, and fail where it is not installed."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a kernel in Triton's interpreter")
     config.stash[LEFT_OUT] = {}
+    os.environ.setdefault("MINIVLLM_COMPILED", str(Path(__file__).with_name("compiled.json")))
     compute_on_one_thread()
     keep_bytecode()
+    gc.disable()
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +64,21 @@ def keep_bytecode() -> None:
     sys.dont_write_bytecode = False
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: the collector, which rests while modules are loaded, need never look at it.
+
+    Looking through torch, hypothesis and 6,000 tests again and again was a tenth of what tests of plain Python took.
+    """
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Triton's bindings complain of what is never taken apart."""
+    gc.unfreeze()
+
+
 def missing_here() -> dict[str, str]:
     """Marker -> what its tests need and this machine has not."""
     reasons = {}
@@ -67,6 +90,8 @@ def missing_here() -> dict[str, str]:
         reasons["interpreted"] = "need Triton's interpreter (TRITON_INTERPRET=1)"
     if not find_chromium() and not BROWSER_REQUIRED:
         reasons["browser"] = f"need Chromium ({HOW_TO_GET_IT})"
+    if not is_nixl_installed() and not NIXL_REQUIRED:
+        reasons["nixl"] = "need nixl (`make test` brings it on Linux; alone: uv sync --group nixl)"
     if (reason := why_not_here()) is not None:
         reasons["two_hosts"] = reason
     return reasons
@@ -140,3 +165,15 @@ def mutation_scores(reporter: pytest.TerminalReporter) -> list[str]:
     rows = [(number, len(found), sum(found.values())) for number, found in sorted(caught_in.items())]
     lines = [f"{number:>6} {tried:>8} {caught:>7} {caught / tried:>6.0%}" for number, tried, caught in rows]
     return ["lesson  mutants  caught  score", *lines] if lines else []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A browser's fixture leaves its event loop in the worker's thread; other tests may run one of their own."""
+    loop = asyncio._get_running_loop()
+    if item.get_closest_marker("browser") is None:
+        asyncio._set_running_loop(None)
+    try:
+        return (yield)
+    finally:
+        asyncio._set_running_loop(loop)

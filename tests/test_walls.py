@@ -25,6 +25,7 @@ ENGINE_FLOORS = (
     "core",
     "structured_output",
     "kernels",
+    "kv_connector",
     "models",
     "worker",
     "executor",

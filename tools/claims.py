@@ -5,7 +5,7 @@
 
 `lessons/claims.toml` holds a row for every claim that a lesson quotes. Its `measured` is a template:
 `{dotted.path:.1%}` is looked up in the figures of `benchmarks/results/<stem of the script>.<machine>.json`, once for
-each machine that has results.
+each machine that has results; a row's `results` names another stem.
 The table goes between `<!-- claims:NN -->` and `<!-- /claims -->`, in the lesson or on its page in `lessons/notes`.
 Between `<!-- published-checks -->` and its end goes the cost model beside published measurements, row by row.
 """
@@ -61,9 +61,9 @@ def read_claims(path: Path = CLAIMS) -> list[dict]:
     return rows
 
 
-def results_of(script: str) -> list[tuple[str, dict]]:
-    """(machine, record) of every committed result of a script."""
-    stem = Path(script).stem
+def results_of(script: str, stem: str = "") -> list[tuple[str, dict]]:
+    """(machine, record) of every committed result of a script, in files of this stem (default: the script's)."""
+    stem = stem or Path(script).stem
     found = sorted(RESULTS.glob(f"{stem}.*.json"))
     if not found:
         raise MinivllmError(f"no results of {script}: run it with --json benchmarks/results/{stem}.<machine>.json")
@@ -73,7 +73,7 @@ def results_of(script: str) -> list[tuple[str, dict]]:
 def measured(row: dict) -> str:
     """This repository's measurements, one per machine; a figure equal on all machines is given once."""
     texts = {}
-    for machine, record in results_of(row["script"]):
+    for machine, record in results_of(row["script"], row.get("results", "")):
         figures = _Figures(record["figures"], f"{machine}'s result of {row['script']}")
         texts[machine] = figures.format(row["measured"])
     if len(set(texts.values())) == 1:

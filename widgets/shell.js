@@ -4,7 +4,7 @@
 //   described          texts and knobs, which never change
 //   view()             the present picture, verdict and challenges
 //   turn(values, width, serial)
-//   pin(), unpin(), load(text)   missing where the host cannot do them
+//   pin(), unpin(), load(text)   missing where the host cannot do them; these and `turn` give false where nobody answers
 //   onView(callback)   called whenever view() is a new one
 //   onAhead(callback)  called with views that were drawn ahead of time
 //   fixed(knob)        true where the host cannot turn this knob
@@ -13,13 +13,20 @@
 export default { render: ({ model, el }) => mount(el, kernelHost(model)) };
 
 function kernelHost(model) {
+  const send = (message) => {
+    try {
+      model.send(message);
+    } catch {
+      return false; // the kernel that made this widget has ended
+    }
+  };
   return {
     described: model.get("described"),
     view: () => model.get("view"),
-    turn: (values, width, serial) => model.send({ do: "turn", values, width, serial }),
-    pin: () => model.send({ do: "pin" }),
-    unpin: () => model.send({ do: "unpin" }),
-    load: (text) => model.send({ do: "load", text }),
+    turn: (values, width, serial) => send({ do: "turn", values, width, serial }),
+    pin: () => send({ do: "pin" }),
+    unpin: () => send({ do: "unpin" }),
+    load: (text) => send({ do: "load", text }),
     onView: (callback) => {
       model.on("change:view", callback);
       return () => model.off("change:view", callback);
@@ -194,9 +201,9 @@ class Shell {
     this.command = make("pre", { class: "lw-command", tabindex: 0, ...KEYS });
     this.saved = make("textarea", { rows: 2, spellcheck: "false", "aria-label": "This state as JSON: copy it, or paste one here and load it", ...KEYS });
     this.compared = make("p", { class: "lw-compared", hidden: true });
-    this.unpin = button("Unpin", () => this.host.unpin(), { hidden: true });
+    this.unpin = button("Unpin", () => this.reach(this.host.unpin()), { hidden: true });
     this.compare = button("Show pinned", () => this.flip(), { hidden: true, "aria-pressed": "false" });
-    const pins = this.host.pin ? [button("Pin to compare", () => this.host.pin()), this.unpin, this.compare] : [];
+    const pins = this.host.pin ? [button("Pin to compare", () => this.reach(this.host.pin())), this.unpin, this.compare] : [];
     const load = this.host.load ? [button("Load", () => this.load())] : [];
     const take = make(
       "details",
@@ -220,7 +227,7 @@ class Shell {
 
   load() {
     this.answer();
-    this.host.load(this.saved.value);
+    this.reach(this.host.load(this.saved.value));
   }
 
   answer() {
@@ -245,7 +252,17 @@ class Shell {
     this.wanted = null;
     this.serial += 1;
     this.waiting = this.serial;
-    this.host.turn(turned, width, this.serial);
+    this.reach(this.host.turn(turned, width, this.serial));
+  }
+
+  reach(heard) {
+    if (heard !== false) return;
+    this.waiting = null;
+    this.picture.classList.add("lw-stale");
+    this.says.dataset.tone = "broken";
+    this.sign.textContent = "✕";
+    this.words.textContent = "The kernel that drew this has ended: run this cell again.";
+    this.speak(this.words.textContent);
   }
 
   viewed() {

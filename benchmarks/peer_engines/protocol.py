@@ -18,7 +18,7 @@ os.dup2(2, 1)
 
 
 def workload() -> dict:
-    """What to serve: model, dtype, device, and the requests as {"prompt": token ids, "output": tokens}."""
+    """Model, dtype, device, and the requests as {"prompt": token ids, "output": tokens}; settings of drafts, if any."""
     return json.loads(Path(sys.argv[1]).read_text())
 
 

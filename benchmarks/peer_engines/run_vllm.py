@@ -27,6 +27,7 @@ def main() -> None:
         max_num_batched_tokens=work["max_num_batched_tokens"],
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
+        speculative_config=work.get("speculative_config"),
     )
 
     def generate(requests: list[dict]) -> list[list[int]]:

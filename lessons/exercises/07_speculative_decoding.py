@@ -63,7 +63,7 @@ def accept(p, q, drafts, uniforms):
 def recovered(p, q, noise):
     """Draw the token that stands in place of a rejected draft, from max(p - q, 0), normalised.
 
-    p, q     [vocab], numpy arrays: the two distributions at the draft's place
+    p, q     [vocab], numpy arrays: the two distributions at the draft's place; not to be changed
     noise    [vocab], random numbers with the density e^-x, one for each token
     returns  a token id, as an int
 

@@ -20,7 +20,7 @@ def test_what_is_available_is_a_setting(load_benchmark):
     ways = load_benchmark("speculation").available()
     assert "n-gram" in ways
     for way in ways.values():
-        assert SpeculativeConfig.of({**way, "num_speculative_tokens": 3})
+        assert SpeculativeConfig.of(way)
 
 
 def test_docstrings_of_a_file(load_benchmark):

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from minivllm.core.block_pool import BlockPool
-from minivllm.core.request import RequestStatus
+from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 
 
@@ -30,6 +30,19 @@ def check_hashes(pool: BlockPool) -> None:
     assert len(pool.cached_block_hash_to_block) == len(set(published.values()))
 
 
+def _remote(scheduler: Scheduler) -> tuple[list[Request], list[Request]]:
+    """The requests that wait for keys and values, and those that have ended and keep their blocks."""
+    if scheduler.remote is None:
+        return [], []
+    holding = [*scheduler.remote.kv_holding_waiting.values(), *scheduler.remote.received]
+    return holding, list(scheduler.remote.releasing.values())
+
+
+def holds_blocks(request: Request) -> bool:
+    """Of one that waits: whether blocks are being filled for it, or are filled."""
+    return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.num_computed_tokens > 0
+
+
 def check_scheduler(scheduler: Scheduler, under_way: bool = False) -> None:
     """Between two steps, or when one has been scheduled and is `under_way`."""
     manager, config = scheduler.kv_cache_manager, scheduler.config
@@ -39,9 +52,11 @@ def check_scheduler(scheduler: Scheduler, under_way: bool = False) -> None:
     check_pool(manager.block_pool, Counter(block_id for table in tables.values() for block_id in table))
 
     running, waiting = scheduler.running, list(scheduler.waiting)
-    ids = [request.request_id for request in [*running, *waiting]]
+    holding, releasing = _remote(scheduler)
+    ids = [request.request_id for request in [*running, *waiting, *holding]]
     assert sorted(ids) == sorted(scheduler.requests), "a request is lost, or stands in two queues"
-    assert set(tables) == {request.request_id for request in running}, "only running requests hold blocks"
+    holders = [*running, *(request for request in holding if holds_blocks(request)), *releasing]
+    assert set(tables) == {request.request_id for request in holders}, "only running requests hold blocks"
     assert len(running) <= config.max_num_seqs
     loras = {request.lora_request.lora_int_id for request in running if request.lora_request}
     assert len(loras) <= config.max_loras
@@ -50,14 +65,18 @@ def check_scheduler(scheduler: Scheduler, under_way: bool = False) -> None:
         assert request.status is RequestStatus.RUNNING
         known = request.num_tokens + request.num_output_placeholders  # or foreseen
         most = known + config.num_speculative_tokens if under_way else known - 1
-        assert 0 < request.num_computed_tokens <= min(most, config.max_model_len - 1)
+        assert request.num_computed_tokens > 0 or scheduler.remote
+        assert request.num_computed_tokens <= min(most, config.max_model_len - 1)
         assert request.num_computed_tokens <= len(tables[request.request_id]) * manager.block_size
     for request in waiting:
         assert not request.status.is_finished
         assert request.status is not RequestStatus.RUNNING
-        assert (request.status is RequestStatus.PREEMPTED) == (request.num_preemptions > 0)
+        assert (request.status is RequestStatus.PREEMPTED) == (request.num_preemptions > 0) or scheduler.remote
         assert request.num_computed_tokens == 0
         assert not request.spec_token_ids
+    for request in holding:
+        waits = scheduler.remote is not None and request.request_id in scheduler.remote.kv_holding_waiting
+        assert (request.status is RequestStatus.WAITING_FOR_REMOTE_KVS) == waits
     for request in scheduler.requests.values():
         assert request.num_tokens == len(request.all_token_ids) < config.max_model_len
         assert request.num_output_tokens < request.max_tokens

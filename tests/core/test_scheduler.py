@@ -199,6 +199,25 @@ def test_a_waiting_request_ends_being_alone() -> None:
     assert d.step() == {"a": 4}
 
 
+def test_an_adaptive_threshold_is_at_least_a_fair_share_of_the_budget() -> None:
+    """Twelve tokens for two requests are six each; for four they are three, and the threshold is more."""
+    d = drive(long_prefill_token_threshold=4, long_prefill_token_threshold_adaptive=True, max_num_batched_tokens=12)
+    for name in "ab":
+        d.add(name, 9)
+    assert d.step() == {"a": 6, "b": 6}
+    d = drive(long_prefill_token_threshold=4, long_prefill_token_threshold_adaptive=True, max_num_batched_tokens=12)
+    for name in "abcd":
+        d.add(name, 9)
+    assert d.step() == {"a": 4, "b": 4, "c": 4}
+
+
+def test_the_adaptive_threshold_alone_is_none() -> None:
+    d = drive(long_prefill_token_threshold_adaptive=True, max_num_batched_tokens=12)
+    for name in "ab":
+        d.add(name, 9)
+    assert d.step() == {"a": 9, "b": 3}
+
+
 # The prefix cache
 
 

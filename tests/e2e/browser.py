@@ -1,9 +1,10 @@
 """One notebook in JupyterLab in a headless Chromium: open it, run it, move its sliders by keyboard."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, ViewportSize
@@ -25,7 +26,7 @@ WINDOW = ViewportSize(width=1500, height=1000)
 LIMITED = """async ([work, argument, seconds]) => {
   const late = new Promise((_, fail) =>
     setTimeout(() => fail(new Error(`not done after ${seconds} s`)), seconds * 1000));
-  await Promise.race([eval(work)(argument), late]);
+  return await Promise.race([eval(work)(argument), late]);
 }"""
 # A panel is ready when its view has as many cells as its model: before that, Run All runs the first ones only.
 UNTIL_READY = """async path => {
@@ -41,6 +42,23 @@ UNTIL_READY = """async path => {
   while (panel.content.widgets.length < panel.content.model.cells.length) await pause();
 }"""
 RUN_ALL = "() => window.jupyterapp.commands.execute('notebook:run-all-cells')"
+OPEN = "path => window.jupyterapp.commands.execute('docmanager:open', {path}).then(() => null)"
+CLOSE = """async () => {
+  const panel = window.jupyterapp.shell.currentWidget;
+  await panel.sessionContext.shutdown();
+  panel.dispose();
+}"""
+EXECUTE = """async sources => {
+  const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+  const shown = ['stream', 'display_data', 'execute_result', 'error'];
+  return await Promise.all(sources.map(async code => {
+    const outputs = [];
+    const future = kernel.requestExecute({code});
+    future.onIOPub = ({header, content}) => shown.includes(header.msg_type) && outputs.push(content);
+    await future.done;
+    return outputs;
+  }));
+}"""
 CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.cells
   .filter(cell => cell.cell_type === 'code')
   .map(cell => ({source: cell.getSource(), count: cell.execution_count, outputs: cell.getOutputs()}))"""
@@ -56,12 +74,22 @@ class Seen:
     errors: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
 
-    def watch(self, page: Page) -> None:
-        """Note console errors, exceptions of the page and requests that leave the machine."""
-        page.on("console", self._console)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", self._request)
-        page.on("websocket", lambda socket: self._address(socket.url))
+    def watch(self, page: Page) -> Callable[[], None]:
+        """Note console errors, exceptions and requests that leave the machine, until what this returns is called."""
+        heard: dict[Any, Callable[[Any], None]] = {
+            "console": self._console,
+            "pageerror": lambda error: self.errors.append(str(error)),
+            "request": self._request,
+            "websocket": lambda socket: self._address(socket.url),
+        }
+        for event, note in heard.items():
+            page.on(event, note)
+
+        def unwatch() -> None:
+            for event, note in heard.items():
+                page.remove_listener(event, note)
+
+        return unwatch
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type == "error":
@@ -87,10 +115,21 @@ class Notebook:
         """Run every cell and wait for the last. A cell that raises is not noticed here: see `problems`."""
         self.page.evaluate(LIMITED, [RUN_ALL, None, RUN_SECONDS])
 
+    def execute(self, sources: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """Run more cells in the notebook's kernel, after those that it has: the outputs of each.
+
+        What would come after one that raises does not run: its outputs are empty.
+        """
+        return self.page.evaluate(LIMITED, [EXECUTE, sources, RUN_SECONDS])
+
+    def code_cells(self) -> list[dict[str, Any]]:
+        """`source`, `count` (None: it did not run) and `outputs` (as nbformat has them) of each code cell."""
+        return self.page.evaluate(CELLS)
+
     def problems(self) -> list[str]:
         """One line for every code cell that did not run, raised, or shows a widget that broke."""
         found = []
-        for number, cell in enumerate(self.page.evaluate(CELLS), start=1):
+        for number, cell in enumerate(self.code_cells(), start=1):
             name = f"code cell {number} ({cell['source'].splitlines()[0]!r})"
             if not cell["count"]:
                 found.append(f"{name} did not run")
@@ -139,13 +178,33 @@ def start_browser(playwright: Playwright, executable: str) -> Browser:
     return playwright.chromium.launch(executable_path=executable, args=FLAGS)
 
 
-@contextmanager
-def opened(browser: Browser, server: str, path: str) -> Iterator[Notebook]:
-    """Open the notebook at `path` (from the server's root) and wait until its kernel and all its cells are there."""
-    with browser.new_context(viewport=WINDOW) as context:
-        page, seen = context.new_page(), Seen()
-        seen.watch(page)
-        page.goto(f"{server}/doc/tree/{path}?reset")
-        page.wait_for_function("() => window.jupyterapp", timeout=OPEN_SECONDS * 1000)
+class Lab:
+    """A JupyterLab in one page, which shows one notebook after another: to load it costs as much as to run one."""
+
+    def __init__(self, browser: Browser, server: str) -> None:
+        self.context, self.server = browser.new_context(viewport=WINDOW), server
+        self.page: Page | None = None
+
+    @contextmanager
+    def opened(self, path: str) -> Iterator[Notebook]:
+        """Open the notebook at `path` (from the server's root) and wait until its kernel and all its cells are there.
+
+        Afterwards its kernel is shut down, and the page with it where the test failed.
+        """
+        page, seen = self.page or self.context.new_page(), Seen()
+        unwatch = seen.watch(page)
+        if self.page is None:
+            page.goto(f"{self.server}/doc/tree/{path}?reset")
+            page.wait_for_function("() => window.jupyterapp", timeout=OPEN_SECONDS * 1000)
+        else:
+            page.evaluate(LIMITED, [OPEN, path, OPEN_SECONDS])
+        self.page = None
         page.evaluate(LIMITED, [UNTIL_READY, path, OPEN_SECONDS])
         yield Notebook(page, seen)
+        page.evaluate(LIMITED, [CLOSE, None, OPEN_SECONDS])
+        unwatch()
+        self.page = page
+
+    def close(self) -> None:
+        """Close its pages, those of failed tests as well."""
+        self.context.close()

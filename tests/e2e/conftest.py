@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from e2e.browser import Lab
 from e2e.jupyter import jupyterlab
+from playwright.sync_api import Browser
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,3 +29,11 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     """The address of a JupyterLab that serves `folder`."""
     with jupyterlab(folder, tmp_path_factory.mktemp("jupyter")) as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def lab(browser: Browser, server: str) -> Iterator[Lab]:
+    """That JupyterLab in a page."""
+    lab = Lab(browser, server)
+    yield lab
+    lab.close()

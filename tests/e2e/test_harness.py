@@ -4,8 +4,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from e2e.browser import Notebook, opened
-from playwright.sync_api import Browser, TimeoutError
+from e2e.browser import Lab, Notebook
+from playwright.sync_api import TimeoutError
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
@@ -39,11 +39,11 @@ DEAD, RAISING, ALIVE = range(3)
 
 
 @pytest.fixture(scope="module")
-def broken(browser: Browser, server: str, folder: Path):
+def broken(lab: Lab, folder: Path):
     cells = [nbformat.v4.new_code_cell(source, id=f"cell-{index}") for index, source in enumerate(CELLS)]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), folder / "broken.ipynb")
-    with opened(browser, server, "broken.ipynb") as notebook:
+    with lab.opened("broken.ipynb") as notebook:
         notebook.run_all()
         yield notebook
 
@@ -68,6 +68,12 @@ def test_a_cell_that_raises_and_the_one_after_it_are_noticed(broken: Notebook):
     problems = broken.problems()
     assert "code cell 6 ('1 / 0') raised ZeroDivisionError: division by zero" in problems
     assert "code cell 7 ('2') did not run" in problems
+
+
+def test_what_the_kernel_runs_later_gives_its_outputs_and_what_it_raised(broken: Notebook):
+    said, raised = broken.execute(["print('size', picture)", "1 // 0"])
+    assert said[0]["text"].startswith("size <function picture")
+    assert raised[0]["ename"] == "ZeroDivisionError"
 
 
 def test_a_request_that_leaves_the_machine_is_noticed(broken: Notebook):

@@ -1,10 +1,15 @@
-"""Every notebook in a real browser: all cells run, widgets follow the keyboard, and no key is taken for a shortcut."""
+"""Every notebook in a real browser, once: what is proven of its cells is proven here.
+
+All cells run in order, and the page shows what they gave. Widgets follow the keyboard, and no key is taken for a
+shortcut. Then the same kernel runs every demo a second time, and the exercise with the lesson's script in it. Without a
+browser, notebooks/test_notebooks.py runs the same cells with nbclient and reads the same outputs.
+"""
 
 from pathlib import Path
 
 import pytest
-from e2e.browser import SLIDER, opened
-from playwright.sync_api import Browser
+from e2e.browser import SLIDER, Lab
+from e2e.notebook_again import assert_it_takes_a_solution
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
@@ -12,8 +17,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_runs_and_its_widget_follows_the_keyboard(name: str, browser: Browser, server: str):
-    with opened(browser, server, f"notebooks/{name}.ipynb") as notebook:
+def test_runs_takes_a_solution_and_its_widget_follows_the_keyboard(name: str, lab: Lab):
+    with lab.opened(f"notebooks/{name}.ipynb") as notebook:
         notebook.run_all()
         assert notebook.problems() == []
         before, after = notebook.press_arrow()
@@ -26,5 +31,7 @@ def test_runs_and_its_widget_follows_the_keyboard(name: str, browser: Browser, s
         assert notebook.cells() == cells
         notebook.screenshot(ROOT / "out" / f"{name}.png")
         assert notebook.problems() == []
+        ran = [cell["outputs"] for cell in notebook.code_cells()]
+        assert_it_takes_a_solution(ROOT / "notebooks" / f"{name}.ipynb", ran, notebook.execute)
         assert notebook.seen.errors == []
         assert notebook.seen.elsewhere == []

@@ -80,6 +80,28 @@ def test_who_turns_a_knob_sees_the_answer_too(sizes: WidgetPage):
     assert not sizes.page.locator(".lw-guess").is_visible()
 
 
+def test_a_kernel_that_has_ended_is_told(sizes: WidgetPage):
+    """Its picture stays, and knobs go on turning: without a word it would be the picture of another setting."""
+    sizes.page.evaluate(
+        """async (parts) => {
+          const { default: shell } = await import("./shell.js");
+          const el = document.querySelector("main").appendChild(document.createElement("div"));
+          const send = () => { throw new Error("Cannot send"); };
+          shell.render({ el, model: { get: (name) => parts[name], on: () => {}, off: () => {}, send } });
+        }""",
+        {"described": sizes.session.described(), "view": {**sizes.session.settle(), "serial": 0}},
+    )
+    other = sizes.page.locator(".lw").last
+    words = other.locator(".lw-says > span")
+    other.get_by_role("button", name="Pin to compare").click()
+    assert "run this cell again" in words.inner_text()
+    other.locator("input[type=range]").first.focus()
+    for _ in range(2):
+        sizes.page.keyboard.press("ArrowRight")
+        assert "run this cell again" in words.inner_text()
+    assert other.locator(".lw-picture.lw-stale").count() == 1
+
+
 def test_marks_are_told_by_pointer_and_by_arrow_keys(sizes: WidgetPage):
     sizes.page.get_by_role("button", name="Show me").click()
     tip = sizes.page.locator(".lw-tip")

@@ -68,15 +68,28 @@ class WidgetPage:
 
 @contextmanager
 def widget_page(
-    browser: Browser, spec: Spec, *, theme: str = "light", width: int = 1366, height: int = 640, **settings: Any
+    browser: Browser,
+    spec: Spec,
+    *,
+    theme: str = "light",
+    width: int = 1366,
+    height: int = 640,
+    whole: bool = True,
+    **settings: Any,
 ) -> Iterator[WidgetPage]:
-    """Open `spec` in a window of this size; `settings` are knobs, and parts of the reader's own."""
+    """Open `spec` in a window of this size; `settings` are knobs, and parts of the reader's own.
+
+    Unless `whole`, a turned knob gets the first view of its sweep and no more.
+    """
     session = Session(spec, **settings)
     view = {**session.settle(), "serial": 0}
 
     def ask(message: Mapping[str, Any]) -> dict[str, Any]:
         if message["do"] == "turn":
-            *_, last = session.turn(message["values"], message.get("width"), between=math.inf)
+            views = session.turn(message["values"], message.get("width"), between=math.inf)
+            if not whole:
+                return (next(views) or {}) | {"busy": False}
+            *_, last = views
             return last or {}
         if message["do"] == "load":
             try:

@@ -1,4 +1,4 @@
-"""What lives in the processes of `test_rank_processes.py`: no model, but every way to end."""
+"""What lives in the processes of `test_rank_processes.py` and `test_executors.py`: no model, but every way to end."""
 
 import os
 import signal
@@ -98,6 +98,17 @@ def leaving_double(rank: int) -> RankDouble:
         os._exit(3)
     time.sleep(1000)
     return RankDouble(rank)
+
+
+class Ending:
+    """A rank's object that notes its end, or takes a long time about it."""
+
+    def __init__(self, folder: str, seconds: float, rank: int) -> None:
+        self.note, self.seconds = Path(folder) / str(rank), seconds
+
+    def shutdown(self) -> None:
+        time.sleep(self.seconds)
+        self.note.touch()
 
 
 def main(ranks_stuck: bool, leave: bool) -> None:

@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import count
 
 import psutil
 import pytest
+from executor.rank_double import Ending
 from executor.test_rank_processes import have_ended, interrupted_after, interrupted_at_line, pids_of
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -17,7 +19,9 @@ from minivllm.core.output import CachedRequestData, ModelRunnerOutput, NewReques
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError, WorkerDiedError
 from minivllm.executor.abstract import Executor, get_class, make_executor
+from minivllm.executor.kv_output_aggregator import KVOutputAggregator
 from minivllm.executor.multiproc_executor import MultiprocExecutor
+from minivllm.executor.rank_processes import RankProcesses
 from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.worker import WorkerSettings
@@ -212,3 +216,21 @@ def test_ray_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MinivllmError, match=r"^ray is not installed: run `uv sync --group dist`"):
         make_executor(settings_for(2), "ray")
+
+
+@pytest.mark.parametrize(
+    ("has_connector", "seconds", "noted"),
+    [(True, 0.0, ["0", "1"]), (True, 60.0, []), (False, 0.0, [])],
+    ids=["connector", "connector that hangs", "none"],
+)
+def test_ranks_end_what_their_connector_has_started(tmp_path, monkeypatch, has_connector, seconds, noted):
+    monkeypatch.setattr("minivllm.executor.multiproc_executor.SECONDS_TO_LEAVE", 0.5 if seconds else 5.0)
+    executor = MultiprocExecutor.__new__(MultiprocExecutor)
+    executor._aggregator = KVOutputAggregator(2, 0) if has_connector else None
+    executor.ranks = RankProcesses(Ending, (str(tmp_path), seconds), 2)
+    began = time.monotonic()
+    executor.shutdown()
+    executor.shutdown()
+    assert time.monotonic() - began < 10
+    assert have_ended(pids_of(executor.ranks), 1.0)
+    assert sorted(one.name for one in tmp_path.iterdir()) == noted

@@ -5,6 +5,7 @@ import torch
 from kernels.harness import assert_close, assert_compiles, assert_twin, awkward_lengths
 
 from minivllm.errors import MinivllmError
+from minivllm.lab import aot
 from minivllm.lab.aot import TARGETS, compile_for
 from minivllm.platforms.triton_utils import tl, triton
 
@@ -84,3 +85,13 @@ def test_close_is_not_blind():
         assert_close(wanted + torch.tensor([0, torch.nan, 0, 0]), wanted)
     with pytest.raises(AssertionError, match="differ"):
         assert_twin(torch.tensor([1, 2]), torch.tensor([1, 3]))
+
+
+def test_the_record_says_what_the_compiler_says(monkeypatch):
+    """What was compiled before is read from `compiled.json` while Triton's key of it stays the same."""
+    options, found = {"num_warps": 8, "num_stages": 2}, []
+    for _ in range(2):
+        monkeypatch.setattr(aot._Worker, "_instance", None)
+        found.append([compile_for(target, matmul_kernel, MATMUL, options) for target in TARGETS])
+        monkeypatch.delenv(aot.RECORD_VARIABLE, raising=False)
+    assert found[0] == found[1]

@@ -33,6 +33,8 @@ MOST_HEIGHT = 470
 """Of a picture that stands beside its controls, so that both are seen at once on a screen of 1366 × 768."""
 LEAST_TEXT = 11.9
 MOST_BYTES = 100_000
+LESSON_TO_COME: set[str] = set()
+"""Widgets whose lesson is still being written."""
 NONSENSE = (None, math.nan, "nonsense", 10**9, -(10**9))
 
 every_widget = pytest.mark.parametrize("name", NAMES)
@@ -45,6 +47,13 @@ def spec_of(name: str) -> Spec:
 @cache
 def start_view(name: str) -> dict:
     return Session(spec_of(name)).settle()
+
+
+def first_picture(spec: Spec, values: dict) -> str:
+    """What is drawn before anything new has been swept."""
+    view = next(Session(spec).turn(values, between=math.inf))
+    assert view
+    return view["svg"]
 
 
 def settings(spec: Spec) -> list[dict]:
@@ -66,7 +75,8 @@ def other_values(knob: Knob) -> list:
 
 def test_every_lesson_has_one():
     lessons = "".join(path.read_text() for path in LESSONS.glob("[0-9]*.md"))
-    assert set(NAMES) == set(re.findall(r"^(\w+)\.show\(\)", lessons, re.MULTILINE))
+    shown = set(re.findall(r"^(\w+)\.show\(\)", lessons, re.MULTILINE))
+    assert set(NAMES) - LESSON_TO_COME == shown - LESSON_TO_COME
 
 
 @every_widget
@@ -109,13 +119,14 @@ def test_all_that_is_drawn_can_be_read(name: str, width: int):
 
 @every_widget
 def test_no_knob_is_dead(name: str):
-    spec, before = spec_of(name), start_view(name)
+    spec = spec_of(name)
     for knob_name, knob in spec.flat().items():
         if knob.kind == "entry":
             continue
-        one = Session(spec)
-        seen = (one.settle(**{knob_name: value}) for value in other_values(knob))
-        assert any(view["svg"] != before["svg"] for view in seen), f"{knob_name} changes nothing in the first view"
+        values = [{knob_name: value} for value in other_values(knob)]
+        at_once = any(first_picture(spec, one) != first_picture(spec, {}) for one in values)
+        if not at_once:  # only its sweep shows what it does
+            assert any(Session(spec).settle(**one)["svg"] != start_view(name)["svg"] for one in values), knob_name
 
 
 @every_widget

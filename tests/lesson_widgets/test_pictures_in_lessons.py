@@ -6,8 +6,15 @@ import pytest
 from pictures import differences
 
 from widgets.__main__ import main
+from widgets.disaggregation_state import experiment
 
 FIGURES = Path(__file__).resolve().parents[2] / "lessons" / "figures"
+
+
+@pytest.fixture(autouse=True)
+def nothing_has_been_run():
+    """A widget shows every point that was run in its process, those of other tests too."""
+    experiment.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -21,6 +28,9 @@ FIGURES = Path(__file__).resolve().parents[2] / "lessons" / "figures"
         ("optimization_catalog", "05_levers.svg"),
         ("serving", "06_layouts.svg"),
         ("speculative_decoding", "07_speedup.svg"),
+        ("disaggregation", "08_goodput.svg"),
+        ("attention_heads", "09_ranks.svg"),
+        ("chunked_prefill", "10_budget.svg"),
     ],
 )
 def test_the_picture_in_the_lesson_is_the_widgets(widget: str, picture: str, tmp_path: Path):

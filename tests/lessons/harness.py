@@ -80,13 +80,13 @@ def assert_refuses(lesson: ModuleType, *arguments: str, about: str) -> None:
     assert len(shown.getvalue().splitlines()) <= 1, shown.getvalue()
 
 
-def figures_of_quick_run(number: str, folder: Path) -> dict:
+def figures_of_quick_run(number: str, folder: Path, *arguments: str) -> dict:
     """What `--quick --json --plot` measured. It must end well, with three lines, and leave both files.
 
     On a busy machine one line stands for those that rest on timings.
     """
     results, picture = folder / "results.json", folder / "figure.svg"
-    shown = run_script(number, "--quick", "--json", str(results), "--plot", str(picture))
+    shown = run_script(number, "--quick", *arguments, "--json", str(results), "--plot", str(picture))
     assert picture.read_text().startswith("<?xml")
     record = json.loads(results.read_text())
     assert record["machine"]["versions"]["torch"]

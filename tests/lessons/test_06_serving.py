@@ -536,8 +536,8 @@ def test_quick_run(tmp_path):
     assert 0 < figures["trace"]["server_ttft_ms"] < figures["trace"]["ttft_ms"]
     slow, left = figures["slow"]["servers"], figures["left"]
     assert slow["naive"]["longest_gap_ms"] > 1000 * figures["slow"]["unread_seconds"], "everybody waits"
-    assert slow["naive"]["events"] == 400
-    assert slow["this lesson's"]["events"] < 400, "what was not read was merged"
+    assert slow["naive"]["events"] > 380, "one for each token, but for a few that a busy machine reads together"
+    assert slow["this lesson's"]["events"] < slow["naive"]["events"], "what was not read was merged"
     assert left["naive"]["in_vain"] > 0.8 * 6 * 197
     assert left["this lesson's"]["in_vain"] <= 6 * 5
     assert left["naive"]["most_blocks"] > left["this lesson's"]["most_blocks"]

@@ -1,5 +1,7 @@
 """Lesson 07: its guesses change no token, its rule no distribution; its kernel is right, its checks catch mistakes."""
 
+import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,11 +25,13 @@ from minivllm.lab.asking_rejection import rejection_that_asks
 from minivllm.lab.cached_model import CachedModel
 from minivllm.lab.exercise import load, plug_of
 from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.opening import speculative_decoding as opening
 from minivllm.lab.plugged import serve
 from minivllm.lab.reports import speculative_decoding as report
 from minivllm.models.loader import load_model
 from minivllm.simulate.hardware import get_hardware
-from minivllm.simulate.speculation import RECORDED
+from minivllm.simulate.known_models import known_model
+from minivllm.simulate.speculation import RECORDED, draft_model, eagle_head
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 
 lesson = load(script_path("07"))
@@ -209,6 +213,37 @@ def test_counts_and_formula_by_hand():
             assert number in TEXT
 
 
+def test_the_opening_shows_drafts_that_fail_that_stand_and_that_stand_in_part(capfd):
+    """By both guessers the request's tokens are the same; nothing is logged between picture and reader."""
+    opening.recorded.cache_clear()
+    looked_up, drafted = opening.recorded(), opening.recorded("draft_model")
+    tokens = [[token.id for step in steps for token in step.kept] for steps in (looked_up, drafted)]
+    assert tokens[0] == tokens[1]
+    assert {one.num_accepted for one in looked_up if len(one.drafts) == 3} == {0, 3}
+    assert {one.num_accepted for one in drafted if len(one.drafts) == 3} == {0, 1, 2, 3}
+    shown = " ".join(opening.frames().captions)
+    assert f"in {len(looked_up)} passes; with the draft model in {len(drafted)}" in shown
+    assert "Two of its drafts stand" in shown
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_the_memory_of_guessers_is_counted():
+    """The table of guessers: gigabytes of weights, and KiB a token, for Llama-3.1-8B; and how long our head took."""
+    target, gpu = known_model("Llama-3.1-8B"), get_hardware("H100")
+    head, small = eagle_head(target, gpu), draft_model(known_model("Llama-3.2-1B"), gpu)
+    assert f"{head.weight_bytes / 1e9:.2f} GB, {head.kv_bytes_per_token // 1024} KiB a token" in TEXT
+    assert f"{small.weight_bytes / 1e9:.1f} GB, {small.kv_bytes_per_token // 1024} KiB a token: Llama-3.2-1B" in TEXT
+    assert f"{2 * target.hidden_size * (target.hidden_size + target.vocab_size) / 1e9:.1f} GB each" in TEXT
+    training = json.loads((REPOSITORY / "vllm" / "models" / "tiny-python-eagle3" / "training.json").read_text())
+    assert f"Our head took {training['minutes']:.0f} minutes on one core" in " ".join(TEXT.split())
+
+
+def test_what_lesson_01_measured_is_what_it_says():
+    first = (REPOSITORY / "lessons" / "01_kv_cache.md").read_text()
+    (times,) = set(re.findall(r"for 64 sequences in ([\d.]+) times the time of one", first))
+    assert f"64 sequences takes only {times} times as long" in " ".join(TEXT.split())
+
+
 def test_no_answer_of_the_exercise_stands_before_it():
     before = TEXT.partition("## Build it")[0]
     assert "@triton.jit" not in before
@@ -249,262 +284,239 @@ def test_bad_input_gets_one_line(arguments, about):
 
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
-REJECTED = "x < 0 or uniforms[i] * q[i, x] >= p[i, x]"
-LEFT = "np.maximum(p - q, 0) / noise"
-KEPT_UP_TO = "tl.min(tl.where(draft == token, BLOCK, place), axis=0)"
-KEPT_BELOW = "tl.min(tl.where(uniform * q_draft < p_draft, BLOCK, place), axis=0)"
-STORED = "tl.where(place < num_accepted, draft, tl.where(place == num_accepted, last, -1))"
+MISTAKES = {
+    ("propose_ngram", "range(..., ..., -1)"): {
+        "shortest suffix first": "reversed(range(..., ..., -1))",
+    },
+    ("propose_ngram", "min_n - 1"): {
+        "the longest only": "max(min_n, min(max_n, len(token_ids) - 1)) - 1",
+        "never the shortest": "min_n",
+        "down to one token": "0",
+    },
+    ("propose_ngram", "min(max_n, len(token_ids) - 1)"): {
+        "any length": "len(token_ids) - 1",
+        "the whole text as a suffix": "min(max_n, len(token_ids) - 2)",
+    },
+    ("propose_ngram", "range(len(token_ids) - n)"): {
+        "the last occurrence": "reversed(range(len(token_ids) - n))",
+        "the suffix finds itself": "range(len(token_ids) - n + 1)",
+        "no occurrence that overlaps": "range(len(token_ids) - 2 * n + 1)",
+        "not at the first place": "range(1, len(token_ids) - n)",
+        "not right before the end": "range(len(token_ids) - n - 1)",
+        "looks no further back than 64 tokens": "range(max(0, len(token_ids) - 64), len(token_ids) - n)",
+    },
+    ("propose_ngram", "token_ids[start + n : start + n + k]"): {
+        "from the occurrence on": "token_ids[start : start + k]",
+        "with the suffix's last token": "token_ids[start + n - 1 : start + n + k - 1]",
+        "one token late": "token_ids[start + n + 1 : start + n + k + 1]",
+    },
+    ("propose_ngram", "start + n + k"): {
+        "one draft too many": "start + n + k + 1",
+        "one draft too few": "start + n + k - 1",
+        "as many as follow": "len(token_ids)",
+    },
+    ("propose_ngram", "return list(token_ids[start + n : start + n + k])"): {
+        "always k": "found = token_ids[start + n : start + n + k]\nreturn found + found[-1:] * (k - len(found))",
+        "returns a tuple": "return tuple(token_ids[start + n : start + n + k])",
+    },
+    ("propose_ngram", "token_ids[start : start + n] == suffix"): {
+        "only where k follow": "token_ids[start : start + n] == suffix and start + n + k <= len(token_ids)",
+    },
+    ("propose_ngram", "return []"): {
+        "repeats the last token where there is nothing": "return token_ids[-1:]",
+        "nothing is None": "return None",
+    },
+    ("propose_ngram", "suffix = token_ids[-n:]"): {
+        "takes the suffix off the text": "suffix = token_ids[-n:]\ntoken_ids.append(suffix[0])",
+    },
+    ("propose_ngram", "... == suffix"): {
+        "compares sets": "set(...) == set(suffix)",
+        "as text that is joined": '"".join(map(str, ...)) == "".join(map(str, suffix))',
+    },
+    ("accept", "x < 0 or uniforms[i] * q[i, x] >= p[i, x]"): {
+        "forgets q": "x < 0 or uniforms[i] >= p[i, x]",
+        "q over p": "x < 0 or uniforms[i] * p[i, x] >= q[i, x]",
+        "compares with q": "x < 0 or uniforms[i] >= q[i, x]",
+        "p times q": "x < 0 or uniforms[i] >= p[i, x] * q[i, x]",
+        "the other way round": "x < 0 or uniforms[i] * q[i, x] < p[i, x]",
+        "without the random number": "x < 0 or q[i, x] > p[i, x]",
+        "at most, not below": "x < 0 or uniforms[i] * q[i, x] > p[i, x]",
+        "two hundredths too generous": "x < 0 or (uniforms[i] - 0.02) * q[i, x] >= p[i, x]",
+        "two hundredths too strict": "x < 0 or (uniforms[i] + 0.02) * q[i, x] >= p[i, x]",
+        "only if it is the likeliest": "x < 0 or x != int(np.argmax(p[i]))",
+        "the next row of p": "x < 0 or uniforms[i] * q[i, x] >= p[i + 1, x]",
+        "the first row for all": "x < 0 or uniforms[0] * q[i, x] >= p[i, x]",
+        "no draft is the last token": "uniforms[i] * q[i, x] >= p[i, x]",
+        "token 0 is no draft": "x <= 0 or uniforms[i] * q[i, x] >= p[i, x]",
+        "two thousandths too generous": "x < 0 or (uniforms[i] - 0.002) * q[i, x] >= p[i, x]",
+        "-1 is passed over": "x >= 0 and uniforms[i] * q[i, x] >= p[i, x]",
+    },
+    ("accept", "for i, x in enumerate(drafts): ...\nreturn len(drafts)"): {
+        "goes on after a rejection": (
+            "return sum(d >= 0 and bool(uniforms[i] * q[i, d] < p[i, d]) for i, d in enumerate(drafts))"
+        ),
+    },
+    ("accept", "return i"): {
+        "counts the token behind": "return i + 1",
+        "all or nothing": "return 0",
+    },
+    ("accept", "return len(drafts)"): {
+        "one less if all are right": "return max(len(drafts) - 1, 0)",
+    },
+    ("accept", "enumerate(drafts)"): {
+        "four drafts at the most": "enumerate(drafts[:4])",
+    },
+    ("recovered", "np.maximum(p - q, 0) / noise"): {
+        "recovers from p": "p / noise",
+        "without noise": "np.maximum(p - q, 0)",
+        "times the noise": "np.maximum(p - q, 0) * noise",
+        "what q has more": "np.maximum(q - p, 0) / noise",
+        "the distance": "np.abs(p - q) / noise",
+        "p where it is larger": "np.where(p > q, p, 0) / noise",
+        "noise of another shape": "np.maximum(p - q, 0) / np.sqrt(noise)",
+        "takes q off p itself": "np.maximum(np.subtract(p, q, out=p), 0) / noise",
+    },
+    ("recovered", "np.argmax(...)"): {
+        "the smallest": "np.argmin(...)",
+        "the weight and not the token": "np.max(...)",
+        "the first 32 tokens": "np.argmax((...)[:32])",
+    },
+    ("verify", "rejected = ..."): {
+        "forgets the bonus": "rejected = ...\nif n == len(drafts): return list(drafts)",
+        "forgets the recovered token": "rejected = ...\nif n < len(drafts): return list(drafts[:n])",
+    },
+    ("verify", "drafts[:n]"): {
+        "keeps the rejected draft": "drafts[: n + 1]",
+        "keeps all drafts": "drafts",
+        "drops an accepted draft": "drafts[: max(n - 1, 0)]",
+    },
+    ("verify", "recovered(p[n], ..., ...)"): {
+        "the rejected draft's row before": "recovered(p[n - 1], ..., ...)",
+        "the bonus row always": "recovered(p[-1], ..., ...)",
+        "the first row always": "recovered(p[0], ..., ...)",
+        "the bonus without its own row": "recovered(p[min(n, len(drafts) - 1)], ..., ...)",
+    },
+    ("verify", "q[n] if n < len(drafts) else 0"): {
+        "q of the last draft behind the bonus": "q[min(n, len(drafts) - 1)] if len(drafts) else 0",
+        "never takes q away": "0",
+    },
+    ("verify", "noise[n]"): {
+        "noise of the first place": "noise[0]",
+    },
+    ("greedy_kernel", "tl.min(tl.where(draft == token, BLOCK, place), axis=0)"): {
+        "counts what is right behind a rejection": "tl.sum(tl.where(draft == token, 1, 0), axis=0)",
+        "the last place that is wrong": "tl.max(tl.where((draft == token) | (place >= num_drafts), 0, place), axis=0)",
+    },
+    ("greedy_kernel", "tl.where(place <= num_accepted, token, -1)"): {
+        "all targets": "token",
+        "drafts in place of targets": "tl.where(place <= num_accepted, draft, -1)",
+        "0 behind the last token": "tl.where(place <= num_accepted, token, 0)",
+    },
+    ("greedy_kernel", "place <= num_accepted"): {
+        "no token behind the drafts": "place < num_accepted",
+        "one token too many": "place <= num_accepted + 1",
+    },
+    ("greedy_kernel", "tl.load(drafts + place, mask=place < num_drafts, other=-1)"): {
+        "reads beyond the drafts": "tl.load(drafts + place, mask=place <= num_drafts, other=-1)",
+    },
+    ("greedy_kernel", "tl.load(target + place, mask=place <= num_drafts, other=-2)"): {
+        "the bonus is not read": "tl.load(target + place, mask=place < num_drafts, other=-2)",
+    },
+    ("greedy_kernel", "tl.store(output + place, ..., mask=place <= num_drafts)"): {
+        "stores without a mask": "tl.store(output + place, ...)",
+        "leaves the end as it was": "tl.store(output + place, ..., mask=place <= num_accepted)",
+    },
+    ("greedy_kernel", "tl.arange(0, BLOCK)"): {
+        "eight places always": "tl.arange(0, 8)",
+    },
+    ("ragged_kernel", "target + start + request + place"): {
+        "as many targets as drafts": "target + start + place",
+    },
+    ("ragged_kernel", "tl.load(draft_start + request)"): {
+        "all requests begin at 0": "request * 0",
+    },
+    ("ragged_kernel", "tl.load(draft_start + request + 1) - start"): {
+        "the drafts of all requests": "tl.load(draft_start + tl.num_programs(0)) - start",
+        "the same number for all": "width - 1 + start * 0",
+    },
+    ("ragged_kernel", "output + request * width + place"): {
+        "rows of the drafts": "output + start + request + place",
+    },
+    ("ragged_kernel", "tl.store(..., ..., mask=place < width)"): {
+        "writes its tokens only": "tl.store(..., ..., mask=place <= num_drafts)",
+        "writes into the next row": "tl.store(..., ..., mask=place < BLOCK)",
+    },
+    ("ragged_kernel", "tl.load(drafts + start + place, mask=place < num_drafts, other=-1)"): {
+        "drafts without a mask": "tl.load(drafts + start + place)",
+        "the next request's draft counts": (
+            "tl.load(drafts + start + place, mask=start + place < tl.load(draft_start + tl.num_programs(0)), other=-1)"
+        ),
+    },
+    ("ragged_kernel", "tl.arange(0, BLOCK)"): {
+        "eight places for each request": "tl.arange(0, 8)",
+    },
+    ("rejection_kernel", "uniform * q_draft < p_draft"): {
+        "the kernel forgets q": "uniform < p_draft",
+        "the kernel's q over p": "there & (uniform * p_draft < q_draft)",
+        "the kernel's at most": "there & (uniform * q_draft <= p_draft)",
+        "the kernel rejects what it should accept": "there & (uniform * q_draft > p_draft)",
+        "the kernel is a thousandth too generous": "there & ((uniform - 0.001) * q_draft < p_draft)",
+    },
+    ("rejection_kernel", "tl.min(tl.where(uniform * q_draft < p_draft, BLOCK, place), axis=0)"): {
+        "the kernel goes on": "tl.sum(tl.where(uniform * q_draft < p_draft, 1, 0), axis=0)",
+    },
+    ("rejection_kernel", "p + (row + request) * vocab_size + draft"): {
+        "rows of p like those of q": "p + row * vocab_size + draft",
+        "p after the draft": "p + (row + request + 1) * vocab_size + draft",
+    },
+    ("rejection_kernel", "tl.load(q + row * vocab_size + draft, mask=there, other=1.0)"): {
+        "rows of q like those of p": "tl.load(q + (row + request) * vocab_size + draft, mask=there, other=1.0)",
+    },
+    ("rejection_kernel", "tl.load(p + (row + request) * vocab_size + draft, mask=there, other=0.0)"): {
+        "reads p of no draft": "tl.load(p + (row + request) * vocab_size + draft, mask=place < num_drafts, other=0.0)",
+        "p without a mask": "tl.load(p + (row + request) * vocab_size + draft)",
+    },
+    ("rejection_kernel", "tl.load(p + ... + draft, mask=there, other=0.0)"): {
+        "no draft is accepted": "tl.load(p + ... + draft, mask=there, other=2.0)",
+    },
+    ("rejection_kernel", "draft >= 0"): {
+        "token 0 is no draft in the kernel": "draft > 0",
+    },
+    ("rejection_kernel", "tl.load(uniforms + row, mask=there, other=0.0)"): {
+        "one random number for all": "tl.load(uniforms + start + 0 * place, mask=there, other=0.0)",
+        "random numbers by request": (
+            "tl.load(uniforms + start + request + place, mask=there & (place < num_drafts - request), other=0.5)"
+        ),
+    },
+    ("rejection_kernel", "instead + start + request + num_accepted"): {
+        "the token of the next place": "instead + start + request + num_drafts",
+        "the tokens of fewer places": "instead + start + num_accepted",
+    },
+    ("rejection_kernel", "place < num_accepted"): {
+        "the rejected draft is kept": "place <= num_accepted",
+    },
+    ("rejection_kernel", "tl.where(place < num_accepted, draft, tl.where(place == num_accepted, last, -1))"): {
+        "the kernel forgets the bonus": (
+            "tl.where(place < num_accepted, draft, tl.where((place == num_accepted) & (place < num_drafts), last, -1))"
+        ),
+        "the token up to the end": "tl.where(place < num_accepted, draft, last)",
+    },
+    ("rejection_kernel", "uniform = ..."): {
+        "reads p in all of its row": (
+            "uniform = ...\n"
+            "for token in range(vocab_size):\n"
+            "    of_p = p + (row + request) * vocab_size\n"
+            "    one = tl.load(of_p + token, mask=there, other=0.0)\n"
+            "    p_draft = tl.where(draft == token, one, p_draft)"
+        ),
+    },
+    ("rejection_kernel", "tl.arange(0, BLOCK)"): {
+        "eight places in the kernel": "tl.arange(0, 8)",
+    },
+}
+"""(function, what stands there): the name of each mistake, and what stands there then."""
 
-MUTANTS = {
-    # propose_ngram
-    "shortest suffix first": ("propose_ngram", "range(..., ..., -1)", "reversed(range(..., ..., -1))"),
-    "the longest only": ("propose_ngram", "min_n - 1", "max(min_n, min(max_n, len(token_ids) - 1)) - 1"),
-    "never the shortest": ("propose_ngram", "min_n - 1", "min_n"),
-    "down to one token": ("propose_ngram", "min_n - 1", "0"),
-    "any length": ("propose_ngram", "min(max_n, len(token_ids) - 1)", "len(token_ids) - 1"),
-    "the whole text as a suffix": (
-        "propose_ngram", "min(max_n, len(token_ids) - 1)", "min(max_n, len(token_ids) - 2)",
-    ),
-    "the last occurrence": (
-        "propose_ngram", "range(len(token_ids) - n)", "reversed(range(len(token_ids) - n))",
-    ),
-    "the suffix finds itself": ("propose_ngram", "range(len(token_ids) - n)", "range(len(token_ids) - n + 1)"),
-    "no occurrence that overlaps": (
-        "propose_ngram", "range(len(token_ids) - n)", "range(len(token_ids) - 2 * n + 1)",
-    ),
-    "not at the first place": ("propose_ngram", "range(len(token_ids) - n)", "range(1, len(token_ids) - n)"),
-    "not right before the end": ("propose_ngram", "range(len(token_ids) - n)", "range(len(token_ids) - n - 1)"),
-    "from the occurrence on": (
-        "propose_ngram", "token_ids[start + n : start + n + k]", "token_ids[start : start + k]",
-    ),
-    "with the suffix's last token": (
-        "propose_ngram", "token_ids[start + n : start + n + k]", "token_ids[start + n - 1 : start + n + k - 1]",
-    ),
-    "one token late": (
-        "propose_ngram", "token_ids[start + n : start + n + k]", "token_ids[start + n + 1 : start + n + k + 1]",
-    ),
-    "one draft too many": ("propose_ngram", "start + n + k", "start + n + k + 1"),
-    "one draft too few": ("propose_ngram", "start + n + k", "start + n + k - 1"),
-    "as many as follow": ("propose_ngram", "start + n + k", "len(token_ids)"),
-    "always k": (
-        "propose_ngram",
-        "return list(token_ids[start + n : start + n + k])",
-        "found = token_ids[start + n : start + n + k]\nreturn found + found[-1:] * (k - len(found))",
-    ),
-    "only where k follow": (
-        "propose_ngram", "token_ids[start : start + n] == suffix",
-        "token_ids[start : start + n] == suffix and start + n + k <= len(token_ids)",
-    ),
-    "repeats the last token where there is nothing": ("propose_ngram", "return []", "return token_ids[-1:]"),
-    "nothing is None": ("propose_ngram", "return []", "return None"),
-    "returns a tuple": (
-        "propose_ngram",
-        "return list(token_ids[start + n : start + n + k])",
-        "return tuple(token_ids[start + n : start + n + k])",
-    ),
-    "takes the suffix off the text": (
-        "propose_ngram", "suffix = token_ids[-n:]", "suffix = token_ids[-n:]\ntoken_ids.append(suffix[0])",
-    ),
-    "compares sets": ("propose_ngram", "... == suffix", "set(...) == set(suffix)"),
-    # accept
-    "forgets q": ("accept", REJECTED, "x < 0 or uniforms[i] >= p[i, x]"),
-    "q over p": ("accept", REJECTED, "x < 0 or uniforms[i] * p[i, x] >= q[i, x]"),
-    "compares with q": ("accept", REJECTED, "x < 0 or uniforms[i] >= q[i, x]"),
-    "p times q": ("accept", REJECTED, "x < 0 or uniforms[i] >= p[i, x] * q[i, x]"),
-    "the other way round": ("accept", REJECTED, "x < 0 or uniforms[i] * q[i, x] < p[i, x]"),
-    "without the random number": ("accept", REJECTED, "x < 0 or q[i, x] > p[i, x]"),
-    "at most, not below": ("accept", REJECTED, "x < 0 or uniforms[i] * q[i, x] > p[i, x]"),
-    "two hundredths too generous": (
-        "accept", REJECTED, "x < 0 or (uniforms[i] - 0.02) * q[i, x] >= p[i, x]",
-    ),
-    "two hundredths too strict": (
-        "accept", REJECTED, "x < 0 or (uniforms[i] + 0.02) * q[i, x] >= p[i, x]",
-    ),
-    "only if it is the likeliest": ("accept", REJECTED, "x < 0 or x != int(np.argmax(p[i]))"),
-    "the next row of p": ("accept", REJECTED, "x < 0 or uniforms[i] * q[i, x] >= p[i + 1, x]"),
-    "the first row for all": ("accept", REJECTED, "x < 0 or uniforms[0] * q[i, x] >= p[i, x]"),
-    "no draft is the last token": ("accept", REJECTED, "uniforms[i] * q[i, x] >= p[i, x]"),
-    "token 0 is no draft": ("accept", REJECTED, "x <= 0 or uniforms[i] * q[i, x] >= p[i, x]"),
-    "goes on after a rejection": (
-        "accept",
-        "for i, x in enumerate(drafts): ...\nreturn len(drafts)",
-        "return sum(d >= 0 and bool(uniforms[i] * q[i, d] < p[i, d]) for i, d in enumerate(drafts))",
-    ),
-    "counts the token behind": ("accept", "return i", "return i + 1"),
-    "all or nothing": ("accept", "return i", "return 0"),
-    "one less if all are right": ("accept", "return len(drafts)", "return max(len(drafts) - 1, 0)"),
-    # recovered
-    "recovers from p": ("recovered", LEFT, "p / noise"),
-    "without noise": ("recovered", LEFT, "np.maximum(p - q, 0)"),
-    "times the noise": ("recovered", LEFT, "np.maximum(p - q, 0) * noise"),
-    "what q has more": ("recovered", LEFT, "np.maximum(q - p, 0) / noise"),
-    "the distance": ("recovered", LEFT, "np.abs(p - q) / noise"),
-    "p where it is larger": ("recovered", LEFT, "np.where(p > q, p, 0) / noise"),
-    "the smallest": ("recovered", "np.argmax(...)", "np.argmin(...)"),
-    "the weight and not the token": ("recovered", "np.argmax(...)", "np.max(...)"),
-    "noise of another shape": ("recovered", LEFT, "np.maximum(p - q, 0) / np.sqrt(noise)"),
-    # verify
-    "forgets the bonus": (
-        "verify", "rejected = ...", "rejected = ...\nif n == len(drafts): return list(drafts)",
-    ),
-    "forgets the recovered token": (
-        "verify", "rejected = ...", "rejected = ...\nif n < len(drafts): return list(drafts[:n])",
-    ),
-    "keeps the rejected draft": ("verify", "drafts[:n]", "drafts[: n + 1]"),
-    "keeps all drafts": ("verify", "drafts[:n]", "drafts"),
-    "drops an accepted draft": ("verify", "drafts[:n]", "drafts[: max(n - 1, 0)]"),
-    "the rejected draft's row before": ("verify", "recovered(p[n], ..., ...)", "recovered(p[n - 1], ..., ...)"),
-    "the bonus row always": ("verify", "recovered(p[n], ..., ...)", "recovered(p[-1], ..., ...)"),
-    "the first row always": ("verify", "recovered(p[n], ..., ...)", "recovered(p[0], ..., ...)"),
-    "the bonus without its own row": (
-        "verify", "recovered(p[n], ..., ...)", "recovered(p[min(n, len(drafts) - 1)], ..., ...)",
-    ),
-    "q of the last draft behind the bonus": (
-        "verify", "q[n] if n < len(drafts) else 0", "q[min(n, len(drafts) - 1)] if len(drafts) else 0",
-    ),
-    "never takes q away": ("verify", "q[n] if n < len(drafts) else 0", "0"),
-    "noise of the first place": ("verify", "noise[n]", "noise[0]"),
-    # the kernel, greedy
-    "counts what is right behind a rejection": (
-        "greedy_kernel",
-        KEPT_UP_TO,
-        "tl.sum(tl.where(draft == token, 1, 0), axis=0)",
-    ),
-    "the last place that is wrong": (
-        "greedy_kernel", KEPT_UP_TO, "tl.max(tl.where((draft == token) | (place >= num_drafts), 0, place), axis=0)",
-    ),
-    "all targets": ("greedy_kernel", "tl.where(place <= num_accepted, token, -1)", "token"),
-    "no token behind the drafts": ("greedy_kernel", "place <= num_accepted", "place < num_accepted"),
-    "one token too many": ("greedy_kernel", "place <= num_accepted", "place <= num_accepted + 1"),
-    "drafts in place of targets": (
-        "greedy_kernel", "tl.where(place <= num_accepted, token, -1)", "tl.where(place <= num_accepted, draft, -1)",
-    ),
-    "0 behind the last token": (
-        "greedy_kernel", "tl.where(place <= num_accepted, token, -1)", "tl.where(place <= num_accepted, token, 0)",
-    ),
-    "reads beyond the drafts": (
-        "greedy_kernel", "tl.load(drafts + place, mask=place < num_drafts, other=-1)",
-        "tl.load(drafts + place, mask=place <= num_drafts, other=-1)",
-    ),
-    "the bonus is not read": (
-        "greedy_kernel",
-        "tl.load(target + place, mask=place <= num_drafts, other=-2)",
-        "tl.load(target + place, mask=place < num_drafts, other=-2)",
-    ),
-    "stores without a mask": (
-        "greedy_kernel",
-        "tl.store(output + place, ..., mask=place <= num_drafts)",
-        "tl.store(output + place, ...)",
-    ),
-    "leaves the end as it was": (
-        "greedy_kernel",
-        "tl.store(output + place, ..., mask=place <= num_drafts)",
-        "tl.store(output + place, ..., mask=place <= num_accepted)",
-    ),
-    # ragged
-    "as many targets as drafts": ("ragged_kernel", "target + start + request + place", "target + start + place"),
-    "all requests begin at 0": ("ragged_kernel", "tl.load(draft_start + request)", "request * 0"),
-    "the drafts of all requests": (
-        "ragged_kernel",
-        "tl.load(draft_start + request + 1) - start",
-        "tl.load(draft_start + tl.num_programs(0)) - start",
-    ),
-    "the same number for all": ("ragged_kernel", "tl.load(draft_start + request + 1) - start", "width - 1 + start * 0"),
-    "rows of the drafts": ("ragged_kernel", "output + request * width + place", "output + start + request + place"),
-    "writes its tokens only": (
-        "ragged_kernel", "tl.store(..., ..., mask=place < width)", "tl.store(..., ..., mask=place <= num_drafts)",
-    ),
-    "writes into the next row": (
-        "ragged_kernel", "tl.store(..., ..., mask=place < width)", "tl.store(..., ..., mask=place < BLOCK)",
-    ),
-    "drafts without a mask": (
-        "ragged_kernel",
-        "tl.load(drafts + start + place, mask=place < num_drafts, other=-1)",
-        "tl.load(drafts + start + place)",
-    ),
-    "the next request's draft counts": (
-        "ragged_kernel",
-        "tl.load(drafts + start + place, mask=place < num_drafts, other=-1)",
-        "tl.load(drafts + start + place, mask=start + place < tl.load(draft_start + tl.num_programs(0)), other=-1)",
-    ),
-    # random
-    "the kernel forgets q": ("rejection_kernel", "uniform * q_draft < p_draft", "uniform < p_draft"),
-    "the kernel's q over p": (
-        "rejection_kernel", "uniform * q_draft < p_draft", "there & (uniform * p_draft < q_draft)",
-    ),
-    "the kernel's at most": (
-        "rejection_kernel", "uniform * q_draft < p_draft", "there & (uniform * q_draft <= p_draft)",
-    ),
-    "the kernel rejects what it should accept": (
-        "rejection_kernel", "uniform * q_draft < p_draft", "there & (uniform * q_draft > p_draft)",
-    ),
-    "the kernel goes on": (
-        "rejection_kernel", KEPT_BELOW, "tl.sum(tl.where(uniform * q_draft < p_draft, 1, 0), axis=0)",
-    ),
-    "rows of p like those of q": (
-        "rejection_kernel", "p + (row + request) * vocab_size + draft",
-        "p + row * vocab_size + draft",
-    ),
-    "rows of q like those of p": (
-        "rejection_kernel",
-        "tl.load(q + row * vocab_size + draft, mask=there, other=1.0)",
-        "tl.load(q + (row + request) * vocab_size + draft, mask=there, other=1.0)",
-    ),
-    "p after the draft": (
-        "rejection_kernel",
-        "p + (row + request) * vocab_size + draft",
-        "p + (row + request + 1) * vocab_size + draft",
-    ),
-    "reads p of no draft": (
-        "rejection_kernel",
-        "tl.load(p + (row + request) * vocab_size + draft, mask=there, other=0.0)",
-        "tl.load(p + (row + request) * vocab_size + draft, mask=place < num_drafts, other=0.0)",
-    ),
-    "p without a mask": (
-        "rejection_kernel",
-        "tl.load(p + (row + request) * vocab_size + draft, mask=there, other=0.0)",
-        "tl.load(p + (row + request) * vocab_size + draft)",
-    ),
-    "no draft is accepted": (
-        "rejection_kernel",
-        "tl.load(p + ... + draft, mask=there, other=0.0)",
-        "tl.load(p + ... + draft, mask=there, other=2.0)",
-    ),
-    "token 0 is no draft in the kernel": ("rejection_kernel", "draft >= 0", "draft > 0"),
-    "one random number for all": (
-        "rejection_kernel", "tl.load(uniforms + row, mask=there, other=0.0)",
-        "tl.load(uniforms + start + 0 * place, mask=there, other=0.0)",
-    ),
-    "random numbers by request": (
-        "rejection_kernel",
-        "tl.load(uniforms + row, mask=there, other=0.0)",
-        "tl.load(uniforms + start + request + place, mask=there & (place < num_drafts - request), other=0.5)",
-    ),
-    "the token of the next place": (
-        "rejection_kernel", "instead + start + request + num_accepted", "instead + start + request + num_drafts",
-    ),
-    "the tokens of fewer places": (
-        "rejection_kernel", "instead + start + request + num_accepted", "instead + start + num_accepted",
-    ),
-    "the rejected draft is kept": ("rejection_kernel", "place < num_accepted", "place <= num_accepted"),
-    "the kernel forgets the bonus": (
-        "rejection_kernel",
-        STORED,
-        "tl.where(place < num_accepted, draft, tl.where((place == num_accepted) & (place < num_drafts), last, -1))",
-    ),
-    "the token up to the end": (
-        "rejection_kernel", STORED, "tl.where(place < num_accepted, draft, last)",
-    ),
-    "reads p in all of its row": (
-        "rejection_kernel",
-        "uniform = ...",
-        "uniform = ...\n"
-        "for token in range(vocab_size):\n"
-        "    of_p = p + (row + request) * vocab_size\n"
-        "    one = tl.load(of_p + token, mask=there, other=0.0)\n"
-        "    p_draft = tl.where(draft == token, one, p_draft)",
-    ),
-}  # fmt: skip
+MUTANTS = {name: (*place, wrong) for place, mistakes in MISTAKES.items() for name, wrong in mistakes.items()}
 
 MESSAGES = {
     "shortest suffix first": "the shortest suffix is looked up first",
@@ -531,6 +543,7 @@ MESSAGES = {
     "times the noise": "do not multiply by it",
     "what q has more": "the wrong way round",
     "the distance": "the weight is 0, not a distance",
+    "takes q off p itself": "p has been changed",
     "forgets the bonus": "the bonus token is forgotten",
     "forgets the recovered token": "the recovered token is forgotten",
     "keeps all drafts": "nothing is kept behind the first rejection",

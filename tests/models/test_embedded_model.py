@@ -4,9 +4,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
-from minivllm.memory import num_parameters
-from minivllm.models.attention import CausalAttention
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, EMBEDDED_SIBLINGS, ModelConfig
+from minivllm.config.model import MODELS as DIRECTORY
+from minivllm.memory import kv_bytes_per_token, num_parameters
+from minivllm.models.latent_attention import causal_attention
 from minivllm.models.loader import SINGLE_FILE, load_model
 from minivllm.models.tokenizer import load_tokenizer
 
@@ -16,7 +18,7 @@ CODE = "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci
 
 def our_logits(directory, dtype, ids):
     model, config = load_model(directory, dtype=dtype)
-    return model.compute_logits(model(ids, torch.arange(len(ids)), CausalAttention(config)))
+    return model.compute_logits(model(ids, torch.arange(len(ids)), causal_attention(config)))
 
 
 @MODELS
@@ -55,5 +57,36 @@ def test_text_survives_the_tokenizer(directory):
     assert max(tokenizer.encode(CODE).ids) < 4096
 
 
-def test_draft_speaks_the_same_tokens():
-    assert load_tokenizer(EMBEDDED_MODEL).get_vocab() == load_tokenizer(EMBEDDED_DRAFT).get_vocab()
+def test_draft_and_siblings_speak_the_same_tokens():
+    for directory in (EMBEDDED_DRAFT, *EMBEDDED_SIBLINGS.values()):
+        assert load_tokenizer(EMBEDDED_MODEL).get_vocab() == load_tokenizer(directory).get_vocab()
+
+
+@torch.inference_mode()
+def test_siblings_are_those_of_transformers_and_run_in_the_engine():
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.tensor(load_tokenizer(EMBEDDED_MODEL).encode(CODE * 4).ids)
+    for directory in EMBEDDED_SIBLINGS.values():
+        theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        expected = theirs(ids[None]).logits[0]
+        torch.testing.assert_close(our_logits(directory, "float32", ids), expected, atol=1e-4, rtol=1e-4)
+        llm = LLM(directory, device="cpu", max_model_len=128)
+        (output,) = llm.generate([CODE], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+        tokens = theirs.generate(ids[None, : len(ids) // 4], max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert output.outputs[0].token_ids == tokens[0, len(ids) // 4 :].tolist()
+
+
+def test_siblings_differ_in_their_cache_and_not_in_their_parameters():
+    configs = {kind: ModelConfig.from_pretrained(path) for kind, path in EMBEDDED_SIBLINGS.items()}
+    cached = {kind: kv_bytes_per_token(config) // 2 // config.num_hidden_layers for kind, config in configs.items()}
+    assert cached == {"mha": 256, "gqa": 64, "mqa": 32, "mla": 64}
+    parameters = [num_parameters(config) for config in configs.values()]
+    assert max(parameters) < 1.0003 * min(parameters)
+    assert (
+        len({(c.num_hidden_layers, c.hidden_size, c.num_attention_heads, c.vocab_size) for c in configs.values()}) == 1
+    )
+
+
+def test_all_weights_together_are_small():
+    assert sum(path.stat().st_size for path in DIRECTORY.glob("*/*.safetensors")) <= 24e6

@@ -1,11 +1,11 @@
-"""Logits of the four families equal those of `transformers` on the same random weights, through files on disk."""
+"""Logits of the five families equal those of `transformers` on the same random weights, through files on disk."""
 
 import pytest
 import torch
 
 from minivllm.config import ModelConfig
 from minivllm.memory import num_parameters
-from minivllm.models.attention import CausalAttention
+from minivllm.models.latent_attention import causal_attention
 from minivllm.models.loader import load_model
 from minivllm.models.rotary import RotaryTable
 from minivllm.simulate.known_models import CONFIGS
@@ -25,6 +25,10 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 24, "first_k_dense_replace": 3,
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 CASES = {
@@ -42,6 +46,10 @@ CASES = {
     "qwen3, with biases": ("qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 24}),
     "mistral, window": ("mistral", {"sliding_window": 8}),
+    "deepseek_v2, plain queries, tied": ("deepseek_v2", {**LATENT, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
+    "deepseek_v2, queries from a latent, yarn": (
+        "deepseek_v2", {**LATENT, "q_lora_rank": 20, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
 }  # fmt: skip
 
 
@@ -80,7 +88,7 @@ def tokens(seed):
 
 
 def our_logits(model, config, ids):
-    hidden = model(ids, torch.arange(len(ids)), CausalAttention(config))
+    hidden = model(ids, torch.arange(len(ids)), causal_attention(config))
     return model.compute_logits(hidden).float()
 
 
@@ -97,7 +105,10 @@ def test_logits_are_equal(stored, case):
     assert error < 1e-4
 
 
-@pytest.mark.parametrize("case", ["llama, grouped heads, llama3 rope", "qwen2, biases, tied", "mistral, window"])
+@pytest.mark.parametrize(
+    "case",
+    ["llama, grouped heads, llama3 rope", "qwen2, biases, tied", "mistral, window", "deepseek_v2, plain queries, tied"],
+)
 @torch.inference_mode()
 def test_bfloat16_is_no_farther_from_float32_than_theirs(stored, transformers, case):
     theirs, directory = stored(case)
@@ -110,13 +121,14 @@ def test_bfloat16_is_no_farther_from_float32_than_theirs(stored, transformers, c
     assert 0 < our_error < 1.2 * their_error
 
 
+@pytest.mark.parametrize("case", ["mistral, window", "deepseek_v2, plain queries, tied"])
 @torch.inference_mode()
-def test_sequences_side_by_side_do_not_see_each_other(stored):
-    _, directory = stored("mistral, window")
+def test_sequences_side_by_side_do_not_see_each_other(stored, case):
+    _, directory = stored(case)
     model, config = load_model(directory)
     first, second = tokens(3)[:13], tokens(4)
     positions = torch.cat((torch.arange(13), torch.arange(TOKENS)))
-    hidden = model(torch.cat((first, second)), positions, CausalAttention(config, [13, TOKENS]))
+    hidden = model(torch.cat((first, second)), positions, causal_attention(config, [13, TOKENS]))
     apart = torch.cat((our_logits(model, config, first), our_logits(model, config, second)))
     torch.testing.assert_close(model.compute_logits(hidden), apart, atol=1e-4, rtol=1e-4)
 

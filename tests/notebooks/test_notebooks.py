@@ -7,11 +7,9 @@ from pathlib import Path
 import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
+from e2e.notebook_again import ROOT, assert_it_takes_a_solution, sources_again
+from e2e.notebook_again import builder as notebooks
 
-from minivllm.lab.exercise import load
-
-ROOT = Path(__file__).resolve().parents[2]
-notebooks = load(ROOT / "tools" / "notebooks.py")
 PATHS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
@@ -73,28 +71,15 @@ def test_no_picture_stands_beside_the_widget_that_draws_it(path: Path):
     assert len(notebooks._pictures_of_widgets(lesson.parts)) == len(shown), "each widget has its picture in the lesson"
 
 
-def outputs_of(cell: nbformat.NotebookNode) -> str:
-    """All that a cell shows, as text."""
-    shown = [output.get("text") or output.get("data", {}) for output in cell.outputs]
-    return "\n".join(part if isinstance(part, str) else "\n".join(map(str, part.values())) for part in shown)
-
-
 @pytest.mark.slow
+@pytest.mark.without_browser
 @each_notebook
-def test_every_cell_runs_every_demo_again_and_the_widget_takes_a_solution(path: Path):
-    """In one kernel: all cells in order, the demos a second time, then the exercise with the lesson's script in it."""
+def test_every_cell_runs_every_demo_again_and_it_takes_a_solution(path: Path):
+    """In one kernel. Where there is a browser, JupyterLab runs the same cells: e2e/test_notebooks.py."""
     notebook = nbformat.read(path, as_version=4)
-    kinds = [cell.metadata.get("tags", [None])[0] for cell in notebook.cells]
-    place = kinds.index("check")
-    check, own = notebook.cells[place], next(cell for cell in notebook.cells[place + 1 :] if cell.cell_type == "code")
-    solution = f"{notebooks.IN_ITS_MODULE}\n{(ROOT / 'vllm' / path.stem).with_suffix('.py').read_text()}"
-    more = [*notebooks.demos(notebook), nbformat.v4.new_code_cell(solution), check, own]
-    more = [nbformat.v4.new_code_cell(cell.source) for cell in more]
+    more = [nbformat.v4.new_code_cell(source) for source in sources_again(notebook, path.stem)]
+    given = [cell for cell in notebook.cells if cell.cell_type == "code"]
     notebook.cells += more
     notebooks.run_cells(notebook, path)
-    assert "checks to go" in outputs_of(check)
-    assert "not written yet" in outputs_of(own)
-    *_, checked, shown = more
-    assert re.search(r"all \d+ checks pass", outputs_of(checked)), outputs_of(checked)
-    assert "<svg" in outputs_of(shown)
-    assert " broke. " not in outputs_of(shown)
+    ran = [cell.outputs for cell in given]
+    assert_it_takes_a_solution(path, ran, lambda _: [cell.outputs for cell in more])

@@ -44,7 +44,14 @@ def pair(tmp_path_factory, recording) -> Iterator[Server]:
 
 
 def processes_of(server: Server, kind: str) -> list[psutil.Process]:
-    return [one for one in server.processes() if any(kind in word for word in one.cmdline())]
+    return [one for one in server.processes() if any(kind in word for word in words_of(one))]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; none where it has just ended, and nobody has heard of that yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 def core_1(server: Server) -> psutil.Process:

@@ -19,7 +19,7 @@ from server.serving import MODEL, Server, eventually, free_port, running
 
 from minivllm.engine.arg_utils import FLAG_GROUPS, EngineArgs
 from minivllm.entrypoints.cli.main import _parsed, main
-from minivllm.entrypoints.openai.launcher import _drain
+from minivllm.entrypoints.openai.http_server import _drain
 from minivllm.entrypoints.openai.middleware import ServerState
 from minivllm.errors import MinivllmError
 

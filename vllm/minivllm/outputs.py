@@ -4,7 +4,7 @@ In vLLM v0.33.0: `vllm/outputs.py` (`RequestOutput`, `CompletionOutput`), `vllm/
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 @dataclass(slots=True)
@@ -78,6 +78,8 @@ class RequestMetrics:
 class RequestOutput:
     """A prompt with its `n` completions. `num_cached_tokens`: prompt tokens found in the prefix cache.
 
+    `kv_transfer_params`: what the KV connector tells the client when the request has ended.
+
     Fields of vLLM's that nothing here sets are read as None.
     """
 
@@ -89,12 +91,12 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
     lora_request: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     num_cache_creation_tokens: ClassVar[None] = None
     prompt_token_id_logprobs: ClassVar[None] = None
-    kv_transfer_params: ClassVar[None] = None
     ec_transfer_params: ClassVar[None] = None
 
     def add(self, next_output: "RequestOutput", aggregate: bool = True) -> None:
@@ -112,6 +114,7 @@ class RequestOutput:
                 self.outputs.append(completion)
         self.finished = next_output.finished
         self.metrics, self.num_cached_tokens = next_output.metrics, next_output.num_cached_tokens
+        self.kv_transfer_params = next_output.kv_transfer_params
         self.prompt_logprobs = next_output.prompt_logprobs or self.prompt_logprobs
 
 

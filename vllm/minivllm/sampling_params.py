@@ -32,7 +32,7 @@ NOT_SERVED = not_served(
     {
         "guided_decoding; say structured_outputs": {"guided_decoding": None},
         "best_of; sample n and choose": {"best_of": None},
-        "other code in the sampler": {"logits_processors": None, "extra_args": None},
+        "other code in the sampler": {"logits_processors": None},
         "log probabilities of chosen tokens only": {
             "logprob_token_ids": None, "prompt_logprob_start": None, "prompt_logprob_token_ids": None,
         },
@@ -86,6 +86,7 @@ class SamplingParams:
     - `detokenize`: if False, no text is produced. `skip_special_tokens`: leave special tokens out of the text.
     - `output_kind`: applies to streams; `LLM.generate` returns final outputs.
     - `skip_reading_prefix_cache`: compute the whole prompt, though some of it may be cached.
+    - `extra_args`: {"kv_transfer_params": {…}} is what the KV connector is told about the request.
 
     The engine, which knows the model and the tokenizer, fills in `all_stop_token_ids` and `bad_words_token_ids`.
     """
@@ -115,6 +116,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
     skip_reading_prefix_cache: bool | None = None
+    extra_args: Mapping[str, Any] | None = None
     all_stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
@@ -124,6 +126,7 @@ class SamplingParams:
         self._check_distribution()
         self._check_stops()
         self._check_token_ids()
+        self._check_extra_args()
         require(
             self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputsParams),
             f"structured_outputs is {self.structured_outputs!r}; it must be StructuredOutputsParams(…)",
@@ -156,7 +159,9 @@ class SamplingParams:
         """Return a copy that shares no containers with this one; its values are checked again."""
         containers = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
         copies = {name: copy(getattr(self, name)) for name in containers}
-        return replace(self, **copies, structured_outputs=deepcopy(self.structured_outputs))
+        return replace(
+            self, **copies, structured_outputs=deepcopy(self.structured_outputs), extra_args=deepcopy(self.extra_args)
+        )
 
     def child(self, index: int) -> "SamplingParams":
         """Return the parameters of completion `index` of `n`: `n=1` and a seed of its own."""
@@ -175,6 +180,21 @@ class SamplingParams:
             self.logit_bias = {
                 token: max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, bias)) for token, bias in self.logit_bias.items()
             }
+
+    def _check_extra_args(self) -> None:
+        if self.extra_args is None:
+            return
+        require(
+            isinstance(self.extra_args, Mapping) and set(self.extra_args) <= {"kv_transfer_params"},
+            f'extra_args is {self.extra_args!r}; the one key that is served is {{"kv_transfer_params": {{…}}}}',
+            "extra_args",
+        )
+        told = self.extra_args.get("kv_transfer_params")
+        require(
+            told is None or isinstance(told, Mapping),
+            f"kv_transfer_params is {told!r}; it must be a dictionary",
+            "kv_transfer_params",
+        )
 
     def _check_counts(self) -> None:
         require(

@@ -22,9 +22,10 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from minivllm.lab.tables import markdown_table
 from minivllm.platforms.allocator import keep_freed_memory
 
 HERE = Path(__file__).resolve().parent
+SIBLINGS_COMPARED = HERE.parents[1] / "benchmarks" / "results" / "attention_siblings.cpu.json"
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4096
 BATCH_TOKENS = 4096
@@ -71,6 +73,8 @@ class Shape:
     num_key_value_heads: int
     intermediate_size: int
     learning_rate: float
+    kv_lora_rank: int = 0
+    """Above 0: latent attention (MLA) of this width, in DeepSeek-V2's architecture."""
 
 
 SHAPES = {
@@ -172,32 +176,46 @@ def prompt_like_rows(tokenizer, texts: list[str], context: int, rng: random.Rand
 # --- model ----------------------------------------------------------------------------------------------------------
 
 
-def build_model(shape: Shape):
-    """A randomly initialised Llama, in Hugging Face's own class so that its files load anywhere."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def build_model(shape: Shape) -> Any:
+    """A randomly initialised Llama, in Hugging Face's own class so that its files load anywhere.
 
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        max_position_embeddings=LONG_CONTEXT,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
+    With a `kv_lora_rank` a DeepSeek-V2 without experts, whose heads are as wide as a Llama's: half is rotated, and half
+    is not.
+    """
+    from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
+
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "max_position_embeddings": LONG_CONTEXT,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "attn_implementation": "sdpa",
+    }
+    if not shape.kv_lora_rank:
+        return AutoModelForCausalLM.from_config(LlamaConfig(**common, rms_norm_eps=1e-5))
+    width = shape.hidden_size // shape.num_attention_heads
+    latent = {
+        "kv_lora_rank": shape.kv_lora_rank,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": width // 2,
+        "qk_rope_head_dim": width // 2,
+        "v_head_dim": width,
+        "first_k_dense_replace": shape.num_hidden_layers,
+    }
+    return AutoModelForCausalLM.from_config(DeepseekV2Config(**common, **latent))
 
 
-def load_model(directory: Path):
+def load_model(directory: Path) -> Any:
     """The model as it was saved, its weights in fp32 to train on."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
 
 
 def load_tokenizer(directory: Path):
@@ -249,24 +267,61 @@ def train(
     name: str, minutes: float | None, tokens: int, learning_rate: float, seed: int, resume: bool, device: torch.device
 ) -> None:
     """Train one model and write it, with what its card needs to say, to its directory beside this file."""
-    keep_freed_memory()
     torch.manual_seed(seed)
-    shape = SHAPES[name]
     files = corpus_files()
     training = read_texts([path for path in files if not is_held_out(path)])
-    held_out = held_out_texts()
     console.print(f"corpus: {len(training)} files, {sum(map(len, training)) / 1e6:.1f} M characters")
     tokenizer = load_tokenizer(HERE / name) if resume else learn_tokenizer(training)
-    documents, held_out_documents = encode_cut(tokenizer, training, seed), encode(tokenizer, held_out)
-    trained_on, kept = sum(map(len, documents)), sum(map(len, held_out_documents))
-    console.print(f"tokens: {trained_on / 1e6:.2f} M, {kept / 1e6:.2f} M held out")
-
+    corpus = Corpus.encoded(tokenizer, training, seed)
     before = json.loads((HERE / name / "training.json").read_text()) if resume else {}
-    model = (load_model(HERE / name) if resume else build_model(shape)).to(device)
-    optimizers = build_optimizers(model, learning_rate)
+    model = (load_model(HERE / name) if resume else build_model(SHAPES[name])).to(device)
     compiled = torch.compile(cross_entropy, dynamic=False)
+    facts = fit(model, corpus, name, minutes, tokens, learning_rate, seed, compiled)
+    facts["tokens_seen"] += before.get("tokens_seen", 0)
+    facts["minutes"] += before.get("minutes", 0)
+    save(model, tokenizer, HERE / name, facts)
+    console.print(f"held-out loss {facts['held_out_loss']:.3f} nats/token after {facts['minutes']:.0f} minutes")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a model is trained on, as text and as token ids, and what is held out."""
+
+    tokenizer: Any
+    texts: list[str]
+    documents: list[np.ndarray]
+    held_out_texts: list[str]
+    held_out: list[np.ndarray]
+
+    @classmethod
+    def encoded(cls, tokenizer, texts: list[str], seed: int) -> Corpus:
+        """Encode the training texts, cut as `seed` says, and the held-out ones."""
+        held_out = held_out_texts()
+        corpus = cls(tokenizer, texts, encode_cut(tokenizer, texts, seed), held_out, encode(tokenizer, held_out))
+        trained_on, kept = (sum(map(len, documents)) for documents in (corpus.documents, corpus.held_out))
+        console.print(f"tokens: {trained_on / 1e6:.2f} M, {kept / 1e6:.2f} M held out")
+        return corpus
+
+
+def fit(
+    model,
+    corpus: Corpus,
+    name: str,
+    minutes: float | None,
+    tokens: int,
+    learning_rate: float,
+    seed: int,
+    loss_of: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] = cross_entropy,
+) -> dict[str, Any]:
+    """Train for so many minutes, or else tokens; `seed` orders the data. Returns the facts for `training.json`.
+
+    `loss_of` is `cross_entropy`, compiled or not.
+    """
+    keep_freed_memory()
+    device = model.device
+    optimizers = build_optimizers(model, learning_rate)
     console.print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {device}")
-    stream = token_stream(documents, seed)
+    stream = token_stream(corpus.documents, seed)
     prompts, history, seen, started = random.Random(seed), [], 0, time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
@@ -277,10 +332,10 @@ def train(
             progress = elapsed / 60 / minutes if minutes else seen / tokens
             context = SHORT_CONTEXT if len(history) % LONG_ONE_IN else LONG_CONTEXT
             if len(history) % PROMPTS_ONE_IN == 1:
-                rows = prompt_like_rows(tokenizer, training, context, prompts)
+                rows = prompt_like_rows(corpus.tokenizer, corpus.texts, context, prompts)
             else:
                 rows = rows_of(next(stream), context)
-            loss = compiled(model, *windows(rows, device))
+            loss = loss_of(model, *windows(rows, device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -296,25 +351,23 @@ def train(
             if len(history) % 100 == 0 and not console.is_terminal:
                 console.print(f"step {len(history)} loss {recent:.3f} {seen / elapsed:.0f} tokens/s {elapsed:.0f} s")
 
-    seconds = time.perf_counter() - started
-    facts = {
+    texts = corpus.held_out_texts
+    return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "tokens_seen": seen + before.get("tokens_seen", 0),
-        "tokens_in_corpus": sum(map(len, documents)),
-        "characters_in_corpus": sum(map(len, training)),
-        "files": len(training),
-        "held_out_files": len(held_out),
-        "held_out_bytes_per_token": sum(len(t.encode()) for t in held_out) / sum(map(len, held_out_documents)),
-        "held_out_loss": held_out_loss(model, held_out_documents, device),
+        "tokens_seen": seen,
+        "tokens_in_corpus": sum(map(len, corpus.documents)),
+        "characters_in_corpus": sum(map(len, corpus.texts)),
+        "files": len(corpus.texts),
+        "held_out_files": len(texts),
+        "held_out_bytes_per_token": sum(len(t.encode()) for t in texts) / sum(map(len, corpus.held_out)),
+        "held_out_loss": held_out_loss(model, corpus.held_out, device),
         "training_loss": sum(history[-50:]) / len(history[-50:]),
-        "minutes": seconds / 60 + before.get("minutes", 0),
+        "minutes": (time.perf_counter() - started) / 60,
         "seed": seed,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads",
     }
-    save(model, tokenizer, HERE / name, facts)
-    console.print(f"held-out loss {facts['held_out_loss']:.3f} nats/token after {seconds / 60:.0f} minutes")
 
 
 def save(model, tokenizer, directory: Path, facts: dict) -> None:
@@ -381,6 +434,37 @@ def head_lines() -> list[str]:
     ]
 
 
+def sibling_lines() -> list[str]:
+    """What the card says of the siblings, which `train_siblings.py` has trained and compared."""
+    if not SIBLINGS_COMPARED.exists():
+        return []
+    found = json.loads(SIBLINGS_COMPARED.read_text())["figures"]
+    columns = ("model", "KV heads", "cached numbers", "MLP", "parameters", "tokens seen", "held-out loss", "by seed")
+    rows = [
+        (
+            f"`{name}`",
+            fact["num_key_value_heads"] or "latent",
+            fact["cached_numbers_per_token_and_layer"],
+            fact["intermediate_size"],
+            f"{fact['parameters']:,}",
+            f"{fact['tokens_seen'] / 1e6:.1f} M",
+            f"{fact['held_out_loss_mean']:.3f}",
+            ", ".join(f"{loss:.3f}" for loss in fact["held_out_loss_of_seed"].values()),
+        )
+        for name, fact in found.items()
+    ]
+    return [
+        "",
+        "## The siblings",
+        "",
+        "Four models as wide and deep as `tiny-python-draft`, with 8 query heads each, trained alike by",
+        "`train_siblings.py`; the MLP takes the parameters that fewer KV heads save. Cached numbers are per token and",
+        "layer. The weights here are seed 0's. They have seen little: they are there to be compared.",
+        "",
+        markdown_table(columns, rows, words=True),
+    ]
+
+
 def write_card() -> None:
     """Rewrite README.md from what is in the directories: nothing in it is typed by hand."""
     directories = [HERE / name for name in SHAPES if (HERE / name / "training.json").exists()]
@@ -429,7 +513,7 @@ def write_card() -> None:
     if "tiny-python-draft" in models:
         alpha = acceptance_rate(models["tiny-python"], models["tiny-python-draft"], held_out)
         lines += ["", f"The draft's acceptance rate on held-out text, E[Σ min(p, q)], temperature 1: **{alpha:.3f}**."]
-    lines += head_lines()
+    lines += head_lines() + sibling_lines()
     lines += ["", "## Samples", "", "`tiny-python`, temperature 0.6, top-k 50, seed 0, first try."]
     for prompt in PROMPTS:
         text = sample(models["tiny-python"], tokenizer, prompt, seed=0).rstrip()

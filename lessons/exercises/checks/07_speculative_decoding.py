@@ -42,11 +42,15 @@ def right_drafts(tokens, min_n, max_n, k):
     return looked_up(tokens, range(min(max_n, len(tokens) - 1), min_n - 1, -1), k)
 
 
+TOKENS = (1, 11, 111, 32_000)
+"""Ids that look alike where they are joined as text, and one that is no byte."""
+
+
 def texts(count):
-    """Random short texts over four tokens, with lengths of suffixes and numbers of drafts."""
+    """Random texts over four tokens, some of them long, with lengths of suffixes and numbers of drafts."""
     draw = random.Random(0)
-    for _ in range(count):
-        tokens = [draw.randint(0, 3) for _ in range(draw.randint(1, 24))]
+    for index in range(count):
+        tokens = draw.choices(TOKENS, k=draw.randint(1, 200 if index % 8 == 7 else 24))
         yield tokens, *sorted(draw.choices(range(1, 5), k=2)), draw.randint(1, 5)
 
 
@@ -72,7 +76,7 @@ WRONG_DRAFTS = (
     (with_mistake(lambda longest, *_: range(longest.start, 0, -1)), "suffixes of less than min_n are looked up"),
     (with_mistake(shift=-1), "they begin one token early, with the end of the suffix"),
     (with_mistake(shift=1), "they begin one token late"),
-    (with_mistake(more=99), "those are all that follow; at most k were asked for"),
+    (with_mistake(more=999), "those are all that follow; at most k were asked for"),
     (with_mistake(more=1), "one more than the k that were asked for"),
     (with_mistake(more=-1), "one less than the k that were asked for"),
 )
@@ -82,9 +86,10 @@ def assert_drafts(module, tokens, min_n, max_n, k):
     """The drafts after these tokens are right; the tokens stay as they are."""
     given, expected = list(tokens), right_drafts(tokens, min_n, max_n, k)
     found = module.propose_ngram(given, min_n, max_n, k)
-    where = f"{tokens}, lengths {min_n} to {max_n}, k = {k}"
+    shown = f"{tokens[:4]} … {tokens[-8:]}, {len(tokens)} tokens" if len(tokens) > 40 else f"{tokens}"
+    where = f"{shown}, lengths {min_n} to {max_n}, k = {k}"
     assert isinstance(found, list), f"{where}: it returns {type(found).__name__}, not a list"
-    assert given == tokens, f"{where}: the list that it was given is now {given}"
+    assert given == tokens, f"{where}: the list that it was given is now {given if len(given) < 40 else 'another'}"
     hint = named(module.propose_ngram, WRONG_DRAFTS, list(texts(80))) if found != expected else ""
     assert found == expected, f"{where}: {found}, and {expected} is right{hint}"
 
@@ -141,6 +146,14 @@ def a_step(draw, k, vocab=6):
     p, q = distributions(draw, k + 1, vocab), distributions(draw, k, vocab)
     drafts = [int(draw.choice(vocab, p=row)) for row in q]
     return p, q, drafts, draw.random(k), draw.exponential(size=(k + 1, vocab))
+
+
+def with_near_misses(draw, step):
+    """The step with random numbers just below and just above p / q: a rule that is a little too kind, or too strict."""
+    p, q, drafts, _, noise = step
+    places = range(len(drafts))
+    near = p[places, drafts] / q[places, drafts] + draw.choice([-2e-4, 2e-4], len(drafts), p=[0.8, 0.2])
+    return p, q, drafts, near.clip(0, 0.999), noise
 
 
 def passing(p, q, drafts, uniforms, rule):
@@ -218,10 +231,10 @@ def assert_accepted(module, p, q, drafts, uniforms):
     p, q, uniforms = np.asarray(p, float), np.asarray(q, float), np.asarray(uniforms, float)
     expected = right_count(p, q, drafts, uniforms)
     found = module.accept(p, q, list(drafts), uniforms)
-    said = f"drafts {list(drafts)}, random numbers {[round(float(u), 2) for u in uniforms]}"
+    said = f"drafts {list(drafts)}, random numbers {[round(float(u), 4) for u in uniforms]}"
     assert isinstance(found, int | np.integer) and not isinstance(found, bool), f"{said}: it returns {found!r}"
     where = ", ".join(
-        f"{p[i, x]:.2f} / {q[i, x]:.2f}" if x >= 0 else "no draft" for i, x in enumerate(drafts)
+        f"{p[i, x]:.4g} / {q[i, x]:.4g}" if x >= 0 else "no draft" for i, x in enumerate(drafts)
     )  # p(x) / q(x)
     hint = named(module.accept, WRONG_COUNTS, SOME_STEPS) if found != expected else ""
     assert found == expected, f"{said}, p / q {where}: {found} accepted, and {expected} is right{hint}"
@@ -230,7 +243,7 @@ def assert_accepted(module, p, q, drafts, uniforms):
 def check_a_draft_is_accepted_with_p_over_q(module):
     """With p(x) = 0.3 and q(x) = 0.6 a draft is accepted if the random number is below 0.5; with p >= q always."""
     p, q = [[0.7, 0.3], [0.2, 0.8]], [[0.4, 0.6]]
-    for uniform in (0.0, 0.29, 0.35, 0.45, 0.55, 0.65, 0.99):
+    for uniform in (0.0, 0.29, 0.35, 0.45, 0.4999, 0.5001, 0.55, 0.65, 0.99):
         assert_accepted(module, p, q, [1], [uniform])
         assert_accepted(module, p, q, [0], [uniform])
 
@@ -259,13 +272,16 @@ def check_no_draft_is_no_token(module):
     likely = [0.1, 0.2, 0.7]
     assert_accepted(module, [likely] * 3, [[0.0, 0.5, 0.5], [0.0] * 3], [2, -1], [0.1, 0.1])
     assert_accepted(module, [likely] * 3, [[0.0] * 3] * 2, [-1, -1], [0.0, 0.0])
+    assert_accepted(module, [likely] * 4, [[0.0] * 3, [0.0, 0.5, 0.5], [0.0] * 3], [-1, 2, -1], [0.1] * 3)
 
 
 def check_any_drafts_in_any_order(module):
-    """On 300 random steps, the count is that of the rule."""
+    """On 400 random steps, some with random numbers next to p / q, the count is that of the rule."""
     draw = np.random.default_rng(0)
     for _ in range(300):
         assert_accepted(module, *a_step(draw, int(draw.integers(0, 5)))[:4])
+    for k in (1, 2, 4, 9) * 25:
+        assert_accepted(module, *with_near_misses(draw, a_step(draw, k))[:4])
 
 
 # ---- the token behind the drafts -------------------------------------------------------------------------------------
@@ -297,8 +313,10 @@ def some_rows():
 def assert_recovered(module, p, q, noise):
     """The token with the largest max(p - q, 0) / noise."""
     p, q, noise = (np.asarray(x, float) for x in (p, q, noise))
-    expected, found = right_token(p, q, noise), module.recovered(p, q, noise)
     said = f"p {p.round(2).tolist()}, q {q.round(2).tolist()}, noise {noise.round(2).tolist()}"
+    expected, given = right_token(p, q, noise), p.copy()
+    found = module.recovered(p, q, noise)
+    assert np.array_equal(p, given), f"{said}: p has been changed; it is a row of the model's distributions"
     assert isinstance(found, int | np.integer), f"{said}: it returns {found!r}, not a token id"
     hint = named(module.recovered, WRONG_TOKENS, some_rows()) if found != expected else ""
     assert found == expected, f"{said}: token {found}, and {expected} is right{hint}"
@@ -311,9 +329,9 @@ def check_what_was_not_proposed_is_recovered(module):
     assert_recovered(module, [0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.2, 2.0, 0.01])
     assert_recovered(module, [0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [1.0, 1.0, 1.0])
     draw = np.random.default_rng(1)
-    for _ in range(100):
-        p, q = distributions(draw, 2, 5)
-        assert_recovered(module, p, q, draw.exponential(size=5))
+    for vocab in (5,) * 80 + (40,) * 20:
+        p, q = distributions(draw, 2, vocab)
+        assert_recovered(module, p, q, draw.exponential(size=vocab))
 
 
 def tokens_of(p, q, drafts, uniforms, noise, row=lambda n, k: n, take_away=True, upto=0, ends=(1, 1)):
@@ -397,13 +415,19 @@ def check_the_tokens_are_the_models_own(module):
 
 GREEDY = (
     ([4, 7, 9], [4, 8, 9, 5]), ([4, 7, 9], [4, 7, 9, 5]), ([4], [6, 1]), ([], [3]), ([1, 2, -1], [1, 2, 6, 4]),
-    ([-1, -1], [0, 0, 0]), ([2, 2, 2, 2], [2, 2, 2, 5, 1]), ([0, 0], [0, 0, 0]),
+    ([-1, -1], [0, 0, 0]), ([2, 2, 2, 2], [2, 2, 2, 5, 1]), ([0, 0], [0, 0, 0]), ([3] * 9, [3] * 9 + [4]),
 )  # fmt: skip
 RAGGED = (
     [([4, 7, 9], [4, 8, 9, 5]), ([], [3]), ([6], [6, 2])],
     [([], [8]), ([], [1])],
     [([1, 2, 3, 4], [1, 2, 3, 4, 5]), ([5, 6], [5, 7, 6]), ([3, -1, 4], [3, 9, 4, 9]), ([7], [8, 9])],
+    [([6], [6, 2]), ([3] * 9, [3] * 9 + [4]), ([5], [7, 5])],
 )
+
+
+def block_for(width):
+    """A power of two that holds a row, 8 or more."""
+    return max(8, 1 << (width - 1).bit_length())
 
 
 def ints(values):
@@ -457,7 +481,7 @@ def check_kernel_step_1_greedy(module):
     for drafts, target in GREEDY:
         output = torch.full((len(target),), -7, dtype=torch.int32)
         arguments = output, ints(drafts), ints(target), len(drafts)
-        trace = traced(module.greedy_kernel, (1,), *arguments, BLOCK=8)
+        trace = traced(module.greedy_kernel, (1,), *arguments, BLOCK=block_for(len(target)))
         matches = [x == y and x >= 0 for x, y in zip(drafts, target, strict=False)]
         assert_row(output.tolist(), greedy_row(drafts, target, len(target)), drafts, matches, f"target {target}")
         assert_traffic(trace, drafts=len(drafts), target=len(target))
@@ -476,7 +500,7 @@ def check_kernel_step_2_ragged(module):
         target = [x for _, theirs in requests for x in theirs]
         output = torch.full((len(requests), width), -7, dtype=torch.int32)
         arguments = output, ints(drafts), ints(target), ints(starts), width
-        trace = traced(module.ragged_kernel, (len(requests),), *arguments, BLOCK=8)
+        trace = traced(module.ragged_kernel, (len(requests),), *arguments, BLOCK=block_for(width))
         for index, (theirs, likeliest) in enumerate(requests):
             matches = [x == y and x >= 0 for x, y in zip(theirs, likeliest, strict=False)]
             found, where = output[index].tolist(), f"draft_start {starts}, request {index}, target {likeliest}"
@@ -487,9 +511,11 @@ def check_kernel_step_2_ragged(module):
 def kernel_requests(seed, vocab):
     """Random requests: drafts, p, q, uniforms, and the token for each place. A draft of -1 has a q of zeros."""
     draw, requests = np.random.default_rng(seed), []
-    for k in (3, 0, 4, 1, 2, 4, 3):
-        p, q, drafts, uniforms, _ = a_step(draw, k, vocab)
+    for index, k in enumerate((3, 0, 9, 1, 2, 4, 3, 1, 1)):
+        p, q, drafts, uniforms, noise = a_step(draw, k, vocab)
         p[:k] = (p[:k] + 2 * q) / 3  # long runs of accepted drafts, too
+        if index % 2:
+            uniforms = with_near_misses(draw, (p, q, drafts, uniforms, noise))[3]
         if k == 3:
             drafts[-1], q[-1] = -1, 0
         requests.append((drafts, p, q, uniforms, draw.integers(0, vocab, k + 1).tolist()))
@@ -508,13 +534,13 @@ def check_kernel_step_3_random(module):
     """Stretch: a draft is kept if its random number is below p / q; p and q are read at the drafts alone."""
     for seed, vocab in ((0, 6), (1, 11), (2, 5)):
         requests = kernel_requests(seed, vocab)
-        starts, width = starts_of(requests), 5
+        starts, width = starts_of(requests), 10
         drafts, instead = ([x for one in requests for x in one[place]] for place in (0, 4))
         p, q = (torch.tensor(np.vstack([one[place] for one in requests]), dtype=torch.float32) for place in (1, 2))
         uniforms = torch.tensor(np.concatenate([one[3] for one in requests]), dtype=torch.float32)
         output = torch.full((len(requests), width), -7, dtype=torch.int32)
         arguments = output, ints(drafts), ints(instead), p, q, uniforms, ints(starts), width, vocab
-        trace = traced(module.rejection_kernel, (len(requests),), *arguments, BLOCK=8)
+        trace = traced(module.rejection_kernel, (len(requests),), *arguments, BLOCK=block_for(width))
         for wrong, words in WRONG_RULES:
             same = output.tolist() == [row_by(wrong, request, width) for request in requests]
             assert not same, f"of {len(requests)} requests not all rows are right: {words}"

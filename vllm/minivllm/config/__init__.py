@@ -4,7 +4,8 @@ In vLLM v0.33.0: `vllm/config/`.
 """
 
 from minivllm.config.cache import CacheConfig
-from minivllm.config.model import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, ModelConfig
+from minivllm.config.kv_transfer import KVTransferConfig
+from minivllm.config.model import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, EMBEDDED_SIBLINGS, ModelConfig
 from minivllm.config.parts import NO_PARTS, Parts
 from minivllm.config.scheduler import SchedulerConfig
 from minivllm.config.speculative import SpeculativeConfig
@@ -14,8 +15,10 @@ __all__ = [
     "EMBEDDED_DRAFT",
     "EMBEDDED_EAGLE3",
     "EMBEDDED_MODEL",
+    "EMBEDDED_SIBLINGS",
     "NO_PARTS",
     "CacheConfig",
+    "KVTransferConfig",
     "ModelConfig",
     "Parts",
     "SchedulerConfig",

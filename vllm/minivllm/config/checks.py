@@ -1,6 +1,7 @@
 """Checks of settings, which raise a `MinivllmError` for an invalid one."""
 
 import sys
+from typing import Any
 
 from minivllm.errors import MinivllmError
 
@@ -32,6 +33,12 @@ def positive_count(name: str, value: int) -> int:
     """Return the value if it is an integer of at least 1; otherwise raise a `MinivllmError` that names it."""
     require(is_count(value, 1), f"{name} must be a positive whole number, not {value!r}")
     return value
+
+
+def positive_seconds(name: str, value: Any) -> float:
+    """Return the value if it is a finite number above 0; otherwise raise a `MinivllmError` that names it."""
+    require(is_number(value) and value > 0, f"{name} is {value!r}; it must be a number of seconds above 0")
+    return float(value)
 
 
 def encodable(text: str, name: str) -> str:

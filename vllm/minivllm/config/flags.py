@@ -177,7 +177,7 @@ def _add_flag(group: Any, name: str, hint: Any, default: Any, words: str) -> Non
     elif name.startswith("allowed_") or name.endswith("_config"):
         group.add_argument(*flags, type=json_of, **options)
     elif kinds == {list[str]}:
-        group.add_argument(*flags, nargs="+", **options)
+        group.add_argument(*flags, nargs="+", action="extend", **options)  # given twice, both count
     else:
         kind = int if int in kinds else float if float in kinds else str
         group.add_argument(*flags, type=kind, **options)

@@ -18,6 +18,9 @@ EMBEDDED_MODEL, EMBEDDED_DRAFT, EMBEDDED_EAGLE3 = (
     MODELS / name for name in ("tiny-python", "tiny-python-draft", "tiny-python-eagle3")
 )
 
+EMBEDDED_SIBLINGS = {kind: MODELS / f"tiny-python-{kind}" for kind in ("mha", "gqa", "mqa", "mla")}
+"""Four small models that were trained alike, and differ in what their attention shares."""
+
 # Other names that configs use for the same field; the first one present is used.
 ALIASES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
@@ -65,6 +68,7 @@ OTHER_COMPUTATION = {
     "scale_emb": (1.0,),
 }
 ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -128,6 +132,16 @@ class ModelConfig:
     cache_exception: str | None = None
     """Why one formula cannot give the bytes per token; None for models that cache every token in every layer."""
 
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a head are rotated: all, or with a latent cache the part that is kept beside it."""
+        return self.head_dim if self.kv_lora_rank is None else self.qk_rope_head_dim or 0
+
+    @property
+    def latent_width(self) -> int:
+        """Numbers that a token leaves in one layer's latent cache; 0 for ordinary attention."""
+        return 0 if self.kv_lora_rank is None else self.kv_lora_rank + self.rotary_dim
+
     @classmethod
     def from_dict(cls, hf_config: Mapping[str, Any]) -> "ModelConfig":
         """Read the contents of a `config.json`, in the old style or that of transformers 5, nested text configs too.
@@ -150,7 +164,7 @@ class ModelConfig:
         return cls(
             **shape,
             **_biases(hf),
-            **_experts(hf),
+            **_experts(hf, shape["num_hidden_layers"]),
             intermediate_size=_count(hf, "intermediate_size") or _gpt2_mlp(hf),
             vocab_size=_count(hf, "vocab_size"),
             max_position_embeddings=_count(hf, "max_position_embeddings"),
@@ -401,16 +415,18 @@ def _other_computation(hf: Mapping[str, Any]) -> str | None:
     return next((f"{name}={value!r}" for name, value, usual in given if value is not None and value not in usual), None)
 
 
-def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(hf: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return the experts, if any layer has them: DeepSeek's first layers have none, and that may be all of them."""
     experts = _count(hf, "num_experts")
-    if not experts:
+    dense = _count(hf, "first_k_dense_replace") if hf.get("first_k_dense_replace") else 0
+    if not experts or dense >= layers:
         return {}
     return {
         "num_experts": experts,
         "num_experts_per_tok": _count(hf, "num_experts_per_tok"),
         "moe_intermediate_size": _count(hf, "moe_intermediate_size") or _count(hf, "intermediate_size"),
         "num_shared_experts": _count(hf, "n_shared_experts") if hf.get("n_shared_experts") else 0,
-        "num_dense_layers": _count(hf, "first_k_dense_replace") if hf.get("first_k_dense_replace") else 0,
+        "num_dense_layers": dense,
     }
 
 

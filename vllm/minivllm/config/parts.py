@@ -30,6 +30,8 @@ class Parts:
     - `draft_proposer`: called as `worker.spec_decode.ngram_proposer.NgramProposer(config, max_model_len)`, where
       `speculative_config` names a method that reads tokens and runs no model.
     - `rejection_sample`: called as `kernels.rejection_sample.rejection_sample`, once in each step with drafts.
+    - `kv_connector`: called as `core.kv_connector.KVConnectorBase_V1(config, role)`, once for each side, where there is
+      a `kv_transfer_config`; its `kv_connector` is then not looked up.
 
     The front end's:
 
@@ -47,6 +49,7 @@ class Parts:
     attention: Callable[..., Any] | None = None
     draft_proposer: Callable[..., Any] | None = None
     rejection_sample: Callable[..., Any] | None = None
+    kv_connector: Callable[..., Any] | None = None
     output_collector: Callable[..., Any] | None = None
     stop_strings: Callable[..., Any] | None = None
     until_disconnected: Callable[..., Any] | None = None

@@ -18,6 +18,7 @@ class SchedulerConfig:
     - `max_num_batched_tokens`: the token budget of a step. vLLM rejects a budget below `max_num_seqs`; here it is
       allowed, so that you can see what happens.
     - `long_prefill_token_threshold`: the most tokens of one request per step, unless it is the only request; 0 = off.
+      `long_prefill_token_threshold_adaptive`: this limit is at least a fair share of the budget.
     - `policy`: "fcfs" or "priority" (a lower value of `Request.priority` goes first).
     - `enable_chunked_prefill`: if False, a prompt waits until all of it fits into the rest of a step's budget.
     - `scheduler_reserve_full_isl`: admit a request only if all its known tokens fit, not just the first chunk.
@@ -36,6 +37,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
     policy: str = "fcfs"
     enable_chunked_prefill: bool = True
     scheduler_reserve_full_isl: bool = True
@@ -76,7 +78,7 @@ class SchedulerConfig:
             f"watermark is {self.watermark!r}; it is a share from 0 up to 1, exclusive",
         )
         require_flags(self, "enable_chunked_prefill", "scheduler_reserve_full_isl")
-        require_flags(self, "async_scheduling", "static_batching")
+        require_flags(self, "async_scheduling", "static_batching", "long_prefill_token_threshold_adaptive")
         require(
             self.enable_chunked_prefill or self.max_num_batched_tokens >= self.max_model_len,
             f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_model_len ({self.max_model_len}): "

@@ -196,6 +196,13 @@ class SpeculativeConfig:
         return self.num_speculative_tokens if self.runs_model else 0
 
     @property
+    def scheduler_settings(self) -> dict[str, Any]:
+        """What the scheduler has to know of it: fields of `SchedulerConfig`."""
+        names = ("num_speculative_tokens", "num_lookahead_tokens", "use_eagle")
+        rules = ("num_speculative_tokens_per_batch_size", "draft_only_if_faster")
+        return {name: getattr(self, name) for name in names + rules}
+
+    @property
     def lookup_max(self) -> int:
         """Length of the longest n-gram to look up."""
         return self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP

@@ -43,10 +43,10 @@ class AsyncScheduler(Scheduler):
                 # The mask of a grammar needs to know the drafts before it.
                 request.spec_token_ids = [] if request.structured_output_request else unknown_drafts
 
-    def _cap_num_tokens(self, request: Request, num_new_tokens: int, limit: int) -> int:
+    def _cap_num_tokens(self, request: Request, num_new_tokens: int, chunk_limit: int, token_budget: int) -> int:
         if request.num_output_placeholders > 0 and not self._may_run_ahead(request):
             return 0
-        return super()._cap_num_tokens(request, num_new_tokens, limit)
+        return super()._cap_num_tokens(request, num_new_tokens, chunk_limit, token_budget)
 
     def _may_run_ahead(self, request: Request) -> bool:
         """Whether a step may be scheduled for a request with outputs in flight: not if they are sure to be its last.

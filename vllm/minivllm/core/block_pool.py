@@ -243,6 +243,8 @@ class BlockPool:
         """Publishes `blocks[num_cached:num_full]` of one request's table under the hashes at the same positions."""
         for index in range(num_cached, num_full):
             block, block_hash = blocks[index], block_hashes[index]
+            if block.block_hash == block_hash:
+                continue  # two requests share it, and both have computed it after a load had failed
             if block.block_hash is not None:
                 raise BlockPoolError(f"block {block.block_id} is already published under another hash")
             block.block_hash = block_hash

@@ -9,8 +9,8 @@ Trying costs time, so it has a budget: `TRY_SHARE` of the time that has passed. 
 cheaper mode is taken from it, and while nothing is left nothing is tried. A mode that is far worse is therefore tried
 rarely, and needs few trials to be seen through; one that is nearly as good is tried often, which costs nearly nothing.
 
-Steps with prompts are not measured, since their time is that of the prompts. What drafts cost in those steps is not
-seen: with 32 requests at once and answers of 64 tokens the rule was observed to go on drafting where drafts lost.
+Where answers are short, most steps of a full batch have a prompt in them, whose time is not that of drafting. A
+straight line through the steps tells what a prompt's token costs, and that much is taken off.
 
 vLLM has no such rule: there a schedule says how many drafts to make for which batch size, as
 `num_speculative_tokens_per_batch_size` does here (`vllm/v1/spec_decode/dynamic/utils.py`).
@@ -40,25 +40,38 @@ def scheduled_drafts(schedule: Sequence[tuple[int, int, int]], num_requests: int
 
 @dataclass(slots=True)
 class Cost:
-    """Seconds for each token of a request, a moving average."""
+    """What steps in one mode have taken and brought: sums over them, in which later steps count for more.
 
+    `tokens` are those of one request; `prompt` the prompt tokens of all, which cost time and bring nothing yet.
+    """
+
+    steps: float = 0.0
     seconds: float = 0.0
     tokens: float = 0.0
+    prompt: float = 0.0
+    prompt_squared: float = 0.0
+    prompt_seconds: float = 0.0
 
-    def add(self, seconds: float, tokens: float) -> None:
+    def add(self, seconds: float, tokens: float, prompt: float, weight: float = 1.0) -> None:
         """Takes in a step."""
-        self.seconds += seconds
-        self.tokens += tokens
+        self.steps += weight
+        self.seconds += weight * seconds
+        self.tokens += weight * tokens
+        self.prompt += weight * prompt
+        self.prompt_squared += weight * prompt * prompt
+        self.prompt_seconds += weight * prompt * seconds
 
     def fade(self) -> None:
         """Lets later steps count for more."""
-        self.seconds *= 1 - 1 / MEMORY
-        self.tokens *= 1 - 1 / MEMORY
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) * (1 - 1 / MEMORY))
 
-    @property
-    def per_token(self) -> float | None:
-        """None if nothing has been measured."""
-        return self.seconds / self.tokens if self.tokens else None
+    def spread(self) -> tuple[float, float]:
+        """How prompt tokens vary with the seconds, and by themselves: covariance and variance, times the steps."""
+        if not self.steps:
+            return 0.0, 0.0
+        mean = self.prompt / self.steps
+        return self.prompt_seconds - mean * self.seconds, self.prompt_squared - mean * self.prompt
 
 
 @dataclass(slots=True)
@@ -68,9 +81,21 @@ class Sizes:
     costs: tuple[Cost, Cost] = field(default_factory=lambda: (Cost(), Cost()))
     since_trial: int = 0
 
+    def per_prompt_token(self) -> float:
+        """Seconds that a prompt token adds to a step: the slope of a straight line through the steps of either mode."""
+        together, alone = (sum(parts) for parts in zip(*(cost.spread() for cost in self.costs), strict=True))
+        return max(0.0, together / alone) if alone > 0.0 else 0.0
+
+    def per_token(self, drafting: bool) -> float | None:
+        """Seconds for each token of a request, those of prompts left out; None if nothing has been measured."""
+        cost = self.costs[drafting]
+        if not cost.tokens:
+            return None
+        return max(0.0, cost.seconds - self.per_prompt_token() * cost.prompt) / cost.tokens
+
     def cheaper(self, now: bool) -> bool:
         """Whether drafting is the cheaper mode; `now`, the present one, if either is unknown."""
-        without, with_drafts = self.costs[0].per_token, self.costs[1].per_token
+        without, with_drafts = self.per_token(False), self.per_token(True)
         return now if without is None or with_drafts is None else with_drafts < without
 
 
@@ -102,29 +127,26 @@ class DraftIfFaster:
         return not self.drafting
 
     def observe(
-        self, num_requests: int, drafted: bool, seconds: float, tokens_per_request: float, decodes: bool = True
+        self, num_requests: int, drafted: bool, seconds: float, tokens_per_request: float, num_prompt_tokens: int = 0
     ) -> None:
-        """Takes in a finished step for which `wants_drafts` said `drafted`.
-
-        If not all of its requests `decodes`, its time says nothing.
-        """
+        """Takes in a finished step for which `wants_drafts` said `drafted`, with so many tokens of prompts in it."""
         before, self._before = self._before, drafted
-        if not decodes:
-            return
         sizes = self._sizes(num_requests)
-        best = sizes.costs[self.drafting].per_token
+        best = sizes.per_token(self.drafting)
         if drafted == before:
-            for cost in sizes.costs:
-                cost.fade()
-            sizes.costs[drafted].add(seconds, tokens_per_request)
+            sizes.costs[drafted].fade()
+            # The time of a step with long prompts varies by more than drafts cost, so it counts for less.
+            weight = num_requests / (num_requests + num_prompt_tokens)
+            sizes.costs[drafted].add(seconds, tokens_per_request, num_prompt_tokens, weight)
         self._budget = min(self._budget + TRY_SHARE * seconds, MOST_SAVED * seconds)
         if best is not None and (drafted != self.drafting or drafted != before):
-            self._budget -= max(0.0, seconds - best * tokens_per_request)
+            prompts = sizes.per_prompt_token() * num_prompt_tokens
+            self._budget -= max(0.0, seconds - prompts - best * tokens_per_request)
         else:
             sizes.since_trial += 1
 
     def _is_time_to_try(self, sizes: Sizes) -> bool:
-        if sizes.costs[not self.drafting].per_token is None:
+        if sizes.per_token(not self.drafting) is None:
             return sizes.since_trial >= FIRST_STEPS
         return sizes.since_trial >= TRY_EVERY and self._budget > 0.0
 

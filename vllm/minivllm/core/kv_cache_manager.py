@@ -69,19 +69,24 @@ class KVCacheManager:
         *,
         new_computed_blocks: Sequence[KVCacheBlock] = (),
         num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        reserved_blocks: int = 0,
         full_sequence_must_fit: bool = False,
         has_scheduled_reqs: bool = True,
     ) -> Sequence[KVCacheBlock] | None:
         """Allocates the blocks for a request's next `num_new_tokens` tokens; if they do not fit, changes nothing.
 
-            | computed | prefix hit | new, drafts included | lookahead |
-                         `new_computed_blocks`   `num_lookahead_tokens`
+            | computed | prefix hit            | external                       | new, drafts included | lookahead |
+                         `new_computed_blocks`   `num_external_computed_tokens`   `num_lookahead_tokens`
 
         Returns the blocks added to the table, excluding prefix hits, or None if they do not fit. Full blocks are
         published here, before they are computed: a request that finds them runs in the same forward pass or a later
         one. Draft tokens are never published.
 
         - `full_sequence_must_fit`: for admissions; all known tokens must fit, not just the new ones.
+        - `delay_cache_blocks`: publish nothing yet, because the external tokens arrive later.
+        - `reserved_blocks`: free blocks that this request must leave to others.
         - `has_scheduled_reqs`: other requests are running, so an admission must leave the watermark free.
         """
         offset = request.num_computed_tokens % self.block_size
@@ -90,7 +95,7 @@ class KVCacheManager:
 
         table = self.req_to_blocks.get(request.request_id, [])
         num_computed = request.num_computed_tokens + len(new_computed_blocks) * self.block_size
-        num_tokens = num_computed + num_new_tokens
+        num_tokens = num_computed + num_external_computed_tokens + num_new_tokens
         num_slots = min(num_tokens + num_lookahead_tokens, self.max_model_len)
         num_held = len(table) + len(new_computed_blocks)
         num_missing = -(-num_slots // self.block_size) - num_held
@@ -101,7 +106,8 @@ class KVCacheManager:
             if full_sequence_must_fit:
                 num_full = -(-min(request.num_tokens, self.max_model_len) // self.block_size)
                 num_required = max(num_missing, num_full - num_held)
-            if num_required > self._num_available(request, new_computed_blocks, has_scheduled_reqs):
+            num_available = self._num_available(request, new_computed_blocks, has_scheduled_reqs)
+            if num_required > num_available or num_missing > num_available - reserved_blocks:
                 return None
             self.block_pool.touch(new_computed_blocks)
             new_blocks = self.block_pool.get_new_blocks(num_missing)
@@ -109,8 +115,14 @@ class KVCacheManager:
             self.req_to_blocks[request.request_id] = table
             self.num_cached_block.setdefault(request.request_id, len(new_computed_blocks))
 
-        self.cache_blocks(request, min(num_tokens, request.num_tokens))
+        if not delay_cache_blocks:
+            self.cache_blocks(request, min(num_tokens, request.num_tokens))
         return new_blocks
+
+    def num_missing_blocks(self, request: Request) -> int:
+        """Returns how many blocks a request lacks to hold all of its known tokens."""
+        num_held = len(self.req_to_blocks.get(request.request_id, ()))
+        return max(0, -(-min(request.num_tokens, self.max_model_len) // self.block_size) - num_held)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Publishes those full blocks of a request's first `num_tokens` tokens that are not published yet."""

@@ -31,6 +31,8 @@ class EngineCoreRequest:
     priority: int = 0
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the KV connector is told about the request; see `core.kv_connector`."""
 
     def to_request(self) -> Request:
         """Converts it to the scheduler's `Request`."""
@@ -49,6 +51,7 @@ class EngineCoreRequest:
             # A prefix hit computes no logits, so prompt log probabilities would be missing.
             skip_reading_prefix_cache=params.prompt_logprobs is not None or bool(params.skip_reading_prefix_cache),
             sampling_params=params,
+            kv_transfer_params=self.kv_transfer_params,
         )
 
 
@@ -70,7 +73,8 @@ class EngineCoreOutput:
     `stop_reason` is the id of the stop token that ended it; `error` says why it ended with an error, and
     `invalid_request` that the request asked for what cannot be done: nothing is wrong with the engine.
     `num_cached_tokens` is the prefix hit at its first admission, in tokens. `new_logprobs` has one entry per new token.
-    `num_preemptions` is told at its end.
+    `num_preemptions` and `kv_transfer_params`, what the KV connector has to tell the client, are told at its end.
+    `num_external_computed_tokens`: those of the prompt that a connector has loaded.
     """
 
     request_id: str
@@ -83,6 +87,8 @@ class EngineCoreOutput:
     error: str | None = None
     invalid_request: bool = False
     num_preemptions: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    num_external_computed_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -111,6 +117,8 @@ class EngineCoreOutputs:
     num_received: int = 0
     step_events: list[bytes] = field(default_factory=list)
     """Lines of `core.step_events`, where somebody watches."""
+    kv_connector_stats: dict[str, Any] | None = None
+    """What the KV connector has counted in this step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ In vLLM v0.33.0: `vllm/v1/core/sched/output.py` (`SchedulerOutput`, `NewRequestD
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from minivllm.core.kv_connector import KVConnectorMetadata, KVConnectorOutput
 from minivllm.core.request import Request
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class CachedRequestData:
     new_block_ids: list[list[int] | None] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
     new_token_ids: list[list[int]] = field(default_factory=list)
+    num_known_tokens: dict[str, int] = field(default_factory=dict)
+    """How many tokens stand, of requests that have sampled some with blocks that were not loaded as they should."""
 
 
 @dataclass(slots=True)
@@ -75,11 +78,14 @@ class SchedulerOutput:
     finished_req_ids: set[str]
     has_structured_output_requests: bool = False
     num_spec_tokens_to_schedule: int | None = None
+    kv_connector_metadata: KVConnectorMetadata | None = None
+    """What a KV connector is to do in this step; None without one."""
 
     @property
     def changes_worker(self) -> bool:
-        """Whether the worker has anything to compute or to forget."""
-        return bool(self.num_scheduled_tokens or self.preempted_req_ids or self.finished_req_ids)
+        """Whether the worker has anything to compute, to forget or to transfer."""
+        forgets = bool(self.preempted_req_ids or self.finished_req_ids)
+        return bool(self.num_scheduled_tokens) or forgets or self.kv_connector_metadata is not None
 
 
 @dataclass(slots=True)
@@ -107,3 +113,4 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     nonfinite_req_ids: list[str] = field(default_factory=list)
     num_invalid_spec_tokens: dict[str, int] = field(default_factory=dict)
+    kv_connector_output: KVConnectorOutput | None = None

@@ -24,12 +24,13 @@ class RequestStatus(IntEnum):
 
     WAITING = 0
     WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 1
-    RUNNING = 2
-    PREEMPTED = 3
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH_CAPPED = 5
-    FINISHED_ABORTED = 6
-    FINISHED_ERROR = 7
+    WAITING_FOR_REMOTE_KVS = 2
+    RUNNING = 3
+    PREEMPTED = 4
+    FINISHED_STOPPED = 5
+    FINISHED_LENGTH_CAPPED = 6
+    FINISHED_ABORTED = 7
+    FINISHED_ERROR = 8
 
     @property
     def is_finished(self) -> bool:
@@ -70,10 +71,12 @@ class Request:
         "eos_token_ids",
         "error",
         "is_prefill_chunk",
+        "kv_transfer_params",
         "lora_request",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_computed_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -104,8 +107,10 @@ class Request:
         cache_salt: str | None = None,
         skip_reading_prefix_cache: bool = False,
         sampling_params: Any = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> None:
-        """Creates a waiting request. A lower `priority` goes first. The scheduler passes `sampling_params` on unread.
+        """Creates a waiting request. A lower `priority` goes first. The scheduler passes `sampling_params` on unread;
+        the KV connector reads and writes `kv_transfer_params`.
 
         As in vLLM, the sampler enforces `min_tokens` by masking stop tokens. A request for prompt log probabilities
         sets `skip_reading_prefix_cache`, because a prefix hit computes no logits.
@@ -125,6 +130,7 @@ class Request:
         self.lora_request = lora_request
         self.cache_salt = cache_salt
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
+        self.kv_transfer_params = kv_transfer_params
 
         self.structured_output_request: StructuredOutputRequest | None = None
         self.status = RequestStatus.WAITING
@@ -138,6 +144,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
         self.num_cached_tokens = 0
+        self.num_external_computed_tokens = 0
         self.num_preemptions = 0
         self.spec_token_ids: list[int] = []
         self.is_prefill_chunk = True

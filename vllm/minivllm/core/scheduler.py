@@ -6,8 +6,9 @@ prefills, decodes and draft tokens to verify share the step. If there is no free
 is preempted: it loses its blocks, keeps its tokens and is recomputed later.
 
 In vLLM v0.33.0: `vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`, `_preempt_request`, `_update_after_schedule`,
-`update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs, KV
-connectors. Steps in flight: `minivllm.core.async_scheduler`. Each of several cores has a scheduler of its own.
+`update_from_output`, `add_request`, `finish_requests`, `_free_request`). Not here: encoder inputs. What a KV connector
+has to do with requests: `minivllm.core.remote_kv`. Steps in flight: `minivllm.core.async_scheduler`. Each of several
+cores has a scheduler of its own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,12 +18,14 @@ from minivllm.config import NO_PARTS, CacheConfig, Parts, SchedulerConfig
 from minivllm.core.block_hash import hash_block_tokens
 from minivllm.core.drafting import DraftIfFaster, scheduled_drafts
 from minivllm.core.kv_cache_manager import KVCacheManager
+from minivllm.core.kv_connector import KVConnectorBase_V1
 from minivllm.core.limits import RequestLimits
 from minivllm.core.messages import EngineCoreOutput
 from minivllm.core.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.core.remote_kv import LOAD_FAILED, Prefix, RemoteKV
 from minivllm.core.request import Request, RequestStatus
-from minivllm.core.request_queue import create_request_queue
-from minivllm.core.stats import SchedulerStats, SpecDecodingStats
+from minivllm.core.request_queue import RequestQueue, create_request_queue
+from minivllm.core.stats import KVFetchStats, SchedulerStats, SpecDecodingStats
 from minivllm.core.stop import check_grammar, check_stop
 from minivllm.errors import MinivllmError
 
@@ -77,13 +80,20 @@ class Scheduler:
         self._failed: list[EngineCoreOutput] = []
         self._draft_schedule = scheduler_config.num_speculative_tokens_per_batch_size
         self.draft_if_faster = DraftIfFaster() if scheduler_config.draft_only_if_faster else None
+        self.remote: RemoteKV | None = None
+
+    def use_connector(self, connector: KVConnectorBase_V1, recompute_kv_load_failures: bool = False) -> None:
+        """From now on keys and values go through this connector; before the first request."""
+        self.remote = RemoteKV(connector, self.kv_cache_manager, recompute_kv_load_failures)
 
     # Adding and removing requests
 
     def add_request(self, request: Request) -> None:
         """Adds a request to the waiting queue. Raises `MinivllmError` for one that cannot be served."""
         self._check_request(request)
-        if self.cache_config.enable_prefix_caching:
+        if self.remote is not None:
+            self.remote.added(request)
+        if self.cache_config.enable_prefix_caching or self.remote is not None:
             request.enable_block_hashes(self.cache_config.block_size, self.parts.hash_block_tokens or hash_block_tokens)
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
@@ -98,12 +108,16 @@ class Scheduler:
         waiting = [request for request in ended if request.status is not RequestStatus.RUNNING]
         if waiting:
             self.waiting.remove_requests(waiting)
+            if self.remote is not None:
+                self.remote.received.remove_requests(waiting)
         self._finish(ended, status)
         return [request.request_id for request in ended]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self.requests)
+        """Whether any request is unfinished, or a KV connector needs another step."""
+        if self.requests or self.remote is None:
+            return bool(self.requests)
+        return bool(self.finished_req_ids) or self.remote.is_busy()
 
     def make_stats(self) -> SchedulerStats:
         """A snapshot of the state now and of all counts since the start."""
@@ -111,11 +125,13 @@ class Scheduler:
             self._drafts_snapshot = self.spec_decoding_stats.copy()
         return SchedulerStats(
             num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.waiting),
+            num_waiting_reqs=len(self.requests) - len(self.running),
             kv_cache_usage=self.kv_cache_manager.usage,
             prefix_cache_stats=self.kv_cache_manager.prefix_cache_stats,
             spec_decoding_stats=self._drafts_snapshot,
             num_preemptions=self.num_preemptions,
+            connector_prefix_cache_stats=self.remote.connector_prefix_cache_stats if self.remote else None,
+            kv_fetch_stats=self.remote.fetch_stats() if self.remote else KVFetchStats(),
         )
 
     def start_over(self, lost: Collection[str]) -> None:
@@ -127,16 +143,23 @@ class Scheduler:
         counted = self.kv_cache_manager.prefix_cache_stats
         self.kv_cache_manager = self._make_kv_cache_manager()
         self.kv_cache_manager.prefix_cache_stats = counted
+        gone = [request for name, request in self.requests.items() if name in lost]
         self.requests = {name: request for name, request in self.requests.items() if name not in lost}
         self.running, self.finished_req_ids = [], set()
         self.waiting = create_request_queue(self.config.policy)
         for request in self.requests.values():
             if request.status is RequestStatus.RUNNING:
                 request.status = RequestStatus.PREEMPTED
+            elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
             request.num_computed_tokens = 0
             request.num_output_placeholders = 0
             request.spec_token_ids = []
             self.waiting.add_request(request)
+        if self.remote is not None:
+            for request in gone:
+                request.status = RequestStatus.FINISHED_ERROR
+            self.remote.start_over(self.kv_cache_manager, gone)
 
     # One step
 
@@ -146,11 +169,13 @@ class Scheduler:
         chunk_limit = self._chunk_limit()
         may_admit = not (self.config.static_batching and self.running)
         self._schedule_running(step, chunk_limit)
-        if self.waiting and may_admit and not step.preempted_req_ids:
+        if may_admit and not step.preempted_req_ids and self._schedule_received(step, chunk_limit) and self.waiting:
             self._schedule_waiting(step, chunk_limit)
         output = self._make_output(step)
         if self._draft_schedule or self.draft_if_faster:
             output.num_spec_tokens_to_schedule = self._num_drafts_after(len(output.num_scheduled_tokens))
+        if self.remote is not None:
+            self.remote.complete(output)
         self._update_after_schedule(output)
         return output
 
@@ -163,29 +188,35 @@ class Scheduler:
         return scheduled_drafts(self._draft_schedule, num_requests, self.config.num_speculative_tokens)
 
     def observe_step_time(self, scheduler_output: SchedulerOutput, num_new_tokens: int, seconds: float) -> None:
-        """Tells `draft_if_faster` of a step that has brought `num_new_tokens`; not of one with prompts."""
+        """Tells `draft_if_faster` of a step that has brought `num_new_tokens`."""
         num_requests = len(scheduler_output.num_scheduled_tokens)
         num_drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         if self.draft_if_faster and num_requests:
             drafted = scheduler_output.num_spec_tokens_to_schedule != 0
-            decodes = scheduler_output.total_num_scheduled_tokens == num_requests + num_drafts
-            self.draft_if_faster.observe(num_requests, drafted, seconds, num_new_tokens / num_requests, decodes)
+            num_prompt_tokens = scheduler_output.total_num_scheduled_tokens - num_requests - num_drafts
+            per_request = num_new_tokens / num_requests
+            self.draft_if_faster.observe(num_requests, drafted, seconds, per_request, num_prompt_tokens)
 
     def _chunk_limit(self) -> int:
-        # A lone request starves no other, so only the budget limits it.
-        alone = len(self.running) + len(self.waiting) == 1
-        threshold = 0 if alone else self.config.long_prefill_token_threshold
-        return threshold or self.config.max_num_batched_tokens
+        """The most tokens that one request may get in this step."""
+        budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
+        if threshold == 0 or len(self.requests) <= 1:  # a lone request starves no other
+            return budget
+        fair_share = budget // len(self.requests)
+        return max(threshold, fair_share) if self.config.long_prefill_token_threshold_adaptive else threshold
 
     def _schedule_running(self, step: Step, chunk_limit: int) -> None:
         """Schedules running requests in order of admission. One that can get no tokens is skipped and blocks none."""
         while step.position < len(self.running) and step.token_budget > 0:
             request = self.running[step.position]
+            if self.remote is not None and self._waits_for_others(request, step):
+                step.position += 1
+                continue
             num_new_tokens = (
                 request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
             )
             if num_new_tokens > 1 or request.num_output_placeholders:
-                num_new_tokens = self._cap_num_tokens(request, num_new_tokens, min(chunk_limit, step.token_budget))
+                num_new_tokens = self._cap_num_tokens(request, num_new_tokens, chunk_limit, step.token_budget)
             if num_new_tokens == 0:
                 step.position += 1
                 continue
@@ -206,9 +237,16 @@ class Scheduler:
                 self._schedule_drafts(request, num_new_tokens, step)
             step.position += 1
 
-    def _cap_num_tokens(self, request: Request, num_new_tokens: int, limit: int) -> int:
+    def _waits_for_others(self, request: Request, step: Step) -> bool:
+        """Whether a request needs blocks that others compute anew, and have not by this step."""
+        assert self.remote is not None
+        # By priority, one of the others could still be preempted in this step.
+        return self.remote.must_wait(request, step.num_scheduled_tokens if self.config.policy == "fcfs" else {})
+
+    def _cap_num_tokens(self, request: Request, num_new_tokens: int, chunk_limit: int, token_budget: int) -> int:
         # Draft tokens must not take the last position: the token sampled after it would exceed max_model_len.
-        return min(num_new_tokens, limit, self.config.max_model_len - 1 - request.num_computed_tokens)
+        up_to_last = self.config.max_model_len - 1 - request.num_computed_tokens
+        return min(num_new_tokens, chunk_limit, token_budget, up_to_last)
 
     def _schedule_drafts(self, request: Request, num_new_tokens: int, step: Step) -> None:
         """Records which of a request's new tokens are draft tokens; those that do not fit into the step are dropped."""
@@ -235,6 +273,8 @@ class Scheduler:
     def _preempt_request(self, request: Request, step: Step) -> None:
         """Frees a request's blocks and puts it back into the waiting queue (FCFS: at the head). It keeps its tokens."""
         was_scheduled = step.unschedule(request)
+        if self.remote is not None:
+            self.remote.lost_its_blocks(request)
         self.kv_cache_manager.free(request, withdraw_uncomputed=was_scheduled)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -244,27 +284,44 @@ class Scheduler:
         self.waiting.prepend_requests((request,))
         step.preempted_req_ids.add(request.request_id)
 
-    def _schedule_waiting(self, step: Step, chunk_limit: int) -> None:
-        """Admits waiting requests. One that does not fit blocks those behind it.
+    def _schedule_received(self, step: Step, chunk_limit: int) -> bool:
+        """Admits requests that have received what they waited for; returns whether there is room for others.
 
-        One that waits for its grammar or for a LoRA slot blocks nobody.
+        Whatever their priority, they go first: their blocks are of no use to anybody before they have run.
+        """
+        if self.remote is None:
+            return True
+        self.waiting.prepend_requests(self.remote.promote())
+        if self.remote.received:
+            self._schedule_waiting(step, chunk_limit, self.remote.received)
+        return not self.remote.received
+
+    def _schedule_waiting(self, step: Step, chunk_limit: int, queue: RequestQueue | None = None) -> None:
+        """Admits waiting requests, of `queue` if it is given. One that does not fit blocks those behind it.
+
+        One that waits for its grammar, for a LoRA slot or for the word of a KV connector blocks nobody.
         """
         skipped: list[Request] = []
+        queue = self.waiting if queue is None else queue
         running_loras = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
-        while self.waiting and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting.peek_request()
+        while queue and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = queue.peek_request()
             if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 self._take_grammar(request)
             if request.status.is_finished:
                 continue
             if self._is_blocked(request, running_loras):
-                skipped.append(self.waiting.pop_request())
+                skipped.append(queue.pop_request())
                 continue
-            if not self._admit(request, step, chunk_limit):
+            admitted = self._admit(request, step, chunk_limit, queue)
+            if admitted is None:
+                skipped.append(queue.pop_request())
+                continue
+            if not admitted:
                 break
             if request.lora_request:
                 running_loras.add(request.lora_request.lora_int_id)
-        self.waiting.prepend_requests(skipped)
+        queue.prepend_requests(skipped)
 
     def _take_grammar(self, request: Request) -> None:
         """Lets a request go on once its grammar is compiled; ends it if there will be none."""
@@ -289,33 +346,61 @@ class Scheduler:
             return False
         return len(running_loras) >= self.config.max_loras
 
-    def _admit(self, request: Request, step: Step, chunk_limit: int) -> bool:
-        """Moves the head of the waiting queue to `running`, scheduled. If it does not fit, only returns False."""
-        hit_blocks, num_hit_tokens = self.kv_cache_manager.get_computed_blocks(request)
-        num_new_tokens = min(request.num_tokens - num_hit_tokens, chunk_limit)
-        if num_new_tokens > step.token_budget and not self.config.enable_chunked_prefill:
-            return False
-        num_new_tokens = min(num_new_tokens, step.token_budget)
+    def _admit(self, request: Request, step: Step, chunk_limit: int, queue: RequestQueue | None = None) -> bool | None:
+        """Moves the head of a waiting queue to `running`, scheduled, or to those that load keys and values.
+
+        If it does not fit, only returns False; None: a KV connector does not know yet.
+        """
+        prefix = self._find_prefix(request)
+        if prefix is None:
+            return None
+        num_new_tokens = 0
+        if not prefix.loads_async:
+            num_missing = request.num_tokens - prefix.num_tokens
+            num_new_tokens = self._cap_admitted(num_missing, chunk_limit, step.token_budget)
+            if num_new_tokens == 0:
+                return False
         new_blocks = self.kv_cache_manager.allocate_slots(
             request,
             num_new_tokens,
-            new_computed_blocks=hit_blocks,
-            num_lookahead_tokens=self.config.num_lookahead_tokens,
+            new_computed_blocks=prefix.blocks,
+            num_lookahead_tokens=0 if prefix.loads_async else self.config.num_lookahead_tokens,
+            num_external_computed_tokens=prefix.num_external,
+            delay_cache_blocks=prefix.loads_async,
+            reserved_blocks=self.remote.num_reserved_blocks(self.running) if self.remote and prefix.loads_async else 0,
             full_sequence_must_fit=self.config.scheduler_reserve_full_isl,
             has_scheduled_reqs=bool(self.running),
         )
         if new_blocks is None:
             return False
-        self.kv_cache_manager.record_prefix_cache_stats(request, num_hit_tokens)
+        if request.num_computed_tokens == 0:
+            self.kv_cache_manager.record_prefix_cache_stats(request, prefix.num_local)
+        if self.remote is not None:
+            self.remote.allocated(request, prefix)
+            if prefix.loads_async:
+                self.waiting.pop_request()
+                return True
         if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = num_hit_tokens
-        request.num_computed_tokens = num_hit_tokens
+            request.num_cached_tokens = prefix.num_tokens
+        request.num_computed_tokens = prefix.num_tokens
         request.status = RequestStatus.RUNNING
-        self.running.append(self.waiting.pop_request())
+        self.running.append((self.waiting if queue is None else queue).pop_request())
         step.num_scheduled_tokens[request.request_id] = num_new_tokens
         step.token_budget -= num_new_tokens
         step.admitted.append(request)
         return True
+
+    def _cap_admitted(self, num_new_tokens: int, chunk_limit: int, token_budget: int) -> int:
+        """How many of its missing tokens a waiting request gets; 0: it waits until they fit into a step whole."""
+        num_new_tokens = min(num_new_tokens, chunk_limit)
+        if num_new_tokens > token_budget and not self.config.enable_chunked_prefill:
+            return 0
+        return min(num_new_tokens, token_budget)
+
+    def _find_prefix(self, request: Request) -> Prefix | None:
+        if self.remote is None:
+            return Prefix(*self.kv_cache_manager.get_computed_blocks(request))
+        return self.remote.find_prefix(request)
 
     def _make_output(self, step: Step) -> SchedulerOutput:
         get_block_ids = self.kv_cache_manager.get_block_ids
@@ -355,12 +440,13 @@ class Scheduler:
         Returns one output per request that sampled tokens, in scheduling order; aborted requests have none. Before
         them stand those whose grammar has failed.
         """
+        ignored = () if self.remote is None else self._take_load_failures(scheduler_output, model_runner_output)
         outputs, self._failed = self._failed, []
         stopped: list[Request] = []
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             sampled = model_runner_output.sampled_token_ids.get(request_id)
-            if request is None or not sampled:
+            if request is None or not sampled or request_id in ignored:
                 continue
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id)
             if drafts:
@@ -370,6 +456,7 @@ class Scheduler:
             if drafts:
                 self._cache_accepted(request)
             output = EngineCoreOutput(request_id, new_token_ids, request.num_cached_tokens)
+            output.num_external_computed_tokens = request.num_external_computed_tokens
             if has_stopped:
                 stopped.append(request)
                 output.finish_reason, output.stop_reason = request.status.finish_reason, request.stop_reason
@@ -380,7 +467,28 @@ class Scheduler:
             output.new_prompt_logprobs = model_runner_output.prompt_logprobs.get(request_id)
             outputs.append(output)
         self._finish(stopped)
+        if self.remote is not None:
+            self._end_transfers(model_runner_output, outputs)
         return outputs
+
+    def _take_load_failures(self, step: SchedulerOutput, output: ModelRunnerOutput) -> set[str]:
+        """Ends requests whose load has failed, if they are to; returns all whose tokens in this step are invalid."""
+        assert self.remote is not None
+        ignored, ended = self.remote.begin_update(step, output.kv_connector_output, self.requests)
+        self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
+        self._failed += [
+            EngineCoreOutput(request.request_id, [], finish_reason="error", error=LOAD_FAILED) for request in ended
+        ]
+        return ignored
+
+    def _end_transfers(self, output: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
+        """Acts on what the ranks have sent and received; what connectors say of ended requests joins their outputs."""
+        assert self.remote is not None
+        if output.kv_connector_output is not None:
+            self.remote.end_update(output.kv_connector_output)
+        if params := self.remote.take_params():
+            for one in outputs:
+                one.kv_transfer_params = params.get(one.request_id)
 
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
         """Sets the draft tokens to verify in the next step, by request id. Ignored for unfinished prefills."""
@@ -430,7 +538,8 @@ class Scheduler:
         self.running = [request for request in self.running if not request.status.is_finished]
 
     def _free_request(self, request: Request) -> None:
-        self.kv_cache_manager.free(request)
+        if self.remote is None or not self.remote.keeps_blocks(request):
+            self.kv_cache_manager.free(request)
         self.finished_req_ids.add(request.request_id)
         del self.requests[request.request_id]
 

@@ -88,6 +88,15 @@ class SpecDecodingStats:
             per_pos[position] += 1
 
 
+@dataclass(frozen=True, slots=True)
+class KVFetchStats:
+    """Requests whose keys and values come from elsewhere, now: not begun, under way, there and not running yet."""
+
+    waiting_to_start: int = 0
+    in_progress: int = 0
+    completed_waiting: int = 0
+
+
 @dataclass(slots=True)
 class SchedulerStats:
     """The scheduler's current state, and its counts since the start. `kv_cache_usage` is a fraction, 0 to 1.
@@ -101,10 +110,13 @@ class SchedulerStats:
     prefix_cache_stats: PrefixCacheStats
     spec_decoding_stats: SpecDecodingStats
     num_preemptions: int
+    connector_prefix_cache_stats: PrefixCacheStats | None = None
+    """Lookups with a KV connector: of what the prefix cache did not have; None without one."""
+    kv_fetch_stats: KVFetchStats = KVFetchStats()
 
     def idle(self) -> "SchedulerStats":
         """The same counts without any request, as of a core that has ended."""
-        return replace(self, num_running_reqs=0, num_waiting_reqs=0, kv_cache_usage=0.0)
+        return replace(self, num_running_reqs=0, num_waiting_reqs=0, kv_cache_usage=0.0, kv_fetch_stats=KVFetchStats())
 
 
 def summed_stats(engines: Sequence[SchedulerStats]) -> SchedulerStats:
@@ -116,10 +128,20 @@ def summed_stats(engines: Sequence[SchedulerStats]) -> SchedulerStats:
         sum(engine.num_running_reqs for engine in engines),
         sum(engine.num_waiting_reqs for engine in engines),
         sum(engine.kv_cache_usage for engine in engines) / len(engines),
-        PrefixCacheStats(*map(sum, zip(*(astuple(engine.prefix_cache_stats) for engine in engines), strict=True))),
+        _summed_lookups([engine.prefix_cache_stats for engine in engines]),
         _summed_drafts([engine.spec_decoding_stats for engine in engines]),
         sum(engine.num_preemptions for engine in engines),
+        _summed_lookups(
+            [engine.connector_prefix_cache_stats for engine in engines if engine.connector_prefix_cache_stats]
+        )
+        if first.connector_prefix_cache_stats
+        else None,
+        KVFetchStats(*map(sum, zip(*(astuple(engine.kv_fetch_stats) for engine in engines), strict=True))),
     )
+
+
+def _summed_lookups(engines: Sequence[PrefixCacheStats]) -> PrefixCacheStats:
+    return PrefixCacheStats(*map(sum, zip(*map(astuple, engines), strict=True)))
 
 
 def _summed_drafts(engines: Sequence[SpecDecodingStats]) -> SpecDecodingStats:

@@ -279,24 +279,35 @@ class StepRecorder:
                 line.ended.append((number, reasons.get(request_id) or "abort"))
 
     def _note_waiting(self, line: StepLine) -> None:
-        queue = self._scheduler.waiting
-        if not queue and not self._waiting[0]:
+        loading = self._loading()
+        length = len(loading) + len(self._scheduler.waiting)
+        if not length and not self._waiting[0]:
             return
-        if len(queue) == self._waiting[0] > LONG_QUEUE and not line.admitted and not line.preempted:
+        if length == self._waiting[0] > LONG_QUEUE and not line.admitted and not line.preempted:
             return
-        head = [self._number_of(one.request_id, one.num_prompt_tokens, line) for one in queue.head(WAITING_SHOWN)]
-        waiting = (len(queue), head)
+        head = self._head_of_queue(loading)
+        waiting = (length, [self._number_of(one.request_id, one.num_prompt_tokens, line) for one in head])
         if waiting != self._waiting:
             self._waiting = line.waiting = waiting
 
+    def _loading(self) -> list[Request]:
+        """Requests whose keys and values come from elsewhere. Those that have them are admitted before all others."""
+        remote = self._scheduler.remote
+        return [*remote.received, *remote.kv_holding_waiting.values()] if remote else []
+
+    def _head_of_queue(self, loading: list[Request]) -> list[Request]:
+        return [*loading, *self._scheduler.waiting.head(WAITING_SHOWN)][:WAITING_SHOWN]
+
     def _key(self) -> KeyLine:
         scheduler, config = self._scheduler, self._scheduler.config
-        head = list(scheduler.waiting.head(WAITING_SHOWN))
+        loading = self._loading()
+        head = self._head_of_queue(loading)
         for request in (*scheduler.running, *head):
             if request.request_id not in self._numbers:
                 self._new_number(request.request_id)
         self._numbers = {name: number for name, number in self._numbers.items() if name in scheduler.requests}
-        self._waiting = (len(scheduler.waiting), [self._numbers[request.request_id] for request in head])
+        length = len(loading) + len(scheduler.waiting)
+        self._waiting = (length, [self._numbers[request.request_id] for request in head])
         return KeyLine(
             key=self._step,
             t=self._time(),

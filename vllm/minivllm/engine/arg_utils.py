@@ -13,6 +13,7 @@ from minivllm.config import (
     EMBEDDED_MODEL,
     NO_PARTS,
     CacheConfig,
+    KVTransferConfig,
     ModelConfig,
     Parts,
     SchedulerConfig,
@@ -50,13 +51,14 @@ FLAG_GROUPS = {
         "use_kv_cache",
     ),
     "SchedulerConfig": (
-        "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold", "scheduling_policy",
-        "enable_chunked_prefill", "async_scheduling", "scheduler_reserve_full_isl", "watermark", "static_batching",
+        "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold",
+        "long_prefill_token_threshold_adaptive", "scheduling_policy", "enable_chunked_prefill", "async_scheduling",
+        "scheduler_reserve_full_isl", "watermark", "static_batching",
     ),
     "AttentionConfig": ("attention_backend",),
     "VllmConfig": (
-        "device", "speculative_config", "spec_method", "spec_model", "spec_tokens", "profiler_config", "multiprocess",
-        "disable_log_stats",
+        "device", "kv_transfer_config", "speculative_config", "spec_method", "spec_model", "spec_tokens",
+        "profiler_config", "multiprocess", "disable_log_stats",
     ),
 }  # fmt: skip
 """The groups of flags, by the names of vLLM's."""
@@ -109,6 +111,8 @@ class EngineArgs:
     - `seed`: seeds the random seeds of requests that do not set one.
     - `disable_log_stats`: do not count for `get_metrics`. A server always counts.
     - `profiler_config`: what `start_profile` records, such as {"profiler": "torch", "torch_profiler_dir": "traces"}.
+    - `kv_transfer_config`: the connector that moves keys and values to and from other engines, such as
+      {"kv_connector": "NixlConnector", "kv_role": "kv_both"} (`config.kv_transfer`).
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
     """
@@ -131,6 +135,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
     scheduling_policy: str = "fcfs"
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
@@ -153,6 +158,7 @@ class EngineArgs:
     enforce_eager: bool = False
     disable_log_stats: bool = False
     profiler_config: Mapping[str, Any] | ProfilerConfig | None = None
+    kv_transfer_config: Mapping[str, Any] | KVTransferConfig | None = None
     parts: Parts = NO_PARTS
 
     def __post_init__(self) -> None:
@@ -170,8 +176,10 @@ class EngineArgs:
         self._check_parts()
         SpeculativeConfig.of(self.speculative_config)
         self.profiler_config = ProfilerConfig.of(self.profiler_config)
+        self.kv_transfer_config = KVTransferConfig.of(self.kv_transfer_config)
         self._check_numbers()
         self._check_pipeline()
+        self._check_kv_transfer()
 
     def _take_defaults_for_none(self) -> None:
         for field in fields(self):
@@ -266,6 +274,17 @@ class EngineArgs:
             "flight are of different requests: leave one out",
         )
 
+    def _check_kv_transfer(self) -> None:
+        if self.kv_transfer_config is None:
+            return
+        for name, fits, instead in (
+            ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "use tensor_parallel_size"),
+            ("data_parallel_size", self.data_parallel_size == 1, "start a server for each core"),
+            ("use_kv_cache", self.use_kv_cache, "leave it True"),
+            ("parts.scheduler", self.parts.scheduler is None, "leave it out"),
+        ):
+            require(fits, f"kv_transfer_config does not go with this {name}: {instead}")
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add a flag for each argument, with its default, and return the parser.
@@ -329,19 +348,14 @@ class EngineArgs:
             max_num_seqs=self.max_num_seqs or default_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            long_prefill_token_threshold_adaptive=self.long_prefill_token_threshold_adaptive,
             policy=self.scheduling_policy,
             enable_chunked_prefill=self.enable_chunked_prefill,
             scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
             watermark=self.watermark,
-            num_speculative_tokens=self.speculation.num_speculative_tokens if self.speculation else 0,
-            num_lookahead_tokens=self.speculation.num_lookahead_tokens if self.speculation else 0,
-            use_eagle=self.speculation.use_eagle if self.speculation else False,
-            num_speculative_tokens_per_batch_size=(
-                self.speculation.num_speculative_tokens_per_batch_size if self.speculation else None
-            ),
-            draft_only_if_faster=self.speculation.draft_only_if_faster if self.speculation else False,
             async_scheduling=self._schedules_ahead(on_gpu=gpu_memory is not None),
             static_batching=self.static_batching,
+            **(self.speculation.scheduler_settings if self.speculation else {}),
         )
 
     def _schedules_ahead(self, on_gpu: bool) -> bool:
@@ -377,6 +391,8 @@ class EngineArgs:
             num_threads=num_threads,
             enforce_eager=self.enforce_eager,
             async_scheduling=scheduler.async_scheduling,
+            kv_transfer_config=KVTransferConfig.of(self.kv_transfer_config),
+            kv_connector=self.parts.kv_connector,
         )
 
     def cache_config(self, num_gpu_blocks: int) -> CacheConfig:

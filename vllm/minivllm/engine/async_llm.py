@@ -9,11 +9,13 @@ In vLLM v0.33.0: `vllm/v1/engine/async_llm.py` (`AsyncLLM`), `RequestOutputColle
 """
 
 import asyncio
+import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs
+from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_mp_client import AsyncMPClient
 from minivllm.engine.async_thread_client import AsyncThreadClient
@@ -203,6 +205,20 @@ class AsyncLLM(FrontEnd):
         for request_id in request_ids:
             self._collectors.pop(request_id, None)
         self._abort_in_core(self._forgotten(request_ids))
+
+    def decline(self, kv_transfer_params: Any) -> None:
+        """Lets the KV connector know that a request was refused: what these say is kept for it will not be read.
+
+        To the core it is a request that ends before it begins. Params that say nothing of the kind are ignored.
+        """
+        if not isinstance(kv_transfer_params, dict) or kv_transfer_params.get("do_remote_prefill") is not True:
+            return
+        name = f"declined-{uuid.uuid4()}"
+        nothing = SamplingParams(max_tokens=1, seed=0)
+        request = EngineCoreRequest(name, [0], nothing, (), time.monotonic(), kv_transfer_params=kv_transfer_params)
+        with suppress(EngineDeadError, ValueError, OverflowError):  # the last two: values that no message can carry
+            self.engine_core.add_request(request)
+            self.engine_core.abort_requests([name])
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""

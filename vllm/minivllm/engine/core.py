@@ -22,6 +22,7 @@ import torch
 from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.config.units import GIB
 from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import RequestStatus
@@ -30,6 +31,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.generation_config import GenerationConfig
 from minivllm.errors import MinivllmError, NonFiniteLogitsError, WorkerDiedError
 from minivllm.executor.abstract import make_executor
+from minivllm.kv_connector.factory import create_connector
 from minivllm.logger import init_logger
 from minivllm.memory import MemoryLedger, max_concurrency
 from minivllm.models.parallel import shard_config
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from minivllm.core.step_events import StepRecorder
 
 logger = init_logger(__name__)
+SECONDS_BETWEEN_EMPTY_STEPS = 0.001
+"""The pace of steps without tokens, while keys and values are on their way."""
 SECONDS_WITHOUT_A_STEP = 0.005
 """How long the core waits for a grammar when it has nothing else to do: then it looks for new requests again."""
 
@@ -83,12 +87,16 @@ class EngineCore:
             num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
             assert num_blocks is not None
             self.executor.collective_rpc("initialize_kv_cache", num_blocks)
+            connector = self._make_connector(args) if args.kv_transfer_config is not None else None
         except BaseException:
             self.executor.shutdown()
             raise
         ahead = self.executor.max_concurrent_batches > 1
         scheduler_class = args.parts.scheduler or (AsyncScheduler if ahead else Scheduler)
         self.scheduler: Scheduler = scheduler_class(config, args.cache_config(num_blocks), args.parts)
+        if connector is not None:
+            recomputes = connector.config.kv_transfer_config.recomputes
+            self.scheduler.use_connector(connector, recomputes)
         self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
         self.batch_queue: deque[_Batch] | None = deque() if ahead else None
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
@@ -212,7 +220,12 @@ class EngineCore:
                 self._tell_time(scheduler_output, outputs, timestamp)
             admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
             self._observe((scheduler_output, outputs))
-            return self._delivered(outputs, admitted, timestamp)
+        if not scheduler_output.num_scheduled_tokens and self.scheduler.remote is not None:
+            time.sleep(SECONDS_BETWEEN_EMPTY_STEPS)
+        delivered = self._delivered(outputs, admitted, timestamp)
+        if model_runner_output.kv_connector_output is not None:
+            delivered.kv_connector_stats = model_runner_output.kv_connector_output.kv_connector_stats
+        return delivered
 
     def _tell_time(self, scheduler_output: SchedulerOutput, outputs: list[EngineCoreOutput], timestamp: float) -> None:
         """Tells the scheduler how long a step took. Where steps overlap, that is since the end of the one before."""
@@ -231,6 +244,11 @@ class EngineCore:
         )
         self._undelivered = []
         return delivered
+
+    def reset_prefix_cache_and_connector(self) -> bool:
+        """As `reset_prefix_cache`, and forgets what the KV connector has stored elsewhere; False if it could not."""
+        done, remote = self.reset_prefix_cache(), self.scheduler.remote
+        return done and (remote is None or remote.connector.reset_cache() is not False)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
@@ -268,6 +286,8 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Ends the processes of the ranks, if any; without them no step can run."""
+        if self.scheduler.remote is not None:
+            self.scheduler.remote.connector.shutdown()
         self.executor.shutdown()
 
     def _observe(self, step: tuple[SchedulerOutput, list[EngineCoreOutput]] | None = None) -> None:
@@ -335,6 +355,13 @@ class EngineCore:
         logger.info("KV cache size: %s tokens in %s blocks", f"{tokens:,}", f"{cache.num_gpu_blocks:,}")
         concurrency = max_concurrency(tokens, max_model_len)
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{max_model_len:,}", concurrency)
+
+    def _make_connector(self, args: EngineArgs) -> KVConnectorBase_V1:
+        """Creates the connector's sides in the ranks, then the scheduler's, which is told how to reach them."""
+        told = self.executor.collective_rpc("initialize_kv_connector")
+        connector = create_connector(told[0][0], KVConnectorRole.SCHEDULER, args.parts)
+        connector.set_xfer_handshake_metadata({rank: metadata for rank, (_, metadata) in enumerate(told)})
+        return connector
 
     def _profile(self, args: EngineArgs, config: SchedulerConfig) -> MemoryLedger | None:
         if args.num_gpu_blocks_override is not None:

@@ -15,7 +15,8 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 
 UTILITIES = (
-    "reset_prefix_cache", "reset_running_requests", "start_step_events", "stop_step_events", "take_step_events",
+    "reset_prefix_cache", "reset_prefix_cache_and_connector", "reset_running_requests", "start_step_events",
+    "stop_step_events", "take_step_events",
 )  # fmt: skip
 """Methods of `EngineCore` that a front end may call by name."""
 

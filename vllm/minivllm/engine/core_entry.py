@@ -50,12 +50,15 @@ def main(folder: str, lifeline: int, parent: int, rank: int) -> int:
 
     threading.Thread(target=end_with_parent, args=(parent, end), daemon=True).start()
 
-    from minivllm.engine.core_proc import EngineCoreProc
-    from minivllm.engine.core_sockets import FolderSockets
+    from minivllm.platforms.collector import while_loading
+
+    with while_loading():
+        from minivllm.engine.core_proc import EngineCoreProc
+        from minivllm.engine.core_sockets import FolderSockets
 
     process = EngineCoreProc(FolderSockets(folder), rank)
     return process.run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
+    leave(main(sys.argv[1], *map(int, sys.argv[2:])))

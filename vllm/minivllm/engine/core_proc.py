@@ -39,7 +39,7 @@ class EngineCoreProc:
         self.core: EngineCore | None = None
         self._rank = rank
         self._sockets = sockets
-        self._context = zmq.Context()
+        self._context, self._input_context = zmq.Context(), zmq.Context()
         self._to_do: queue.SimpleQueue[Act | Exception | None] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[tuple[int, EngineCoreOutputs] | Failure] = queue.SimpleQueue()
         self._inputs: list[zmq.Socket] = []
@@ -60,6 +60,7 @@ class EngineCoreProc:
                 logger.exception("The engine's core could not start")
             handshake.send_multipart((Kind.FAILED, encode(Failure.of(error))))
             handshake.close()
+            self._context.term()  # waits until that is sent: the process ends without taking anything apart
             return 1
         self._connect_to_clients(client_count)
         handshake.send_multipart((Kind.READY, encode(self.core.ready)))
@@ -71,6 +72,9 @@ class EngineCoreProc:
         except Exception as error:
             self._outputs.put(Failure.of(error, self._rank))
             sender.join(SECONDS_TO_SEND)
+            if not sender.is_alive():
+                handshake.close()
+                self._context.term()
         finally:
             self.shutdown()
         return 1
@@ -132,12 +136,12 @@ class EngineCoreProc:
         self._router = OutputRouter(self._rank, count)
         for client in range(count):
             self._output_sockets.append(self._connected(zmq.PUSH, f"output-{client}"))
-            self._inputs.append(self._connected(zmq.DEALER, f"input-{client}"))
+            self._inputs.append(self._connected(zmq.DEALER, f"input-{client}", self._input_context))
             self._inputs[client].send_multipart((Kind.HELLO, b""))
 
-    def _connected(self, kind: int, name: str) -> zmq.Socket:
+    def _connected(self, kind: int, name: str, context: zmq.Context | None = None) -> zmq.Socket:
         """A socket that drops nothing, however many messages wait."""
-        socket = self._context.socket(kind)
+        socket = (context or self._context).socket(kind)
         socket.identity = identity(self._rank)
         socket.sndhwm = socket.rcvhwm = 0
         socket.linger = int(SECONDS_TO_SEND * 1000)
@@ -165,7 +169,10 @@ class OutputRouter:
             self._client_of.pop(request_id, None)
 
     def shares(self, outputs: EngineCoreOutputs) -> Iterator[tuple[int, EngineCoreOutputs]]:
-        """Yields (client, what it is told); one without outputs is told only of a changed state, or of step events."""
+        """Yields (client, what it is told); one without outputs is told only of a changed state, or of step events.
+
+        What the KV connector has counted is told to the first one alone.
+        """
         outputs.engine_index = self._rank
         if len(self._told) == 1:
             outputs.num_received = self._num_received[0]
@@ -180,9 +187,11 @@ class OutputRouter:
                 own[client].append(output)
                 self._forget_finished(output)
         for client, received in enumerate(self._num_received):
-            if own[client] or outputs.step_events or outputs.scheduler_stats != self._told[client]:
+            counted = None if client else outputs.kv_connector_stats
+            if own[client] or outputs.step_events or counted or outputs.scheduler_stats != self._told[client]:
                 self._told[client] = outputs.scheduler_stats
-                yield client, replace(outputs, outputs=own[client], num_received=received)
+                told = replace(outputs, outputs=own[client], num_received=received, kv_connector_stats=counted)
+                yield client, told
 
     def _forget_finished(self, output: EngineCoreOutput) -> None:
         if output.finish_reason is not None:

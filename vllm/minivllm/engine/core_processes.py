@@ -36,7 +36,7 @@ from minivllm.platforms.device import pick_device
 
 SECONDS_TO_LEAVE = 10.0
 """Cores told to leave are killed after this time. It is generous because a core ends its ranks first."""
-MILLISECONDS_FOR_LAST_WORDS = 100
+MILLISECONDS_FOR_LAST_WORDS = 500
 """How long a core that has ended may still be heard: its last message may be on its way."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from minivllm.config import ModelConfig
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
@@ -35,6 +35,9 @@ class StatLogger(Protocol):
 
     def record(self, scheduler_stats: SchedulerStats, iteration_stats: IterationStats, engine_idx: int = 0) -> None:
         """After each step of a core."""
+
+    def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """What a core's KV connector has counted in a step."""
 
     def record_rejection(self, reason: str) -> None:
         """A request was refused for this reason."""
@@ -134,6 +137,8 @@ class FrontEnd:
                 watcher(outputs.step_events)
         if outputs.scheduler_stats is not None:
             self._take_stats(outputs.scheduler_stats, outputs.engine_index)
+        if outputs.kv_connector_stats and self.stat_logger is not None:
+            self.stat_logger.record_kv_connector(outputs.kv_connector_stats, outputs.engine_index)
 
     def _take_stats(self, stats: SchedulerStats, engine_index: int) -> None:
         """Takes note of a core's state, and of what was measured of its requests."""

@@ -84,6 +84,7 @@ class InputProcessor:
             arrival_time=time.monotonic(),
             priority=priority,
             cache_salt=cache_salt,
+            kv_transfer_params=(resolved.extra_args or {}).get("kv_transfer_params"),
         )
         return text, request
 

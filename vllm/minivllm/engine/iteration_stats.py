@@ -44,6 +44,7 @@ class IterationStats:
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
+    num_external_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_tokens: list[float] = field(default_factory=list)
     inter_token_latencies: list[float] = field(default_factory=list)

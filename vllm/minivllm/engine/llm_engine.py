@@ -168,12 +168,12 @@ class LLMEngine(FrontEnd):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block.
 
-        With `reset_running_requests`, such requests wait again, and are computed again from their first token. There
-        is no connector to another cache.
+        With `reset_running_requests`, such requests wait again, and are computed again from their first token. With
+        `reset_connector`, what the KV connector has stored elsewhere is forgotten too.
         """
-        method = "reset_running_requests" if reset_running_requests else "reset_prefix_cache"
+        method = "reset_prefix_cache_and_connector" if reset_connector else "reset_prefix_cache"
         with InterruptsHeld():
-            return self.engine_core.call_utility(method)
+            return self.engine_core.call_utility("reset_running_requests" if reset_running_requests else method)
 
     def shutdown(self) -> None:
         """Ends the processes that the engine has started, if any; without them it cannot be used any more."""

@@ -99,7 +99,7 @@ class MPClient(EngineCoreClient):
         for answer in answers:
             if answer.error is not None:
                 raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
-        if method == "reset_prefix_cache":
+        if method.startswith("reset_prefix_cache"):
             self._balancer.forget_blocks()
         results = [answer.result for answer in answers]
         return all(results) if isinstance(results[0], bool) else results[0]

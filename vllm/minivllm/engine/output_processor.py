@@ -132,9 +132,10 @@ class OutputProcessor:
         state.token_ids += output.new_token_ids
         state.finish_reason, state.stop_reason = output.finish_reason, output.stop_reason
         state.num_cached_tokens = output.num_cached_tokens
+        state.parent.kv_transfer_params = output.kv_transfer_params or state.parent.kv_transfer_params
         state.error, state.invalid_request = output.error, output.invalid_request
         if output.error is None:
-            self._count_tokens(state, len(output.new_token_ids), now)
+            self._count_tokens(state, output, now)
         if output.new_prompt_logprobs is not None:
             state.prompt_logprobs = [None, *(self._as_dict(entry) for entry in output.new_prompt_logprobs)]
         if state.logprobs is not None and output.new_logprobs is not None:
@@ -142,13 +143,14 @@ class OutputProcessor:
                 state.logprobs.append(self._as_dict(entry))
                 state.cumulative_logprob = (state.cumulative_logprob or 0.0) + entry.logprobs[0]
 
-    def _count_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
+    def _count_tokens(self, state: RequestState, output: EngineCoreOutput, now: float) -> None:
         stats, metrics = self._stats_of(state), state.metrics
-        stats.num_generation_tokens += num_tokens
+        stats.num_generation_tokens += len(output.new_token_ids)
         if metrics.first_token_time is None:
             metrics.first_token_time = now
             stats.num_prompt_tokens += len(state.request.prompt_token_ids)
             stats.num_cached_prompt_tokens += state.num_cached_tokens
+            stats.num_external_prompt_tokens += output.num_external_computed_tokens
             stats.time_to_first_tokens.append(now - metrics.arrival_time)
         else:
             stats.inter_token_latencies.append(now - (metrics.last_token_time or now))
@@ -220,6 +222,7 @@ class OutputProcessor:
             finished=not parent.unfinished,
             metrics=state.metrics,
             num_cached_tokens=state.num_cached_tokens,
+            kv_transfer_params=parent.kv_transfer_params,
         )
 
     def _completion(self, state: RequestState, kind: RequestOutputKind) -> CompletionOutput:

@@ -4,6 +4,7 @@ In vLLM v0.33.0: `vllm/v1/engine/parallel_sampling.py` (`ParentRequest`).
 """
 
 from dataclasses import replace
+from typing import Any
 
 from minivllm.core.messages import EngineCoreRequest
 from minivllm.outputs import CompletionOutput
@@ -19,6 +20,8 @@ class ParentRequest:
         self._running = set(range(n))
         self._longest = 0
         self._completions: dict[int, CompletionOutput] = {}
+        self.kv_transfer_params: dict[str, Any] | None = None
+        """What the KV connector has told at the end of the completion that it was told of."""
 
     def observe(self, completion: CompletionOutput) -> None:
         """Records the latest state of one child."""
@@ -38,11 +41,20 @@ class ParentRequest:
 
 
 def child_requests(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """Splits a request for `n` completions into `n` requests; returns the request itself if n is 1."""
+    """Splits a request for `n` completions into `n` requests; returns the request itself if n is 1.
+
+    The KV connector is told of the first one only: a transfer is read once, and the others share the first one's blocks
+    or compute their own.
+    """
     params = request.sampling_params
     if params.n == 1:
         return [request]
     return [
-        replace(request, request_id=f"{index}_{request.request_id}", sampling_params=params.child(index))
+        replace(
+            request,
+            request_id=f"{index}_{request.request_id}",
+            sampling_params=params.child(index),
+            kv_transfer_params=request.kv_transfer_params if index == 0 else None,
+        )
         for index in range(params.n)
     ]

@@ -5,6 +5,7 @@ In vLLM v0.33.0: `vllm/v1/metrics/loggers.py` (`PrometheusStatLogger`).
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -13,9 +14,10 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from minivllm.core.messages import EngineCoreReady
-from minivllm.core.stats import SchedulerStats, SpecDecodingStats
+from minivllm.core.stats import KVFetchStats, SchedulerStats, SpecDecodingStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
+from minivllm.kv_connector import metrics as kv_connector_metrics
 
 Metric = TypeVar("Metric", bound=MetricWrapperBase)
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -78,6 +80,10 @@ class PrometheusStatLogger:
             self._engines[engine_idx].record_scheduler(scheduler_stats)
         self._engines[engine_idx].record_iteration(iteration_stats)
 
+    def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """Takes in what a core's KV connector has counted in a step; shown from the first such step on."""
+        self._engines[engine_idx].record_kv_connector(stats)
+
     def record_rejection(self, reason: str) -> None:
         """A request was refused since this limit was reached."""
         self._engines[0].record_rejection(reason)
@@ -108,14 +114,31 @@ class _EngineMetrics:
         """See `PrometheusStatLogger`."""
         self._running.set(scheduler_stats.num_running_reqs)
         self._waiting.set(scheduler_stats.num_waiting_reqs)
-        self._waiting_by_reason["capacity"].set(scheduler_stats.num_waiting_reqs)
+        fetches = scheduler_stats.kv_fetch_stats
+        self._waiting_by_reason["capacity"].set(scheduler_stats.num_waiting_reqs - fetches.in_progress)
+        self._waiting_by_reason["deferred"].set(fetches.in_progress)
+        for stage, gauge in self._fetch_by_stage.items():
+            gauge.set(getattr(fetches, stage))
         self._usage.set(scheduler_stats.kv_cache_usage)
         prefix = scheduler_stats.prefix_cache_stats
         self._raise_to("prefix_cache_queries", prefix.queries)
         self._raise_to("prefix_cache_hits", prefix.hits)
+        if (external := scheduler_stats.connector_prefix_cache_stats) is not None:
+            self._raise_to("external_prefix_cache_queries", external.queries)
+            self._raise_to("external_prefix_cache_hits", external.hits)
         self._raise_to("num_preemptions", scheduler_stats.num_preemptions)
         if self._accepted_per_pos:
             self._record_drafts(scheduler_stats.spec_decoding_stats)
+
+    def record_kv_connector(self, stats: Mapping[str, Any]) -> None:
+        """See `PrometheusStatLogger`. A connector of somebody else may count what has no name here."""
+        for name in stats.keys() & kv_connector_metrics.HISTOGRAMS.keys():
+            histogram = self._histogram(name, *kv_connector_metrics.HISTOGRAMS[name])
+            for value in stats[name]:
+                histogram.observe(value)
+        for name in stats.keys() & kv_connector_metrics.COUNTERS.keys():
+            counter = self._wrapper(Counter, name, kv_connector_metrics.COUNTERS[name]).labels(**self._labels)
+            counter.inc(stats[name])
 
     def record_rejection(self, reason: str) -> None:
         """See `PrometheusStatLogger`; no core is to blame."""
@@ -135,9 +158,14 @@ class _EngineMetrics:
         self._counters["prompt_tokens"].inc(stats.num_prompt_tokens)
         self._counters["prompt_tokens_cached"].inc(cached)
         self._counters["generation_tokens"].inc(stats.num_generation_tokens)
-        self._by_source["local_compute"].inc(stats.num_prompt_tokens - cached)
-        self._by_source["local_cache_hit"].inc(cached)
-        self._by_cache["device"].inc(cached)
+        external = stats.num_external_prompt_tokens
+        # The last token of a prompt that came whole from elsewhere is computed, and counts as external all the same.
+        local = max(0, cached - external)
+        self._by_source["local_compute"].inc(max(0, stats.num_prompt_tokens - local - external))
+        self._by_source["local_cache_hit"].inc(local)
+        self._by_source["external_kv_transfer"].inc(external)
+        self._by_cache["device"].inc(local)
+        self._by_cache["external_unspecified"].inc(cached - local)
         if stats.num_prompt_tokens or stats.num_generation_tokens:
             self._iteration_tokens.observe(stats.num_prompt_tokens + stats.num_generation_tokens)
         for seconds in stats.time_to_first_tokens:
@@ -188,6 +216,12 @@ class _EngineMetrics:
             self._wrapper(Gauge, "num_requests_waiting_by_reason", "Requests that wait, by reason.", "reason"),
             "reason",
             ("capacity", "deferred"),
+        )
+        words = "Requests whose keys and values are to come from elsewhere, by stage."
+        self._fetch_by_stage = self._labelled(
+            self._wrapper(Gauge, "num_requests_kv_fetch_by_stage", words, "stage"),
+            "stage",
+            tuple(one.name for one in fields(KVFetchStats)),
         )
         self._usage = self._gauge("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1.")
         tokens = ready.num_gpu_blocks * ready.limits.block_size

@@ -80,7 +80,7 @@ NOT_SERVED = not_served(
             "enable_cumem_allocator": False,
         },
         "another memory for the KV cache": {
-            "kv_offloading_size": None, "kv_transfer_config": None, "kv_events_config": None,
+            "kv_offloading_size": None, "kv_events_config": None,
             "ec_transfer_config": None,
         },
         "a size of the KV cache in bytes; give num_gpu_blocks_override": {"kv_cache_memory_bytes": None},
@@ -106,8 +106,8 @@ NOT_SERVED = not_served(
             "reasoning_config": None, "reasoning_parser": "", "reasoning_parser_plugin": None,
         },
         "this limit of the scheduler": {
-            "long_prefill_token_threshold_adaptive": False, "max_num_active_seqs": None,
-            "max_num_scheduled_tokens": None, "prefill_schedule_interval": 1, "stream_interval": 1,
+            "max_num_active_seqs": None, "max_num_scheduled_tokens": None, "prefill_schedule_interval": 1,
+            "stream_interval": 1,
         },
         "a limit of the queue without a server": {"max_num_queued_reqs": None, "max_num_queued_tokens": None},
         "traces to a collector": {"otlp_traces_endpoint": None},

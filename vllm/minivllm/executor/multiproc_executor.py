@@ -6,15 +6,18 @@ dies, and can kill the others wherever they are stuck.
 
 import socket
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.abstract import Executor
-from minivllm.executor.rank_processes import RankProcesses
+from minivllm.executor.kv_output_aggregator import KVOutputAggregator
+from minivllm.executor.rank_messages import RESET
+from minivllm.executor.rank_processes import SECONDS_TO_LEAVE, RankProcesses
 from minivllm.worker.worker import LOOPBACK_ADDRESS, WorkerSettings, worker_of_rank
 
 
@@ -28,29 +31,46 @@ class MultiprocExecutor(Executor):
     def __init__(self, settings: WorkerSettings) -> None:
         check_devices(settings)
         self.max_concurrent_batches = settings.max_concurrent_batches
+        self._aggregator = aggregator_of(settings)
         self._store = rendezvous(settings.world_size)  # must live as long as the ranks, which use it
         address = (self._store.host, self._store.port)
         self.ranks = RankProcesses(worker_of_rank, (settings, address), settings.world_size, sampling_rank(settings))
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """See `Executor`."""
+        if method == RESET and self._aggregator is not None:
+            self._aggregator.reset()
         return self.ranks.call(method, *arguments)
 
     def start_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """See `Executor`."""
-        return self.ranks.send_for_one("execute_model", scheduler_output)
+        if self._aggregator is None:
+            return self.ranks.send_for_one("execute_model", scheduler_output)
+        return self.ranks.send_for_all("execute_model", scheduler_output, join=self._aggregator.aggregate)
 
     def sample_tokens(self, grammar_output: GrammarOutput) -> Future[ModelRunnerOutput]:
         """See `Executor`."""
-        return self.ranks.send_for_one("sample_tokens", grammar_output)
+        if self._aggregator is None:
+            return self.ranks.send_for_one("sample_tokens", grammar_output)
+        return self.ranks.send_for_all("sample_tokens", grammar_output, join=self._aggregator.aggregate)
 
     def take_draft_token_ids(self) -> dict[str, list[int]]:
         """See `Executor`."""
         return self.ranks.call_for_one("take_draft_token_ids")
 
     def shutdown(self) -> None:
-        """See `Executor`."""
+        """See `Executor`. What a KV connector has started is ended first, if the ranks answer in time."""
+        if self._aggregator is not None:
+            with suppress(WorkerFailedError, WorkerDiedError, MinivllmError, TimeoutError):
+                self.ranks.send_for_all("shutdown", join=list).result(SECONDS_TO_LEAVE)
         self.ranks.shutdown()
+
+
+def aggregator_of(settings: WorkerSettings) -> KVOutputAggregator | None:
+    """Returns what joins the ranks' words about their KV connectors; None without one."""
+    if settings.kv_transfer_config is None:
+        return None
+    return KVOutputAggregator(settings.world_size, sampling_rank(settings))
 
 
 def sampling_rank(settings: WorkerSettings) -> int:

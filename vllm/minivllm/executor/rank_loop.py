@@ -13,6 +13,7 @@ import socket
 from typing import Any, BinaryIO, NoReturn, Protocol
 
 from minivllm.executor.rank_messages import LENGTH, RESET, Call, Failure, Reply
+from minivllm.platforms.collector import while_loading
 
 
 class RankWorker(Protocol):
@@ -61,7 +62,8 @@ def serve(sock: socket.socket) -> None:
     """Runs a rank until its socket is closed. What it does not survive is its last message."""
     try:
         calls = sock.makefile("rb")
-        make, arguments = pickle.load(calls)
+        with while_loading():  # the function's module, and torch with it
+            make, arguments = pickle.load(calls)
         rank, loop = arguments[-1], RankLoop(make(*arguments))
         _say(sock, Reply(0))
         while (call := _next_call(calls)) is not None:

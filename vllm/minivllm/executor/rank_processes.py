@@ -64,15 +64,19 @@ class Outgoing:
         return memoryview(self.data)[sum(self.counts) :]
 
 
+Join = Callable[[Sequence[Any]], Any]
+"""Makes one result of those of all ranks."""
+
+
 class RankFuture(Future[Any]):
     """The result of a call that has been sent: that of the one rank that replies, else the list of all ranks' results.
 
     No thread listens in the background: replies are received while this or another future of the ranks is queried.
     """
 
-    def __init__(self, ranks: "RankProcesses", replies: int | None) -> None:
+    def __init__(self, ranks: "RankProcesses", replies: int | None, join: Join | None = None) -> None:
         super().__init__()
-        self._ranks, self._one = ranks, replies
+        self._ranks, self._one, self._join = ranks, replies, join
         self._replies: dict[int, Reply] = {}
         self._blame_after = math.inf
         self.set_running_or_notify_cancel()  # already sent, so it cannot be cancelled
@@ -139,7 +143,8 @@ class RankFuture(Future[Any]):
             if self._one in self._replies:
                 self.set_result(self._replies[self._one].value)
         elif len(self._replies) == len(everybody):
-            self.set_result([self._replies[rank].value for rank in everybody])
+            values = [self._replies[rank].value for rank in everybody]
+            self.set_result(self._join(values) if self._join else values)
 
 
 class RankProcess(Protocol):
@@ -247,6 +252,10 @@ class RankProcesses:
         """Sends a call to all ranks; returns a future of the result of the rank `output_rank`, without waiting."""
         return self._send(method, arguments, self.output_rank)
 
+    def send_for_all(self, method: str, *arguments: Any, join: Join) -> RankFuture:
+        """Sends a call to all ranks; returns a future of what `join` makes of their results, without waiting."""
+        return self._send(method, arguments, None, join)
+
     def wait_for(self, future: RankFuture, timeout: float | None) -> None:
         """Receives until the future is settled. Raises the ranks' error, or `TimeoutError`."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -266,10 +275,12 @@ class RankProcesses:
         self._end()
         self._finalizer.detach()
 
-    def _send(self, method: str, arguments: tuple[Any, ...], replies: int | None) -> RankFuture:
+    def _send(
+        self, method: str, arguments: tuple[Any, ...], replies: int | None, join: Join | None = None
+    ) -> RankFuture:
         if self._dead is not None:
             raise self._dead
-        future, number = RankFuture(self, replies), next(self._numbers)
+        future, number = RankFuture(self, replies, join), next(self._numbers)
         message = pickle.dumps(Call(number, method, arguments, replies))  # fails before anything is sent
         # This assignment commits the call for all ranks: if sending is interrupted, the next call sends the rest.
         self._outgoing = [Outgoing(b"".join((outgoing.unsent(), message))) for outgoing in self._outgoing]

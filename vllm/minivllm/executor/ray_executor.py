@@ -12,7 +12,7 @@ import socket
 import sys
 
 from minivllm.errors import MinivllmError
-from minivllm.executor.multiproc_executor import MultiprocExecutor, rendezvous, sampling_rank
+from minivllm.executor.multiproc_executor import MultiprocExecutor, aggregator_of, rendezvous, sampling_rank
 from minivllm.executor.rank_loop import serve
 from minivllm.executor.rank_processes import RankProcess, RankProcesses
 from minivllm.executor.ray_actors import RayActors, connected_actor
@@ -31,6 +31,7 @@ class RayExecutor(MultiprocExecutor):
         """
         size = settings.world_size
         self.max_concurrent_batches = settings.max_concurrent_batches
+        self._aggregator = aggregator_of(settings)
         self._actors = RayActors(size, settings.device)
         try:
             self._store = rendezvous(size, self._actors.host)
@@ -44,7 +45,7 @@ class RayExecutor(MultiprocExecutor):
 
     def shutdown(self) -> None:
         """See `Executor`."""
-        self.ranks.shutdown()
+        super().shutdown()
         self._actors.leave()
 
     def _start_rank(self, rank: int) -> tuple[socket.socket, RankProcess]:

@@ -47,6 +47,7 @@ class UniprocExecutor(Executor):
         return self.collective_rpc("take_draft_token_ids")[0]
 
     def shutdown(self) -> None:
-        """Ends the thread, if there is one; no process was started."""
+        """Ends the threads, if there are any; no process was started."""
+        self.worker.shutdown()
         if self._thread:
             self._thread.shutdown()

@@ -33,7 +33,7 @@ def check_arguments(arguments: AttentionArguments) -> None:
     q, k_cache, v_cache, query_start_loc, seq_lens, block_table, scale, window, soft_cap, *scales = arguments
     _check_queries_and_caches(q, k_cache, v_cache)
     check_scales(k_cache, *scales)
-    _check_tables(query_start_loc, seq_lens, block_table)
+    check_tables(query_start_loc, seq_lens, block_table)
     if not scale > 0:
         raise MinivllmError(f"scale must be greater than 0, got {scale}")
     if window is not None and window < 1:
@@ -59,7 +59,8 @@ def _check_queries_and_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: t
         raise MinivllmError(f"head_dim must be 1 to 256, got {q.shape[2]}")
 
 
-def _check_tables(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
+def check_tables(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
+    """The same for the tables of a ragged batch."""
     if query_start_loc.shape != (len(seq_lens) + 1,) or block_table.dim() != 2 or len(block_table) < len(seq_lens):
         raise MinivllmError(
             f"{len(seq_lens)} sequences need query_start_loc [{len(seq_lens) + 1}] and a block_table row each, "

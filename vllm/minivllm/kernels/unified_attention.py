@@ -441,7 +441,7 @@ def launch_triton(
         k_cache.stride(1),
         k_cache.stride(2),
         block_table.stride(0),
-        DOT_TYPE=tl.float32 if INTERPRETED else _TRITON_TYPES[q.dtype],  # the interpreter's NumPy has no bf16
+        DOT_TYPE=tl.float32 if INTERPRETED else TRITON_TYPES[q.dtype],  # the interpreter's NumPy has no bf16
         OFFSET_TYPE=tl.int32 if k_cache.shape[0] * k_cache.stride(0) < 2**31 else tl.int64,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -457,21 +457,29 @@ def launch_triton(
         num_stages=configuration.num_stages,
     )
     if num_splits > 1:
-        combine_kernel[(tokens, heads)](
-            out,
-            partial_acc,
-            partial_stats,
-            query_start_loc,
-            sequences,
-            num_splits,
-            out.stride(0),
-            HEAD_DIM=head_dim,
-            PADDED_DIM=padded_dim,
-            PADDED_SPLITS=triton.next_power_of_2(num_splits),
-        )
+        combine_splits(out, partial_acc, partial_stats, query_start_loc)
 
 
-_TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+def combine_splits(
+    out: torch.Tensor, partial_acc: torch.Tensor, partial_stats: torch.Tensor, query_start_loc: torch.Tensor
+) -> None:
+    """Launch `combine_kernel`: out `[tokens, heads, dim]`, partial_acc `[tokens, heads, splits, padded dim]`."""
+    tokens, heads, num_splits, padded_dim = partial_acc.shape
+    combine_kernel[(tokens, heads)](
+        out,
+        partial_acc,
+        partial_stats,
+        query_start_loc,
+        len(query_start_loc) - 1,
+        num_splits,
+        out.stride(0),
+        HEAD_DIM=out.shape[2],
+        PADDED_DIM=padded_dim,
+        PADDED_SPLITS=triton.next_power_of_2(num_splits),
+    )
+
+
+TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def padded(head_dim: int) -> int:

@@ -15,6 +15,7 @@ import atexit
 import collections
 import dataclasses
 import functools
+import hashlib
 import importlib
 import inspect
 import json
@@ -34,6 +35,11 @@ SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024,
 """Bytes of shared memory (LDS on AMD) one program may use: CUDA C++ programming guide, CDNA 3 instruction set guide."""
 
 TARGETS = tuple(SHARED_MEMORY)
+
+RECORD_VARIABLE = "MINIVLLM_COMPILED"
+"""Names a JSON file of figures that were read before: what it has is not compiled again, see `_key`."""
+WRITE_VARIABLE = "MINIVLLM_COMPILED_WRITE"
+"""Set to 1, what had to be compiled is added to that file."""
 
 _LOADS = {  # machine instruction that loads from device memory -> bytes a thread loads with it
     r"(?:LDG|LDGSTS)\.\S*\b128\b": 16,
@@ -236,9 +242,54 @@ def _compile(request: dict) -> dict:
     name = request["target"]
     target = GPUTarget("cuda", int(name[3:]), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
     source = ASTSource(kernel, signature, constants, attributes)
+    record = os.environ.get(RECORD_VARIABLE)
+    key = _key(source, target, request["options"]) if record else ""
+    if record and (known := _read_record(record).get(key)):
+        return known["figures"]
     built = triton.compile(source, target=target, options=request["options"])
-    figures = _figures_amd(built.asm["amdgcn"]) if target.backend == "hip" else _figures_nvidia(built.asm["cubin"])
-    return {"shared": built.metadata.shared, **figures}
+    figures = {"shared": built.metadata.shared, **_figures(built, target.backend)}
+    if record and os.environ.get(WRITE_VARIABLE):
+        _add_to_record(Path(record), key, {"kernel": request["kernel"], "target": name, "figures": figures})
+    return figures
+
+
+def _key(source: Any, target: Any, options: Mapping[str, Any]) -> str:
+    """Triton's own key of a compilation: of the kernel's source and all that it calls, its arguments, options, target,
+    the compiler's files and what it reads from the environment."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import get_cache_key
+
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options))
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@functools.cache
+def _read_record(path: str) -> dict[str, dict]:
+    """Triton's key -> the kernel's name, its target and its figures."""
+    return json.loads(Path(path).read_text()) if Path(path).is_file() else {}
+
+
+def _add_to_record(path: Path, key: str, entry: dict) -> None:
+    """Add what has been compiled, in the order of names; one process at a time may do so."""
+    record = _read_record(str(path))
+    record[key] = entry
+    ordered = sorted(record.items(), key=lambda item: (item[1]["kernel"], item[1]["target"], item[0]))
+    path.write_text("{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in ordered) + "\n}\n")
+
+
+def _figures(built: Any, backend: str) -> dict:
+    """Read from the machine code; kept beside it in Triton's cache, for taking it apart takes half a second."""
+    from triton.runtime.cache import get_cache_manager
+
+    kept = get_cache_manager(built.hash)
+    name = f"figures-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}.json"
+    if (path := kept.get_file(name)) is None:
+        figures = _figures_amd(built.asm["amdgcn"]) if backend == "hip" else _figures_nvidia(built.asm["cubin"])
+        path = kept.put(json.dumps(figures), name, binary=False)
+    return json.loads(Path(path).read_text())
 
 
 def _figures_nvidia(cubin: bytes) -> dict:
@@ -250,12 +301,12 @@ def _figures_nvidia(cubin: bytes) -> dict:
         file.write(cubin)
         file.flush()
 
-        def run(tool: str, option: str) -> str:
-            command = [str(tools / tool), option, file.name]
+        def run(tool: str, *options: str) -> str:
+            command = [str(tools / tool), *options, file.name]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
         usage = run("cuobjdump", "--dump-resource-usage")
-        code = run("nvdisasm", "-c")
+        code = run("nvdisasm", "-c", "--no-dataflow")  # that analysis is a third of the time, for jumps' targets only
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return {"registers": used["REG"], "spilled": used["STACK"] + used["LOCAL"], **_instructions(code)}
 

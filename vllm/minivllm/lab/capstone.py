@@ -1,36 +1,39 @@
-"""The capstone: a server made of what a learner has written in exercises 01 to 07, and clients that ask it.
+"""The capstone: a server made of what a learner has written in exercises 01 to 10, and clients that ask it.
 
     uv run python -m minivllm.lab.capstone            # which parts are yours, and what the servers do with them
     uv run python -m minivllm.lab.capstone --serve    # and then `minivllm serve` with them, on port 8000
 
 An exercise whose checks pass gives its parts; for the others the engine's own serve. Not all parts fit into one engine:
-there are three attentions, and a pool without names cannot find prefixes. So there are three servers, and the front end
-of exercise 06 is in each of them.
+there are four attentions, and a pool without names cannot find prefixes. So there are four servers, and the front end
+of exercise 06 is in each of them. Behind them stand two engines without a front end: one computes prompts, with the
+tiles of exercise 03, and the other one answers, with the keys and values that the connector of exercise 08 has fetched.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
+from minivllm.lab.asking_connector import serve_through_both
 from minivllm.lab.cli import Parser, run
 from minivllm.lab.exercise import can_be_plugged, checks_of, exercise_path, load, plug_of, run_checks
 from minivllm.lab.over_http import Client, Load, serve_load
+from minivllm.lab.plugged import Served
 from minivllm.lab.progress import working
 from minivllm.lab.tables import console, table
 
-NUMBERS = ("01", "02", "03", "04", "05", "06", "07")
+NUMBERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10")
 PORT = 8000
 
 
 @dataclass(frozen=True)
 class Server:
-    """One of the three: which exercises are in it, and the engine's arguments that they need."""
+    """One of the servers, or the pair: which exercises are in it, and the engine's arguments that they need."""
 
     name: str
     exercises: tuple[str, ...]
@@ -38,15 +41,22 @@ class Server:
 
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+SMALL_STEPS = {
+    "max_num_batched_tokens": 16,
+    "long_prefill_token_threshold": 3,
+    "long_prefill_token_threshold_adaptive": True,
+}
 SERVERS = (
     Server("paged", ("02", "03", "04", "06"), {"enable_prefix_caching": False, "max_num_batched_tokens": 64}),
     Server("a block for each request", ("01", "06"), {"block_size": 64, "max_model_len": 64}),
     Server(
         "prefix cache, int8, drafts",
-        ("05", "06", "07"),
-        {"block_size": 4, "kv_cache_dtype": "int8", "speculative_config": DRAFTS},
+        ("05", "06", "07", "10"),
+        {"block_size": 4, "kv_cache_dtype": "int8", "speculative_config": DRAFTS, **SMALL_STEPS},
     ),
+    Server("heads in groups, drafts", ("06", "07", "09"), {"speculative_config": DRAFTS}),
 )
+PAIR = Server("two engines in a row", ("03", "08"), {})
 ADD = "def add(a, b):\n    return"
 CLIENTS = (
     Client(prompt=ADD, max_tokens=16),
@@ -79,30 +89,61 @@ def parts_of(server: Server, modules: Mapping[str, ModuleType]) -> Parts:
 
 def serve_all(modules: Mapping[str, ModuleType]) -> bool:
     """Serve the clients with the learner's parts and with ours, server by server; whether all answers are the same."""
-    rows, same = [], True
+    rows, differences = [], []
     for server in SERVERS:
         parts = parts_of(server, modules)
         if not parts.names:
             continue
         yours, ours = (serve_load(CLIENTS, which, **server.engine_args) for which in (parts, NO_PARTS))
-        difference = difference_of(yours, ours)
-        same = same and difference is None
-        names = ", ".join(name.replace("_", " ") for name in parts.names)
-        rows.append((server.name, names, str(len(yours.answers)), speed(yours), speed(ours), difference or "the same"))
+        differences.append(difference_of(yours, ours))
+        answers = str(len(yours.answers))
+        rows.append((server.name, _named(parts), answers, speed(yours), speed(ours), differences[-1] or "the same"))
+    if "08" in modules:
+        yours, ours = serve_pair(modules)
+        differences.append(difference_in_row(yours, ours))
+        speeds = (f"{one.tokens_per_second:,.0f}" for one in (yours, ours))
+        names = _named(parts_of(PAIR, modules))
+        rows.append((PAIR.name, names, str(len(yours.texts)), *speeds, differences[-1] or "the same"))
     heads = ["server", "your parts", "requests", "tokens/s, yours", "ours", "tokens"]
-    table("Three servers with your parts, on real sockets", heads, rows, words=True)
-    return same
+    table("Servers with your parts, on real sockets, and two engines in a row", heads, rows, words=True)
+    return not any(differences)
+
+
+def serve_pair(modules: Mapping[str, ModuleType]) -> tuple[Served, Served]:
+    """Prompts through two engines with the learner's connector, and through one engine of ours."""
+    plug = plug_of("08")
+    assert plug is not None
+    plugged = plug(modules["08"])
+    return serve_through_both(plugged, parts_of(PAIR, modules)), serve_through_both(plugged, NO_PARTS)
 
 
 def difference_of(yours: Load, ours: Load) -> str | None:
     """What is not the same, in a few words."""
-    for number, (mine, other) in enumerate(zip(yours.answers, ours.answers, strict=True)):
-        if (mine.token_ids, mine.text) != (other.token_ids, other.text):
-            return f"request {number}: {mine.text!r}, and ours {other.text!r}"
+    mine, other = ([(answer.token_ids, answer.text) for answer in load.answers] for load in (yours, ours))
+    if difference := _difference_of_answers(mine, other):
+        return difference
     if yours.num_aborted != ours.num_aborted:
         return f"{yours.num_aborted} requests aborted, and {ours.num_aborted} by ours"
     held = yours.num_blocks - yours.num_free_blocks
     return f"{held} blocks are still held" if held else None
+
+
+def difference_in_row(yours: Served, ours: Served) -> str | None:
+    """As `difference_of`, of two engines in a row and of one."""
+    mine, other = (list(zip(one.token_ids, one.texts, strict=True)) for one in (yours, ours))
+    wrong = [f"{name}: {value}" for name, value in yours.equal.items() if value != ours.equal[name]]
+    return _difference_of_answers(mine, other) or next(iter(wrong), None)
+
+
+def _difference_of_answers(yours: Sequence[tuple[list[int], str]], ours: Sequence[tuple[list[int], str]]) -> str | None:
+    for number, (mine, other) in enumerate(zip(yours, ours, strict=True)):
+        if mine != other:
+            return f"request {number}: {mine[1]!r}, and ours {other[1]!r}"
+    return None
+
+
+def _named(parts: Parts) -> str:
+    return ", ".join(name.replace("_", " ") for name in parts.names)
 
 
 def speed(load: Load) -> str:
@@ -119,7 +160,7 @@ def main(arguments: argparse.Namespace) -> None:
     if not modules:
         console.print("nothing of yours can serve yet; begin with: make check N=01")
         raise SystemExit(1)
-    with working("three servers, each with your parts and without"):
+    with working("servers, each with your parts and without"):
         same = serve_all(modules)
     if arguments.serve:
         serve_here(modules, arguments.port)
@@ -144,6 +185,7 @@ def _parts(number: str) -> str:
     return {
         "01": "attention over contiguous caches", "02": "block pool", "03": "attention in tiles", "04": "scheduler",
         "05": "block names, int8 cache", "06": "collector, stop strings, disconnects", "07": "drafts, their verdict",
+        "08": "which blocks move", "09": "attention in groups", "10": "chunks",
     }[number]  # fmt: skip
 
 

@@ -42,11 +42,12 @@ SCENES: dict[str, list[tuple[int, str, str]]] = {
     "alone": [(0, NAME, PROMPT)],
     "company": [(0, NAME, PROMPT), (1, "for", "for i in range("), (1, "class", "class Queue:\n    def __init__(self")],
     "prefix hit": [(0, NAME, PROMPT), (2, "print", "def add(a, b):\n    print")],
+    "long prompt": [(0, NAME, PROMPT), (1, "long", "x = 1\ny = 2\nif x < y:\n    x = x + y\n    y = x")],
 }
 """Scene -> (the step before which it arrives, name, prompt) of each request.
 
 In "company" a decode, a whole prompt and a chunk of a prompt share a step; in "prefix hit" the second request has the
-followed one's first 8 tokens, two full blocks.
+followed one's first 8 tokens, two full blocks; in "long prompt" a prompt of 25 tokens comes while it decodes.
 """
 
 
@@ -154,12 +155,12 @@ def followed(scene: str = "alone") -> Followed:
     """
     if scene not in SCENES:
         raise MinivllmError(f"there is no scene {scene!r} (there are: {', '.join(SCENES)})")
-    with _without_info():
+    with without_info():
         return _Recorder(SCENES[scene]).run()
 
 
 @contextmanager
-def _without_info() -> Iterator[None]:
+def without_info() -> Iterator[None]:
     """Where the memory of this engine goes is of no interest to whoever looks at a picture."""
     root = init_logger("minivllm")
     level = root.level

@@ -5,6 +5,7 @@ work is one JSON object on standard input (`Work`), the result one on standard o
 
     answers = load(port, [Ask({"prompt": "def", "max_tokens": 8})], clients=1)    # closed: each asks when answered
     answers = load(port, [Ask({...}, at=0.5), Ask({...}, at=0.7)])                # open: at these times, in seconds
+    chats, answers = load_beside(port, chats, asks)  # one after another while chats are under way; these then leave
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Answer:
     """When a request was due, sent, and answered piece by piece: seconds of `time.monotonic()`, one clock a machine.
 
     A closed load's request is due when it is sent. `failed` says what went wrong; an answer that failed has no times
-    to go by.
+    to go by. `token_ids` are there if the body has `return_token_ids`.
     """
 
     due: float
@@ -45,6 +46,7 @@ class Answer:
     connected: float = 0.0
     events: list[float] = field(default_factory=list)
     failed: str = ""
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def ttft(self) -> float:
@@ -68,7 +70,24 @@ class Answer:
 
 def start_load(port: int, asks: Sequence[Ask], clients: int | None = None, path: str = "/") -> subprocess.Popen[str]:
     """The client's process, at work. `clients`: how many ask at once, closed; None: open, by the times of the asks."""
-    work = {"port": port, "path": path, "clients": clients, "asks": [asdict(ask) for ask in asks]}
+    return _start({"port": port, "path": path, "clients": clients, "asks": [asdict(ask) for ask in asks]})
+
+
+def load_beside(
+    port: int, chats: Sequence[Ask], asks: Sequence[Ask], path: str = "/", quiet: int = 16, burst: int = 1
+) -> tuple[list[Answer], list[Answer]]:
+    """Chats run all the time, and the others come one after another, each when the chats had `quiet` events alone.
+
+    Or `burst` of them come at once, and the next when all of these are answered. The chats leave when the last one has
+    been answered and they had so many events more: theirs must be longer. Returns the answers of both. Raises as
+    `answers_of`.
+    """
+    work = {"port": port, "path": path, "chats": [asdict(one) for one in chats], "asks": [asdict(ask) for ask in asks]}
+    answers = answers_of(_start({**work, "quiet": quiet, "burst": burst}))
+    return answers[: len(chats)], answers[len(chats) :]
+
+
+def _start(work: dict[str, Any]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "minivllm.lab.http_load"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HOME)
     assert process.stdin is not None
@@ -102,10 +121,11 @@ def post(path: str, body: dict[str, Any]) -> bytes:
     return "\r\n".join((*head, f"Content-Length: {len(content)}", "", "")).encode() + content
 
 
-async def ask(port: int, path: str, body: dict[str, Any], due: float) -> Answer:
-    """One request on a connection of its own."""
-    content = post(path, body)
-    answer = Answer(due, time.monotonic())
+async def ask(port: int, path: str, body: dict[str, Any], due: float, answer: Answer | None = None) -> Answer:
+    """One request on a connection of its own. `answer` is filled as events come, so that others can look on."""
+    content, keeps = post(path, body), body.get("return_token_ids")
+    answer = answer or Answer(due, due)
+    answer.sent = time.monotonic()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         answer.connected = time.monotonic()
@@ -116,12 +136,20 @@ async def ask(port: int, path: str, body: dict[str, Any], due: float) -> Answer:
         while line := await reader.readline():
             if line.startswith(b"data: {"):
                 answer.events.append(time.monotonic())
+                if keeps:
+                    answer.token_ids += token_ids_of(line)
         writer.close()
         if not answer.events:
             raise ConnectionError("the answer has no event")
     except OSError as error:
         answer.failed = f"{type(error).__name__}: {error}"
     return answer
+
+
+def token_ids_of(line: bytes) -> list[int]:
+    """The tokens of an event of a stream; it may have none."""
+    choices = json.loads(line.removeprefix(b"data: ")).get("choices")
+    return (choices and choices[0].get("token_ids")) or []
 
 
 async def closed(work: dict[str, Any]) -> list[Answer]:
@@ -147,10 +175,42 @@ async def opened(work: dict[str, Any]) -> list[Answer]:
     return list(await asyncio.gather(*(one(begin + it["at"], it["body"]) for it in work["asks"])))
 
 
+async def beside(work: dict[str, Any]) -> list[Answer]:
+    """Each burst of requests when those before it are answered and all chats have gone on; then the chats leave."""
+    port, path, now = work["port"], work["path"], time.monotonic()
+    chats, answers = [Answer(now, now) for _ in work["chats"]], []
+    running = [
+        asyncio.create_task(ask(port, path, it["body"], now, chat))
+        for it, chat in zip(work["chats"], chats, strict=True)
+    ]
+    for start in range(0, len(work["asks"]), work["burst"]):
+        await gone_on(chats, running, work["quiet"])
+        now, some = time.monotonic(), work["asks"][start : start + work["burst"]]
+        answers += await asyncio.gather(*(ask(port, path, one["body"], now) for one in some))
+    await gone_on(chats, running, work["quiet"])
+    for task in running:
+        task.cancel()
+    return [*chats, *answers]
+
+
+async def gone_on(chats: Sequence[Answer], running: Sequence[asyncio.Task[Answer]], events: int) -> None:
+    """Until each chat has got so many events more, or one has ended, which fails it: it was to go on."""
+    wanted = [len(chat.events) + events for chat in chats]
+    while any(len(chat.events) < count for chat, count in zip(chats, wanted, strict=True)):
+        for chat, task in zip(chats, running, strict=True):
+            if task.done():
+                chat.failed = chat.failed or "the chat ended before the load did: it must be longer"
+                return
+        await asyncio.sleep(0.001)
+
+
 def main() -> None:
     """Do the work on standard input."""
     work = json.loads(sys.stdin.readline())
-    answers = asyncio.run(opened(work) if work["clients"] is None else closed(work))
+    if "chats" in work:
+        answers = asyncio.run(beside(work))
+    else:
+        answers = asyncio.run(opened(work) if work["clients"] is None else closed(work))
     json.dump([asdict(answer) for answer in answers], sys.stdout)
 
 

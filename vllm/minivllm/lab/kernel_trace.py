@@ -71,8 +71,17 @@ class KernelTrace(Traffic):
     out_of_bounds: list[str] = field(default_factory=list)
 
 
-def trace_kernel(kernel: Any, grid: int | Sequence[int], *args: Any, **constants: Any) -> KernelTrace:
+def trace_kernel(
+    kernel: Any,
+    grid: int | Sequence[int],
+    *args: Any,
+    reached: Mapping[str, torch.Tensor] | None = None,
+    **constants: Any,
+) -> KernelTrace:
     """Runs `kernel[grid](*args, **constants)` in the interpreter and returns what it read and wrote.
+
+    `reached`: tensors that the kernel finds by addresses in a table, by the names they get in the trace. They stay
+    where they are, contiguous or not.
 
     Raises:
         MinivllmError: the kernel is compiled, or an argument is not on the CPU.
@@ -82,7 +91,7 @@ def trace_kernel(kernel: Any, grid: int | Sequence[int], *args: Any, **constants
     names = _parameters(kernel)
     given = {**dict(zip(names, args, strict=False)), **constants}
     with _moved(given) as (moved, tensors):
-        recorder = _Recorder(tensors, launch)
+        recorder = _Recorder(tensors + [_Tensor(name, one) for name, one in (reached or {}).items()], launch)
         with recorder.listening():
             _run(kernel, launch, [moved[name] for name in names[: len(args)]], {n: moved[n] for n in constants})
         return recorder.trace()

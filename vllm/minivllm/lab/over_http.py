@@ -20,7 +20,8 @@ from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.async_thread_client import AsyncThreadClient
-from minivllm.entrypoints.openai.launcher import bind, make_app, make_server
+from minivllm.entrypoints.openai.http_server import bind, make_server
+from minivllm.entrypoints.openai.launcher import make_app
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 from minivllm.lab.http_load import post

@@ -38,6 +38,7 @@ class Plugged:
     - `ours`: arguments for our engine only, where it must differ to do the same work.
     - `says`: more rows of the table, from an engine that has served the requests: name to value.
     - `serve`: serves the requests in another way than `LLM` does; called as `serve` below.
+    - `what`: what the table is about, where it is neither "The engine" nor, with `serve`, "The server".
     """
 
     parts: Parts
@@ -47,6 +48,7 @@ class Plugged:
     max_tokens: int = 16
     says: Callable[[LLM], Mapping[str, object]] | None = None
     serve: Callable[[Plugged, Parts], Served] | None = None
+    what: str = ""
 
 
 @dataclass
@@ -84,7 +86,7 @@ def compare(plugged: Plugged) -> bool:
         raise MinivllmError(f"the engine stopped in your part: {reason}") from error
     names = ", ".join(name.replace("_", " ") for name in plugged.parts.names)
     table(
-        f"The {'server' if plugged.serve else 'engine'} with your {names}",
+        f"{plugged.what or ('The server' if plugged.serve else 'The engine')} with your {names}",
         ["", "yours", "ours"],
         [(name, str(value), str(rows_of(ours)[name])) for name, value in rows_of(yours).items()],
         words=True,

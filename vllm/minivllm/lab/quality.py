@@ -23,8 +23,10 @@ from minivllm.config.checks import require
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
 from minivllm.lab.corpus import held_out_texts
-from minivllm.models.attention import AttentionFunction, CausalAttention
+from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
+from minivllm.models.forward_context import Attention
+from minivllm.models.latent_attention import causal_attention
 from minivllm.sampling_params import SamplingParams
 
 
@@ -74,12 +76,12 @@ def read(llm: LLM, texts: Sequence[list[int]]) -> Reading:
 
 
 @torch.inference_mode()
-def decoder_loss(model: Decoder, texts: Sequence[list[int]], attention: AttentionFunction | None = None) -> float:
+def decoder_loss(model: Decoder, texts: Sequence[list[int]], attention: Attention | None = None) -> float:
     """Loss in nats per token over texts of equal length; `attention` (None: plain) gets them concatenated."""
     ids = torch.tensor(texts, device=model.lm_head.weight.device)
     count, tokens = ids.shape
     positions = torch.arange(tokens, device=ids.device).repeat(count)
-    attention = attention or CausalAttention(model.config, [tokens] * count)
+    attention = attention or causal_attention(model.config, [tokens] * count)
     logits = model.compute_logits(model(ids.flatten(), positions, attention)).float().view(count, tokens, -1)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
 

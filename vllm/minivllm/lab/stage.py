@@ -96,7 +96,8 @@ class Stage:
         return real
 
     async def _start_real(self, engine: AsyncLLM, args: EngineArgs) -> RealServer:
-        from minivllm.entrypoints.openai.launcher import bind, make_app, make_server
+        from minivllm.entrypoints.openai.http_server import bind, make_server
+        from minivllm.entrypoints.openai.launcher import make_app
         from minivllm.entrypoints.openai.settings import FrontendArgs
 
         settings = FrontendArgs(host="127.0.0.1", port=0, disable_uvicorn_access_log=True, uvicorn_log_level="error")

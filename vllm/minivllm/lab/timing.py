@@ -12,26 +12,38 @@ if TYPE_CHECKING:
     import torch
 
 
+Clock = Callable[[], float]
+"""Reads seconds, such as `time.perf_counter`, or `time.process_time` for one thread on a busy machine."""
+
+
 def median_seconds(
-    function: Callable[[], object], *, repeats: int = 7, warmup: int = 2, device: torch.device | None = None
+    function: Callable[[], object],
+    *,
+    repeats: int = 7,
+    warmup: int = 2,
+    device: torch.device | None = None,
+    clock: Clock = time.perf_counter,
 ) -> float:
-    """Median seconds of one call: CUDA events on a GPU (after a flush of its L2 cache), the wall clock elsewhere."""
+    """Median seconds of one call: CUDA events on a GPU (after a flush of its L2 cache), elsewhere `clock`."""
     for _ in range(warmup):
         function()
     if device is not None and device.type == "cuda":
         return _median_cuda_seconds(function, repeats)
-    return statistics.median(wall_seconds(function) for _ in range(repeats))
+    return statistics.median(wall_seconds(function, clock) for _ in range(repeats))
 
 
-def wall_seconds(function: Callable[[], object]) -> float:
-    """Wall-clock seconds of one call."""
-    start = time.perf_counter()
+def wall_seconds(function: Callable[[], object], clock: Clock = time.perf_counter) -> float:
+    """Seconds of one call, on the wall clock unless another one is given."""
+    start = clock()
     function()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def in_turns(
-    functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device | None = None
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device | None = None,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each function's calls, interleaved in rounds so that changes of the machine's speed affect all alike.
 
@@ -42,7 +54,7 @@ def in_turns(
         function()
     for _ in range(rounds):
         for name, function in functions.items():
-            seconds[name].append(median_seconds(function, repeats=1, warmup=0, device=device))
+            seconds[name].append(median_seconds(function, repeats=1, warmup=0, device=device, clock=clock))
     return seconds
 
 

@@ -92,8 +92,11 @@ def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
     config = as_config(model)
     if config.model_type in ("gpt2", "opt"):
         return 0  # learned positions are parameters
-    width = config.head_dim if config.kv_lora_rank is None else config.qk_rope_head_dim or 0
-    return config.max_position_embeddings * width * bytes_of_dtype(serving_dtype(config) if dtype == "auto" else dtype)
+    return (
+        config.max_position_embeddings
+        * config.rotary_dim
+        * bytes_of_dtype(serving_dtype(config) if dtype == "auto" else dtype)
+    )
 
 
 def _gated_decoder(config: ModelConfig, tp: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
+from minivllm.models.rotary import sharpening
 
 
 class AttentionFunction(Protocol):
@@ -36,6 +37,18 @@ class AttentionFunction(Protocol):
         ...
 
 
+def attention_scale(config: ModelConfig) -> float:
+    """What q · k is multiplied by: one over the root of a head's width.
+
+    DeepSeek's YaRN makes attention sharper here, not in the rotary table, since a part of the head is not rotated.
+    """
+    if config.kv_lora_rank is None:
+        return config.head_dim**-0.5
+    scaling = config.rope_scaling or {}
+    sharper = sharpening(scaling.get("factor") or 1.0, scaling.get("mscale_all_dim") or 0.0)
+    return (config.qk_nope_head_dim + config.rotary_dim) ** -0.5 * sharper**2
+
+
 class CausalAttention:
     """Each token attends to itself and to the earlier tokens of its sequence, all of which are in this one step."""
 
@@ -46,7 +59,7 @@ class CausalAttention:
             config: the model's shape; its `sliding_window` applies.
             lengths: tokens of each sequence, in order; None for one sequence of all tokens.
         """
-        self.scale = config.head_dim**-0.5
+        self.scale = attention_scale(config)
         self.window = config.sliding_window
         self.lengths = None if lengths is None else list(lengths)
 

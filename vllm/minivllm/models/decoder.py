@@ -1,4 +1,4 @@
-"""A Llama-style decoder-only transformer: Llama, Qwen2, Qwen3 and Mistral differ only in details.
+"""A Llama-style decoder-only transformer: Llama, Qwen2, Qwen3, Mistral and a dense DeepSeek-V2 differ only in details.
 
     for each layer:  h += attention(norm(h));  h += mlp(norm(h))          then  logits = head(norm(h))
 
@@ -7,10 +7,11 @@ where a sequence starts. Attention does, and is passed in with the step (`Forwar
 same input are merged, as in vLLM: q, k and v are one matrix product, and so are the two halves of the gated MLP. How a
 product is computed is up to its method (`minivllm.models.linear`). A rank of a tensor-parallel group has a share of the
 heads and of the MLP's width, and adds its partial sums to those of the other ranks (`minivllm.models.parallel`). A
-stage of a pipeline has some of the layers (`minivllm.models.pipeline`).
+stage of a pipeline has some of the layers (`minivllm.models.pipeline`). DeepSeek-V2 has another attention
+(`minivllm.models.latent_attention`); its experts are not computed.
 
 In vLLM: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`; `QKVParallelLinear` and
-`MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`.
+`MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`; `deepseek_v2.py` (`DeepseekV2ForCausalLM`).
 """
 
 from itertools import islice
@@ -22,15 +23,16 @@ from torch import Tensor, nn
 from minivllm.config import ModelConfig
 from minivllm.config.model import ARCHITECTURES
 from minivllm.errors import UnsupportedModelError
-from minivllm.kernels.elementwise import add_rms_norm, rotate_heads
-from minivllm.models.attention import AttentionFunction
-from minivllm.models.forward_context import ForwardContext
+from minivllm.kernels.elementwise import rotate_heads
+from minivllm.models.forward_context import Attention, ForwardContext
+from minivllm.models.latent_attention import LatentAttention
 from minivllm.models.linear import UNQUANTIZED, GatedLinear, Linear, LoadableLinearMethod
+from minivllm.models.norm import RMSNorm
 from minivllm.models.parallel import GroupCoordinator, shard_config
 from minivllm.models.pipeline import get_pp_indices, stage_config
 from minivllm.models.rotary import RotaryTable
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("deepseek_v2", "llama", "mistral", "qwen2", "qwen3")
 
 
 class Decoder(nn.Module):
@@ -82,7 +84,7 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        context: ForwardContext | AttentionFunction,
+        context: ForwardContext | Attention,
         rows: Tensor | None = None,
         intermediate: Tensor | None = None,
     ) -> Tensor:
@@ -127,7 +129,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
         super().__init__()
-        self.self_attn = SelfAttention(config, index, group, method)
+        attention = SelfAttention if config.kv_lora_rank is None else LatentAttention
+        self.self_attn = attention(config, index, group, method)
         self.mlp = GatedMLP(config, group, method)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -198,21 +201,6 @@ class GatedMLP(nn.Module):
         return self.group.all_reduce(self.down_proj(self.gate_up_proj(hidden)))
 
 
-class RMSNorm(nn.Module):
-    """Scale to unit root mean square, in float32, then by a per-element weight (arXiv 1910.07467)."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`[..., width]` in and out. With a residual, normalise the sum of both and store the sum in `residual`."""
-        if residual is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return add_rms_norm(x, residual, self.weight, self.eps)
-
-
 class Embedding(nn.Module):
     """Look up the row of `weight` `[rows, width]` for each id."""
 
@@ -240,8 +228,19 @@ def _check_supported(config: ModelConfig) -> None:
         raise UnsupportedModelError(f"{name} has {config.other_computation}, which the decoder does not compute")
     if config.hidden_act != "silu":
         raise UnsupportedModelError(f"{name} has the activation {config.hidden_act!r}; the decoder computes silu")
-    if config.num_experts or config.kv_lora_rank is not None:
-        raise UnsupportedModelError(f"{name} has experts, or latent attention; the decoder computes neither")
+    if config.num_experts:
+        raise UnsupportedModelError(
+            f"{name} has experts from layer {config.num_dense_layers} on, which the decoder does not compute; models "
+            "without experts work"
+        )
+    if (config.kv_lora_rank is not None) != (config.model_type == "deepseek_v2"):
+        raise UnsupportedModelError(
+            f"{name} has latent attention outside DeepSeek-V2's architecture, or lacks it there"
+        )
+    if config.kv_lora_rank is not None:
+        config.require("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if config.attention_bias:
+            raise UnsupportedModelError(f"{name} has latent attention with biases, which the decoder does not compute")
     if config.cache_exception:
         raise UnsupportedModelError(f"{name} cannot be run: {config.cache_exception}")
     if config.layer_types and len(set(config.layer_types)) > 1:

@@ -26,11 +26,11 @@ from minivllm.config import ModelConfig
 from minivllm.config.checks import is_count
 from minivllm.config.model import config_path, read_json_object
 from minivllm.errors import MinivllmError, UnsupportedModelError
-from minivllm.models.attention import AttentionFunction
-from minivllm.models.decoder import Decoder, Embedding, GatedMLP, RMSNorm, SelfAttention
-from minivllm.models.forward_context import ForwardContext
+from minivllm.models.decoder import Decoder, Embedding, GatedMLP, SelfAttention
+from minivllm.models.forward_context import Attention, ForwardContext
 from minivllm.models.linear import UNQUANTIZED, Linear
 from minivllm.models.loader import default_dtype, fill_slots, slots_of, stored_tensors, weight_files
+from minivllm.models.norm import RMSNorm
 from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.rotary import RotaryTable
 
@@ -136,7 +136,7 @@ class Eagle3Head(nn.Module):
         input_ids: Tensor,
         positions: Tensor,
         hidden: Tensor,
-        context: ForwardContext | AttentionFunction,
+        context: ForwardContext | Attention,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One step over the flattened tokens of all sequences.

@@ -4,11 +4,13 @@ In vLLM v0.33.0: `vllm/forward_context.py` (`ForwardContext`), which layers find
 down to them and is immutable: each step has its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from minivllm.models.attention import AttentionFunction
+Attention = Callable[..., Tensor]
+"""An `AttentionFunction`; in a model with latent attention a `LatentAttentionFunction`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,10 @@ class ForwardContext:
     - `aux_hidden_states`: hidden states to keep; None for none.
     """
 
-    attention: AttentionFunction
+    attention: Attention
     aux_hidden_states: AuxHiddenStates | None = None
 
     @classmethod
-    def of(cls, context: "ForwardContext | AttentionFunction") -> "ForwardContext":
+    def of(cls, context: "ForwardContext | Attention") -> "ForwardContext":
         """Return `context` itself, or wrap a bare attention function."""
         return context if isinstance(context, ForwardContext) else cls(context)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.packed_weights import row_width
 from minivllm.memory import num_parameters
 from minivllm.models.decoder import FAMILIES, Decoder
+from minivllm.models.latent_attention import latent_rows, query_rows
 from minivllm.models.linear import UNQUANTIZED, Linear
 from minivllm.models.parallel import GroupCoordinator, kv_part
 from minivllm.models.quantized import Quantization, QuantizedLinearMethod, Rounding
@@ -37,6 +39,7 @@ class Slot:
 
     `repeat`: repeat each entry along `dim` this many times, one scale per piece of a group split across ranks.
     `zero`: fill with zeros instead, since another rank adds this tensor to the sum.
+    `order`: indices of the part's rows, in the order in which they go into the target; None for their own.
     """
 
     target: Tensor
@@ -45,6 +48,7 @@ class Slot:
     parts: int = 1
     repeat: int = 1
     zero: bool = False
+    order: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -60,7 +64,8 @@ class Slot:
         else:
             width = self.target.shape[self.dim]
             stored = stored.repeat_interleave(self.repeat, self.dim) if self.repeat > 1 else stored
-            self.target.copy_(stored.narrow(self.dim, self.index * width, width))
+            part = stored.narrow(self.dim, self.index * width, width)
+            self.target.copy_(part if self.order is None else part[self.order.to(part.device)])
 
 
 def load_model(
@@ -228,25 +233,56 @@ def slots_of(
     `config` describes the part that the module holds; `shared` is which part of how many its keys and values are.
     """
     slots, mine = {}, (group.rank, group.size)
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    merged = {
-        "qkv_proj": (("q_proj", "k_proj", "v_proj"), (q, kv, kv), (mine, shared, shared)),
-        "gate_up_proj": (("gate_proj", "up_proj"), (config.intermediate_size,) * 2, (mine, mine)),
-    }
+    merged = _merged(config, mine, shared)
     for name, parameter in module.named_parameters():
         if not parameter.numel():
             continue  # another stage has it
         linear, _, what = name.rpartition(".")
         whole = next((part for part in merged if part in name), None)
         if whole is not None:
-            names, rows, parts = merged[whole]
-            for part, target, which in zip(names, parameter.split(rows), parts, strict=True):
-                slots[name.replace(whole, part)] = Slot(target, 0, *which)
+            parts = merged[whole]
+            for part, target in zip(parts, parameter.split([part.rows for part in parts]), strict=True):
+                slots[name.replace(whole, part.name)] = Slot(target, 0, *part.which, order=part.order)
         elif linear.endswith(("o_proj", "down_proj")):
             slots[name] = _slot_of_divided_row(module.get_submodule(linear), what, parameter, group)
         else:
             slots[name] = Slot(parameter)
     return slots
+
+
+class _Part(NamedTuple):
+    """A stored projection that is `rows` of a merged one; `which` part of how many a rank has, `order` as in `Slot`."""
+
+    name: str
+    rows: int
+    which: tuple[int, int]
+    order: Tensor | None = None
+
+
+def _merged(config: ModelConfig, mine: tuple[int, int], shared: tuple[int, int]) -> dict[str, tuple[_Part, ...]]:
+    """The stored projections, by the name of the one that they are parts of.
+
+    `mine` and `shared`: which part of how many the rank has of what is divided, and of keys and values.
+    """
+    width = config.intermediate_size
+    gate_and_up = _Part("gate_proj", width, mine), _Part("up_proj", width, mine)
+    if config.kv_lora_rank is not None:
+        return {**_merged_latent(config, mine), "gate_up_proj": gate_and_up}
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    q_k_and_v = _Part("q_proj", q, mine), _Part("k_proj", kv, shared), _Part("v_proj", kv, shared)
+    return {"qkv_proj": q_k_and_v, "gate_up_proj": gate_and_up}
+
+
+def _merged_latent(config: ModelConfig, mine: tuple[int, int]) -> dict[str, tuple[_Part, ...]]:
+    """Those of latent attention: every rank has whole latents, and its own heads' queries and up-projections."""
+    whole, of_queries = (0, 1), query_rows(config)
+    expanded = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
+    latent = _Part("kv_a_proj_with_mqa", config.latent_width, whole, latent_rows(config))
+    up = {"kv_b_proj": (_Part("kv_b_proj", expanded, mine),)}
+    if not config.q_lora_rank:
+        return {"fused_qkv_a_proj": (_Part("q_proj", len(of_queries), mine, of_queries), latent), **up}
+    queries = {"q_b_proj": (_Part("q_b_proj", len(of_queries), mine, of_queries),)}
+    return {"fused_qkv_a_proj": (_Part("q_a_proj", config.q_lora_rank, whole), latent), **queries, **up}
 
 
 def _slot_of_divided_row(linear: nn.Module, what: str, parameter: Tensor, group: GroupCoordinator) -> Slot:

@@ -19,7 +19,7 @@ from minivllm.platforms.device_memory import refuse_beyond_memory
 
 
 class RotaryTable(nn.Module):
-    """Holds `table` `[positions, head_dim]`: each row is the position's cosines, then its sines.
+    """Holds `table` `[positions, rotary_dim]`: each row is the position's cosines, then its sines.
 
     `minivllm.kernels.elementwise.rotate_heads` applies it to heads.
     """
@@ -33,7 +33,7 @@ class RotaryTable(nn.Module):
         if device.type != "meta":
             # While the table is built, angles, sines and cosines take memory too.
             what = f"the table of rotary positions for max_position_embeddings = {config.max_position_embeddings}"
-            num_bytes = 3 * length * config.head_dim * torch.float32.itemsize
+            num_bytes = 3 * length * config.rotary_dim * torch.float32.itemsize
             refuse_beyond_memory(num_bytes, device, what, "lower it, or the factor of its rope scaling, in config.json")
         angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies.to(device)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
@@ -52,13 +52,14 @@ def table_length(config: ModelConfig) -> int:
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angle per position for each pair, `[head_dim / 2]` (float32, on the CPU), and the scale of cosines and sines.
+    """Angle per position for each pair, `[rotary_dim / 2]` (float32, on the CPU), and the scale of cosines and sines.
 
     Raises:
         UnsupportedModelError: the scaling is partial, or not linear, llama3 or yarn.
         MinivllmError: the scaling lacks one of its parameters; the message names it.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    width = config.rotary_dim
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is None:
@@ -95,12 +96,12 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], config: ModelConfig) 
     original = _parameter(scaling, "original_max_position_embeddings")
     factor = scaling.get("factor") or config.max_position_embeddings / original
     first, last = (
-        config.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        config.rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
         for turns in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
     )
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.head_dim - 1)
+    first, last = max(first, 0), min(last, config.rotary_dim - 1)
     pairs = torch.arange(len(frequencies), dtype=torch.float32, device="cpu")
     slowed = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
     return frequencies * (1 - slowed + slowed / factor), _yarn_scale(scaling, factor)
@@ -111,11 +112,12 @@ def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
         return float(scaling["attention_factor"])
     numerator, denominator = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if numerator and denominator:
-        return _sharpening(factor, numerator) / _sharpening(factor, denominator)
-    return _sharpening(factor, 1.0)
+        return sharpening(factor, numerator) / sharpening(factor, denominator)
+    return sharpening(factor, 1.0)
 
 
-def _sharpening(factor: float, weight: float) -> float:
+def sharpening(factor: float, weight: float) -> float:
+    """YaRN's correction of attention for a context `factor` times as long; 1 for a `weight` of 0."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

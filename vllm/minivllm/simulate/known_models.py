@@ -59,6 +59,7 @@ CONFIGS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
     "meta-llama/Meta-Llama-3-8B": _decoder("llama", 128256, 4096, 14336, 32, 32, 8, **LLAMA3),
     "meta-llama/Meta-Llama-3-70B": _decoder("llama", 128256, 8192, 28672, 80, 64, 8, **LLAMA3),
     "meta-llama/Llama-3.1-8B": _decoder("llama", 128256, 4096, 14336, 32, 32, 8, **LLAMA31),
+    "meta-llama/Llama-3.1-70B": _decoder("llama", 128256, 8192, 28672, 80, 64, 8, **LLAMA31),
     "meta-llama/Llama-3.2-1B": _decoder("llama", 128256, 2048, 8192, 16, 32, 8, head_dim=64, **LLAMA32),
     "meta-llama/Llama-3.2-3B": _decoder("llama", 128256, 3072, 8192, 28, 24, 8, head_dim=128, **LLAMA32),
     "mistralai/Mistral-7B-v0.3": _decoder(

@@ -15,7 +15,7 @@ from math import comb
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
@@ -28,6 +28,7 @@ class Stretch:
     """Consecutive steps that differ only in every context growing by one token per step.
 
     A step's counts are then polynomials of at most degree two, determined by the shapes of the first three steps.
+    Where there are fewer, the last of them stands for those that are missing.
     """
 
     steps: int
@@ -142,6 +143,8 @@ class Stretches:
         self.settled = False
         self.outputs: list[EngineCoreOutput] = []
         """What the last stretch gave."""
+        self.scheduled: SchedulerOutput | None = None
+        """What the scheduler decided for it."""
 
     def run(self) -> OfflineRun:
         """Run steps until no request is left."""
@@ -171,13 +174,13 @@ class Stretches:
             if live[key].num_computed_tokens >= live[key].num_tokens
         }
         engine_outputs = self.scheduler.update_from_output(output, ModelRunnerOutput(sampled))
-        self.outputs = engine_outputs
+        self.outputs, self.scheduled = engine_outputs, output
         ended = any(one.finish_reason for one in engine_outputs)
         only_decodes = all(new == steps for new in scheduled.values()) and not output.scheduled_new_reqs
         self.settled = only_decodes and not ended and not output.preempted_req_ids
         self._after(steps, sampled)
-        first, second, third = (self.shape_of((new, kept + later) for new, kept in before) for later in range(3))
-        return Stretch(steps, first, second, third)
+        shapes = [self.shape_of((new, kept + later) for new, kept in before) for later in range(min(steps, 3))]
+        return Stretch(steps, shapes[0], shapes[min(steps, 2) - 1], shapes[-1])
 
     def _after(self, steps: int, sampled: dict[str, list[int]]) -> None:
         """Full blocks that a long stretch filled are published, as its steps would have done; drafts for the next."""

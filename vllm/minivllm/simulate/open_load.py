@@ -113,11 +113,11 @@ def run_open(
     Raises:
         MinivllmError: the scheduler refuses a request.
     """
-    return _Open(load, Scheduler(scheduler_config, cache_config), cost).serve()
+    return OpenEngine(load, Scheduler(scheduler_config, cache_config), cost).serve()
 
 
-class _Open(Stretches):
-    """A run under way: stretches that end at the next arrival."""
+class OpenEngine(Stretches):
+    """An engine under an open load: stretches that end at the next arrival."""
 
     def __init__(self, load: OpenLoad, scheduler: Scheduler, cost: Cost) -> None:
         start = load.there_at_start(scheduler.config.max_num_batched_tokens)

@@ -25,6 +25,7 @@ from minivllm.errors import MinivllmError
 from minivllm.models.decoder import Decoder
 from minivllm.models.forward_context import ForwardContext
 from minivllm.worker.input_batch import StepInputs
+from minivllm.worker.latent_attention import PagedLatentAttention
 from minivllm.worker.paged_attention import PagedAttention
 from minivllm.worker.step_buffers import PADDING_SLOT, StepBuffers
 
@@ -62,7 +63,7 @@ class CudaGraphs:
     def __init__(
         self,
         model: Decoder,
-        attention: PagedAttention,
+        attention: PagedAttention | PagedLatentAttention,
         *,
         sizes: Sequence[int],
         max_num_blocks: int,
@@ -130,7 +131,7 @@ class CudaGraphs:
     def _tuning_step(self, size: int) -> StepInputs:
         """Requests with long contexts that read blocks all over the cache and write none."""
         keys = min(self.max_model_len, TUNING_KEYS)
-        columns, num_blocks = -(-keys // self.block_size), len(self.attention.kv_caches[0].keys)
+        columns, num_blocks = -(-keys // self.block_size), len(self.attention.kv_caches[0][0])
         nothing = np.zeros(0, np.int64)
         return StepInputs(
             req_ids=[""] * size,

@@ -5,6 +5,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker.initialize_from_config`
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,18 +15,24 @@ from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.errors import MinivllmError
 from minivllm.platforms.device import device_name
 from minivllm.platforms.device_memory import refuse_beyond_memory
+from minivllm.worker.latent_attention import LatentCache
 from minivllm.worker.paged_attention import LayerCache
 
 STORED_AS = {name: getattr(torch, stored_as) for name, stored_as in KV_CACHE_DTYPES.items()}
 """The torch dtype of cached keys and values for each `kv_cache_dtype`; "auto", not listed, is the model's own dtype."""
 
 
-def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device) -> None:
-    """Rejects an fp8 cache on a device that does not support fp8.
+def check_kv_cache_dtype(kv_cache_dtype: str, device: torch.device, config: ModelConfig) -> None:
+    """Rejects an fp8 cache on a device that does not support fp8, and any but the model's own for latents.
 
     Raises:
-        MinivllmError: the device does not support it; the message suggests an alternative.
+        MinivllmError: it is not supported; the message suggests an alternative.
     """
+    if config.kv_lora_rank is not None and kv_cache_dtype != "auto":
+        raise MinivllmError(
+            f"kv_cache_dtype {kv_cache_dtype!r} is for keys and values of heads, and this model keeps latents (MLA): "
+            'leave it out, or set "auto"'
+        )
     if STORED_AS.get(kv_cache_dtype) != torch.float8_e4m3fn:
         return
     if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9):
@@ -43,26 +50,37 @@ def allocate_kv_caches(
     device: torch.device,
     dtype: torch.dtype,
     kv_cache_dtype: str = "auto",
-) -> list[LayerCache]:
+) -> list[LayerCache] | list[LatentCache]:
     """Zeroed keys and values for every layer, each [num_blocks, block_size, kv_heads, head_dim].
 
-    An int8 cache also has scales for both, each [num_blocks, kv_heads, block_size], float32.
+    An int8 cache also has scales for both, each [num_blocks, kv_heads, block_size], float32. A model with latent
+    attention has one tensor a layer, [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], on every rank.
 
     Raises:
         MinivllmError: the device does not have that much memory.
     """
-    heads, stored_as = config.num_key_value_heads, STORED_AS.get(kv_cache_dtype, dtype)
-    shapes = [((num_blocks, block_size, heads, config.head_dim), stored_as)] * 2
-    if stored_as == torch.int8:
-        shapes += [((num_blocks, heads, block_size), torch.float32)] * 2
+    kind, shapes = _layer_shapes(config, num_blocks, block_size, STORED_AS.get(kv_cache_dtype, dtype))
     layers = range(config.num_hidden_layers)
     refuse_beyond_memory(
-        sum(math.prod(shape) * kind.itemsize for shape, kind in shapes) * len(layers),
+        sum(math.prod(shape) * stored_as.itemsize for shape, stored_as in shapes) * len(layers),
         device,
         f"a KV cache of {num_blocks} blocks of {block_size} tokens",
         "give it fewer, or leave num_gpu_blocks_override out",
     )
-    return [LayerCache(*(_zeros(shape, device, kind) for shape, kind in shapes)) for _ in layers]
+    return [kind(*(_zeros(shape, device, stored_as) for shape, stored_as in shapes)) for _ in layers]
+
+
+def _layer_shapes(
+    config: ModelConfig, num_blocks: int, block_size: int, stored_as: torch.dtype
+) -> tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]:
+    """What holds one layer's cache, and shape and dtype of each of its tensors."""
+    if config.kv_lora_rank is not None:
+        return LatentCache, [((num_blocks, block_size, config.latent_width), stored_as)]
+    heads = config.num_key_value_heads
+    shapes = [((num_blocks, block_size, heads, config.head_dim), stored_as)] * 2
+    if stored_as == torch.int8:
+        shapes += [((num_blocks, heads, block_size), torch.float32)] * 2
+    return LayerCache, shapes
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:

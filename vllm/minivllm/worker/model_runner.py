@@ -24,9 +24,12 @@ from minivllm.models.linear import process_weights_after_loading, weight_bytes
 from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.sampling_params import SamplingParams
+from minivllm.worker.attention import make_attention, without_attention
 from minivllm.worker.cuda_graphs import CudaGraphs, Record, capture_sizes
 from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
 from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
+from minivllm.worker.kv_connector_runner import KVConnectorRunner, tensors_of
+from minivllm.worker.latent_attention import PagedLatentAttention
 from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
 from minivllm.worker.sample.prompt_logprobs import PromptLogprobs
 from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplerOutput, SamplingMetadata, sample
@@ -64,7 +67,7 @@ class ModelRunner:
         process_weights_after_loading(model)
         self.max_num_seqs, self.max_model_len, self.block_size = max_num_seqs, max_model_len, block_size
         self.kv_cache_dtype = kv_cache_dtype
-        check_kv_cache_dtype(kv_cache_dtype, self.device)
+        check_kv_cache_dtype(kv_cache_dtype, self.device, self.config)
         refuse_beyond_memory(
             InputBatch.num_bytes(max_num_seqs, max_model_len, block_size),
             torch.device("cpu"),
@@ -73,14 +76,15 @@ class ModelRunner:
         )
         self.use_kv_cache = use_kv_cache
         self.keeps_drafts = async_scheduling
-        self.make_attention = attention or partial(PagedAttention, backend=attention_backend)
+        self.make_attention = partial(make_attention, backend=attention_backend, attention=attention)
         samples = model.group.samples
         self.proposer = make_proposer(speculative_config, max_model_len, draft_proposer) if samples else None
         self.acceptance_rates = speculative_config.conditional_acceptance_rates if speculative_config else None
         self.drafter = None if drafter is None else self._model_proposer(speculative_config, drafter)
         self.rejection_sample = rejection_sample
-        self.attention: PagedAttention | None = None
+        self.attention: PagedAttention | PagedLatentAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
+        self.kv_connector: KVConnectorRunner | None = None
         self.reset()
 
     def _model_proposer(self, config: SpeculativeConfig | None, model: Decoder | Eagle3Head) -> ModelProposer:
@@ -124,10 +128,18 @@ class ModelRunner:
         """Allocates the cache, and the drafter's: `num_blocks` blocks in every layer. Called once."""
         where = self.device, self.dtype, self.kv_cache_dtype
         caches = allocate_kv_caches(self.config, num_blocks, self.block_size, *where)
-        scale, window = self.config.head_dim**-0.5, self.config.sliding_window
-        self.attention = self.make_attention(caches, scale, window)
+        self.attention = self.make_attention(self.config, caches)
         if self.drafter:
             self.drafter.initialize_kv_cache(num_blocks)
+
+    def named_kv_caches(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """The caches by layer, with names as vLLM's: the model's, then the drafter's."""
+        assert self.attention is not None
+        named = {f"model.layers.{i}.self_attn.attn": tensors_of(one) for i, one in enumerate(self.attention.kv_caches)}
+        if self.drafter and self.drafter.attention:
+            drafts = enumerate(self.drafter.attention.kv_caches)
+            named |= {f"draft.layers.{i}.self_attn.attn": tensors_of(one) for i, one in drafts}
+        return named
 
     def capture_model(self, record: Record | None = None) -> None:
         """Captures the CUDA graphs of decode steps; the cache must exist. `record` is as in `CudaGraphs.capture`."""
@@ -151,22 +163,36 @@ class ModelRunner:
         """
         with record_function_or_nullcontext("minivllm::prepare"):
             self._update_states(scheduler_output)
+            if self.kv_connector is not None:
+                self.kv_connector.begin(scheduler_output)
             if not scheduler_output.num_scheduled_tokens:
-                return ModelRunnerOutput({})
+                self._end_transfers(scheduler_output)
+                return self._with_transfers(ModelRunnerOutput({}))
             inputs = self.prepare_inputs(scheduler_output)
         with record_function_or_nullcontext("minivllm::forward"):
             hidden = self.forward(inputs)
+        if not self.drafter:
+            self._end_transfers(scheduler_output)
         if scheduler_output.has_structured_output_requests:
             self._waits_for_grammar = scheduler_output, inputs, hidden
             return ModelRunnerOutput({})
-        return self._end_step(scheduler_output, inputs, hidden)
+        return self._with_transfers(self._end_step(scheduler_output, inputs, hidden))
 
     @torch.inference_mode()
     def sample_by_grammar(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
         """Ends the step that `execute_model` began, and returns the sampled tokens."""
         assert self._waits_for_grammar is not None
         begun, self._waits_for_grammar = self._waits_for_grammar, None
-        return self._end_step(*begun, grammar_output)
+        return self._with_transfers(self._end_step(*begun, grammar_output))
+
+    def _end_transfers(self, scheduler_output: SchedulerOutput) -> None:
+        if self.kv_connector is not None:
+            self.kv_connector.end(scheduler_output)
+
+    def _with_transfers(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        if self.kv_connector is not None:
+            output.kv_connector_output = self.kv_connector.take_output()
+        return output
 
     def _end_step(
         self,
@@ -180,9 +206,13 @@ class ModelRunner:
             return ModelRunnerOutput({})
         with record_function_or_nullcontext("minivllm::sample"):
             output = self.sample_tokens(inputs, hidden, grammar_output)
+        if self.drafter and self.kv_connector is not None:
+            self.kv_connector.wait_for_drafter()
         if self.proposer or self.drafter:
             with record_function_or_nullcontext("minivllm::draft"):
                 self.propose_draft_token_ids(inputs, scheduler_output.num_spec_tokens_to_schedule)
+        if self.drafter:
+            self._end_transfers(scheduler_output)
         if self.keeps_drafts:
             output.num_invalid_spec_tokens = num_invalid_of(scheduler_output, inputs)
         return output
@@ -227,7 +257,7 @@ class ModelRunner:
         aux = AuxHiddenStates(self.drafter.aux_layer_ids) if self.drafter and self.drafter.aux_layer_ids else None
         graphs = None if self.prompt_logprobs or aux else self.cuda_graphs
         if graphs is not None and graphs.size_for(inputs) is not None:
-            hidden = graphs.replay(inputs)  # [tokens, hidden]
+            hidden = self._replay(graphs, inputs)  # [tokens, hidden]
             return hidden if rows is None else hidden[rows]
         input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
         context, group = self._forward_context(inputs, aux), self.model.group
@@ -237,6 +267,14 @@ class ModelRunner:
             self._aux_hidden_states = torch.cat(aux.states, dim=-1)
         if not group.stage.is_last:
             group.send_to_next_stage(hidden)
+        return hidden
+
+    def _replay(self, graphs: CudaGraphs, inputs: StepInputs) -> torch.Tensor:
+        if self.kv_connector is None:
+            return graphs.replay(inputs)
+        self.kv_connector.wait_for_layers()
+        hidden = graphs.replay(inputs)
+        self.kv_connector.save_layers()
         return hidden
 
     def _receive(self, num_tokens: int) -> torch.Tensor:
@@ -297,8 +335,8 @@ class ModelRunner:
         """
         req_ids = [inputs.req_ids[index] for index in inputs.sampling]
         if self.drafter:
-            self.drafter.num_drafts = self.drafter.config.num_speculative_tokens if most is None else most
-            drafts = self.drafter.propose(self.batch, inputs, self._aux_hidden_states)
+            num_drafts = self.drafter.config.num_speculative_tokens if most is None else most
+            drafts = self.drafter.propose(self.batch, inputs, num_drafts, self._aux_hidden_states)
         elif most == 0:
             drafts = [[] for _ in req_ids]
         else:
@@ -319,7 +357,11 @@ class ModelRunner:
 
     def _forward_context(self, inputs: StepInputs, aux: AuxHiddenStates | None) -> ForwardContext:
         assert self.attention is not None
-        return ForwardContext(self.attention.of_step(AttentionMetadata.of(inputs, self.device)), aux)
+        metadata = AttentionMetadata.of(inputs, self.device)
+        attention = self.attention.of_step(metadata)
+        if self.kv_connector is not None:
+            attention = self.kv_connector.around(attention, metadata)
+        return ForwardContext(attention, aux)
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
         batch, rows = self.batch, inputs.rows[inputs.sampling]  # [n]
@@ -342,7 +384,7 @@ class ModelRunner:
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         stage, shape = self.model.group.stage, (2, num_tokens, self.config.hidden_size)
         received = None if stage.is_first else torch.zeros(shape, dtype=self.dtype, device=self.device)
-        hidden = self.model(ids, ids, lambda layer, q, k, v: torch.zeros_like(q), None, received)
+        hidden = self.model(ids, ids, without_attention(self.config, self.max_model_len), None, received)
         if not stage.is_last:
             return
         logits = self.model.compute_logits(hidden[:num_rows]).float()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
@@ -24,7 +25,8 @@ class AttentionMetadata:
     - `query_start_loc` [requests + 1]: where each request's tokens start in the flat batch.
     - `seq_lens` [requests]: the length of each request, including this step's tokens.
     - `block_table` [requests, blocks]; `slot_mapping` [tokens], int64: where this step's keys and values go.
-    - `max_seq_len`: the maximum of `seq_lens`, computed on the host to avoid a device sync.
+    - `max_seq_len`, `max_query_len`: the most tokens of a request, and those of them that are computed in this step;
+      known on the host, to avoid a device sync.
     """
 
     query_start_loc: torch.Tensor
@@ -32,12 +34,14 @@ class AttentionMetadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     max_seq_len: int
+    max_query_len: int
 
     @classmethod
     def of(cls, spans: TokenSpans, device: torch.device) -> "AttentionMetadata":
         """The tables of a forward pass over these tokens, copied to the device."""
         tables = (spans.query_start_loc, spans.seq_lens, spans.block_table, spans.slot_mapping)
-        return cls(*(torch.from_numpy(table).to(device) for table in tables), int(spans.seq_lens.max()))
+        most = int(spans.seq_lens.max()), int(np.diff(spans.query_start_loc).max())
+        return cls(*(torch.from_numpy(table).to(device) for table in tables), *most)
 
 
 class LayerCache(NamedTuple):

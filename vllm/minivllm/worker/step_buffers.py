@@ -54,6 +54,7 @@ class StepBuffers:
             self.block_table[:rows],
             self.slot_mapping[:rows],
             max_seq_len,
+            max_query_len=1,
         )
 
     def load(self, inputs: StepInputs) -> None:

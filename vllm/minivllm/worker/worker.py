@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minivllm.config import ModelConfig, SpeculativeConfig
+from minivllm.config import KVTransferConfig, ModelConfig, Parts, SpeculativeConfig
+from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.core.output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.kv_connector.factory import create_connector
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head, load_eagle3
 from minivllm.models.loader import load_model, random_model
@@ -24,6 +27,7 @@ from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.triton_utils import INTERPRETED
 from minivllm.sampling_params import SamplingParams
+from minivllm.worker.kv_connector_runner import KVConnectorRunner, model_fingerprint
 from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.paged_attention import PagedAttention
@@ -60,6 +64,9 @@ class WorkerSettings:
     num_threads: int
     enforce_eager: bool
     async_scheduling: bool = False
+    kv_transfer_config: KVTransferConfig | None = None
+    kv_connector: Callable[..., Any] | None = None
+    data_parallel_rank: int = 0
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -128,6 +135,39 @@ class Worker:
             self.runner.capture_model()
         self.group.bytes_reduced = 0
 
+    def initialize_kv_connector(self) -> tuple[KVConnectorConfig, Any]:
+        """Creates this rank's side of the KV connector, once there is a cache.
+
+        Returns what the scheduler's side needs: its settings, and what others need to reach this rank.
+        """
+        settings, group = self.settings, self.group
+        assert settings.kv_transfer_config is not None
+        config, kv_caches = self.runner.model.whole_config, self.runner.named_kv_caches()
+        speculative = settings.speculative_config if self.runner.drafter else None
+        stored_as = str(next(iter(kv_caches.values()))[0].dtype).removeprefix("torch.")
+        computed_in = (str(self.runner.dtype), settings.quantization, speculative and speculative.model)
+        weights = (settings.load_format, settings.seed if settings.load_format == "dummy" else 0)
+        told = KVConnectorConfig(
+            kv_transfer_config=settings.kv_transfer_config,
+            model_fingerprint=model_fingerprint(settings.model, config, computed_in, weights),
+            block_size=settings.block_size,
+            num_gpu_blocks=next(iter(kv_caches.values()))[0].shape[0],
+            num_layers=len(kv_caches),
+            num_kv_heads=config.num_key_value_heads if config.kv_lora_rank is None else 1,
+            head_dim=config.latent_width or config.head_dim,
+            kv_cache_dtype=stored_as,
+            max_model_len=settings.max_model_len,
+            device=self.device.type,
+            tensor_parallel_size=group.size,
+            tensor_parallel_rank=group.rank,
+            pipeline_parallel_size=group.stage.size,
+            data_parallel_rank=settings.data_parallel_rank,
+            num_threads=max(1, settings.num_threads // group.world_size),
+        )
+        connector = create_connector(told, KVConnectorRole.WORKER, Parts(kv_connector=settings.kv_connector))
+        self.runner.kv_connector = KVConnectorRunner(connector, kv_caches, self.runner.config.num_hidden_layers)
+        return told, connector.get_handshake_metadata()
+
     def warm_up(self) -> None:
         """Runs a step on a CPU, so that no request waits for what numba compiles, or reads from its cache.
 
@@ -188,8 +228,15 @@ class Worker:
     def reset(self) -> None:
         """Drops all requests, in whatever state a failed step left them, and joins the group anew."""
         self.runner.reset()
+        if self.runner.kv_connector is not None:
+            self.runner.kv_connector.reset()
         self._without_tokens = None
         self.group.rejoin()
+
+    def shutdown(self) -> None:
+        """Ends what the KV connector has started, if there is one."""
+        if self.runner.kv_connector is not None:
+            self.runner.kv_connector.connector.shutdown()
 
     def leave_group(self) -> None:
         """Makes the other ranks fail, too, where they would wait for this one."""
@@ -207,6 +254,11 @@ class Worker:
         """Returns these times, in seconds of `time.monotonic()`, and stops noting them."""
         times, self._times = self._times or [], None
         return times
+
+    def kv_cache_bytes(self) -> int:
+        """Bytes of this rank's KV cache, that of a drafter included."""
+        caches = self.runner.named_kv_caches().values()
+        return sum(tensor.nbytes for tensors in caches for tensor in tensors)
 
     def bytes_sent(self) -> int:
         """Bytes this rank has sent to the next stage since it started."""

@@ -1,4 +1,4 @@
-"""`minivllm serve MODEL [flags named as vLLM's]`, and `minivllm bench serve`.
+"""`minivllm serve MODEL [flags named as vLLM's]`, `minivllm proxy`, and `minivllm bench serve`.
 
 In vLLM v0.33.0: `vllm/entrypoints/cli/main.py`, `serve.py`, `benchmark/serve.py`.
 """
@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import minivllm
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -17,7 +17,9 @@ from minivllm.config.flags import FlexibleArgumentParser, HelpFormatter, add_fla
 from minivllm.engine.core_entry import leave
 from minivllm.entrypoints.cli import bench_serve
 from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.entrypoints.proxy.settings import ProxyArgs
 from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
+from minivllm.platforms.collector import while_loading
 
 KEY_VARIABLES = ("MINIVLLM_API_KEY", "VLLM_API_KEY")
 NOT_FLAGS = {"model", "parts", "multiprocess"}
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; return the exit code. 2: it cannot be done as said, and one line says why."""
     try:
         given = _parsed(arguments)
-        return bench_serve.run(given) if given.command == "bench" else _serve(given)
+        return COMMANDS[given.command](given)
     except (MinivllmError, EngineDeadError, WorkerDiedError) as error:
         print(f"minivllm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -46,7 +48,7 @@ def run() -> NoReturn:
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     given, unknown = _parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if unknown:
-        command = "bench serve" if given.command == "bench" else "serve"
+        command = "bench serve" if given.command == "bench" else given.command
         near = _nearest(unknown[0]) if command == "serve" else ""
         raise MinivllmError(
             f"unrecognized argument {unknown[0]}{near or f'; minivllm {command} --help lists them all'}"
@@ -68,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
+    _add_proxy(commands)
     bench_serve.add_to(commands)
     serve.add_argument(
         "model_tag", nargs="?", metavar="MODEL", help="a directory or a name on the Hub; the embedded one"
@@ -76,6 +79,27 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(serve, FrontendArgs, {"Frontend": [field.name for field in fields(FrontendArgs)]})
     add_engine_flags(serve, NOT_FLAGS)
     return parser
+
+
+def _add_proxy(commands: Any) -> None:
+    proxy = commands.add_parser(
+        "proxy",
+        help="one address for prefill and decode servers",
+        usage="minivllm proxy --prefill URL [URL …] --decode URL [URL …] [flags]",
+        description="One address for servers that compute prompts and servers that generate (--kv-transfer-config).",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flags(proxy, ProxyArgs, {"Proxy": [field.name for field in fields(ProxyArgs)]})
+
+
+def _proxy(parsed: argparse.Namespace) -> int:
+    given = {name: value for name, value in vars(parsed).items() if name != "command"}
+    settings = ProxyArgs(**given)
+
+    from minivllm.entrypoints.proxy.serve import serve
+
+    return serve(settings)
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -95,8 +119,9 @@ def _serve(parsed: argparse.Namespace) -> int:
     ModelConfig.from_pretrained(args.model)
 
     # torch and FastAPI come only now: a mistyped flag is told at once
-    from minivllm.entrypoints.openai.chat_template import PLAIN
-    from minivllm.entrypoints.openai.launcher import serve
+    with while_loading():
+        from minivllm.entrypoints.openai.chat_template import PLAIN
+        from minivllm.entrypoints.openai.launcher import serve
 
     return serve(args, settings, None if model else PLAIN)
 
@@ -108,3 +133,6 @@ def _nearest(flag: str) -> str:
     known = [field.name for settings in (FrontendArgs, EngineArgs) for field in fields(settings)]
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean --{near[0].replace('_', '-')}?" if near else ""
+
+
+COMMANDS = {"serve": _serve, "proxy": _proxy, "bench": bench_serve.run}

@@ -7,7 +7,7 @@ group of routes.
 import os
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -15,8 +15,10 @@ from pydantic import BaseModel
 
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.entrypoints.openai.declined import tell_if_declined
 from minivllm.entrypoints.openai.errors import ErrorResponse, register_exception_handlers
 from minivllm.entrypoints.openai.middleware import (
+    JSON_ONLY,
     AuthenticationMiddleware,
     BodySizeMiddleware,
     OpenRequestsMiddleware,
@@ -47,16 +49,6 @@ DEVELOPMENT_VARIABLES = ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 404, 413, 422, 500, 503)
 }
-
-
-async def json_only(request: Request) -> None:
-    """Refuse a body that does not say that it is JSON, as a form from a web page would not."""
-    kind = request.headers.get("content-type", "").lower().split(";")[0].strip()
-    if kind != "application/json":
-        raise HTTPException(400, "the Content-Type must be application/json")
-
-
-JSON_ONLY = [Depends(json_only)]
 
 
 def build_app(
@@ -110,13 +102,14 @@ def _add_generation(
 ) -> None:
     completions = OpenAIServingCompletion(engine, models, settings, template)
     chat = OpenAIServingChat(engine, models, settings, template)
+    checks = [*JSON_ONLY, tell_if_declined(engine)] if engine.engine_args.kv_transfer_config else JSON_ONLY
 
-    @app.post("/v1/completions", dependencies=JSON_ONLY, response_model=CompletionResponse, responses=ERRORS)
+    @app.post("/v1/completions", dependencies=checks, response_model=CompletionResponse, responses=ERRORS)
     async def create_completion(request: CompletionRequest, raw: Request) -> Response:
         work = completions.create_completion(request, raw.headers)
         return await _answered(with_cancellation(work, raw, engine.parts))
 
-    @app.post("/v1/chat/completions", dependencies=JSON_ONLY, response_model=ChatCompletionResponse, responses=ERRORS)
+    @app.post("/v1/chat/completions", dependencies=checks, response_model=ChatCompletionResponse, responses=ERRORS)
     async def create_chat_completion(request: ChatCompletionRequest, raw: Request) -> Response:
         work = chat.create_chat_completion(request, raw.headers)
         return await _answered(with_cancellation(work, raw, engine.parts))

@@ -11,6 +11,7 @@ import threading
 import time
 
 from minivllm.engine.core_entry import end_with_parent, leave
+from minivllm.platforms.collector import while_loading
 
 SECONDS_TO_END = 5.0
 
@@ -38,12 +39,13 @@ def main(listening: int, parent: int) -> int:
     message = _read(int.from_bytes(_read(LENGTH_BYTES), "big"))
     threading.Thread(target=end_with_parent, args=(parent, _end), daemon=True).start()
 
-    from minivllm.engine.arg_utils import EngineArgs
-    from minivllm.engine.core_processes import CoreAddresses
-    from minivllm.engine.wire import decode
-    from minivllm.entrypoints.openai.launcher import serve_on
-    from minivllm.entrypoints.openai.settings import FrontendArgs
-    from minivllm.errors import EngineDeadError, MinivllmError
+    with while_loading():
+        from minivllm.engine.arg_utils import EngineArgs
+        from minivllm.engine.core_processes import CoreAddresses
+        from minivllm.engine.wire import decode
+        from minivllm.entrypoints.openai.launcher import serve_on
+        from minivllm.entrypoints.openai.settings import FrontendArgs
+        from minivllm.errors import EngineDeadError, MinivllmError
 
     engine, settings, template, addresses = decode(message, tuple[dict, dict, str | None, CoreAddresses])
     for lifeline in addresses.lifelines:

@@ -23,7 +23,7 @@ from minivllm.engine.core_processes import CoreAddresses, CoreProcesses
 from minivllm.engine.prometheus import FOLDER_VARIABLE
 from minivllm.engine.wire import encode
 from minivllm.entrypoints.openai.chat_template import read_template
-from minivllm.entrypoints.openai.launcher import bind, signals, signals_end_the_start
+from minivllm.entrypoints.openai.http_server import bind, signals, signals_end_the_start
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.logger import init_logger
 

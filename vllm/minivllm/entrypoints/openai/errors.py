@@ -59,6 +59,11 @@ def unavailable(message: str) -> RequestError:
     return RequestError(message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
 
 
+def bad_gateway(message: str) -> RequestError:
+    """A request that another server, to which it was passed on, has not answered."""
+    return RequestError(message, HTTPStatus.BAD_GATEWAY, "BadGatewayError")
+
+
 def failed(message: str) -> RequestError:
     """A request that was valid, and that the engine could not answer."""
     return RequestError(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")

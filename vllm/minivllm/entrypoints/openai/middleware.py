@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from http import HTTPStatus
 
+from fastapi import Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,16 @@ from minivllm.entrypoints.openai.errors import RequestError, json_response, unav
 
 WITH_KEY = ("/v1", "/v2", "/inference", "/cohere", "/xray/")
 MAX_BODY_BYTES = 32 * 2**20
+
+
+async def json_only(request: Request) -> None:
+    """Refuse a body that does not say that it is JSON, as a form from a web page would not."""
+    kind = request.headers.get("content-type", "").lower().split(";")[0].strip()
+    if kind != "application/json":
+        raise HTTPException(400, "the Content-Type must be application/json")
+
+
+JSON_ONLY = [Depends(json_only)]
 
 
 class ServerState:

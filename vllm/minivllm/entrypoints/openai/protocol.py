@@ -169,6 +169,7 @@ class GenerationRequest(OpenAIBaseModel):
             logit_bias=_token_ids_of(self.logit_bias),
             allowed_token_ids=self.allowed_token_ids,
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": self.kv_transfer_params} if self.kv_transfer_params else None,
         )
 
     @model_validator(mode="before")

@@ -97,6 +97,7 @@ class _Answer:
             choices=[self._choice(one) for one in output.outputs],
             system_fingerprint=self._serving.fingerprint,
             usage=self._serving.usage(len(self._prompt.token_ids), num_generated, output.num_cached_tokens),
+            kv_transfer_params=output.kv_transfer_params,
             prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
             prompt_token_ids=self._prompt.token_ids if shows_ids else None,
             prompt_text=self._prompt.text if self._request.return_prompt_text else None,

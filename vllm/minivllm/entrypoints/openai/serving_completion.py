@@ -103,6 +103,7 @@ class _Answer:
             choices=choices,
             system_fingerprint=self._serving.fingerprint,
             usage=self._serving.usage(self._num_prompt_tokens, num_generated, num_cached),
+            kv_transfer_params=ordered[0].kv_transfer_params,
         )
 
     async def events(self, requests: EngineRequests) -> AsyncGenerator[CompletionStreamResponse, None]:

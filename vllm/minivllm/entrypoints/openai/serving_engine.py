@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from minivllm.config.checks import encodable
 from minivllm.engine.async_llm import AsyncLLM, Collector
+from minivllm.engine.wire import encode
 from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, render, special_tokens
 from minivllm.entrypoints.openai.constraints import constraint_of
 from minivllm.entrypoints.openai.errors import error_response, failed, unavailable
@@ -36,9 +37,7 @@ from minivllm.structured_output.grammar_text import check_grammar
 CHARACTERS_IN_LOOP = 4096
 """A longer text is tokenized in a thread, so that it holds up nobody; as many tokens are turned into text there."""
 MAX_RANK_DIGITS = 6
-NOT_SERVED = (
-    "use_beam_search", "logprob_token_ids", "kv_transfer_params", "repetition_detection", "thinking_token_budget",
-)  # fmt: skip
+NOT_SERVED = ("use_beam_search", "logprob_token_ids", "repetition_detection", "thinking_token_budget")
 
 
 @dataclass(slots=True)
@@ -127,12 +126,26 @@ class OpenAIServing:
         for name in NOT_SERVED:
             if getattr(request, name):
                 raise MinivllmError(f"{name} is not served here", name)
+        if request.kv_transfer_params:
+            self._check_transfer(request.kv_transfer_params, num_prompts)
         total = num_prompts * max(1, request.n or 1)
         if total > MAX_N:
             raise MinivllmError(f"prompts times n are {total}; the most is {MAX_N}")
         self._check_logprobs("logprobs", request.num_logprobs)
         self._check_logprobs("prompt_logprobs", request.num_prompt_logprobs)
         self._admit(total)
+
+    def _check_transfer(self, params: Mapping[str, Any], num_prompts: int) -> None:
+        """Refuses what no connector can be told; what the values mean is the connector's to check."""
+        name = "kv_transfer_params"
+        if self.engine.engine_args.kv_transfer_config is None:
+            raise MinivllmError(f"{name} need a server with --kv-transfer-config", name)
+        if num_prompts > 1:
+            raise MinivllmError(f"{name} are those of one prompt; here are {num_prompts}: ask for each alone", name)
+        try:
+            encode(params)
+        except (ValueError, OverflowError):  # half a character, or a number beyond 64 bits
+            raise MinivllmError(f"{name} have a value that cannot be sent on", name) from None
 
     def sampling_params(self, request: GenerationRequest, asked: int | None, prompt: TokenizedPrompt) -> SamplingParams:
         """Return the engine's parameters for a prompt. `asked`: tokens to generate at most; None: as many as fit.
@@ -176,11 +189,13 @@ class OpenAIServing:
             await asyncio.to_thread(check_grammar, constraint)
         settings = {"priority": request.priority, "data_parallel_rank": _data_parallel_rank(headers)}
         try:
-            for prompt, one in zip(prompts, params, strict=True):
+            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 tokens = TokensPrompt(prompt_token_ids=prompt.token_ids)
                 if request.cache_salt is not None:
                     tokens["cache_salt"] = request.cache_salt
-                await requests.add(f"{request_id}-{next(self._numbers)}", tokens, one, **settings)
+                # As vLLM's: the client's id, the prompt's index, and what tells it from others of the same id.
+                engine_id = f"{request_id}-{index}-{next(self._numbers)}"
+                await requests.add(engine_id, tokens, one, **settings)
                 await asyncio.sleep(0)  # thousands of prompts in a row would hold up everybody
         except BaseException:
             requests.close()

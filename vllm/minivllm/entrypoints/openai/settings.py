@@ -11,7 +11,28 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontendArgs:
+class HttpArgs:
+    """Where a server listens, and how it ends: what `http_server.py` needs to know of any server."""
+
+    host: str | None = None
+    port: int = 8000
+    shutdown_timeout: float = 0.0
+    disable_uvicorn_access_log: bool = False
+    uvicorn_log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        require(
+            is_number(self.shutdown_timeout) and self.shutdown_timeout >= 0.0,
+            f"shutdown_timeout is {self.shutdown_timeout!r}; it must be a number of seconds from 0 on",
+        )
+        require(
+            self.uvicorn_log_level in LOG_LEVELS,
+            f"unknown uvicorn_log_level {self.uvicorn_log_level!r}; known are {', '.join(LOG_LEVELS)}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendArgs(HttpArgs):
     """Settings of the server.
 
     - `host`, `port`: where it listens; by default on all interfaces.
@@ -40,8 +61,6 @@ class FrontendArgs:
       what browsers may send (CORS), a list in JSON.
     """
 
-    host: str | None = None
-    port: int = 8000
     api_server_count: int = 1
     api_key: list[str] = field(default_factory=list)
     served_model_name: list[str] = field(default_factory=list)
@@ -51,14 +70,11 @@ class FrontendArgs:
     max_logprobs: int = 20
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
-    shutdown_timeout: float = 0.0
     enable_prompt_tokens_details: bool = False
     enable_force_include_usage: bool = False
     return_tokens_as_token_ids: bool = False
     enable_request_id_headers: bool = False
     enable_server_load_tracking: bool = False
-    disable_uvicorn_access_log: bool = False
-    uvicorn_log_level: str = "info"
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     xray: bool = False
@@ -69,6 +85,7 @@ class FrontendArgs:
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             is_count(self.api_server_count, 1),
             f"api_server_count is {self.api_server_count!r}; it must be a whole number of at least 1",
@@ -82,14 +99,6 @@ class FrontendArgs:
             require(
                 value is None or is_count(value, 1), f"{name} is {value!r}; it must be a whole number of at least 1"
             )
-        require(
-            is_number(self.shutdown_timeout) and self.shutdown_timeout >= 0.0,
-            f"shutdown_timeout is {self.shutdown_timeout!r}; it must be a number of seconds from 0 on",
-        )
-        require(
-            self.uvicorn_log_level in LOG_LEVELS,
-            f"unknown uvicorn_log_level {self.uvicorn_log_level!r}; known are {', '.join(LOG_LEVELS)}",
-        )
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             value = getattr(self, name)
             require(

@@ -33,7 +33,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
-            await (self._parts.until_disconnected or until_disconnected)(self._send(send), _disconnected(receive))
+            await (self._parts.until_disconnected or until_disconnected)(self._send(send), disconnected(receive))
         finally:
             self._close()
             await self._events.aclose()
@@ -53,7 +53,7 @@ async def with_cancellation(
     work: Coroutine[Any, Any, Result], request: Request, parts: Parts = NO_PARTS
 ) -> Result | Response:
     """Return the result, unless the client leaves before; then the work is cancelled."""
-    found = await (parts.until_disconnected or until_disconnected)(work, _disconnected(request.receive))
+    found = await (parts.until_disconnected or until_disconnected)(work, disconnected(request.receive))
     return Response(status_code=CLIENT_CLOSED_REQUEST) if found is None else found
 
 
@@ -74,6 +74,7 @@ async def until_disconnected(
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left; for a request whose body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -129,3 +129,17 @@ class RejectionCells(NamedTuple):
     largest_of_draft: int  # fp32, each row's largest logit
     is_greedy: int  # uint8
     keys: int  # uint32
+
+
+class BlockCopyCells(NamedTuple):
+    """Arguments of `block_copy_loops.copy_regions`."""
+
+    blocks: int
+    regions: int
+    capacity: int  # records that the staging buffer has room for
+    gather: int  # 1: to the staging buffer; 0: from it
+    block_major: int
+    table: int  # from here on addresses: int64, as the next two
+    block_ids: int
+    slots: int
+    staging: int

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.config import CacheConfig, ModelConfig, Parts, SchedulerConfig
+from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -33,7 +34,11 @@ from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompleti
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.openai.stream import EventStream, until_disconnected
+from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
+from minivllm.kernels.unified_attention import unified_attention
 from minivllm.memory import kv_bytes_per_token, kv_cache_tokens
+from minivllm.models.loader import load_model
+from minivllm.models.parallel import GroupCoordinator
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
@@ -717,3 +722,283 @@ def ahead_under_pressure() -> Seen:
     llm = drafting(async_scheduling=True, num_gpu_blocks_override=9, max_model_len=96)
     answers = serve(llm, {"A": Ask(READ, 32), "B": Ask(LOOP, 32), "C": Ask(ADD, 40)})
     return {**texts(answers), "preemptions": core_of(llm).scheduler.num_preemptions > 0, **left_over(llm)}
+
+
+# ---- lesson 08: keys and values from elsewhere -----------------------------------------------------------------------
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """Blocks to be filled with a prompt's keys and values, by request id."""
+
+    loads: dict[str, tuple[list[int], str]]
+
+
+@dataclass
+class Courier:
+    """Brings keys and values of prompts to an engine, `num_steps` steps after they were ordered.
+
+    `parcels`: by name, for each tensor of the cache, those of the prompt's blocks. Nobody can call a parcel back.
+    `lost`: parcels that get lost on the way, which is noticed when they should arrive.
+    """
+
+    parcels: dict[str, list[torch.Tensor]]
+    num_steps: int = 4
+    lost: tuple[str, ...] = ()
+
+    def __call__(self, config: Any, role: KVConnectorRole) -> KVConnectorBase_V1:
+        """One side of the connector."""
+        return CourierConnector(self, config, role)
+
+
+class CourierConnector(KVConnectorBase_V1):
+    """Both sides. A request says in `kv_transfer_params` which parcel has the keys and values of its prompt."""
+
+    def __init__(self, courier: Courier, config: Any, role: KVConnectorRole) -> None:
+        super().__init__(config, role)
+        self.courier, self.orders = courier, Orders({})
+        self.tensors: list[torch.Tensor] = []
+        self.under_way: dict[str, int] = {}
+        self.loads: dict[str, tuple[list[int], str]] = {}
+        self.failed: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The whole prompt, if there is a parcel and nothing is computed yet."""
+        fits = request.kv_transfer_params is not None and num_computed_tokens == 0
+        return (request.num_prompt_tokens, True) if fits else (0, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        """Orders the parcel."""
+        if num_external_tokens and request.kv_transfer_params:
+            table = [block.block_id for block in blocks][: -(-num_external_tokens // self.config.block_size)]
+            self.orders.loads[request.request_id] = table, request.kv_transfer_params["parcel"]
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The orders since the last step."""
+        orders, self.orders = self.orders, Orders({})
+        return orders
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Keeps the cache's tensors."""
+        self.tensors = [tensor for layer in kv_caches.values() for tensor in layer]
+
+    def start_load_kv(self) -> None:
+        """A step has begun: every parcel is one step nearer."""
+        assert isinstance(self._connector_metadata, Orders)
+        self.loads |= self._connector_metadata.loads
+        self.under_way |= dict.fromkeys(self._connector_metadata.loads, self.courier.num_steps)
+        self.under_way = {name: left - 1 for name, left in self.under_way.items()}
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Unpacks what arrives with this step, into the blocks for which it was ordered."""
+        arrived = {name for name, left in self.under_way.items() if left == 0}
+        for name in arrived:
+            del self.under_way[name]
+            table, parcel = self.loads.pop(name)
+            if parcel in self.courier.lost:
+                self.failed.add(name)
+                continue
+            for tensor, blocks in zip(self.tensors, self.courier.parcels[parcel], strict=True):
+                tensor[table] = blocks
+        return set(), arrived
+
+    def get_failed_recving(self) -> set[str]:
+        """Requests whose parcel should have arrived, and was lost."""
+        failed, self.failed = self.failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing comes within a step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
+        """Nothing is sent."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is sent."""
+
+
+def packed(prompt: list[int]) -> list[torch.Tensor]:
+    """A parcel: another engine computes the prompt, and what lies in its blocks is copied from each tensor."""
+    llm = engine()
+    table: list[int] = []
+    serve(llm, {"A": Ask(prompt, 2)}, lambda: table.extend(block_tables_of(llm).get("A", ())))
+    caches = core_of(llm).executor.worker.runner.named_kv_caches()  # type: ignore[attr-defined]
+    blocks = table[: -(-len(prompt) // 16)]
+    return [tensor[blocks] for layer in caches.values() for tensor in layer]
+
+
+def receiving(courier: Courier, **settings: Any) -> LLMEngine:
+    """An engine to which this courier comes. What is lost it computes itself."""
+    transfer = {"kv_connector": "ExampleConnector", "kv_load_failure_policy": "recompute"}
+    return engine(parts=Parts(kv_connector=courier), kv_transfer_config=transfer, **settings)
+
+
+def by_courier(parcel: str) -> dict[str, Any]:
+    """Parameters of a request whose prompt's keys and values are to be brought."""
+    return {"extra_args": {"kv_transfer_params": {"parcel": parcel}}}
+
+
+def same_prompt_meanwhile() -> Seen:
+    """A prompt's keys and values are on their way from another engine; meanwhile somebody else asks the same prompt."""
+    prompt = prompt_of(1, 40)
+    llm = receiving(Courier({"a prompt": packed(prompt)}))
+    answers = serve(llm, {"A": Ask(prompt, 6, params=by_courier("a prompt")), "B": Ask(prompt, 6, at=1)})
+    return {**texts(answers), **hits(answers), **left_over(llm)}
+
+
+def all_from_elsewhere() -> Seen:
+    """Keys and values of all of a prompt come from another engine; its length is a multiple of 16, or not."""
+    prompts = {"the prompt of 32": prompt_of(1, 32), "the prompt of 37": prompt_of(2, 37)}
+    llm = receiving(Courier({name: packed(prompt) for name, prompt in prompts.items()}))
+    asks = {name: Ask(prompt, 6, params=by_courier(name)) for name, prompt in prompts.items()}
+    answers = serve(llm, asks)
+    return {**texts(answers), **left_over(llm)}
+
+
+def gone_before_it_came() -> Seen:
+    """A client leaves while its prompt's keys and values are on their way; two strangers come, and fill the pool."""
+    prompt = prompt_of(1, 64)
+    llm = receiving(Courier({"a prompt": packed(prompt)}), num_gpu_blocks_override=9, max_model_len=64)
+    steps = [0]
+
+    def leave() -> None:
+        steps[0] += 1
+        if steps[0] == 2:
+            llm.abort_request(["A"])
+
+    strangers = {f"stranger {number}": Ask(prompt_of(number, 44), 12, at=2) for number in (2, 3)}
+    answers = serve(llm, {"A": Ask(prompt[:-1], 1, params=by_courier("a prompt")), **strangers}, leave)
+    del answers["A"]
+    return {**texts(answers), **left_over(llm)}
+
+
+def lost_on_the_way() -> Seen:
+    """Keys and values of two prompts are on their way from another engine; those of one get lost."""
+    prompts = {"the prompt that came": prompt_of(1, 45), "the prompt that got lost": prompt_of(2, 45)}
+    parcels = {name: packed(prompt) for name, prompt in prompts.items()}
+    llm = receiving(Courier(parcels, lost=("the prompt that got lost",)))
+    answers = serve(llm, {name: Ask(prompt, 6, params=by_courier(name)) for name, prompt in prompts.items()})
+    return {**texts(answers), **left_over(llm)}
+
+
+def in_files(path: Path, **settings: Any) -> dict[str, Any]:
+    """`kv_transfer_config` of an engine that keeps keys and values in this folder."""
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(path)},
+        **settings,
+    }
+
+
+def shared_folder() -> Seen:
+    """An engine computes two prompts, and leaves keys and values in a folder, where another engine finds them."""
+    asks = {f"the prompt of {length}": Ask(prompt_of(length, length), 6) for length in (32, 37)}
+    with tempfile.TemporaryDirectory() as folder:
+        serve(engine(kv_transfer_config=in_files(Path(folder))), asks)
+        llm = engine(kv_transfer_config=in_files(Path(folder)))
+        answers = serve(llm, asks)
+    return {**texts(answers), **hits(answers), **left_over(llm)}
+
+
+def two_folders() -> Seen:
+    """An engine looks into two folders, one after the other; keys and values of a prompt lie in the second."""
+    prompt = prompt_of(1, 37)
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = Path(folder) / "first", Path(folder) / "second"
+        serve(engine(kv_transfer_config=in_files(second)), {"A": Ask(prompt, 2)})
+        stores = [in_files(first, kv_role="kv_both"), in_files(second, kv_role="kv_both")]
+        both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": stores}}
+        answers = serve(engine(kv_transfer_config=both), {"A": Ask(prompt, 6)})
+    return {**texts(answers), **hits(answers)}
+
+
+def there_and_back() -> Seen:
+    """Three blocks of a cache are gathered, and scattered in another; keys and values lie apart, or side by side."""
+    seen: Seen = {}
+    for name, apart in (("in tensors of their own", True), ("side by side", False)):
+        source, target = (torch.arange(2 * 8 * 4).view(8, 2, 4).to(torch.float32) * sign for sign in (1, -1))
+        caches = [[part.clone() if apart else part for part in cache.unbind(1)] for cache in (source, target)]
+        regions = [BlockRegions.of(parts) for parts in caches]
+        staging = torch.zeros(3 * regions[0].record_bytes, dtype=torch.uint8)
+        gather_blocks(regions[0], torch.tensor([2, 5, 7]), staging)
+        scatter_blocks(regions[1], torch.tensor([3, 1, 6]), staging)
+        seen |= {
+            f"{what}, {name}": [int(block[0]) for block in part]
+            for what, part in zip(("keys", "values"), caches[1], strict=True)
+        }
+    return seen
+
+
+# ---- lesson 09: heads that share -------------------------------------------------------------------------------------
+
+
+def divided_heads() -> Seen:
+    """A model of 8 query heads and 2 KV heads on two ranks, and on four: which KV head each query head asks."""
+    name = "layers.0.self_attn.qkv_proj.weight"
+    whole = load_model(MODEL, "cpu", torch.float32)[0].get_parameter(name).view(12, 32, -1)
+    seen: Seen = {}
+    for size in (2, 4):
+        for rank in range(size):
+            model, _ = load_model(MODEL, "cpu", torch.float32, group=GroupCoordinator(rank, size))
+            heads = 8 // size
+            key = model.get_parameter(name).view(-1, 32, whole.shape[2])[heads]
+            asked = [index for index in range(2) if torch.equal(key, whole[8 + index])]
+            mine = ", ".join(str(rank * heads + head) for head in range(heads))
+            seen[f"{size} ranks, query heads {mine}"] = f"KV head {asked[0]}"
+    return seen
+
+
+def fewer_heads_than_gpus() -> Seen:
+    """The tokens that 1 GiB of each GPU holds, of a model with 4 KV heads, on more and more GPUs."""
+    config = ModelConfig(
+        num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=64, dtype="float16"
+    )
+    return {f"tokens of 1 GiB each, GPUs: {tp}": int(kv_cache_tokens(2**30, config, tp=tp)) for tp in (1, 2, 4, 8, 16)}
+
+
+def groups_on_triton() -> Seen:
+    """Prompts of 20 and of 40 tokens on the Triton kernel, in groups of two and of three: whose attention is wrong."""
+    seen: Seen = {}
+    for length, group in ((20, 2), (40, 2), (20, 3), (40, 3)):
+        torch.manual_seed(length)
+        q, caches = torch.randn(length, 2 * group, 16), torch.randn(2, 3, 16, 2, 16)
+        starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, length], [length]))
+        arguments = q, *caches, starts, lengths, torch.tensor([[2, 0, 1]], dtype=torch.int32), 0.25
+        found, right = (unified_attention(*arguments, backend=name) for name in ("triton", "naive"))
+        wrong = ((found - right).abs() > 1e-4).flatten(1).any(dim=1).nonzero().flatten()
+        seen[f"wrong of {length} tokens, groups of {group}"] = wrong.tolist()
+    return seen
+
+
+# ---- lesson 10: prompts in pieces ------------------------------------------------------------------------------------
+
+
+def short_behind_long() -> Seen:
+    """A prompt of 120 tokens comes with one of 10; a step has 32 tokens, and one request 16 of them at most."""
+    sizes = {"max_num_batched_tokens": 32, "long_prefill_token_threshold": 16, "enable_prefix_caching": False}
+    asks = {"the long prompt": Ask(prompt_of(1, 120), 2), "the short one": Ask(prompt_of(2, 10), 4)}
+    return _steps_of_tokens(engine(**sizes), asks)
+
+
+def whole_or_cut() -> Seen:
+    """Chunked prefill is off, the threshold 64; three chats run when a prompt of 254 comes, of 256 tokens a step."""
+    sizes = {"max_num_batched_tokens": 256, "long_prefill_token_threshold": 64, "enable_prefix_caching": False}
+    chats = {f"chat {number}": Ask(prompt_of(number, 10), 30) for number in range(3)}
+    llm = engine(enable_chunked_prefill=False, **sizes)
+    return _steps_of_tokens(llm, {**chats, "the long prompt": Ask(prompt_of(9, 254), 2, at=2)})
+
+
+def _steps_of_tokens(llm: LLMEngine, asks: Mapping[str, Ask]) -> Seen:
+    """After which step each request had its first token, and its last."""
+    steps = recorded_steps(llm)
+    answers = serve(llm, asks)
+    seen: Seen = {} if answers.raised is None else {"raised": answers.raised}
+    for name, ask in asks.items():
+        computed, firsts = 0, 0
+        for number, step in enumerate(steps, start=1):
+            mine = sum(n for inner, n in step.num_scheduled_tokens.items() if inner.rpartition("-")[0] == name)
+            computed += mine
+            if mine and computed >= len(ask.prompt):
+                firsts = firsts or number
+                seen[f"steps to the first and the last token of {name}"] = f"{firsts}, {number}"
+    return seen

@@ -1,7 +1,8 @@
 """Lesson 07's opening: drafts looked up in the followed request's own text, one pass that verifies them, what is kept.
 
 The request runs on for 27 tokens; the stills show two of its steps, one whose drafts are rejected and one whose drafts
-are all accepted.
+are all accepted. Lookups in this text are right or wrong as a whole. So a third step is the same request's with a draft
+model, where two of three drafts are accepted.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 
-from minivllm.config import EMBEDDED_MODEL, CacheConfig
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, CacheConfig
 from minivllm.core.messages import EngineCoreRequest
 from minivllm.lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
-from minivllm.lab.followed import BLOCK_SIZE, NAME, PROMPT, Token
+from minivllm.lab.followed import BLOCK_SIZE, NAME, PROMPT, Token, without_info
 from minivllm.lab.frames import Frames
 from minivllm.lab.inside import runner_of
 from minivllm.lab.palette import BLUE, GREEN, ORANGE, VERMILLION
@@ -29,6 +30,8 @@ MAX_TOKENS, NUM_DRAFTS = 27, 3
 DASH = "4 3"
 KNOWN, DRAFT, OWN, GOOD = tint(BLUE, 0.3), tint(ORANGE, 0.55), tint(BLUE, 0.75), tint(GREEN, 0.5)
 TEXT_Y, FED_Y, MODEL_Y, SAYS_Y, VERDICT_Y, SLOTS_Y = 56, 112, 152, 200, 236, 306
+LOOKUP = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_DRAFT)}
 NAMES, COLUMN, WIDE, CHIP = 130, 150, 100, 26
 """Width of the names at the left, of a column of the pass, of a chip in it, and height of a chip."""
 
@@ -52,11 +55,12 @@ class Verified:
 
 
 def frames() -> Frames:
-    """The lookup, the pass and the verdict of both steps, and tokens by step."""
-    steps = recorded()
+    """The lookup, the pass and the verdict of both steps; a draft model's verdict; and tokens by step."""
+    steps, others = recorded(), recorded("draft_model")
     wrong = next(i for i, one in enumerate(steps) if len(one.drafts) == NUM_DRAFTS and one.known[-1].text == "def")
     right = next(i for i, one in enumerate(steps) if one.num_accepted == NUM_DRAFTS)
-    bad, good = steps[wrong], steps[right]
+    partly = max(i for i, one in enumerate(others) if one.num_accepted == NUM_DRAFTS - 1)
+    bad, good, partial = steps[wrong], steps[right], others[partly]
     drafts, last = _listed(bad.drafts), bad.known[-1].shown
     stills = [
         (
@@ -85,28 +89,37 @@ def frames() -> Frames:
             "one pass.",
         ),
         (
+            _verdict(partial, partly, "with a draft model"),
+            "The same request again, with a draft model that guesses. Two of its drafts stand. In place of the third "
+            f"comes what the model says there: {partial.kept[-1].shown} The next step writes over the keys and values "
+            "of the third.",
+        ),
+        (
             _by_step(steps),
-            f"{MAX_TOKENS} tokens in {len(steps)} passes. Drafts that are rejected cost a little work; the "
-            "tokens are the same as without drafts.",
+            f"By lookup, {MAX_TOKENS} tokens in {len(steps)} passes; with the draft model in {len(others)}, and small "
+            "ones of its own. Drafts that are rejected cost a little work; the tokens are the same as without drafts.",
         ),
     ]
     assert right - wrong == 5, "a caption counts the steps"
     assert bad.says[1:-1] == bad.drafts[1:], "a caption says so"
+    assert len(partial.kept) == 3, "a caption counts the drafts"
     return Frames(*zip(*stills, strict=True))
 
 
 @cache
-def recorded() -> list[Verified]:
-    """Every step of the followed request, greedy, with up to three drafts by suffixes of one to three tokens."""
+def recorded(method: str = "ngram") -> list[Verified]:
+    """Every step of the followed request, greedy, with up to three drafts: by suffixes of one to three tokens (ngram),
+    or by the embedded draft model (draft_model)."""
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
 
     def tokens(ids: list[int]) -> tuple[Token, ...]:
         return tuple(Token(token_id, tokenizer.decode([token_id])) for token_id in ids)
 
-    drafting = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    drafting = {**(LOOKUP if method == "ngram" else DRAFT_MODEL), "num_speculative_tokens": NUM_DRAFTS}
     blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=16, enable_prefix_caching=True)
     settings = {"max_model_len": 48, "max_num_seqs": 1, "dtype": "float32", "speculative_config": drafting}
-    core = bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **settings)
+    with without_info():
+        core = bare_engine(EMBEDDED_MODEL, torch.device("cpu"), blocks, **settings)
     runner, ids, found = runner_of(core), tokenizer.encode(PROMPT).ids, []
     sample = type(runner).sample_tokens
 
@@ -154,8 +167,8 @@ def _pass(step: Verified, index: int) -> str:
     return _still(f"Step {index + 1}: one pass", *shapes, *_fed(step, FED_Y), *_says(step))
 
 
-def _verdict(step: Verified, index: int) -> str:
-    """Which drafts are what the model says; what becomes of their slots."""
+def _verdict(step: Verified, index: int, guesser: str = "") -> str:
+    """Which drafts are what the model says; what becomes of their slots. `guesser` is told where it is another one."""
     shapes, _ = _text(step)
     shapes += [*_fed(step, FED_Y), *_says(step, len(step.kept)), _name(VERDICT_Y, "the draft there")]
     for place in range(len(step.says)):
@@ -166,7 +179,8 @@ def _verdict(step: Verified, index: int) -> str:
         if words:
             shapes.append(text(_centre(place), VERDICT_Y + 18, f"{words}: {draft}", anchor="middle", bold=True))
     shapes += _slots(step)
-    return _still(f"Step {index + 1}: {len(step.kept)} token{'s' * (len(step.kept) > 1)}", *shapes)
+    where = f"Step {index + 1}{', ' * bool(guesser)}{guesser}"
+    return _still(f"{where}: {len(step.kept)} token{'s' * (len(step.kept) > 1)}", *shapes)
 
 
 def _by_step(steps: list[Verified]) -> str:

@@ -138,8 +138,8 @@ def count_family(
         shown = (f"{rate:.2f}" for rate in one["rates"])
         lengths = (f"{one['length']:.2f}", f"{one['formula']:.2f}") if one["drafts"] else ()
         rows.append((name, f"{one['tokens_per_pass']:.2f}", one["drafts"] or "", *shown, *lengths))
-    places = [f"draft {place}" for place in range(1, arguments.drafts + 1)]
-    columns = ("method", "tokens a pass", "guesses", *places, "length", "by formula")
+    places = [f"draft\n{place}" for place in range(1, arguments.drafts + 1)]  # a terminal has 80 columns
+    columns = ("method", "tokens\na pass", "guesses", *places, "length", "by\nformula")
     width = len(columns)
     caption = (
         "The same tokens each time. Draft i: the share that stood if all before it did. Length: tokens of a pass that "

@@ -23,17 +23,17 @@ class DraftModelProposer(ModelProposer):
     """Drafts greedily, or draws from the draft model's distribution at the request's temperature."""
 
     def propose(
-        self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor | None = None
+        self, batch: InputBatch, inputs: StepInputs, num_drafts: int, aux_hidden_states: torch.Tensor | None = None
     ) -> list[list[int]]:
         """Implements `ModelProposer.propose`."""
         hidden = self._follow(batch, inputs)
         rows = inputs.rows[inputs.sampling]  # [n]
         if not len(rows):
             return []
-        if not self.num_drafts:
+        if not num_drafts:
             return [[] for _ in rows]
         drafts = [self._choose(hidden, batch, rows, 0)]
-        for index in range(1, self.num_drafts):
+        for index in range(1, num_drafts):
             spans = self._place_of_draft(batch, rows, index - 1)
             positions = torch.from_numpy(spans.positions).to(self.device)
             hidden = self.model(drafts[-1], positions, self.forward_context(spans))

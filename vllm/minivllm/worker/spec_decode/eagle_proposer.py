@@ -31,16 +31,16 @@ class EagleProposer(DraftModelProposer):
         return self.model.eagle_config.aux_layer_ids
 
     def propose(
-        self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor | None = None
+        self, batch: InputBatch, inputs: StepInputs, num_drafts: int, aux_hidden_states: torch.Tensor | None = None
     ) -> list[list[int]]:
         """Implements `ModelProposer.propose`."""
         assert aux_hidden_states is not None
         normed, hidden = self._follow_target(batch, inputs, aux_hidden_states)
         rows = inputs.rows[inputs.sampling]  # [n]
-        if not len(rows) or not self.num_drafts:
+        if not len(rows) or not num_drafts:
             return [[] for _ in rows]
         drafts = [self._choose(normed, batch, rows, 0)]
-        for index in range(1, self.num_drafts):
+        for index in range(1, num_drafts):
             spans = self._place_of_draft(batch, rows, index - 2)
             positions = torch.from_numpy(spans.positions).to(self.device)
             normed, hidden = self.model(drafts[-1], positions, hidden, self.forward_context(spans))

@@ -14,8 +14,10 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head
 from minivllm.models.forward_context import ForwardContext
 from minivllm.models.linear import process_weights_after_loading, weight_bytes
+from minivllm.worker.attention import without_attention
 from minivllm.worker.input_batch import InputBatch, StepInputs, TokenSpans
-from minivllm.worker.kv_cache import allocate_kv_caches
+from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
+from minivllm.worker.latent_attention import PagedLatentAttention
 from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
 
 
@@ -43,24 +45,24 @@ class ModelProposer(ABC):
         max_model_len: int,
         block_size: int,
         kv_cache_dtype: str,
-        make_attention: Callable[..., PagedAttention],
+        make_attention: Callable[..., PagedAttention | PagedLatentAttention],
     ) -> None:
         self.config, self.model = config, model
-        self.num_drafts = config.num_speculative_tokens  # of the step at hand; the runner sets it
         weight = model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         process_weights_after_loading(model)
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.block_size, self.kv_cache_dtype = block_size, kv_cache_dtype
         self.make_attention = make_attention
-        self.attention: PagedAttention | None = None
+        self.attention: PagedAttention | PagedLatentAttention | None = None
+        check_kv_cache_dtype(kv_cache_dtype, self.device, model.config)
         if config.draft_sample_method == "probabilistic":
             shape = (max_num_seqs, config.num_speculative_tokens, model.config.vocab_size)
             self.draft_logits = torch.empty(shape, dtype=torch.float32, device=self.device)
 
     @abstractmethod
     def propose(
-        self, batch: InputBatch, inputs: StepInputs, aux_hidden_states: torch.Tensor | None = None
+        self, batch: InputBatch, inputs: StepInputs, num_drafts: int, aux_hidden_states: torch.Tensor | None = None
     ) -> list[list[int]]:
         """Drafts for the requests that have just sampled, `inputs.sampling`: up to `num_drafts` for each.
 
@@ -69,6 +71,7 @@ class ModelProposer(ABC):
         Args:
             batch: `token_ids[row, : num_tokens[row]]` are a request's tokens, including those the step sampled.
             inputs: what the target has just computed; rejected drafts are among these tokens.
+            num_drafts: the most for each request, 0 to `num_speculative_tokens`.
             aux_hidden_states: [tokens, width], the target's hidden states of `aux_layer_ids` side by side; None if
                 there are no such ids.
         """
@@ -91,13 +94,13 @@ class ModelProposer(ABC):
         """Allocates the drafter's cache: as many blocks as the target's has. Called once."""
         config, where = self.model.config, (self.device, self.dtype, self.kv_cache_dtype)
         caches = allocate_kv_caches(config, num_blocks, self.block_size, *where)
-        self.attention = self.make_attention(caches, config.head_dim**-0.5, config.sliding_window)
+        self.attention = self.make_attention(config, caches)
 
     @torch.inference_mode()
     def dummy_step(self, num_tokens: int) -> None:
         """The largest pass of the drafter, without attention: a whole step's tokens, and one more for each request."""
         ids = torch.zeros(num_tokens + self.max_num_seqs, dtype=torch.int64, device=self.device)
-        hidden = self.model(ids, ids, lambda layer, q, k, v: torch.zeros_like(q))
+        hidden = self.model(ids, ids, without_attention(self.model.config, self.max_model_len))
         self.model.compute_logits(hidden[: self.max_num_seqs]).float()
 
     def forward_context(self, spans: TokenSpans) -> ForwardContext:

@@ -1,0 +1,174 @@
+"""Chats beside long prompts on a live server, by the token budget of a step: gaps, first tokens, tokens a second.
+
+    uv run python benchmarks/chunked_prefill.py --json benchmarks/results/chunked_prefill.cpu.json       # 3 minutes
+    uv run python benchmarks/chunked_prefill.py --peer --budgets 64 512 2048 16384 --json ...            # 8 minutes
+    uv run python benchmarks/chunked_prefill.py --quick
+
+The embedded model, fp32, greedy, no prefix cache; a server for each budget, real sockets, the client in a process of
+its own. Eight chats run all the time. Then eight prompts of 1,900 tokens come at once, 15,200 tokens, so that a budget
+of 16,384 has all of them in one step although the model ends at 2,048; when all are answered and the chats have gone on
+alone for a while, they come again.
+
+- Budgets: `minivllm serve` with each `--max-num-batched-tokens`.
+- Prefill first: the scheduler of vLLM V0 as a part of the same server, whole prompts, 2,048 tokens a step at most; and
+  beside it the engine's own scheduler as a part, since the core is a thread of the server then.
+- With `--peer` vLLM's CPU server alone, in its own environment (`make .peers`), on `--budgets`. Its figures join those
+  that the file has already.
+
+The table is followed by one line of JSON.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import vllm_cli
+from serving import Serving
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.disturbance import Control
+from minivllm.lab.http_load import Answer, Ask, load_beside
+from minivllm.lab.progress import track
+from minivllm.lab.reports.chunked_prefill import show_servers
+from minivllm.lab.results import record, write_record
+from minivllm.lab.tables import console
+from minivllm.simulate.virtual_clock import percentile
+
+NAME, MAX_MODEL_LEN = "tiny-python", 2048
+BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CHATS, CHAT_PROMPT, FIRST_EVENTS = 8, 32, 8
+LONG, LONG_PROMPT, ANSWER = 8, 1900, 8
+"""Long prompts at once, the tokens of each, and of its answer. A chat's first events do not count."""
+SIZES = ("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--served-model-name", NAME)
+BLOCKS = ("--num-gpu-blocks-override", "2200")
+MORE = ("--host", "127.0.0.1", "--dtype", "float32", "--no-enable-prefix-caching")
+WITH_SCHEDULER = Path(__file__).parent / "peer_engines" / "serve_with_scheduler.py"
+V0_BUDGET = 2048
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Random token ids."""
+    draw = random.Random(seed)
+    return [draw.randrange(300, 4000) for _ in range(length)]
+
+
+def ask(length: int, seed: int, max_tokens: int) -> Ask:
+    """A streamed request of random tokens that does not end before `max_tokens`."""
+    greedy = {"temperature": 0, "ignore_eos": True, "stream": True}
+    return Ask({"model": NAME, "prompt": prompt(length, seed), "max_tokens": max_tokens, **greedy})
+
+
+def loaded(server: Serving, bursts: int, seed: int = 0) -> dict[str, float]:
+    """The figures of one server."""
+    chats = [ask(CHAT_PROMPT, seed + one, MAX_MODEL_LEN - CHAT_PROMPT) for one in range(CHATS)]
+    longs = [ask(LONG_PROMPT, seed + 100 + one, ANSWER) for one in range(bursts * LONG)]
+    load_beside(server.port, chats, longs[:1], "/v1/completions", quiet=4)  # to warm up
+    return figures_of(*load_beside(server.port, chats, longs, "/v1/completions", burst=LONG))
+
+
+def figures_of(chats: Sequence[Answer], longs: Sequence[Answer]) -> dict[str, float]:
+    """Gaps of the chats, first tokens of the others, and all tokens a second while those were under way."""
+    gaps = [gap for chat in chats for gap in chat.itls[FIRST_EVENTS:]]
+    firsts = [long.ttft for long in longs]
+    seconds, tokens = 0.0, 0
+    for start in range(0, len(longs), LONG):
+        some = longs[start : start + LONG]
+        begin, end = min(one.sent for one in some), max(one.events[-1] for one in some)
+        seconds += end - begin
+        tokens += sum(LONG_PROMPT + len(one.events) for one in some)
+        tokens += sum(begin < at <= end for chat in chats for at in chat.events)
+    return {
+        "itl_p50_ms": 1e3 * statistics.median(gaps),
+        "itl_p99_ms": 1e3 * percentile(gaps, 0.99),
+        "itl_max_ms": 1e3 * max(gaps),
+        "ttft_p50_ms": 1e3 * statistics.median(firsts),
+        "ttft_max_ms": 1e3 * max(firsts),
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def budget_flags(budget: int) -> tuple[str, ...]:
+    """The flag of a budget."""
+    return "--max-num-batched-tokens", str(budget)
+
+
+def measure(budgets: Sequence[int], bursts: int, peer: bool) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures by kind of server and budget."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        own = [sys.executable, "-P", "-m", "minivllm"]
+        if peer:
+            vllm = [str(vllm_cli.ENVIRONMENT / "bin" / "vllm")], vllm_cli.variables(folder)
+            servers: list[tuple[Any, ...]] = [("vllm", budget, *vllm, (*MORE, *SIZES)) for budget in budgets]
+        else:
+            servers = [("minivllm", budget, own, os.environ, (*MORE, *SIZES, *BLOCKS)) for budget in budgets]
+            for kind in ("first", "own"):
+                command = [sys.executable, "-P", str(WITH_SCHEDULER), kind]
+                servers.append((f"part: {kind}", V0_BUDGET, command, os.environ, (*SIZES, *BLOCKS)))
+        for kind, budget, command, environment, flags in track(servers, "serving"):
+            title = f"{kind.replace(': ', '_')}_{budget}"
+            with ExitStack() as stack:
+                all_flags = (*flags, *budget_flags(budget))
+                server = stack.enter_context(Serving(title, command, environment, folder, all_flags))
+                found.setdefault(kind, {})[str(budget)] = loaded(server, bursts)
+    return found
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, show, keep."""
+    if arguments.peer and not vllm_cli.ENVIRONMENT.exists():
+        raise MinivllmError(f"vLLM has no environment at {vllm_cli.ENVIRONMENT}: make .peers")
+    bursts = 1 if arguments.quick else 2
+    budgets = arguments.budgets or ((256, 2048) if arguments.quick else BUDGETS)
+    control = Control()
+    with control.watch():
+        servers = measure(budgets, bursts, arguments.peer)
+    which = "disturbance_vllm" if arguments.peer else "disturbance"
+    work = {"chats": CHATS, "long": LONG, "prompt": LONG_PROMPT, "bursts": bursts}
+    figures: dict[str, Any] = {"work": work, "servers": servers, which: control.record()}
+    show_servers(figures)
+    if arguments.peer:
+        figures["vllm"] = vllm_cli.vllm_version()
+    if words := control.disturbance():
+        console.print(f"This machine was disturbed ({words}).")
+    found = joined(arguments.json, record("chunked_prefill", figures))
+    print(json.dumps(found))
+    if arguments.json:
+        write_record(arguments.json, found)
+
+
+def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
+    """The record with what the file has of servers that were not measured now."""
+    try:
+        earlier = json.loads(Path(path or "").read_text())["figures"]
+    except (OSError, ValueError, KeyError):
+        return found
+    figures = earlier | found["figures"]
+    figures["servers"] = {kind: dict(one) for kind, one in earlier["servers"].items()}
+    for kind, one in found["figures"]["servers"].items():
+        figures["servers"][kind] = one
+    return found | {"figures": figures}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--budgets", type=positive_int, nargs="+", help="tokens a step (default: 64 to 16384)")
+    flags.add_argument("--peer", action="store_true", help="vLLM's CPU server, and nothing of ours")
+    flags.add_argument("--quick", action="store_true", help="two budgets, the prompts once")
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

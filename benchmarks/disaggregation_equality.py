@@ -1,0 +1,371 @@
+"""Random requests over a prefill and a decode engine: does any token differ from one plain engine's, is any block lost?
+
+    uv run --group nixl python benchmarks/disaggregation_equality.py --json RESULT.json     # six minutes of one core
+    uv run python benchmarks/disaggregation_equality.py --requests 60 --only TCPConnector
+
+For each connector pairs of engines are set up at random: each side has its own pool (too small for the batch or not),
+budget of a step, prefix cache and steps ahead; both have the same block size (over NIXL at times another) and cache
+dtype; now and then both have two ranks. Requests, as in `same_tokens.py`, come at random moments and go through both
+engines as a proxy would send them. Some are the prefill engine's own from beginning to end, some are aborted: on the
+prefill engine, between the engines, while they load, while they decode. Both engines step in random order. All that
+are not aborted must have the tokens of a plain engine; when all is over, every block of both sides must be free. The
+table is followed by one line of JSON; the exit code is 1 if anything differs, is lost or never ends.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any
+
+from same_tokens import ENOUGH_BLOCKS, SETTINGS, Batch, features, generated, random_batch, random_settings
+
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.entrypoints.llm import LLM
+from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.corpus import held_out_texts
+from minivllm.lab.inside import core_of
+from minivllm.lab.progress import track
+from minivllm.lab.results import record, write_record
+from minivllm.lab.tables import table
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import SamplingParams
+
+CONNECTORS = ("TCPConnector", "NixlConnector", "ExampleConnector")
+REQUESTS_OF_A_PAIR = 40
+LEASE = 4.0
+SECONDS_WITHOUT_PROGRESS = 60.0
+TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+STEPS_TO_HEAR = 3
+PHASES = ("prefill", "between", "loading", "decoding")
+
+
+@dataclass
+class Tally:
+    """What was compared for one connector; `with_feature` counts requests."""
+
+    requests: int = 0
+    tokens: int = 0
+    differing: int = 0
+    failed: int = 0
+    stuck: int = 0
+    held_blocks: int = 0
+    external_tokens: int = 0
+    preemptions_prefill: int = 0
+    preemptions_decode: int = 0
+    cpu_seconds: float = 0.0
+    aborted: Counter[str] = field(default_factory=Counter)
+    with_feature: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Journey:
+    """One request's way. `abort`: in which phase, and after how many steps there, or tokens, it is aborted.
+
+    `alone`: the prefill engine serves all of it.
+    """
+
+    name: str
+    prompt: list[int]
+    params: SamplingParams
+    abort: tuple[str, int] | None
+    alone: bool
+    phase: str = "prefill"
+    steps: int = 0
+    told: dict[str, Any] | None = None
+    tokens: list[int] = field(default_factory=list)
+    error: str | None = None
+
+    def aborts_now(self) -> bool:
+        """Whether its client leaves at this moment."""
+        if self.abort is None or self.abort[0] != self.phase:
+            return False
+        return (len(self.tokens) if self.phase == "decoding" else self.steps) >= self.abort[1]
+
+
+class Pair:
+    """A prefill and a decode engine in this process, and what a proxy does between them."""
+
+    def __init__(self, connector: str, sides: list[dict[str, Any]], policy: str, draw: random.Random) -> None:
+        self.draw, self.speaks = draw, connector != "ExampleConnector"
+        self.layerwise = connector == "TCPConnector" and draw.random() < 0.4
+        self.folder = tempfile.TemporaryDirectory()
+        self.prefill, self.decode = (
+            LLM(EMBEDDED_MODEL, **SETTINGS | side, kv_transfer_config=self._settings(connector, role, policy, side))
+            for role, side in zip(("kv_producer", "kv_consumer"), sides, strict=True)
+        )
+        self.under_way: dict[str, Journey] = {}
+
+    def _settings(self, connector: str, role: str, policy: str, side: dict[str, Any]) -> dict[str, Any]:
+        extra: dict[str, Any] = {"kv_lease_duration": LEASE}
+        if connector == "TCPConnector":
+            port = free_port() if side.get("tensor_parallel_size", 1) > 1 else 0
+            extra |= {"secret": "known to both of them", "layerwise": self.layerwise, "port": port}
+        elif connector == "ExampleConnector":
+            extra = {"shared_storage_path": self.folder.name}
+        else:
+            os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "sm,tcp,self"}
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+        return {
+            "kv_connector": connector,
+            "kv_role": role,
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": extra,
+        }
+
+    def serve(self, journeys: list[Journey]) -> bool:
+        """Brings all to their end, begun at random moments. Returns whether all came to one."""
+        waiting, last, until = list(journeys), None, time.monotonic() + SECONDS_WITHOUT_PROGRESS
+        while waiting or self.under_way:
+            if waiting and self.draw.random() < 0.5:
+                self._begin(waiting.pop(0))
+            self._abort_some()
+            self._hand_over()
+            for llm in self.draw.sample((self.prefill, self.decode), 2):
+                if self.draw.random() < 0.8:
+                    self._step(llm)
+            now = [(one.name, one.phase, len(one.tokens)) for one in self.under_way.values()]
+            if now != last:
+                last, until = now, time.monotonic() + SECONDS_WITHOUT_PROGRESS
+            if time.monotonic() > until:
+                return False
+        return True
+
+    def held_blocks(self) -> int:
+        """The blocks that are not free on either side, once all leases have ended."""
+        until = time.monotonic() + LEASE + 5
+        while any(is_busy(llm) for llm in (self.prefill, self.decode)) and time.monotonic() < until:
+            for llm in (self.prefill, self.decode):
+                self._step(llm)
+            time.sleep(0.005)
+        pools = [core_of(llm).scheduler.kv_cache_manager.block_pool for llm in (self.prefill, self.decode)]
+        return sum(pool.num_usable_blocks - pool.get_num_free_blocks() for pool in pools)
+
+    def shutdown(self) -> None:
+        """Ends both engines."""
+        for llm in (self.prefill, self.decode):
+            llm.shutdown()
+        self.folder.cleanup()
+
+    def _begin(self, journey: Journey) -> None:
+        self.under_way[journey.name] = journey
+        if journey.alone:
+            self._add(self.prefill, journey, journey.params)
+            return
+        params = replace(journey.params, max_tokens=1)
+        self._add(self.prefill, journey, with_params(params, TO_DECODE if self.speaks else None))
+
+    def _add(self, llm: LLM, journey: Journey, params: SamplingParams) -> None:
+        llm.llm_engine.add_request(journey.name, {"prompt_token_ids": journey.prompt}, params)
+
+    def _abort_some(self) -> None:
+        for journey in [one for one in self.under_way.values() if one.aborts_now()]:
+            llm = self.prefill if journey.alone or journey.phase == "prefill" else self.decode
+            llm.llm_engine.abort_request([journey.name])
+            del self.under_way[journey.name]
+            journey.error = "aborted"
+
+    def _step(self, llm: LLM) -> None:
+        if not is_busy(llm):
+            for journey in self.under_way.values():
+                journey.steps += llm is self.prefill and journey.phase == "between"
+            return
+        for output in llm.llm_engine.step():
+            if journey := self.under_way.get(output.request_id):
+                self._take(journey, output, llm is self.prefill)
+        for journey in self.under_way.values():
+            journey.steps += (llm is self.prefill) == (journey.phase in ("prefill", "between"))
+
+    def _take(self, journey: Journey, output: RequestOutput, is_prefill: bool) -> None:
+        """An engine has answered: on to the other one, or to the end."""
+        choice = output.outputs[0]
+        if choice.finish_reason == "error":
+            journey.error = str(output)
+            del self.under_way[journey.name]
+        elif journey.alone or not is_prefill:
+            journey.phase, journey.tokens = "decoding", list(choice.token_ids)
+            if output.finished:
+                del self.under_way[journey.name]
+        elif output.finished:
+            journey.phase, journey.steps, journey.told = "between", 0, output.kv_transfer_params
+            if journey.abort and journey.abort[0] == "between":
+                journey.error = "aborted"
+                del self.under_way[journey.name]
+
+    def _hand_over(self) -> None:
+        """Gives the decode engine what the prefill engine has ended.
+
+        Layer by layer it waits within its step until the prefill engine's ranks have heard of the request's end. A
+        server goes on stepping by itself; here it has no thread of its own.
+        """
+        for journey in self.under_way.values():
+            if journey.phase == "between" and journey.steps >= (STEPS_TO_HEAR if self.layerwise else 0):
+                journey.phase, journey.steps = "loading", 0
+                self._add(self.decode, journey, with_params(journey.params, journey.told))
+
+
+def is_busy(llm: LLM) -> bool:
+    """Whether steps must go on."""
+    return core_of(llm).has_unfinished_requests()
+
+
+def with_params(params: SamplingParams, told: dict[str, Any] | None) -> SamplingParams:
+    """These sampling params, with what a proxy tells the connector."""
+    return replace(params, extra_args={"kv_transfer_params": told} if told else None)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on, nor on the next one."""
+    import socket
+
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            try:
+                other.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+
+
+def random_sides(draw: random.Random, connector: str) -> list[dict[str, Any]]:
+    """Settings of a prefill and a decode engine whose caches go together."""
+    sides = [random_settings(draw) for _ in range(2)]
+    ranks = draw.random() < 0.04
+    for side in sides:
+        side.pop("tensor_parallel_size", None)
+        if ranks:
+            side["tensor_parallel_size"] = 2
+    sides[1].pop("kv_cache_dtype", None)
+    sides[1] |= {name: sides[0][name] for name in ("kv_cache_dtype",) if name in sides[0]}
+    if connector != "NixlConnector" or "kv_cache_dtype" in sides[0] or draw.random() < 0.7:
+        sides[1]["block_size"] = sides[0]["block_size"]
+        sides[1]["num_gpu_blocks_override"] = draw.choice([104 // sides[0]["block_size"] + 3, 400])
+    return sides
+
+
+def joined(batches: Iterable[Batch]) -> Batch:
+    """Several batches as one."""
+    prompts, params = zip(*batches, strict=True)
+    return [*chain(*prompts)], [*chain(*params)]
+
+
+def random_journeys(draw: random.Random, batch: Batch, first: int) -> Iterator[Journey]:
+    """The batch's requests, with a moment at which some are aborted."""
+    for index, (prompt, params) in enumerate(zip(*batch, strict=True)):
+        abort = (draw.choice(PHASES), draw.randrange(6)) if draw.random() < 0.2 else None
+        yield Journey(f"r{first + index}", prompt, params, abort, alone=draw.random() < 0.15)
+
+
+def compare(connector: str, draw: random.Random, texts: list[list[int]], most: int, tally: Tally) -> None:
+    """Serves at most so many requests by one pair of engines and by a plain one, and adds up what differs."""
+    sides, policy, began = random_sides(draw, connector), draw.choice(["fail", "recompute"]), time.process_time()
+    same_cache = {name: sides[0][name] for name in ("kv_cache_dtype", "block_size") if name in sides[0]}
+    plain = LLM(EMBEDDED_MODEL, **SETTINGS | same_cache | ENOUGH_BLOCKS)
+    pair, done = Pair(connector, sides, policy, draw), 0
+    while done < most:
+        batch = joined(random_batch(draw, texts) for _ in range(draw.randrange(1, 4)))
+        journeys, expected = list(random_journeys(draw, batch, done)), generated(plain, batch)
+        done += len(journeys)
+        tally.requests += len(journeys)
+        ended = pair.serve(journeys)
+        for journey, tokens in zip(journeys, expected, strict=True):
+            count(journey, tokens, tally)
+        if not ended:
+            tally.stuck += len(pair.under_way)
+            print(f"{connector} {sides} {policy}: {list(pair.under_way.values())} never end", file=sys.stderr)
+            break
+    held = pair.held_blocks()
+    if held:
+        print(f"{connector} {sides} {policy}: {held} blocks are held", file=sys.stderr)
+    tally.held_blocks += held
+    prefill, decode = pair.prefill.llm_engine.stats, pair.decode.llm_engine.stats
+    lookups = core_of(pair.decode).scheduler.make_stats().connector_prefix_cache_stats
+    tally.external_tokens += lookups.hits if lookups else 0
+    tally.preemptions_prefill += prefill.num_preemptions
+    tally.preemptions_decode += decode.num_preemptions
+    for name, side in zip(("prefill", "decode"), sides, strict=True):
+        tally.with_feature.update({f"{name}: {one}": done for one in features(side)})
+    tally.with_feature[f"policy {policy}"] += done
+    tally.with_feature["block sizes differ"] += done * (sides[0]["block_size"] != sides[1]["block_size"])
+    tally.cpu_seconds += time.process_time() - began
+    for llm in (plain, pair):
+        llm.shutdown()
+
+
+def count(journey: Journey, expected: list[int], tally: Tally) -> None:
+    """Compares one request with what the plain engine said. Of one that was aborted, what it got until then."""
+    if journey.error == "aborted":
+        assert journey.abort
+        tally.aborted[journey.abort[0]] += 1
+        expected = expected[: len(journey.tokens)]
+    elif journey.error is not None:
+        print(journey.error, file=sys.stderr)
+        tally.failed += 1
+        return
+    tally.tokens += len(journey.tokens)
+    tally.differing += journey.tokens != expected
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Compares so many requests for each connector, and exits with 1 if anything differs."""
+    tokenizer = load_tokenizer(str(EMBEDDED_MODEL))
+    texts = [ids for text in held_out_texts() if len(ids := tokenizer.encode(text).ids) > 100]
+    names = [name for name in CONNECTORS if arguments.only in (None, name)]
+    if find_spec("nixl_cu13") is None and "NixlConnector" in names:
+        print("NixlConnector is left out: uv run --group nixl brings it", file=sys.stderr)
+        names.remove("NixlConnector")
+    tallies, pairs = {name: Tally() for name in names}, -(-arguments.requests // REQUESTS_OF_A_PAIR)
+    for number in track(range(len(names) * pairs), "comparing"):
+        name = names[number % len(names)]
+        draw, left = random.Random(f"{arguments.seed} {number}"), arguments.requests - tallies[name].requests
+        if left > 0:
+            compare(name, draw, texts, min(left, REQUESTS_OF_A_PAIR), tallies[name])
+    show(tallies)
+    result = record("disaggregation_equality", {name: vars(one) for name, one in tallies.items()}, seed=arguments.seed)
+    if arguments.json:
+        write_record(arguments.json, result)
+    print(json.dumps(result))
+    if any(one.differing or one.held_blocks or one.stuck or one.failed for one in tallies.values()):
+        sys.exit(1)
+
+
+def show(tallies: dict[str, Tally]) -> None:
+    """Prints the table."""
+    columns = ["connector", "requests", "aborted", "tokens", "loaded", "preempted", "differing", "failed"]
+    rows = [
+        (
+            name,
+            *map(str, (one.requests, one.aborted.total(), one.tokens, one.external_tokens)),
+            f"{one.preemptions_prefill} + {one.preemptions_decode}",
+            *map(str, (one.differing, one.failed, one.stuck, one.held_blocks)),
+        )
+        for name, one in tallies.items()
+    ]
+    table("Random requests over two engines against one", [*columns, "never ended", "blocks lost"], rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument(
+        "--requests", type=positive_int, default=340, help="random requests for each connector (default: 340)"
+    )
+    flags.add_argument("--only", choices=CONNECTORS, help="this connector alone")
+    flags.add_argument("--seed", type=int, default=0, help="of all that is random (default: 0)")
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

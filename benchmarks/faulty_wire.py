@@ -1,0 +1,120 @@
+"""A relay on this machine, whose bytes can be held up, lost, changed or cut off; for `disaggregation_faults`."""
+
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Callable
+
+Passage = Callable[[bytes, int], bytes]
+"""What becomes of some bytes of a connection, of which so many have passed before. `ConnectionError` ends it."""
+LOST_BYTES = 100
+
+
+def unchanged(data: bytes, before: int) -> bytes:
+    """Passes all on."""
+    return data
+
+
+class Wire:
+    """Relays TCP connections at `port` to `target`, a port as well. `up` and `down` see what passes, each way."""
+
+    def __init__(self, target: int = 0) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self.target = self._listener.getsockname()[1], target
+        self._open: list[socket.socket] = []
+        self.opened = threading.Event()
+        self.mend()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def mend(self) -> None:
+        """All passes again; connections are made anew."""
+        self.up = self.down = unchanged
+        self.opened.set()
+        while self._open:
+            _end(self._open.pop())
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+    def fail(self, after: int, kind: str, times: int | None = None) -> None:
+        """Something happens after so many bytes downwards of a connection, on so many connections; None: on each.
+
+        `kind`: "hold" (nothing more passes until `opened` is set), "cut", "lose" (some bytes), "flip" (a bit).
+        """
+        left = [None] * times if times is not None else None
+
+        def down(data: bytes, before: int) -> bytes:
+            if not before <= after < before + len(data) or left == []:
+                return data
+            if left:
+                left.pop()
+            self.reached.set()
+            return self._spoilt(kind, data)
+
+        self.down = down
+
+    def _spoilt(self, kind: str, data: bytes) -> bytes:
+        if kind == "cut":
+            raise ConnectionError
+        if kind == "lose":
+            return data[LOST_BYTES:]
+        if kind == "flip":
+            return bytes([data[0] ^ 4]) + data[1:]
+        self.opened.wait()
+        return data
+
+    def _accept(self) -> None:
+        while True:
+            here, _ = self._listener.accept()
+            try:
+                there = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:
+                here.close()
+                continue
+            self._open += [here, there]
+            for source, sink, name in ((here, there, "up"), (there, here, "down")):
+                threading.Thread(target=self._relay, args=(source, sink, name), daemon=True).start()
+
+    def _relay(self, source: socket.socket, sink: socket.socket, name: str) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(getattr(self, name)(data, passed))
+                passed += len(data)
+        _end(source)
+        _end(sink)
+
+
+class Front(Wire):
+    """What a proxy takes for a prefill server: it says that the server's keys and values are at another wire.
+
+    `asked` and `answered`: whether a request has gone to the server, and whether it has said where they are.
+    """
+
+    def __init__(self, target: int, wire: Wire) -> None:
+        self._wire = wire
+        super().__init__(target)
+
+    def mend(self) -> None:
+        """See `Wire`."""
+        super().mend()
+        self.asked, self.answered = threading.Event(), threading.Event()
+        self.up, self.down = self._see_question, self._rewrite
+
+    def _see_question(self, data: bytes, before: int) -> bytes:
+        if data.startswith(b"POST"):
+            self.asked.set()
+        return data
+
+    def _rewrite(self, data: bytes, before: int) -> bytes:
+        found = re.search(rb'"remote_port":(\d{5})\b', data)
+        if found is None:
+            return data
+        self._wire.target = int(found[1])
+        self.answered.set()
+        return data[: found.start(1)] + str(self._wire.port).encode() + data[found.end(1) :]
+
+
+def _end(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()

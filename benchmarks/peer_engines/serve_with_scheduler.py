@@ -1,0 +1,43 @@
+"""`minivllm serve` with another scheduler: `python -P serve_with_scheduler.py first|own serve MODEL --port N ...`.
+
+`first` is `simulate.prefill_first.PrefillFirst`, the scheduler of vLLM V0; `own` the engine's. Either way it is a part,
+so the core is a thread of the server and not a process: compare these two with each other only.
+"""
+
+import argparse
+import sys
+
+from minivllm.config import Parts
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.entrypoints.openai.chat_template import PLAIN
+from minivllm.entrypoints.openai.launcher import serve
+from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.simulate.prefill_first import PrefillFirst
+
+SCHEDULERS = {"first": PrefillFirst, "own": Scheduler}
+
+
+def main() -> int:
+    """Serves until it is told to end."""
+    flags = argparse.ArgumentParser()
+    flags.add_argument("scheduler", choices=SCHEDULERS)
+    flags.add_argument("command", choices=("serve",))
+    flags.add_argument("model")
+    flags.add_argument("--port", type=int)
+    flags.add_argument("--served-model-name")
+    flags.add_argument("--max-num-batched-tokens", type=int)
+    flags.add_argument("--max-num-seqs", type=int)
+    flags.add_argument("--max-model-len", type=int)
+    flags.add_argument("--num-gpu-blocks-override", type=int)
+    given = vars(flags.parse_args())
+    kind, name, port = given.pop("scheduler"), given.pop("served_model_name"), given.pop("port")
+    given.pop("command")
+    settings = {"device": "cpu", "dtype": "float32", "enable_prefix_caching": False}
+    settings |= {"enable_chunked_prefill": kind != "first", "parts": Parts(scheduler=SCHEDULERS[kind])}
+    front_end = FrontendArgs(host="127.0.0.1", port=port, served_model_name=[name], disable_uvicorn_access_log=True)
+    return serve(EngineArgs(**given, **settings), front_end, PLAIN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

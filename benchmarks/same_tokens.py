@@ -1,0 +1,165 @@
+"""Random batches with and without drafts: does any token differ?
+
+    uv run python benchmarks/same_tokens.py --json benchmarks/results/same_tokens.cpu.json      # half an hour
+    uv run python benchmarks/same_tokens.py --batches 20
+
+For each method engines are set up at random (block size, budget of a step, a pool that is too small for the batch or
+not, prefix cache, steps ahead, an int8 cache, two ranks), and each serves some batches of one to six requests: windows
+of held-out Python, many with a common beginning, greedy or drawn with a seed. The engine without drafts that they are
+held against has the same cache and as many ranks, whose sums round differently, and else nothing: steps one after
+another, blocks for everybody. After each batch every block must be free again. The table is followed by one line of
+JSON; the exit code is 1 if anything differs.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from speculation import WAYS
+
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.entrypoints.llm import LLM
+from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.corpus import held_out_texts
+from minivllm.lab.inside import core_of
+from minivllm.lab.progress import track
+from minivllm.lab.results import record, write_record
+from minivllm.lab.tables import table
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.sampling_params import SamplingParams
+
+BATCHES_OF_AN_ENGINE = 10
+SETTINGS = {"device": "cpu", "dtype": "float32", "max_model_len": 96}
+SAME_NUMBERS = ("kv_cache_dtype", "block_size", "tensor_parallel_size")
+"""Settings on which the last digits of logits depend: an int8 cache makes a digit into a step of its scale."""
+ENOUGH_BLOCKS = {"num_gpu_blocks_override": 400, "async_scheduling": False}
+
+Batch = tuple[list[list[int]], list[SamplingParams]]
+
+
+@dataclass
+class Tally:
+    """What was compared for one method; `with_feature` counts batches."""
+
+    batches: int = 0
+    requests: int = 0
+    tokens: int = 0
+    differing: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    held_blocks: int = 0
+    with_feature: Counter[str] = field(default_factory=Counter)
+
+
+def random_settings(draw: random.Random) -> dict[str, Any]:
+    """An engine's settings; few of them have two ranks, whose processes take long to start."""
+    block_size = draw.choice([4, 8, 16])
+    tight = draw.random() < 0.5
+    settings: dict[str, Any] = {
+        "block_size": block_size,
+        "max_num_batched_tokens": draw.choice([7, 24, 64, 512]),
+        "max_num_seqs": draw.choice([2, 6]),
+        "enable_prefix_caching": draw.random() < 0.7,
+        "async_scheduling": draw.random() < 0.5,
+        "num_gpu_blocks_override": 104 // block_size + 3 if tight else 400,
+    }
+    if draw.random() < 0.25:
+        settings["kv_cache_dtype"] = "int8"
+    if draw.random() < 0.06:
+        settings["tensor_parallel_size"] = 2
+    return settings
+
+
+def features(settings: dict[str, Any]) -> Iterator[str]:
+    """The names of what these settings try."""
+    yield "small pool" if settings["num_gpu_blocks_override"] < 400 else "large pool"
+    yield from (name for name in ("enable_prefix_caching", "async_scheduling") if settings[name])
+    yield from (name for name in ("kv_cache_dtype", "tensor_parallel_size") if name in settings)
+    if settings["max_num_batched_tokens"] < 64:
+        yield "chunks"
+
+
+def random_batch(draw: random.Random, texts: list[list[int]]) -> Batch:
+    """One to six requests, of which most begin with parts of one text."""
+    whole = draw.choice(texts)
+    first, prompts, params = draw.randrange(len(whole) - 60), [], []
+    for index in range(draw.randrange(1, 7)):
+        start = first + draw.choice([0, 0, draw.randrange(40)])
+        prompts.append(whole[start : start + draw.randrange(1, 50)])
+        temperature, most = draw.choice([0.0, 0.0, 0.8]), draw.randrange(1, 40)
+        params.append(SamplingParams(temperature=temperature, seed=index, max_tokens=most, ignore_eos=True))
+    return prompts, params
+
+
+def generated(llm: LLM, batch: Batch) -> list[list[int]]:
+    """Each request's tokens."""
+    return [list(one.outputs[0].token_ids) for one in llm.generate(*batch, use_tqdm=False)]
+
+
+def compare(way: dict[str, Any], settings: dict[str, Any], batches: list[Batch], tally: Tally) -> None:
+    """Serves the batches with drafts and without, and adds up what differs."""
+    same_numbers = {name: settings[name] for name in SAME_NUMBERS if name in settings}
+    plain = LLM(EMBEDDED_MODEL, **SETTINGS | same_numbers | ENOUGH_BLOCKS)
+    drafting = LLM(EMBEDDED_MODEL, **SETTINGS | settings, speculative_config=way)
+    for batch in batches:
+        expected, found = generated(plain, batch), generated(drafting, batch)
+        tally.requests += len(found)
+        tally.tokens += sum(map(len, expected))
+        tally.differing += sum(one != other for one, other in zip(expected, found, strict=True))
+        pool = core_of(drafting).scheduler.kv_cache_manager.block_pool
+        tally.held_blocks += pool.num_usable_blocks - pool.get_num_free_blocks()
+    stats = drafting.llm_engine.stats
+    tally.batches += len(batches)
+    tally.accepted += stats.spec_decoding_stats.num_accepted_tokens
+    tally.preemptions += stats.num_preemptions
+    tally.with_feature.update({name: len(batches) for name in features(settings)})
+    for llm in (plain, drafting):
+        llm.shutdown()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Compares so many batches for each method, and exits with 1 if anything differs."""
+    tokenizer, draw = load_tokenizer(str(EMBEDDED_MODEL)), random.Random(arguments.seed)
+    texts = [ids for text in held_out_texts() if len(ids := tokenizer.encode(text).ids) > 100]
+    tallies = {name: Tally() for name in WAYS}
+    engines = -(-arguments.batches // BATCHES_OF_AN_ENGINE)
+    for name in track([name for name in WAYS for _ in range(engines)], "comparing"):
+        most = min(BATCHES_OF_AN_ENGINE, arguments.batches - tallies[name].batches)
+        way = {**WAYS[name], "num_speculative_tokens": draw.randrange(1, 6)}
+        compare(way, random_settings(draw), [random_batch(draw, texts) for _ in range(most)], tallies[name])
+    columns = ["method", "batches", "requests", "tokens", "accepted drafts", "preemptions", "differing", "blocks lost"]
+    rows = [
+        (
+            name,
+            *map(str, (one.batches, one.requests, one.tokens, one.accepted, one.preemptions, one.differing)),
+            str(one.held_blocks),
+        )
+        for name, one in tallies.items()
+    ]
+    table("Random batches with drafts against the plain engine", columns, rows)
+    result = record("same_tokens", {name: vars(one) for name, one in tallies.items()}, seed=arguments.seed)
+    if arguments.json:
+        write_record(arguments.json, result)
+    print(json.dumps(result))
+    if any(one.differing or one.held_blocks for one in tallies.values()):
+        sys.exit(1)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument(
+        "--batches", type=positive_int, default=300, help="random batches for each method (default: 300)"
+    )
+    flags.add_argument("--seed", type=int, default=0, help="of all that is random (default: 0)")
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

@@ -1,0 +1,349 @@
+"""What must be true of exercise 09, and of the script that solves it; and how its attention serves in the engine."""
+
+import math
+from collections.abc import Callable
+from itertools import product
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from minivllm.config import Parts
+from minivllm.kernels.reshape_and_cache import reshape_and_cache
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.plugged import Plugged
+from minivllm.platforms.triton_utils import triton
+
+TOLERANCE = 1e-4
+
+# ---- what is right, and what the usual mistakes give -----------------------------------------------------------------
+
+
+def attention(q, keys, values, *, head=None, offset=None, scale=None):
+    """Grouped attention in float64; `head`, `offset` and `scale` are those that mistakes take."""
+    (queries, heads, head_dim), (positions, kv_heads, _) = q.shape, keys.shape
+    head = head or (lambda h: h // (heads // kv_heads))
+    offset = positions - queries if offset is None else offset
+    q, keys, values, out = q.double(), keys.double(), values.double(), torch.empty_like(q, dtype=torch.float64)
+    ahead = torch.arange(positions) > torch.arange(queries)[:, None] + offset
+    for h in range(heads):
+        scores = q[:, h] @ keys[:, head(h)].T * (head_dim**-0.5 if scale is None else scale)
+        out[:, h] = scores.masked_fill(ahead, -math.inf).softmax(-1) @ values[:, head(h)]
+    return out
+
+
+def latent(q_nope, q_rope, latents, k_rope, w_uk, w_uv, *, width=None, rotary=True, into_values=True):
+    """Latent attention in float64, keys and values made; `width` and the rest are those that mistakes take."""
+    q_nope, q_rope, latents, k_rope, w_uk, w_uv = (x.double() for x in (q_nope, q_rope, latents, k_rope, w_uk, w_uv))
+    scores = torch.einsum("hn,phn->hp", q_nope, torch.einsum("pr,hnr->phn", latents, w_uk))
+    scores = scores + q_rope @ k_rope.T if rotary else scores
+    weights = (scores / math.sqrt(width or q_nope.shape[1] + q_rope.shape[1])).softmax(-1)
+    return torch.einsum("hp,phv->hv", weights, torch.einsum("pr,hvr->phv", latents, w_uv))
+
+
+def agrees(found, expected, what, mistakes=()):
+    """`found` is `expected`; else says by how much it is off, and which of the usual `mistakes` gives just that.
+
+    mistakes: (what comes of it, what to say).
+    """
+    assert isinstance(found, torch.Tensor), f"{what} is {type(found).__name__}, not a tensor"
+    assert found.shape == expected.shape, f"{what} has shape {list(found.shape)}, not {list(expected.shape)}"
+    found = found.double()
+    assert not found.isnan().any(), f"{what} holds NaN"
+    error = (found - expected).abs().max().item()
+    if error >= TOLERANCE:
+        known = [words for wrong, words in mistakes if (found - wrong).abs().max() < TOLERANCE]
+        raise AssertionError(f"{what} is off by {error:.2g}{': ' if known else ''}{known[0] if known else ''}")
+
+
+class Made(TorchDispatchMode):
+    """Counts the numbers of all tensors that are made; views of what is there cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """One operation."""
+        made = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)}
+        new = (x for x in tree_flatten(made)[0] if isinstance(x, torch.Tensor))
+        self.numbers += sum(x.numel() for x in new if x.untyped_storage().data_ptr() not in known)
+        return made
+
+
+def numbers_made(act: Callable[[], object]) -> int:
+    """Numbers of all tensors that `act` makes."""
+    with Made() as made:
+        act()
+    return made.numbers
+
+
+def vectors(queries, positions, heads, kv_heads, head_dim, seed=0):
+    """Random q, keys, values, float32."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (queries, heads, head_dim), (positions, kv_heads, head_dim), (positions, kv_heads, head_dim)
+    return [torch.randn(shape, generator=draw) for shape in shapes]
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def check_heads_of_a_group_ask_the_same_keys(module):
+    """One query over many positions, with a KV head for each query head, for several, or for all of them."""
+    for heads, kv_heads, head_dim in ((4, 4, 8), (6, 2, 5), (6, 3, 16), (8, 1, 4), (1, 1, 8)):
+        q, keys, values = vectors(1, 9, heads, kv_heads, head_dim, seed=heads + kv_heads)
+        expected = attention(q, keys, values)
+        mistakes = [(attention(q, keys, values, scale=1.0), "the scores are not divided by sqrt(head_dim)")]
+        if 1 < kv_heads < heads:
+            words = f"head 1 asks KV head 1; neighbours share: it is h // {heads // kv_heads}, not h % {kv_heads}"
+            mistakes.append((attention(q, keys, values, head=lambda h, n=kv_heads: h % n), words))
+        found = module.grouped_attention(q, keys, values)
+        agrees(found, expected, f"with {heads} heads on {kv_heads} KV heads, the output", mistakes)
+
+
+def check_queries_stand_at_the_last_positions(module):
+    """Several queries: a prompt, a chunk of one, drafts. None sees what lies ahead of it."""
+    for queries, positions in ((7, 7), (3, 10), (2, 33)):
+        q, keys, values = vectors(queries, positions, 6, 2, 8, seed=queries)
+        all_seen, first = (attention(q, keys, values, offset=offset) for offset in (positions, 0))
+        mistakes = [(all_seen, "every query sees every key, those ahead of it too")]
+        if queries < positions:
+            words = f"query 0 stands at position {positions - queries}, not at 0. Where is positions - queries?"
+            mistakes.append((first, words))
+        what = f"with {queries} queries over {positions} positions, the output"
+        agrees(module.grouped_attention(q, keys, values), attention(q, keys, values), what, mistakes)
+
+
+def check_large_scores_do_not_overflow(module):
+    """Scores of some thousands give finite weights, and the output has q's dtype."""
+    q, keys, values = vectors(2, 9, 4, 2, 8)
+    q *= 1000
+    found = module.grouped_attention(q, keys, values)
+    agrees(found, attention(q, keys, values), "with scores of some thousands, the output")
+    doubled = module.grouped_attention(q.double(), keys.double(), values.double())
+    assert doubled.dtype == torch.float64, f"float64 goes in, and {doubled.dtype} comes out"
+
+
+def check_keys_are_not_copied_for_each_head(module):
+    """Eight heads on one KV head: what is made on the way is far less than keys and values for each head."""
+    q, keys, values = vectors(1, 512, 16, 1, 64)
+    made = numbers_made(lambda: module.grouped_attention(q, keys, values))
+    each = keys.numel() * 16
+    assert made < each, (
+        f"it makes {made:,} numbers on the way; the keys are {keys.numel():,}, and {each:,} if each head gets its own. "
+        "Give the queries a dimension for the group, and leave the keys as they are"
+    )
+
+
+# ---- latents ---------------------------------------------------------------------------------------------------------
+
+
+def latents(heads, nope, rope, rank, v, positions, seed=0):
+    """Random arguments of `absorbed_attention`."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (heads, nope), (heads, rope), (positions, rank), (positions, rope), (heads, nope, rank), (heads, v, rank)
+    return [torch.randn(shape, generator=draw) / (rank**0.5 if len(shape) == 3 else 1) for shape in shapes]
+
+
+def check_absorbed_is_latent_attention(module):
+    """Scores and sums over latents give what keys and values that are made of them give."""
+    for heads, nope, rope, rank, v, positions in ((1, 2, 4, 3, 2, 1), (3, 8, 4, 16, 6, 9), (4, 16, 8, 12, 20, 33)):
+        given = latents(heads, nope, rope, rank, v, positions, seed=heads)
+        by_rank, by_nope, unscaled = (latent(*given, width=width) for width in (rank + rope, nope, 1))
+        mistakes = [
+            (
+                by_rank,
+                f"the key that is never made has {nope} + {rope} numbers: divide by their root, not by the rank's",
+            ),
+            (by_nope, f"the rotary part counts, too: divide by sqrt({nope} + {rope})"),
+            (unscaled, f"the scores are not divided by sqrt({nope} + {rope})"),
+            (latent(*given, rotary=False), "q_rope · k_rope is missing in the scores"),
+        ]
+        what = f"with {heads} heads and latents of {rank} + {rope}, the output"
+        agrees(module.absorbed_attention(*given), latent(*given), what, mistakes)
+    given = latents(3, 8, 4, 16, 6, 9)
+    given[0] = given[0] * 3000
+    agrees(module.absorbed_attention(*given), latent(*given), "with large scores, the output")
+
+
+def check_no_key_is_made(module):
+    """Over 400 latents, no key or value of a head is made."""
+    heads, nope, positions = 8, 48, 400
+    given = latents(heads, nope, 8, 32, 48, positions)
+    made, keys = numbers_made(lambda: module.absorbed_attention(*given)), heads * nope * positions
+    assert made < keys / 2, (
+        f"it makes {made:,} numbers on the way, and all heads' keys are {keys:,}: w_uk must go to the query, and w_uv "
+        "to the sum of latents"
+    )
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+SIZES = [(tp, n) for tp, n in product(range(1, 17), range(1, 17)) if n % tp == 0 or tp % n == 0]
+
+
+def held_by(rank, tp, num_kv_heads):
+    """The KV heads that the rank's query heads ask, where there are lcm-many of them: what the rule must say."""
+    heads = num_kv_heads * tp
+    asked = range(rank * heads // tp, (rank + 1) * heads // tp)
+    return sorted({head // tp for head in asked})
+
+
+def check_each_rank_keeps_its_share(module):
+    """With as many KV heads as ranks, or more, every head is kept once."""
+    for tp, heads in SIZES:
+        if heads >= tp:
+            for rank in range(tp):
+                compare_ranks(module, rank, tp, heads)
+
+
+def check_heads_are_replicated(module):
+    """With more ranks than KV heads, each rank keeps one, that which its query heads ask."""
+    for tp, heads in SIZES:
+        if tp > heads:
+            for rank in range(tp):
+                compare_ranks(module, rank, tp, heads)
+
+
+def compare_ranks(module, rank, tp, heads):
+    """The rank keeps what its query heads ask."""
+    found, expected = module.kv_heads_of_rank(rank, tp, heads), held_by(rank, tp, heads)
+    assert isinstance(found, list), f"it returns {type(found).__name__}, not a list"
+    hint = ""
+    if found == [rank % heads] and tp > heads:
+        hint = f": its query heads are neighbours of those of rank {rank - 1}, and ask the same KV head"
+    elif set(found) > set(expected):
+        hint = ": it keeps heads that its query heads never ask"
+    elif found == list(range(rank, heads, tp)) and tp < heads:
+        hint = ": a rank's query heads are neighbours, so its KV heads are, too"
+    assert found == expected, f"rank {rank} of {tp}, {heads} KV heads: it keeps {found}, and asks {expected}{hint}"
+
+
+def check_uneven_divisions_are_refused(module):
+    """Six KV heads on four ranks, or four on six, raise ValueError."""
+    for tp, heads in ((4, 6), (6, 4), (3, 8), (5, 2), (8, 12)):
+        try:
+            found = module.kv_heads_of_rank(0, tp, heads)
+        except ValueError:
+            continue
+        raise AssertionError(f"{heads} KV heads on {tp} ranks cannot be divided evenly; it returns {found}")
+
+
+def check_ranks_together_are_the_whole(module):
+    """Each rank's query heads over the KV heads that it keeps: side by side, that is the attention of one rank."""
+    for tp, heads, kv_heads in ((2, 8, 2), (4, 8, 2), (4, 8, 8), (8, 8, 1)):
+        q, keys, values = vectors(3, 9, heads, kv_heads, 8, seed=tp)
+        share, parts = heads // tp, []
+        for rank in range(tp):
+            kept = module.kv_heads_of_rank(rank, tp, kv_heads)
+            mine = q[:, rank * share : (rank + 1) * share]
+            parts.append(module.grouped_attention(mine, keys[:, kept], values[:, kept]))
+        what = f"{heads} heads on {kv_heads} KV heads, over {tp} ranks: what they compute together"
+        agrees(torch.cat(parts, dim=1), attention(q, keys, values), what)
+
+
+# ---- the kernel, in steps --------------------------------------------------------------------------------------------
+
+
+def rows_of(heads):
+    """A power of two that holds so many rows, 16 or more."""
+    return max(16, triton.next_power_of_2(heads))
+
+
+def clean(trace, **most):
+    """No race, nothing outside the arguments, and no argument read or written more often than it must be."""
+    hint = "Have rows beyond the group, or tokens beyond the last one, no mask?"
+    assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. {hint}"
+    assert not trace.races, f"{trace.races[0]}. {hint}"
+    for name, numbers in most.items():
+        traffic = trace.arguments[name]
+        moved, size = max(traffic.bytes_read, traffic.bytes_written), 4 * numbers
+        words = "Does each head load its own copy?" if name in ("keys", "values") else ""
+        assert moved <= size, f"{moved:,} bytes of {name} moved, and {size:,} are enough. {words}".strip()
+
+
+def check_kernel_1_scores(module):
+    """Stretch: scores_kernel: a group's rows in one product, every key read once."""
+    for heads, kv_heads, head_dim, tokens, tile in ((4, 2, 16, 7, 16), (6, 1, 32, 33, 16), (3, 3, 16, 16, 16)):
+        q, keys, _ = vectors(1, tokens, heads, kv_heads, head_dim, seed=heads)
+        scores, group = torch.full((heads, tokens), math.nan), heads // kv_heads
+        grid, sizes = (kv_heads, -(-tokens // tile)), {"GROUP": group, "HEAD_DIM": head_dim, "ROWS": rows_of(group)}
+        trace = trace_kernel(module.scores_kernel, grid, scores, q[0], keys, tokens, **sizes, TILE=tile)
+        expected = torch.stack([q[0, h].double() @ keys[:, h // group].double().T for h in range(heads)])
+        clean(trace)
+        what = f"with {heads} heads on {kv_heads} KV heads and {tokens} tokens in tiles of {tile}, scores"
+        agrees(scores, expected, what, [(expected * head_dim**-0.5, "nothing is divided in this step")])
+        clean(trace, keys=keys.numel(), scores=scores.numel(), q=q.numel() * grid[1])
+
+
+def check_kernel_2_attends(module):
+    """Stretch: group_kernel: the running softmax for all rows of a group, each key and value read once."""
+    for heads, kv_heads, head_dim, tokens, large in (
+        (4, 2, 16, 7, 1), (6, 1, 32, 33, 1), (3, 3, 16, 16, 1), (20, 1, 16, 40, 1), (4, 2, 16, 40, 600),
+    ):  # fmt: skip
+        q, keys, values = vectors(1, tokens, heads, kv_heads, head_dim, seed=heads)
+        q, keys = q * large, keys + torch.arange(tokens)[:, None, None] / tokens  # the maximum rises from tile to tile
+        out, group = torch.full((heads, head_dim), math.nan), heads // kv_heads
+        sizes = {"GROUP": group, "HEAD_DIM": head_dim, "ROWS": rows_of(group), "TILE": 16}
+        given = q[0].contiguous(), keys, values, tokens, head_dim**-0.5
+        trace = trace_kernel(module.group_kernel, (kv_heads,), out, *given, **sizes)
+        clean(trace)
+        what = f"with {heads} heads on {kv_heads} KV heads and {tokens} tokens in tiles of 16, the output"
+        unscaled = attention(q, keys, values, scale=1.0)[0]
+        agrees(out, attention(q, keys, values)[0], what, [(unscaled, "the scores are not multiplied by scale")])
+        clean(trace, keys=keys.numel(), values=values.numel(), q=q.numel(), out=out.numel())
+
+
+def check_kernel_3_many_requests(module):
+    """Stretch: decode_kernel: requests of any length, any head dim, and any part of a group in a program."""
+    for heads, kv_heads, head_dim, mine in ((6, 2, 24, 3), (6, 2, 24, 1), (8, 1, 16, 4)):
+        lengths, slots, scale = (0, 1, 16, 21), 23, head_dim**-0.5
+        draw = torch.Generator().manual_seed(heads * mine)
+        q = torch.randn(len(lengths), heads, head_dim, generator=draw)
+        keys, values = torch.randn(2, len(lengths), slots, kv_heads, head_dim, generator=draw)
+        for request, length in enumerate(lengths):
+            keys[request, length:], values[request, length:] = math.nan, math.nan
+        out, group = torch.full_like(q, math.nan), heads // kv_heads
+        sizes = {"HEADS": mine, "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROWS": rows_of(mine)}
+        given = out, q, keys, values, torch.tensor(lengths, dtype=torch.int32), slots, scale
+        padded = {"BLOCK_D": rows_of(head_dim), "TILE": 16}
+        trace = trace_kernel(module.decode_kernel, (len(lengths), heads // mine), *given, **sizes, **padded)
+        clean(trace)
+        for request, length in enumerate(lengths):
+            its = keys[request, :length], values[request, :length]
+            expected = attention(q[request][None], *its)[0] if length else torch.zeros(heads, head_dim).double()
+            agrees(
+                out[request], expected, f"{heads} heads on {kv_heads}, {mine} a program: a request of {length} tokens"
+            )
+        seen = sum(lengths) * kv_heads * head_dim * group // mine
+        clean(trace, keys=seen, values=seen, out=out.numel(), q=q.numel())
+
+
+# ---- in the engine ---------------------------------------------------------------------------------------------------
+
+
+def plug(module) -> Plugged:
+    """The learner's `grouped_attention` as the engine's: for each request, over its gathered blocks."""
+
+    class GroupedAttention:
+        """What the engine asks of an attention: called with its caches, and bound to each step's tables."""
+
+        def __init__(self, kv_caches, scale, sliding_window):
+            self.kv_caches = kv_caches
+
+        def of_step(self, metadata):
+            def attend(layer_index, q, k, v):
+                keys, values, *_ = self.kv_caches[layer_index]
+                reshape_and_cache(k, v, keys, values, metadata.slot_mapping)
+                starts, out = metadata.query_start_loc.tolist(), torch.zeros_like(q)
+                for request, length in enumerate(metadata.seq_lens.tolist()):
+                    blocks = metadata.block_table[request, : -(-length // keys.shape[1])].long()
+                    its = (cache[blocks].flatten(0, 1)[:length] for cache in (keys, values))
+                    rows = slice(starts[request], starts[request + 1])
+                    out[rows] = module.grouped_attention(q[rows], *its)
+                return out
+
+            return attend
+
+    return Plugged(parts=Parts(attention=GroupedAttention), max_tokens=12)

@@ -1,0 +1,43 @@
+"""Random batches with and without drafts: a token that differs, and a block that is not given back, are counted."""
+
+import random
+
+import pytest
+
+
+@pytest.fixture
+def compared(load_benchmark):
+    same_tokens = load_benchmark("same_tokens")
+    texts, draw = [[(7 * place + 5) % 900 for place in range(120)]], random.Random(1)
+    batches = [same_tokens.random_batch(draw, texts) for _ in range(2)]
+    way = {**same_tokens.WAYS["n-gram"], "num_speculative_tokens": 3}
+    settings = {**same_tokens.random_settings(draw), "num_gpu_blocks_override": 60, "block_size": 4}
+
+    def compare():
+        tally = same_tokens.Tally()
+        same_tokens.compare(way, settings, batches, tally)
+        return tally
+
+    return same_tokens, compare
+
+
+def test_no_token_differs_and_all_blocks_come_back(compared):
+    _, compare = compared
+    tally = compare()
+    assert (tally.batches, tally.differing, tally.held_blocks) == (2, 0, 0)
+    assert tally.tokens > 20
+    assert tally.with_feature["small pool"] == 2
+
+
+def test_what_differs_is_counted(compared, monkeypatch):
+    same_tokens, compare = compared
+    generated = same_tokens.generated
+
+    def one_token_off(llm, batch):
+        found = generated(llm, batch)
+        if llm.llm_engine.stats.spec_decoding_stats.num_drafts:
+            found[0][-1] += 1
+        return found
+
+    monkeypatch.setattr(same_tokens, "generated", one_token_off)
+    assert compare().differing > 0

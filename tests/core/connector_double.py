@@ -1,0 +1,214 @@
+"""A KV connector without a network, for tests: both of its sides, and a worker that knows what invalid blocks spoil."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, cast
+
+from core.worker_double import NextToken, WorkerDouble
+
+from minivllm.config import KVTransferConfig
+from minivllm.core.block_pool import KVCacheBlock
+from minivllm.core.kv_connector import (
+    KVConnectorBase_V1,
+    KVConnectorConfig,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+)
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.request import Request
+
+INVALID = -1
+"""What a slot holds that should have been loaded and was not, or was computed from such slots."""
+
+
+def config_double(block_size: int = 4, **settings: Any) -> KVConnectorConfig:
+    return KVConnectorConfig(
+        kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", **settings),
+        model_fingerprint="",
+        block_size=block_size,
+        num_gpu_blocks=11,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        kv_cache_dtype="float32",
+        max_model_len=40,
+    )
+
+
+@dataclass
+class Plan:
+    """What the connector does for one request. `num_tokens` of its prompt are elsewhere.
+
+    `num_unknown`: how often it does not know yet. `load_steps`: how long an asynchronous load takes; 0: within the
+    step. `fails`: which places of the blocks to load are invalid; None stands for all, as a failed receive.
+    `send_steps`: how long its blocks are kept after its end; 0: not at all.
+    """
+
+    num_tokens: int = 0
+    num_unknown: int = 0
+    load_steps: int = 0
+    fails: tuple[int, ...] | None = ()
+    send_steps: int = 0
+
+
+@dataclass
+class Load:
+    """Blocks to be filled with tokens `start` to `stop`, and the request's own of them."""
+
+    request: Request
+    block_ids: list[int]
+    start: int
+    stop: int
+    num_steps: int
+    loads_async: bool
+    fails: tuple[int, ...] | None
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):
+    loads: list[Load] = field(default_factory=list)
+    sends: dict[str, int] = field(default_factory=dict)
+
+
+class ConnectorDouble(KVConnectorBase_V1):
+    """The scheduler's side: does what `plans` say, by request id; nothing for those not named."""
+
+    def __init__(self, plans: dict[str, Plan], block_size: int = 4) -> None:
+        super().__init__(config_double(block_size), KVConnectorRole.SCHEDULER)
+        self.plans, self.metadata = plans, Metadata()
+        self.sends: dict[str, int] = {}
+        self.ended: list[str] = []
+        self.asked: dict[str, int] = {}
+        self.promised: dict[str, bool] = {}
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        plan = self.plans.get(request.request_id, Plan())
+        asked = self.asked[request.request_id] = self.asked.get(request.request_id, 0) + 1
+        if asked <= plan.num_unknown:
+            return None, False
+        loads_async = plan.load_steps > 0
+        most = plan.num_tokens if loads_async else min(plan.num_tokens, request.num_tokens - 1)
+        count = max(0, most - num_computed_tokens)
+        self.promised[request.request_id] = loads_async and count > 0
+        return count, loads_async and count > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Sequence[KVCacheBlock], num_external_tokens: int
+    ) -> None:
+        if not num_external_tokens:
+            return
+        plan, size = self.plans[request.request_id], self.config.block_size
+        loads_async = self.promised[request.request_id]
+        stop = plan.num_tokens if loads_async else min(plan.num_tokens, request.num_tokens - 1)
+        start = stop - num_external_tokens
+        wanted = blocks[start // size : -(-stop // size)]
+        assert not loads_async or all(block.block_hash is None for block in wanted), "can be found before it is there"
+        block_ids = [block.block_id for block in wanted]
+        load = Load(request, block_ids, start, stop, plan.load_steps * loads_async, loads_async, plan.fails)
+        self.metadata.loads.append(load)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata, self.metadata = self.metadata, Metadata()
+        return metadata
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self.ended.append(request.request_id)
+        steps = self.plans.get(request.request_id, Plan()).send_steps
+        if not steps or not block_ids:
+            return False, None
+        self.metadata.sends[request.request_id] = self.sends[request.request_id] = steps
+        return True, {"remote_block_ids": block_ids}
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for name in connector_output.finished_sending:
+            self.sends.pop(name, None)
+
+    def start_over(self) -> None:
+        self.metadata = Metadata(sends=dict(self.sends))
+
+    def start_load_kv(self) -> None:
+        raise NotImplementedError
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        raise NotImplementedError
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_save(self) -> None:
+        raise NotImplementedError
+
+
+class RemoteWorkerDouble(WorkerDouble):
+    """A worker with the connector's other side. What is computed from invalid slots is invalid, its tokens nonsense."""
+
+    def __init__(self, block_size: int, next_token: NextToken) -> None:
+        super().__init__(block_size, next_token)
+        self.loading: list[Load] = []
+        self.sending: dict[str, int] = {}
+        self.spoiled: set[str] = set()
+        self.rng = Random(0)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        metadata = cast(Metadata, output.kv_connector_metadata)
+        connector_output = KVConnectorOutput()
+        self.spoiled = set()
+        for load in metadata.loads:
+            (self.loading.append if load.num_steps else lambda one: self.arrive(one, connector_output))(load)
+        self.sending |= metadata.sends
+        done = super().execute(output)
+        for load in list(self.loading):
+            load.num_steps -= 1
+            if not load.num_steps:
+                self.loading.remove(load)
+                self.arrive(load, connector_output)
+                connector_output.finished_recving.add(load.request.request_id)
+        for name in list(self.sending):
+            self.sending[name] -= 1
+            if self.sending[name] <= 0:
+                del self.sending[name]
+                connector_output.finished_sending.add(name)
+        done.kv_connector_output = None if connector_output.is_empty() else connector_output
+        return done
+
+    def reset(self) -> None:
+        """As a rank after a failed step."""
+        self.requests.clear()
+        self.loading.clear()
+
+    def arrive(self, load: Load, output: KVConnectorOutput) -> None:
+        """Fills the blocks of a load, but for those that fail."""
+        prefixes, running = [], hash(load.request.sampling_params)
+        for token_id in load.request.all_token_ids[: load.stop]:
+            running = hash((running, token_id))
+            prefixes.append(running)
+        broken = range(len(load.block_ids)) if load.fails is None else load.fails
+        first = load.start // self.block_size
+        for place, block_id in enumerate(load.block_ids):
+            for offset in range(self.block_size):
+                position = (first + place) * self.block_size + offset
+                if load.start <= position < load.stop:
+                    self.slots[block_id, offset] = INVALID if place in broken else prefixes[position]
+            if place in broken and not (load.loads_async and load.fails is None):
+                output.invalid_block_ids.add(block_id)
+        if load.loads_async and load.fails is None:
+            output.failed_recving.add(load.request.request_id)
+
+    def _write(self, request_id: str, start: int, count: int, drafts: list[int]) -> None:
+        prefixes = self._prefixes(request_id, start + count, drafts)
+        reads = (self.slots.get(self._slot(request_id, position)) == prefixes[position] for position in range(start))
+        if not all(reads):
+            self.spoiled.add(request_id)
+        for position in range(start, start + count):
+            spoiled = request_id in self.spoiled
+            self.slots[self._slot(request_id, position)] = INVALID if spoiled else prefixes[position]
+
+    def _check_reads(self, request_id: str, stop: int, drafts: list[int]) -> None:
+        if request_id not in self.spoiled:
+            super()._check_reads(request_id, stop, drafts)
+
+    def _sample(self, request_id: str, stop: int, drafts: list[int]) -> list[int]:
+        sampled = super()._sample(request_id, stop, drafts)
+        return [self.rng.randrange(4) for _ in sampled[:1]] if request_id in self.spoiled else sampled

@@ -1,0 +1,381 @@
+"""What a KV connector has to do with requests: three answers, blocks held and kept, loads that fail."""
+
+import json
+from dataclasses import astuple
+from random import Random
+from typing import Any
+
+import pytest
+from core.connector_double import ConnectorDouble, Plan, RemoteWorkerDouble
+from core.invariants import check_scheduler
+from core.test_random_workloads import alone, toy_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.messages import EngineCoreOutput
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.remote_kv import LOAD_FAILED
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.stats import KVFetchStats
+from minivllm.core.step_events import StepRecorder
+
+
+class Run:
+    """A scheduler with a connector and a worker; all books are checked at every call. `ahead`: steps in flight."""
+
+    def __init__(
+        self,
+        plans: dict[str, Plan],
+        *,
+        recompute: bool = False,
+        ahead: bool = False,
+        num_gpu_blocks: int = 11,
+        **rest: Any,
+    ) -> None:
+        cache = CacheConfig(num_gpu_blocks=num_gpu_blocks, block_size=4, **rest.pop("cache", {}))
+        config = SchedulerConfig(**({"max_model_len": 40, "async_scheduling": ahead} | rest))
+        self.scheduler = (AsyncScheduler if ahead else Scheduler)(config, cache)
+        self.connector = ConnectorDouble(plans)
+        self.scheduler.use_connector(self.connector, recompute)
+        self.worker = RemoteWorkerDouble(4, toy_model)
+        self.requests: dict[str, Request] = {}
+        self.received: dict[str, list[int]] = {}
+        self.last: dict[str, EngineCoreOutput] = {}
+        self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
+        self.depth = 1 + ahead
+
+    @property
+    def num_free(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def add(self, name: str, prompt: list[int] | int, max_tokens: int = 3, **arguments: Any) -> Request:
+        prompt = [(len(self.requests) + place) % 4 for place in range(prompt)] if isinstance(prompt, int) else prompt
+        request = self.requests[name] = Request(name, prompt, max_tokens=max_tokens, **arguments)
+        self.received[name] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        check_scheduler(self.scheduler, under_way=True)
+        self.in_flight.append((output, self.worker.execute(output)))
+        return output
+
+    def update(self) -> None:
+        for output in self.scheduler.update_from_output(*self.in_flight.pop(0)):
+            assert output.request_id not in self.last, "output of a request that has ended"
+            self.received[output.request_id] += output.new_token_ids
+            if output.finish_reason:
+                self.last[output.request_id] = output
+        check_scheduler(self.scheduler)
+
+    def step(self) -> dict[str, int]:
+        output = self.schedule()
+        if len(self.in_flight) == self.depth:
+            self.update()
+        return dict(output.num_scheduled_tokens)
+
+    def finish(self) -> None:
+        """Steps until nothing is left, then checks tokens and blocks."""
+        for _ in range(3000):
+            if self.scheduler.has_unfinished_requests():
+                self.step()
+            elif self.in_flight:
+                self.update()
+            else:
+                break
+        assert not self.scheduler.has_unfinished_requests(), "somebody waits for ever"
+        assert self.num_free == self.scheduler.kv_cache_manager.block_pool.num_usable_blocks, "a block is lost"
+        for name, request in self.requests.items():
+            expected = alone(request, self.scheduler.config.max_model_len)
+            assert self.received[name] == expected[: len(self.received[name])], f"{name}: another token"
+            assert name in self.last or request.status is RequestStatus.FINISHED_ABORTED
+            if name in self.last and self.last[name].error is None:
+                assert self.received[name] == expected
+
+
+def test_basic_lifecycle() -> None:
+    """Two and a half blocks come from elsewhere: held at once, found by nobody before they are there."""
+    run = Run({"r": Plan(num_tokens=10, load_steps=2)})
+    request = run.add("r", 10)
+    assert run.step() == {}
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert run.num_free == 7
+    assert not run.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+    assert run.scheduler.make_stats().num_waiting_reqs == 1
+    assert run.step() == {}
+    assert run.step() == {"r": 1}
+    assert len(run.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block) == 2
+    assert (request.num_cached_tokens, request.num_external_computed_tokens) == (9, 10)
+    run.finish()
+    stats = run.scheduler.make_stats().connector_prefix_cache_stats
+    assert stats is not None
+    assert (stats.queries, stats.hits) == (10, 10)
+
+
+def test_the_stages_of_a_load_are_counted_and_told() -> None:
+    """One of two is loaded, and then waits for a seat in a batch of two; the other has not begun."""
+    run = Run({"first": Plan(num_tokens=8, load_steps=2), "second": Plan(num_tokens=8)}, max_num_seqs=2)
+    recorder, stages, queues = StepRecorder(run.scheduler), [], []
+    for name in ("a", "first", "b", "second"):
+        comes = name in run.connector.plans
+        run.add(name, 9, max_tokens=5, kv_transfer_params={"do_remote_prefill": True} if comes else None)
+    for _ in range(4):
+        output = run.schedule()
+        run.update()
+        recorder.observe(output, [])
+        stages.append(astuple(run.scheduler.make_stats().kv_fetch_stats))
+        queues.append(json.loads(recorder.take()[-1]).get("waiting"))
+    assert stages == [(1, 1, 0), (1, 0, 1), (1, 0, 1), (1, 0, 1)]
+    first, second = 3, 4
+    assert queues == [[2, [first, second]], None, None, None], "the one that loads is shown, before the one that waits"
+    run.finish()
+    assert run.scheduler.make_stats().kv_fetch_stats == KVFetchStats()
+
+
+def test_interleaved_lifecycle() -> None:
+    """Others run while one waits for what it loads, and it joins them."""
+    run = Run({"remote": Plan(num_tokens=8, load_steps=3)}, num_gpu_blocks=20)
+    run.add("a", 9, max_tokens=8)
+    run.step()
+    run.add("remote", 9, max_tokens=5)
+    run.add("b", 9, max_tokens=8)
+    assert run.step() == {"a": 1, "b": 9}
+    assert run.step() == {"a": 1, "b": 1}
+    assert run.step() == {"a": 1, "b": 1}
+    assert run.step() == {"a": 1, "b": 1, "remote": 1}
+    run.finish()
+
+
+def test_no_spurious_prefix_caching() -> None:
+    """The same prompt computed here meanwhile finds none of the blocks that are still empty."""
+    run = Run({"remote": Plan(num_tokens=9, load_steps=4)})
+    run.add("remote", [1] * 9)
+    run.step()
+    run.add("local", [1] * 9)
+    assert run.step() == {"local": 9}
+    run.finish()
+
+
+def test_full_block_prompt() -> None:
+    """All of the prompt came from elsewhere: its last token is computed again, in the block it has."""
+    run = Run({"r": Plan(num_tokens=8, load_steps=1)})
+    run.add("r", 8)
+    run.step()
+    assert run.num_free == 8
+    output = run.schedule()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == 7
+    assert output.num_scheduled_tokens == {"r": 1}
+    assert run.num_free == 8
+    run.update()
+    run.finish()
+
+
+def test_cannot_recv_while_the_pool_is_full() -> None:
+    run = Run({"remote": Plan(num_tokens=8, load_steps=1)}, num_gpu_blocks=4)
+    run.add("a", 8, max_tokens=4)
+    remote = run.add("remote", 8)
+    run.step()
+    assert remote.status is RequestStatus.WAITING
+    run.finish()
+
+
+def test_cannot_schedule_after_recv() -> None:
+    """What was received may have to wait for room, with its blocks, and then may be preempted."""
+    run = Run({"remote": Plan(num_tokens=8, load_steps=1)}, num_gpu_blocks=6)
+    run.add("a", 8, max_tokens=8)
+    run.step()
+    run.add("remote", 8, max_tokens=8)
+    run.finish()
+
+
+def test_async_load_reserves_blocks_for_inflight() -> None:
+    """A second load must not take the blocks that the first will need to end its prompt."""
+    run = Run({"a": Plan(num_tokens=4, load_steps=4), "b": Plan(num_tokens=16, load_steps=1)}, num_gpu_blocks=8)
+    a, b = run.add("a", 16), run.add("b", 17)
+    run.step()
+    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert b.status is RequestStatus.WAITING
+    assert run.num_free == 6
+    run.finish()
+
+
+def test_the_connector_does_not_know_yet() -> None:
+    """Then others go first, and it is asked once in each step."""
+    run = Run({"a": Plan(num_tokens=4, num_unknown=2)})
+    run.add("a", 9)
+    run.add("b", 9)
+    assert run.step() == {"b": 9}
+    assert run.step() == {"b": 1}
+    assert run.step() == {"b": 1, "a": 5}
+    assert run.connector.asked == {"a": 3, "b": 1}
+    run.finish()
+
+
+def test_blocks_are_kept_until_they_are_sent() -> None:
+    run = Run({"p": Plan(send_steps=3)})
+    run.add("p", 9, max_tokens=1)
+    run.step()
+    assert run.last["p"].kv_transfer_params == {"remote_block_ids": [1, 2, 3]}
+    assert run.num_free == 7
+    assert run.scheduler.has_unfinished_requests()
+    assert not run.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+    run.step()
+    assert run.num_free == 7
+    run.finish()
+
+
+def test_aborted_while_loading_keeps_its_blocks_until_nothing_writes() -> None:
+    run = Run({"r": Plan(num_tokens=8, load_steps=3)})
+    run.add("r", 9)
+    run.step()
+    run.scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
+    check_scheduler(run.scheduler)
+    assert run.num_free == 8
+    assert run.connector.ended == ["r"]
+    run.finish()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_aborted_after_it_has_received(steps: int) -> None:
+    run = Run({"r": Plan(num_tokens=8, load_steps=1)})
+    run.add("r", 9)
+    for _ in range(steps):
+        run.step()
+    run.scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
+    assert run.num_free == 10
+    run.finish()
+
+
+@pytest.mark.parametrize(("load_steps", "fails"), [(0, (1,)), (2, (1,)), (2, None)])
+def test_a_failed_load_ends_the_request_by_default(load_steps: int, fails: tuple[int, ...] | None) -> None:
+    run = Run({"r": Plan(num_tokens=12, load_steps=load_steps, fails=fails)})
+    run.add("r", 14)
+    run.add("other", 5, max_tokens=6)
+    run.finish()
+    assert run.last["r"].error == LOAD_FAILED
+    assert run.last["r"].finish_reason == "error"
+    assert not run.received["r"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("load_steps", "fails", "num_valid"), [(0, (1,), 4), (2, (1, 2), 4), (2, (0,), 0), (2, None, 0)]
+)
+def test_a_failed_load_is_recomputed(
+    load_steps: int, fails: tuple[int, ...] | None, num_valid: int, ahead: bool
+) -> None:
+    run = Run({"r": Plan(num_tokens=12, load_steps=load_steps, fails=fails)}, recompute=True, ahead=ahead)
+    request = run.add("r", 14, max_tokens=6)
+    counts = [run.step().get("r", 0) for _ in range(load_steps + 3)]
+    assert 14 - num_valid in counts
+    run.finish()
+    assert request.num_external_computed_tokens == num_valid
+    assert run.connector.asked["r"] == 1
+
+
+def test_requests_that_share_an_invalid_block_wait_for_the_first_to_compute_it() -> None:
+    """As in vLLM: the second goes on behind what the two have in common, once the first has computed it."""
+    run = Run({"a": Plan(num_tokens=12, fails=(1,))}, recompute=True, num_gpu_blocks=30, max_num_batched_tokens=64)
+    prompt = [1, 2, 3, 0] * 4
+    a, b = run.add("a", [*prompt, 1], max_tokens=4), run.add("b", [*prompt, 2, 2, 2], max_tokens=4)
+    assert run.step() == {"a": 5, "b": 3}
+    assert (a.num_computed_tokens, b.num_computed_tokens) == (4, 16)
+    assert run.step() == {"a": 13, "b": 3}
+    run.finish()
+
+
+def test_one_that_waits_for_another_does_not_run_before_it() -> None:
+    run = Run({"a": Plan(num_tokens=12, fails=(0,))}, recompute=True, num_gpu_blocks=30, long_prefill_token_threshold=6)
+    prompt = [1, 2, 3, 0] * 4
+    run.add("a", [*prompt, 1], max_tokens=4)
+    run.add("b", [*prompt, 2, 2, 2], max_tokens=4)
+    assert run.step() == {"a": 5, "b": 3}
+    assert run.step() == {"a": 6}
+    run.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert run.step() == {"b": 15}, "it computes what the other has left, from the first block that nobody has computed"
+    run.finish()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_fails_gives_up_loads_and_keeps_what_is_being_sent(ahead: bool) -> None:
+    plans = {"p": Plan(send_steps=6), "r": Plan(num_tokens=8, load_steps=4), "gone": Plan(num_tokens=4, load_steps=9)}
+    run = Run(plans, ahead=ahead, num_gpu_blocks=20)
+    run.add("p", 9, max_tokens=1)
+    run.step()
+    run.step()
+    run.add("r", 9)
+    run.add("gone", 9)
+    run.step()
+    held = [block.block_id for block in run.scheduler.kv_cache_manager.req_to_blocks["p"]]
+    before = {slot: prefix for slot, prefix in run.worker.slots.items() if slot[0] in held}
+    run.in_flight.clear()
+    run.scheduler.start_over({"gone"})
+    run.worker.reset()
+    del run.requests["gone"]
+    check_scheduler(run.scheduler)
+    assert run.scheduler.kv_cache_manager.get_block_ids("p") == held
+    assert "gone" in run.connector.ended
+    run.add("more", 20)
+    while "p" in run.scheduler.kv_cache_manager.req_to_blocks:
+        assert {slot: run.worker.slots[slot] for slot in before} == before
+        run.step()
+    run.finish()
+
+
+def random_plan(rng: Random, num_prompt_tokens: int) -> Plan:
+    fails = rng.choice([(), (), (), (0,), (1,), (0, 2), None])
+    return Plan(
+        num_tokens=rng.choice([0, num_prompt_tokens, rng.randint(0, num_prompt_tokens)]),
+        num_unknown=rng.choice([0, 0, 0, 1, 4]),
+        load_steps=rng.choice([0, 0, 1, 2, 6]),
+        fails=fails,
+        send_steps=rng.choice([0, 0, 0, 1, 5]),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.booleans(), st.booleans())
+def test_whatever_the_connector_does_everybody_ends_with_the_right_tokens(
+    seed: int, recompute: bool, ahead: bool
+) -> None:
+    rng = Random(seed)
+    plans: dict[str, Plan] = {}
+    run = Run(
+        plans,
+        recompute=recompute,
+        ahead=ahead,
+        num_gpu_blocks=rng.randint(12, 40),
+        max_num_seqs=rng.choice([1, 2, 3, 16]),
+        max_num_batched_tokens=rng.choice([5, 16, 64]),
+        long_prefill_token_threshold=rng.choice([0, 0, 7]),
+        policy=rng.choice(["fcfs", "priority"]),
+        watermark=rng.choice([0.0, 0.0, 0.1]),
+        scheduler_reserve_full_isl=rng.random() < 0.8,
+        cache={"enable_prefix_caching": rng.random() < 0.8},
+    )
+    count = rng.randint(1, 12)
+    for index in range(count):
+        name = f"r{index}"
+        prompt = [rng.choice([0, 1]) if rng.random() < 0.2 else place % 4 for place in range(rng.randint(1, 34))]
+        plans[name] = random_plan(rng, len(prompt))
+        run.add(name, prompt, rng.randint(1, 12), priority=rng.randint(0, 2), arrival_time=float(index))
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            run.step()
+        if rng.random() < 0.15:
+            name = rng.choice(list(run.requests))
+            run.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+            check_scheduler(run.scheduler, under_way=bool(run.in_flight))
+        if rng.random() < 0.05:
+            run.in_flight.clear()
+            run.scheduler.start_over(())
+            run.worker.reset()
+            check_scheduler(run.scheduler)
+    run.finish()
+    if recompute:
+        assert all(output.error is None for output in run.last.values())
+    if all(plan.fails == () for plan in plans.values()):
+        assert all(output.error is None for output in run.last.values())

@@ -1,0 +1,65 @@
+"""A notebook's kernel, once all cells have run, runs the demos a second time and takes a solution of the exercise."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from minivllm.lab.exercise import load
+
+ROOT = Path(__file__).resolve().parents[2]
+builder = load(ROOT / "tools" / "notebooks.py")
+
+Outputs = Sequence[dict[str, Any]]
+"""What one cell gave, as nbformat has it."""
+
+
+def sources_again(notebook: nbformat.NotebookNode, name: str) -> list[str]:
+    """The demos, the exercise with the lesson's script in it, its check, and the widget with the reader's own part."""
+    solution = f"{builder.IN_ITS_MODULE}\n{(ROOT / 'vllm' / f'{name}.py').read_text()}"
+    check, own = _check_and_own(notebook)
+    cells = _code_cells(notebook)
+    return [*(cell.source for cell in builder.demos(notebook)), solution, cells[check].source, cells[own].source]
+
+
+def assert_it_takes_a_solution(
+    path: Path, ran: Sequence[Outputs], execute: Callable[[list[str]], Sequence[Outputs]]
+) -> None:
+    """`ran`: what each code cell gave; `execute` runs more of them in the same kernel. None of these raises."""
+    notebook = nbformat.read(path, as_version=4)
+    check, own = _check_and_own(notebook)
+    assert len(ran) == len(_code_cells(notebook))
+    assert "checks to go" in shown_by(ran[check])
+    assert "not written yet" in shown_by(ran[own])
+    sources = sources_again(notebook, path.stem)
+    again = execute(sources)
+    for source, outputs in zip(sources, again, strict=True):
+        raised = [f"{output['ename']}: {output['evalue']}" for output in outputs if "ename" in output]
+        assert raised == [], source
+    *_, checked, shown = map(shown_by, again)
+    assert re.search(r"all \d+ checks pass", checked), checked
+    assert "<svg" in shown
+    assert " broke. " not in shown
+
+
+def shown_by(outputs: Outputs) -> str:
+    """All that a cell shows, as text."""
+    shown = [output.get("text") or output.get("data", {}) for output in outputs]
+    return "\n".join(part if isinstance(part, str) else "\n".join(map(_text, part.values())) for part in shown)
+
+
+def _text(value: Any) -> str:
+    return "".join(value) if isinstance(value, list) else str(value)
+
+
+def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _check_and_own(notebook: nbformat.NotebookNode) -> tuple[int, int]:
+    """Which code cells check the exercise, and give the reader's part to the widget: the next one."""
+    tags = [cell.metadata.get("tags", []) for cell in _code_cells(notebook)]
+    check = tags.index(["check"])
+    return check, check + 1

@@ -1,0 +1,297 @@
+"""Latent attention (MLA) in the engine: the tokens of transformers, whatever the step, and the bytes counted."""
+
+import dataclasses
+
+import pytest
+import torch
+from kv_connector.test_nixl_side_channel import free_port
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.kernels.mla_attention import mla_attention
+from minivllm.lab.inside import core_of, runner_of
+from minivllm.memory import kv_bytes_per_token
+from minivllm.models.latent_attention import UpProjection, plain_attention, plain_form_is_cheaper
+from minivllm.models.loader import random_model
+from minivllm.worker import latent_attention
+from minivllm.worker.latent_attention import StepForms
+from minivllm.worker.paged_attention import AttentionMetadata
+
+SHAPE = {
+    "vocab_size": 151, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "initializer_range": 0.3, "tie_word_embeddings": False, "eos_token_id": 3,
+    "dtype": "float32", "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "first_k_dense_replace": 2,
+}  # fmt: skip
+VARIANTS = {
+    "plain queries": {},
+    "queries from a latent, yarn": {
+        "q_lora_rank": 20,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+                            "original_max_position_embeddings": 32},
+    },
+}  # fmt: skip
+SHARED = [(7 * position + 5) % 150 for position in range(33)]
+PROMPTS = [[5, 6, 9] * 16, SHARED, [*SHARED, 11, 12], SHARED[:17], [9], [*SHARED[:16], 1, 2, 3, 4]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+SETTINGS = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 5}
+LATENT_BYTES = 2 * (24 + 8) * 4  # layers, rank and rotated part, fp32
+DEEPSEEK_V2_LITE = ModelConfig(
+    27, 16, 16, 128, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+    model_type="deepseek_v2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Random models as transformers makes and stores them, and their folders."""
+    transformers = pytest.importorskip("transformers")
+    stored = {}
+    for seed, (name, changes) in enumerate(VARIANTS.items()):
+        torch.manual_seed(seed)
+        config = transformers.DeepseekV2Config(**{**SHAPE, **changes})
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        folder = tmp_path_factory.mktemp("deepseek")
+        model.save_pretrained(folder)
+        stored[name] = model, folder
+    return stored
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints):
+    return checkpoints["plain queries"][1]
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return tokens_of(LLM(folder, **SETTINGS))
+
+
+# ---- the same tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_tokens_of_transformers(checkpoints, monkeypatch, variant):
+    model, folder = checkpoints[variant]
+    sizes = set()
+
+    def watched(q_nope, q_rope, latents, *others):
+        sizes.add((len(q_nope), len(latents)))
+        return plain_attention(q_nope, q_rope, latents, *others)
+
+    monkeypatch.setattr(latent_attention, "plain_attention", watched)
+    for prompt, tokens in zip(PROMPTS, tokens_of(LLM(folder, **SETTINGS, max_num_batched_tokens=24)), strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+        assert (chosen >= logits.amax(-1) - 1e-3).all()
+    assert {(24, 24), (24, 48)} <= sizes, "the plain form, at a prompt's beginning and with what was cached before"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_size": 1, "enable_prefix_caching": False},
+        {"block_size": 8, "max_num_batched_tokens": 9},
+        {"block_size": 4, "num_gpu_blocks_override": 26, "max_model_len": 66, "max_num_batched_tokens": 24},
+        {"async_scheduling": True, "block_size": 5},
+        {"use_kv_cache": False},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}},
+        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
+        {"speculative_config": {"method": "draft_model", "model": "itself", "num_speculative_tokens": 2}},
+    ],
+    ids=str,
+)
+def test_the_same_tokens_whatever_the_settings(folder, expected, changes):
+    speculative = changes.get("speculative_config", {})
+    if speculative.get("model") == "itself":
+        changes = {"speculative_config": {**speculative, "model": str(folder)}}
+    llm = LLM(folder, **{**SETTINGS, **changes})
+    assert tokens_of(llm) == expected
+    stats = llm.llm_engine.stats
+    assert "num_gpu_blocks_override" not in changes or stats.num_preemptions > 0
+    if changes.get("enable_prefix_caching", True) and changes.get("use_kv_cache", True):
+        assert tokens_of(llm) == expected, "with the prefixes of the first call"
+
+
+@pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_the_same_tokens_on_two_ranks(folder, expected, changes):
+    llm = LLM(folder, **SETTINGS, **changes, max_num_batched_tokens=24)
+    try:
+        assert tokens_of(llm) == expected
+        counted = LATENT_BYTES // changes.get("pipeline_parallel_size", 1)
+        assert core_of(llm).ledger.bytes_per_token == counted, "a rank has whole latents, of its own layers"
+    finally:
+        llm.shutdown()
+
+
+def test_the_same_tokens_with_graphs(folder, expected):
+    """Without a GPU a "graph" is the same step again on the same buffers; its decodes are all absorbed."""
+    llm = LLM(folder, **SETTINGS)
+    runner_of(llm).capture_model(lambda function: function)
+    assert tokens_of(llm) == expected
+    assert runner_of(llm).cuda_graphs.replays > 10
+
+
+def test_the_same_tokens_through_a_connector(tmp_path, folder, expected):
+    transfer = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
+    for hits in (0, 60):
+        llm = LLM(folder, **SETTINGS, block_size=8, kv_transfer_config=transfer)
+        assert tokens_of(llm) == expected
+        stats = llm.llm_engine.engine_core.engine_core.scheduler.make_stats()
+        assert stats.connector_prefix_cache_stats.hits >= hits
+
+
+PULLED = [[(3 * token + seed) % 149 for token in range(60 - 7 * seed)] for seed in range(4)]
+TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+
+
+def pulling_engine(folder, name: str, role: str, **others) -> LLM:
+    extra = {"secret": "known to both of them"} if name == "TCPConnector" else {}
+    settings = {"kv_connector": name, "kv_role": role, "engine_id": role, "kv_connector_extra_config": extra}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+        patch.setenv("UCX_TLS", "sm,tcp,self")
+        return LLM(folder, **SETTINGS, block_size=8, num_gpu_blocks_override=64, kv_transfer_config=settings, **others)
+
+
+@pytest.mark.parametrize("name", ["TCPConnector", pytest.param("NixlConnector", marks=pytest.mark.nixl)])
+def test_latents_pulled_from_a_prefill_engine(folder, name):
+    prompts = [{"prompt_token_ids": prompt} for prompt in PULLED]
+    expected = [output.outputs[0].token_ids for output in LLM(folder, **SETTINGS).generate(prompts, GREEDY)]
+    prefill = pulling_engine(folder, name, "kv_producer", multiprocess=True)
+    try:
+        asked = SamplingParams(temperature=0.0, max_tokens=1, extra_args={"kv_transfer_params": TO_DECODE})
+        told = [output.kv_transfer_params for output in prefill.generate(prompts, asked)]
+        wishes = [dataclasses.replace(GREEDY, extra_args={"kv_transfer_params": where}) for where in told]
+        decode = pulling_engine(folder, name, "kv_consumer")
+        assert [output.outputs[0].token_ids for output in decode.generate(prompts, wishes)] == expected
+        assert core_of(decode).scheduler.make_stats().connector_prefix_cache_stats.hits > 100
+        core_of(decode).shutdown()
+    finally:
+        prefill.shutdown()
+
+
+@pytest.mark.interpreted
+def test_the_triton_kernel_in_the_engine(monkeypatch, folder, expected):
+    def interpreted(*args, backend, **options):
+        return mla_attention(*args, backend="triton", **options)
+
+    monkeypatch.setattr(latent_attention, "mla_attention", interpreted)
+    llm = LLM(folder, **SETTINGS)
+    outputs = llm.generate(PROMPTS[:2], dataclasses.replace(GREEDY, max_tokens=4), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens[:4] for tokens in expected[:2]]
+
+
+# ---- the two forms ---------------------------------------------------------------------------------------------------
+
+
+def test_both_forms_give_the_same():
+    config = dataclasses.replace(DEEPSEEK_V2_LITE, kv_lora_rank=40, qk_nope_head_dim=24, v_head_dim=20)
+    torch.manual_seed(0)
+    up = UpProjection(config)
+    torch.nn.init.normal_(up.weight, std=0.2)
+    tokens, keys, rope = 5, 37, 64
+    q_nope, q_rope = torch.randn(tokens, 16, 24), torch.randn(tokens, 16, rope)
+    rows = torch.randn(keys, 40 + rope)
+    plain = plain_attention(q_nope, q_rope, rows[:, :40], rows[:, 40:], up, 0.1)
+    tables = torch.tensor([0, tokens]), torch.tensor([keys]), torch.tensor([[0]])
+    queries = torch.cat((up.absorb(q_nope), q_rope), dim=-1)
+    attended = mla_attention(queries, rows[None], *(table.int() for table in tables), 0.1, kv_lora_rank=40)
+    torch.testing.assert_close(up.expand_values(attended), plain, atol=1e-4, rtol=1e-4)
+
+
+def multiplications(new: int, keys: int, config: ModelConfig) -> tuple[int, int]:
+    """Multiply-adds of one head in both forms, counted one matrix product at a time: (plain, absorbed)."""
+    nope, value, rope, rank = config.qk_nope_head_dim, config.v_head_dim, config.rotary_dim, config.kv_lora_rank
+    pairs = sum(keys - new + place + 1 for place in range(new))
+    plain = keys * rank * nope + keys * rank * value + pairs * (nope + rope) + pairs * value
+    absorbed = new * nope * rank + pairs * (rank + rope) + pairs * rank + new * rank * value
+    return plain, absorbed
+
+
+def test_the_rule_counts_operations():
+    for new, keys in [
+        (1, 1),
+        (1, 2),
+        (1, 5000),
+        (3, 3),
+        (100, 4000),
+        (171, 4000),
+        (180, 4000),
+        (170, 100_000),
+        (64, 64),
+    ]:
+        plain, absorbed = multiplications(new, keys, DEEPSEEK_V2_LITE)
+        assert plain_form_is_cheaper(new, keys, DEEPSEEK_V2_LITE) == (plain < absorbed), (new, keys)
+
+
+def test_a_mixed_step_is_divided_by_form():
+    config = dataclasses.replace(
+        DEEPSEEK_V2_LITE, kv_lora_rank=24, qk_nope_head_dim=16, v_head_dim=12, qk_rope_head_dim=8
+    )
+    starts = torch.tensor([0, 1, 31, 33, 34], dtype=torch.int32)
+    seq_lens = torch.tensor([20, 30, 42, 9], dtype=torch.int32)
+    table = torch.arange(24, dtype=torch.int32).view(4, 6)
+    forms = StepForms.of(AttentionMetadata(starts, seq_lens, table, torch.arange(34), 42, 30), config, 8)
+    assert [(request.tokens, request.seq_len) for request in forms.plain] == [(slice(1, 31), 30)]
+    assert forms.plain[0].block_ids.tolist() == [6, 7, 8, 9]
+    assert forms.absorbed_tokens.tolist() == [0, 31, 32, 33]
+    assert forms.absorbed.query_start_loc.tolist() == [0, 1, 3, 4]
+    assert forms.absorbed.seq_lens.tolist() == [20, 42, 9]
+    decodes = AttentionMetadata(torch.arange(5, dtype=torch.int32), seq_lens, table, torch.arange(4), 42, 1)
+    assert StepForms.of(decodes, config, 8) == StepForms(decodes, decodes, None, ())
+
+
+# ---- bytes, and what is refused --------------------------------------------------------------------------------------
+
+
+def test_the_cache_takes_the_bytes_that_the_calculator_gives(folder):
+    llm = LLM(folder, **SETTINGS, block_size=8)
+    ledger, caches = core_of(llm).ledger, runner_of(llm).attention.kv_caches
+    counted = kv_bytes_per_token(ModelConfig.from_pretrained(folder), "float32")
+    assert counted == ledger.bytes_per_token == LATENT_BYTES
+    assert sum(tensor.nbytes for cache in caches for tensor in cache) == ledger.num_blocks * 8 * counted
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cache_dtype": "int8"}, r"keeps latents \(MLA\): leave it out"),
+        ({"quantization": "int8"}, r"not quantized here; bfloat16 works"),
+        ({"attention_backend": "naive"}, r"takes neither .* nor attention_backend"),
+    ],
+)
+def test_what_does_not_combine_is_refused_in_one_line(folder, settings, message):
+    with pytest.raises(MinivllmError, match=message) as refused:
+        LLM(folder, **SETTINGS, **settings)
+    assert "\n" not in str(refused.value)
+
+
+def config_with(**changes) -> ModelConfig:
+    return ModelConfig.from_dict({**SHAPE, "model_type": "deepseek_v2", "n_routed_experts": 4, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"first_k_dense_replace": 1}, "experts from layer 1 on"),
+        ({"first_k_dense_replace": 0}, "experts from layer 0 on"),
+        ({"attention_bias": True}, "biases"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "n_routed_experts": None},
+            "outside DeepSeek-V2",
+        ),
+        ({"kv_lora_rank": None}, "or lacks it there"),
+    ],
+)
+def test_other_models_are_refused(changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        random_model(config_with(**changes), device="meta")
+    assert config_with().num_experts == 0

@@ -1,0 +1,214 @@
+"""Blocks of all regions to a staging buffer and back: against torch's own indexing, byte for byte, in both layouts."""
+
+import pytest
+import torch
+from kernels.harness import assert_compiles, assert_twin
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.copy_blocks import (
+    CHUNK_BYTES,
+    BlockRegions,
+    copy_regions_kernel,
+    gather_blocks,
+    scatter_blocks,
+)
+from minivllm.kernels.cpu.block_copy_calls import torch_copy
+from minivllm.lab.aot import TARGETS
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.platforms.triton_utils import tl
+
+BLOCKS = 11
+
+
+def random_bytes(shape, dtype, device="cpu"):
+    """A tensor of any bytes: also NaN and what no number of that type is."""
+    wide = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
+    return wide.view(dtype).to(device)
+
+
+def cache(block_size, dtype, layers=2, heads=2, dim=16, device="cpu"):
+    """The regions of a cache: K and V of each layer, and their scales where it is int8."""
+    shapes = [((BLOCKS, block_size, heads, dim), dtype)] * 2
+    if dtype == torch.int8:
+        shapes += [((BLOCKS, heads, block_size), torch.float32)] * 2
+    torch.manual_seed(block_size)
+    return [random_bytes(*one, device=device) for _ in range(layers) for one in shapes]
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().view(torch.uint8).flatten(1)
+
+
+def staged_by_hand(tensors, blocks, slots, capacity, block_major):
+    """What the staging buffer holds after a gather into zeros."""
+    records = [torch.zeros(capacity, as_bytes(one).shape[1], dtype=torch.uint8) for one in tensors]
+    for record, tensor in zip(records, tensors, strict=True):
+        record[slots] = as_bytes(tensor.cpu())[blocks]
+    return torch.cat(records, 1).flatten() if block_major else torch.cat([record.flatten() for record in records])
+
+
+def ids(numbers, device, dtype=torch.int32):
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+SHAPES = [(1, torch.float32, 16), (5, torch.bfloat16, 3), (16, torch.int8, 16), (3, torch.int8, 1), (7, torch.uint8, 5)]
+
+
+@pytest.mark.parametrize("block_major", [False, True], ids=["regions", "blocks"])
+@pytest.mark.parametrize(("block_size", "dtype", "dim"), SHAPES)
+@pytest.mark.parametrize("blocks", [[], [4], [9, 0, 4, 10]])
+def test_there_and_back(device, block_size, dtype, dim, blocks, block_major):
+    tensors = cache(block_size, dtype, dim=dim, device=device)
+    regions = BlockRegions.of(tensors)
+    chosen, capacity = ids(blocks, device), len(blocks) + 2
+    slots = list(range(1, len(blocks) + 1))[::-1]
+    staging = torch.zeros(capacity * regions.record_bytes, dtype=torch.uint8, device=device)
+    gather_blocks(regions, chosen, staging, ids(slots, device), block_major=block_major, backend="triton")
+    expected = staged_by_hand(tensors, blocks, slots, capacity, block_major)
+    assert_twin(staging, expected, scale=0)
+    twin = torch.zeros_like(expected)
+    on_cpu = BlockRegions.of([one.cpu() for one in tensors])
+    gather_blocks(on_cpu, ids(blocks, "cpu"), twin, ids(slots, "cpu"), block_major=block_major, backend="cpu")
+    assert torch.equal(twin, expected)
+
+    emptied = [torch.zeros_like(one) for one in tensors]
+    scatter_blocks(
+        BlockRegions.of(emptied), chosen, staging, ids(slots, device), block_major=block_major, backend="triton"
+    )
+    emptied_twin = [torch.zeros_like(one, device="cpu") for one in tensors]
+    scatter_blocks(
+        BlockRegions.of(emptied_twin),
+        ids(blocks, "cpu"),
+        twin,
+        ids(slots, "cpu"),
+        block_major=block_major,
+        backend="cpu",
+    )
+    for before, found, by_twin in zip(tensors, emptied, emptied_twin, strict=True):
+        wanted = torch.zeros_like(as_bytes(before.cpu()))
+        wanted[blocks] = as_bytes(before.cpu())[blocks]
+        assert torch.equal(as_bytes(found.cpu()), wanted)
+        assert torch.equal(as_bytes(by_twin), wanted)
+
+
+def test_without_slots_blocks_lie_in_their_order(device):
+    """Also a block that is asked for twice, ids of either type, and a layer that occurs twice."""
+    one = random_bytes((BLOCKS, 4, 6), torch.float16, device)
+    regions = BlockRegions.of([one, one])
+    for dtype in (torch.int32, torch.int64):
+        staging = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8, device=device)
+        gather_blocks(regions, ids([5, 2, 5], device, dtype), staging, backend="triton")
+        assert_twin(staging, staged_by_hand([one, one], [5, 2, 5], [0, 1, 2], 3, False), scale=0)
+
+
+def test_keys_and_values_interleaved_in_one_tensor(device):
+    """From block to block is then further than a block is long; what lies between keeps its bytes."""
+    both = random_bytes((BLOCKS, 2, 4, 8), torch.bfloat16, device)
+    keys, values = both[:, 0], both[:, 1]
+    staging = torch.zeros(2 * 64, dtype=torch.uint8, device=device)
+    gather_blocks(BlockRegions.of([values]), ids([7, 3], device), staging, backend="triton")
+    assert torch.equal(staging.cpu(), as_bytes(values[[7, 3]].cpu()).flatten())
+    before = both.cpu().clone()
+    scatter_blocks(BlockRegions.of([keys]), ids([0, 1], device), staging, backend="triton")
+    before[:2, 0] = before[[7, 3], 1]
+    assert torch.equal(as_bytes(both.cpu()), as_bytes(before))
+
+
+def test_regions_larger_than_a_program(device):
+    big, small = random_bytes((3, 2 * CHUNK_BYTES + 48), torch.uint8, device), random_bytes((3, 8), torch.int32, device)
+    regions = BlockRegions.of([big, small])
+    assert regions.unit == 16
+    staging = torch.zeros(2 * regions.record_bytes, dtype=torch.uint8, device=device)
+    gather_blocks(regions, ids([2, 1], device), staging, backend="triton")
+    assert_twin(staging, staged_by_hand([big, small], [2, 1], [0, 1], 2, False), scale=0)
+
+
+@pytest.mark.parametrize("block_major", [False, True])
+def test_torch_in_place_of_the_loops(block_major):
+    tensors = cache(4, torch.int8)
+    regions = BlockRegions.of(tensors)
+    staging = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8)
+    blocks, slots = ids([6, 2], "cpu", torch.int64), ids([2, 0], "cpu", torch.int64)
+    torch_copy(tensors, blocks, staging, slots, 3, True, block_major)
+    assert torch.equal(staging, staged_by_hand(tensors, [6, 2], [2, 0], 3, block_major))
+    emptied = [torch.zeros_like(one) for one in tensors]
+    torch_copy(emptied, blocks, staging, slots, 3, False, block_major)
+    assert all(torch.equal(as_bytes(a)[[6, 2]], as_bytes(b)[[6, 2]]) for a, b in zip(emptied, tensors, strict=True))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("gather", [True, False])
+def test_every_byte_is_read_once_and_written_once(gather):
+    tensors = cache(16, torch.int8, dim=32)
+    regions = BlockRegions.of(tensors)
+    blocks = ids([3, 8, 5], "cpu")
+    staging = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8)
+    constants = {"GATHER": gather, "BLOCK_MAJOR": False, "WORD": tl.int32, "WORD_BYTES": 4, "UNIT": 16, "CHUNK": 512}
+    trace = trace_kernel(
+        copy_regions_kernel,
+        (3, len(tensors), 1),
+        *(regions.table, blocks, None, staging, 3, regions.record_bytes),
+        reached={f"region {index}": one for index, one in enumerate(tensors)},
+        **constants,
+    )
+    ids_and_table = trace.programs * (4 + 4 * 8)
+    assert trace.bytes_read == staging.numel() + ids_and_table
+    assert trace.bytes_written == trace.bytes_written_once == staging.numel()
+    assert not trace.races
+    assert not trace.out_of_bounds
+
+
+@pytest.mark.interpreted
+def test_scattering_to_a_block_twice_is_a_race():
+    """The trace sees it: whose bytes stay would be open."""
+    one = random_bytes((BLOCKS, 16), torch.uint8)
+    regions = BlockRegions.of([one])
+    staging = torch.zeros(32, dtype=torch.uint8)
+    constants = {"GATHER": False, "BLOCK_MAJOR": False, "WORD": tl.int32, "WORD_BYTES": 4, "UNIT": 16, "CHUNK": 4}
+    arguments = (regions.table, ids([3, 3], "cpu"), None, staging, 2, 16)
+    trace = trace_kernel(copy_regions_kernel, (2, 1, 1), *arguments, reached={"keys": one}, **constants)
+    assert trace.races
+
+
+def compiled(gather, word, unit, targets=TARGETS):
+    pointers = {"table": "*i64", "blocks": "*i64", "slots": None, "staging": "*u8", "capacity": 64, "record": 65536}
+    size = min(unit, 4)
+    constants = {"GATHER": gather, "BLOCK_MAJOR": False, "WORD": word, "WORD_BYTES": size, "UNIT": unit}
+    arguments = {**pointers, **constants, "CHUNK": CHUNK_BYTES // size}
+    return assert_compiles(copy_regions_kernel, arguments, targets=targets).values()
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_compiled_for_every_target_with_16_byte_loads(gather):
+    for code in compiled(gather, tl.int32, 16):
+        assert code.loads.get(16), f"{code.target} loads {dict(code.loads)}"
+        assert code.registers <= 64
+
+
+@pytest.mark.parametrize(("word", "unit"), [(tl.int32, 4), (tl.int16, 2), (tl.int8, 1)])
+def test_addresses_that_are_less_aligned_are_loaded_piece_by_piece(word, unit):
+    (code,) = compiled(True, word, unit, targets=("sm_90",))
+    assert code.loads.get(unit, 0) > 16
+    assert 16 not in code.loads
+
+
+def test_input_that_cannot_work_is_refused():
+    tensors = cache(4, torch.float32)
+    regions = BlockRegions.of(tensors)
+    staging = torch.zeros(2 * regions.record_bytes, dtype=torch.uint8)
+    with pytest.raises(MinivllmError, match="no regions"):
+        BlockRegions.of([])
+    with pytest.raises(MinivllmError, match="same blocks"):
+        BlockRegions.of([tensors[0], tensors[1][1:]])
+    with pytest.raises(MinivllmError, match="block of a region must be contiguous"):
+        BlockRegions.of([tensors[0].transpose(1, 2)])
+    with pytest.raises(MinivllmError, match="no blocks"):
+        BlockRegions.of([tensors[0][:0]])
+    with pytest.raises(MinivllmError, match=r"3 blocks do not fit .* of 2"):
+        gather_blocks(regions, ids([1, 2, 3], "cpu"), staging)
+    with pytest.raises(MinivllmError, match=rf"n × {regions.record_bytes}"):
+        gather_blocks(regions, ids([1], "cpu"), staging[:-1])
+    with pytest.raises(MinivllmError, match="alike in length"):
+        gather_blocks(regions, ids([1], "cpu"), staging, ids([0, 1], "cpu"))
+    with pytest.raises(MinivllmError, match=r"backend.*gpu"):
+        scatter_blocks(regions, ids([1], "cpu"), staging, backend="gpu")

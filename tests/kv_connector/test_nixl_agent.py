@@ -1,0 +1,42 @@
+"""The real NIXL refuses in words; what it moves between two processes is in test_nixl_engines.py."""
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.kv_connector import nixl_agent
+from minivllm.kv_connector.nixl_agent import NixlAgent
+
+
+@pytest.fixture
+def agent():
+    agent = NixlAgent("this one")
+    yield agent
+    agent.close()
+    agent.close()
+
+
+@pytest.mark.nixl
+def test_metadata_that_is_none_is_an_exception_and_nothing_worse(agent):
+    for metadata in (b"", b"junk", bytes(1000)):
+        with pytest.raises(Exception, match="NIXL"):
+            agent.add_peer(metadata)
+
+
+@pytest.mark.nixl
+def test_a_backend_that_is_not_there_is_refused():
+    with pytest.raises(MinivllmError, match="nixl has no backend 'NO_SUCH'; it has"):
+        NixlAgent("another", ["NO_SUCH"])
+
+
+@pytest.mark.nixl
+def test_ways_that_cannot_meet_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "posix")
+    with pytest.raises(MinivllmError, match="UCX_TLS is posix"):
+        NixlAgent("another")
+
+
+def test_without_nixl_one_line_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(nixl_agent, "MODULES", ("no_such_module._api",))
+    assert not nixl_agent.is_nixl_installed()
+    with pytest.raises(MinivllmError, match="uv sync --group nixl"):
+        NixlAgent("another")

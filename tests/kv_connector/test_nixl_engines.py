@@ -1,0 +1,199 @@
+"""Two whole engines with the real NIXL: one in a process of its own prefills, one here decodes."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from kv_connector.test_nixl_side_channel import free_port
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.errors import MinivllmError
+
+VLLM = json.loads((Path(__file__).parent / "data" / "pd_nixl.json").read_text())
+"""What two servers of vLLM 0.32.0 with its NixlConnector answered for the same model."""
+TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+SIZES = {"max_model_len": 512, "num_gpu_blocks_override": 160, "block_size": 16, "max_num_batched_tokens": 128}
+LEASE = 5.0
+
+pytestmark = pytest.mark.nixl
+
+
+def engine(name: str, role: str, **others) -> LLM:
+    """One engine with a side channel of its own."""
+    settings = {
+        "kv_connector": "NixlConnector",
+        "engine_id": name,
+        "kv_role": role,
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE, "handshake_timeout": 1.0},
+        "kv_load_failure_policy": others.pop("policy", "fail"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+        patch.setenv("UCX_TLS", "sm,tcp,self")
+        return LLM(EMBEDDED_MODEL, kv_transfer_config=settings, **SIZES | others)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return LLM(EMBEDDED_MODEL, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def started():
+    """The prefill engines of these tests: one, and another after that was killed."""
+    engines = []
+    yield engines
+    for llm in engines:
+        llm.shutdown()
+
+
+@pytest.fixture
+def p(started):
+    if not started:
+        started.append(engine("P", "kv_producer", multiprocess=True))
+    return started[-1]
+
+
+@pytest.fixture(scope="module")
+def d():
+    llm = engine("D", "kv_consumer")
+    ask(llm, [[1, 2, 3]], [None], 2)  # what is compiled takes its time, in which no heartbeat is sent
+    yield llm
+    core_of(llm).shutdown()
+
+
+def ask(llm: LLM, prompts: list[list[int]], params: list[dict | None], max_tokens: int = 16):
+    """Greedy answers, to requests with these kv_transfer_params."""
+    wishes = [
+        SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, extra_args=None if told is None else {"kv_transfer_params": told}
+        )
+        for told in params
+    ]
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wishes)
+
+
+def prefilled(p: LLM, prompts: list[list[int]]) -> list[dict]:
+    return [out.kv_transfer_params for out in ask(p, prompts, [TO_DECODE] * len(prompts), 1)]
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [list(out.outputs[0].token_ids) for out in outputs]
+
+
+def core_of(llm: LLM):
+    return llm.llm_engine.engine_core.engine_core
+
+
+def all_are_free(llm: LLM) -> bool:
+    """Whether no request holds a block, here or in another process; what is cached is forgotten then."""
+    return llm.reset_prefix_cache()
+
+
+def wait_until(is_so, seconds: float = 20) -> float:
+    began = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def test_vllms_prompt_and_vllms_tokens(p, d):
+    prompt = VLLM["P"]["prompt_token_ids"]
+    (params,) = prefilled(p, [prompt])
+    theirs = VLLM["P"]["kv_transfer_params"]
+    assert set(params) - set(theirs) == {"remote_registration_generation", "remote_prompt_digest"}
+    assert set(theirs) <= set(params)
+    assert params["remote_num_tokens"] == theirs["remote_num_tokens"] == 473
+    same = ("do_remote_prefill", "do_remote_decode", "tp_size", "dcp_size", "pp_size", "transfer_mode")
+    assert {key: params[key] for key in (*same, "remote_blocks_expiry_time", "remote_prefill_cached_tokens")} == {
+        key: theirs[key] for key in (*same, "remote_blocks_expiry_time", "remote_prefill_cached_tokens")
+    }
+    (answer,) = ask(d, [prompt], [params])
+    assert tokens([answer]) == [VLLM["D"]["token_ids"]]
+    assert core_of(d).scheduler.make_stats().connector_prefix_cache_stats.hits >= 473
+
+
+def test_random_prompts_with_shared_beginnings(p, d, plain):
+    draw = random.Random(0)
+    shared = [draw.randrange(900) for _ in range(100)]
+    prompts = [
+        [
+            *shared[: draw.choice((0, 0, 16, 40, 100))],
+            *(draw.randrange(900) for _ in range(draw.choice((1, 15, 16, 17, 90)))),
+        ]
+        for _ in range(24)
+    ]
+    answers = ask(d, prompts, prefilled(p, prompts))
+    assert tokens(answers) == tokens(ask(plain, prompts, [None] * len(prompts)))
+    wait_until(lambda: all_are_free(p), LEASE - 1)  # told, not expired
+
+
+@pytest.mark.parametrize("known", ["all", "half", "none"])
+def test_what_the_decoder_has_is_not_read_again(p, d, plain, known):
+    draw = random.Random(known)
+    prompt = [draw.randrange(900) for _ in range(80)]
+    if known != "none":
+        ask(d, [prompt if known == "all" else prompt[:40]], [None], 1)
+    before = core_of(d).scheduler.make_stats().connector_prefix_cache_stats.hits
+    answers = ask(d, [prompt], prefilled(p, [prompt]))
+    assert tokens(answers) == tokens(ask(plain, [prompt], [None]))
+    read = core_of(d).scheduler.make_stats().connector_prefix_cache_stats.hits - before
+    assert read == {"all": 16, "half": 48, "none": 80}[known]
+    wait_until(lambda: all_are_free(p), LEASE - 1)
+
+
+def test_a_prompt_of_less_than_a_block(p, d):
+    prompt = VLLM["short P"]["prompt_token_ids"]
+    (params,) = prefilled(p, [prompt])
+    assert len(params["remote_block_ids"][0]) == 1
+    assert tokens(ask(d, [prompt], [params], 1)) == [VLLM["short P"]["token_ids"]]
+
+
+def test_a_decoder_with_other_blocks(p, plain):
+    d = engine("D128", "kv_consumer", block_size=128, num_gpu_blocks_override=24)
+    draw = random.Random(3)
+    prompts = [VLLM["P"]["prompt_token_ids"], [draw.randrange(900) for _ in range(37)]]
+    counted = []
+    told = d.llm_engine.engine_core.engine_core.scheduler.remote.connector
+    update = told.update_connector_output
+    told.update_connector_output = lambda output: (counted.append(output.kv_connector_stats), update(output))
+    assert tokens(ask(d, prompts, prefilled(p, prompts))) == tokens(ask(plain, prompts, [None] * 2))
+    counted = [one for one in counted if one]
+    assert sum(sum(one["nixl_bytes_transferred"]) for one in counted) == (30 + 3) * 16 * 2048
+    wait_until(lambda: all_are_free(p), LEASE - 1)
+    core_of(d).shutdown()
+
+
+def test_params_that_kill_vllms_engine_are_an_error_of_that_request(d):
+    for wrong in ({"do_remote_prefill": True}, {"do_remote_prefill": True, "remote_block_ids": "x"}):
+        with pytest.raises(MinivllmError, match="kv_transfer_params"):
+            ask(d, [[1, 2, 3]], [wrong])
+    assert tokens(ask(d, [[1, 2, 3]], [None], 4))
+
+
+def test_nobody_comes_and_the_lease_gives_the_blocks_back(p):
+    prompt = list(range(200))
+    prefilled(p, [prompt])
+    assert not all_are_free(p)
+    waited = wait_until(lambda: all_are_free(p))
+    assert LEASE - 1 < waited < LEASE + 2
+
+
+def test_a_prefill_engine_that_is_killed(p, d, plain, started):
+    prompts = [list(range(300, 380)), list(range(400, 480))]
+    params = prefilled(p, prompts)
+    p.llm_engine.engine_core.process.kill()
+    started.clear()
+    with pytest.raises(MinivllmError, match="could not be loaded"):
+        ask(d, prompts[:1], params[:1])
+    remote = core_of(d).scheduler.remote
+    remote.recomputes = True
+    assert tokens(ask(d, prompts[1:], params[1:])) == tokens(ask(plain, prompts[1:], [None]))
+    remote.recomputes = False
+    assert tokens(ask(d, prompts[:1], [None])) == tokens(ask(plain, prompts[:1], [None]))
+    assert core_of(d).scheduler.kv_cache_manager.usage == 0

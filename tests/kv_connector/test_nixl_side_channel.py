@@ -1,0 +1,143 @@
+"""The side channel over real sockets: vLLM's messages, and everything else."""
+
+import socket
+import time
+
+import msgspec
+import pytest
+import zmq
+from kv_connector.nixl_doubles import CONFIG, config_of
+
+from minivllm.errors import MinivllmError
+from minivllm.kv_connector.nixl_side_channel import (
+    NixlAgentMetadata,
+    NixlHandshakePayload,
+    NixlSideChannel,
+    ask_is_held,
+    compute_nixl_compatibility_hash,
+    fetch_metadata,
+)
+
+METADATA = NixlAgentMetadata("engine", b"agent", [4096, 8192], 0, 16, [64, 64], [64, 64], "NHD", 4, "generation", True)
+HASH = compute_nixl_compatibility_hash(CONFIG)
+PAYLOAD = msgspec.msgpack.encode(NixlHandshakePayload(HASH, msgspec.msgpack.encode(METADATA)))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def port():
+    port = free_port()
+    channel = NixlSideChannel("127.0.0.1", port, {(0, 0): PAYLOAD}, {"held"}.__contains__)
+    yield port
+    channel.close()
+    channel.close()
+
+
+def exchange(port: int, frames: list[bytes]) -> list[bytes]:
+    """As any client of ZMQ's REQ would."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as client:
+        client.linger, client.rcvtimeo = 0, 5000
+        client.connect(f"tcp://127.0.0.1:{port}")
+        client.send_multipart(frames)
+        return client.recv_multipart()
+
+
+def test_it_answers_vllms_question_with_metadata_and_a_clock(port):
+    payload, clock = exchange(port, [msgspec.msgpack.encode((b"get_meta_msg", 0, 0))])
+    assert payload == PAYLOAD
+    assert abs(msgspec.msgpack.decode(clock) - time.perf_counter()) < 1
+
+
+def test_a_handshake_brings_the_metadata_and_the_clocks_offset(port):
+    metadata, offset = fetch_metadata("127.0.0.1", port, (0, 0), HASH, 5.0)
+    assert metadata == METADATA
+    assert abs(offset) < 1  # one clock here
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"\xc1"],
+        [b"get_meta_msg"],
+        [msgspec.msgpack.encode((b"get_meta_msg", "0", 0))],
+        [msgspec.msgpack.encode((b"get_meta_msg", 0))],
+        [msgspec.msgpack.encode({"get_meta_msg": 0})],
+        [msgspec.msgpack.encode((b"get_meta_msg", 0, 7))],
+        [msgspec.msgpack.encode((b"is_held_msg", 1))],
+        [b"a", b"b", b"c"],
+    ],
+)
+def test_what_it_does_not_know_has_an_empty_answer_and_ends_nothing(port, frames):
+    assert exchange(port, frames)[0] == b""
+    assert exchange(port, [msgspec.msgpack.encode((b"get_meta_msg", 0, 0))])[0] == PAYLOAD
+
+
+def test_it_says_whose_blocks_are_kept(port):
+    assert ask_is_held("127.0.0.1", port, "held", 5.0)
+    assert not ask_is_held("127.0.0.1", port, "another", 5.0)
+
+
+def test_a_rank_that_is_not_there(port):
+    with pytest.raises(MinivllmError, match="has no rank"):
+        fetch_metadata("127.0.0.1", port, (0, 3), HASH, 5.0)
+
+
+def test_nobody_there_is_a_matter_of_time():
+    began = time.perf_counter()
+    with pytest.raises(MinivllmError, match=r"did not answer within 0\.2 s"):
+        fetch_metadata("127.0.0.1", free_port(), (0, 0), HASH, 0.2)
+    assert time.perf_counter() - began < 5
+
+
+def test_a_host_that_is_none():
+    with pytest.raises(MinivllmError, match=r"cannot be asked|did not answer"):
+        fetch_metadata("no such host!", 5600, (0, 0), HASH, 0.2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model_fingerprint": "b"},
+        {"num_layers": 3},
+        {"kv_cache_dtype": "int8"},
+        {"tensor_parallel_size": 2},
+        {"head_dim": 4},
+    ],
+    ids=str,
+)
+def test_engines_that_do_not_fit_say_so_before_they_decode_more(port, other):
+    with pytest.raises(MinivllmError, match="has another cache than this one"):
+        fetch_metadata("127.0.0.1", port, (0, 0), compute_nixl_compatibility_hash(config_of(**other)), 5.0)
+
+
+def test_block_sizes_and_names_of_engines_may_differ():
+    assert compute_nixl_compatibility_hash(config_of("other", block_size=8, num_gpu_blocks=3)) == HASH
+
+
+@pytest.mark.parametrize("payload", [b"", b"junk", msgspec.msgpack.encode({"compatibility_hash": HASH})])
+def test_an_answer_that_is_none_is_told(payload):
+    port = free_port()
+    channel = NixlSideChannel("127.0.0.1", port, {(0, 0): payload}, lambda request_id: True)
+    with pytest.raises(MinivllmError):
+        fetch_metadata("127.0.0.1", port, (0, 0), HASH, 5.0)
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    "changed", [{"block_lens": [64]}, {"num_blocks": 0}, {"kv_caches_base_addr": [-1, 2]}], ids=str
+)
+def test_metadata_that_cannot_be_is_refused(changed):
+    data = msgspec.to_builtins(METADATA, builtin_types=(bytes,)) | changed
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(data), type=NixlAgentMetadata)
+
+
+def test_a_taken_port_is_refused_in_one_line(port):
+    with pytest.raises(MinivllmError, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
+        NixlSideChannel("127.0.0.1", port, {}, lambda request_id: True)

@@ -1,0 +1,129 @@
+"""What a client may write into `kv_transfer_params`: all of it is checked, and vLLM's own answers pass."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm.errors import MinivllmError
+from minivllm.kv_connector.pull_params import RemotePrefill, check_flags, digest
+
+ANSWER = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2, 3, 4]],
+    "remote_engine_id": "890d8357-40c6-4197-88bd-fc8b8f950f35",
+    "remote_request_id": "cmpl-req-1-0-ac5fa5b5",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5601,
+    "tp_size": 1,
+    "dcp_size": 1,
+    "pp_size": 1,
+    "remote_num_tokens": 473,
+    "remote_blocks_expiry_time": None,
+    "transfer_mode": "pull",
+    "remote_prefill_cached_tokens": 0,
+}
+"""As vLLM 0.32.0 answers it."""
+
+
+def test_an_answer_of_vllm_is_read():
+    assert RemotePrefill.of(ANSWER, 1) == RemotePrefill(
+        ANSWER["remote_engine_id"], ANSWER["remote_request_id"], "127.0.0.1", 5601, (1, 2, 3, 4), 473, ""
+    )
+
+
+@pytest.mark.parametrize(
+    "key", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"]
+)
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "",
+        [],
+        -1,
+        True,
+        1.5,
+        {"a": 1},
+        [["1"]],
+        [[True]],
+        [[-1]],
+        [[1], [2]],
+        [[7, 8, 7]],
+        70000,
+        [[1 << 40]],
+        "\ud800",
+    ],
+)
+def test_a_value_that_is_none_is_refused_by_name(key, value):
+    with pytest.raises(MinivllmError, match=key):
+        RemotePrefill.of(ANSWER | {key: value}, 1)
+    with pytest.raises(MinivllmError, match=key):
+        RemotePrefill.of({name: given for name, given in ANSWER.items() if name != key}, 1)
+
+
+def test_what_may_be_missing_may():
+    few = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids")
+    assert RemotePrefill.of({key: ANSWER[key] for key in few}, 4).num_tokens is None
+    assert RemotePrefill.of(ANSWER | {"remote_block_ids": [7, 8]}, 1).block_ids == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tp_size": 2}, "tp_size 2, this engine 1"),
+        ({"pp_size": 2}, "pp_size"),
+        ({"dcp_size": "x"}, "dcp_size"),
+        ({"transfer_mode": "push"}, "only 'pull'"),
+        ({"remote_num_tokens": -1}, "remote_num_tokens"),
+    ],
+)
+def test_an_engine_that_does_not_fit_is_refused(wrong, message):
+    with pytest.raises(MinivllmError, match=message):
+        RemotePrefill.of(ANSWER | wrong, 1)
+
+
+@pytest.mark.parametrize("key", ["tp_size", "transfer_mode", "remote_host", "remote_port", "remote_block_ids"])
+def test_a_refusal_is_one_short_line(key):
+    with pytest.raises(MinivllmError) as refusal:
+        RemotePrefill.of(ANSWER | {key: ["x\n" * 100_000]}, 1)
+    assert len(str(refusal.value)) < 250
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_digest_is_of_the_tokens_and_not_of_the_machine():
+    assert digest([1, 2, 3]) == "abccad42d03c940bc2b249bf5a4e1e3d"
+    assert len({digest(tokens) for tokens in ([], [0], [0, 0], [1], [256], [1, 0], [0, 1])}) == 7
+    assert RemotePrefill.of(ANSWER, 1).is_of([7]), "vLLM tells none"
+
+
+def test_flags():
+    assert check_flags({}) == (False, False)
+    assert check_flags({"do_remote_decode": True, "do_remote_prefill": None}) == (False, True)
+    for wrong in (
+        {"do_remote_prefill": 1},
+        {"do_remote_decode": "yes"},
+        {"do_remote_prefill": True, "do_remote_decode": True},
+    ):
+        with pytest.raises(MinivllmError, match="do_remote"):
+            check_flags(wrong)
+
+
+SCALARS = st.sampled_from((None, True, False, 0, 1, -1, 1 << 70, 1.5, float("nan"), "", "x", "a\nb"))
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(ANSWER)), JSON, max_size=4))
+def test_any_value_is_read_or_refused_in_one_line(changed):
+    message = ""
+    found = RemotePrefill("", "", "", 0, ())
+    try:
+        found = RemotePrefill.of(ANSWER | changed, 1)
+    except MinivllmError as error:
+        message = str(error)
+    assert "\n" not in message
+    assert all(type(block_id) is int and block_id >= 0 for block_id in found.block_ids)

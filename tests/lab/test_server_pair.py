@@ -1,0 +1,74 @@
+"""Two servers and a proxy of a script: bound to cores, ended in any case; and lesson 08's table of them."""
+
+import os
+import signal
+from argparse import Namespace
+
+import psutil
+import pytest
+
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.errors import MinivllmError
+from minivllm.lab import server_pair
+from minivllm.lab.reports import disaggregation as report
+
+BINDS = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to cores here")
+
+
+def started_by_us() -> list[str]:
+    """The commands of minivllm that run below this process."""
+    below = psutil.Process().children(recursive=True)
+    return [" ".join(one.cmdline()) for one in below if one.status() != "zombie" and "minivllm" in one.cmdline()]
+
+
+@BINDS
+def test_what_is_started_inherits_the_core_and_we_keep_ours():
+    before = os.sched_getaffinity(0)
+    with server_pair._bound_to(max(before)):
+        assert os.sched_getaffinity(0) == {max(before)}
+    assert os.sched_getaffinity(0) == before
+
+
+@BINDS
+@pytest.mark.parametrize(("allowed", "cores"), [({3}, None), ({1, 5, 2}, (1, 5))], ids=["one", "three"])
+def test_each_server_has_a_core_if_there_are_two(monkeypatch, allowed, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
+    assert server_pair._two_cores() == cores
+
+
+def test_ports_differ():
+    assert len(set(server_pair.free_ports(20))) == 20
+
+
+def test_sigterm_ends_the_block_and_the_old_handler_comes_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as error, server_pair._told_to_end():
+        signal.raise_signal(signal.SIGTERM)
+    assert error.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_server_that_does_not_start_is_told_and_the_others_end(monkeypatch):
+    monkeypatch.setattr(server_pair, "_serve", lambda *_: ("serve", "nowhere-at-all"))
+    told = pytest.raises(MinivllmError, match=r"minivllm serve does not start.*nowhere-at-all")
+    with told, server_pair.server_pair("nowhere-at-all", 128):
+        pytest.fail("it cannot be ready")
+    assert not started_by_us()
+
+
+def test_what_the_servers_need_and_is_not_there_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(server_pair, "find_spec", lambda name: None if name == "uvicorn" else object())
+    assert report.measure_two_servers(Namespace(quick=False)) == {}
+    assert "left out, they need uvicorn" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_one_server_and_two_say_the_same(monkeypatch, capsys):
+    """All prompts' keys and values move, none is computed again; nothing runs afterwards."""
+    monkeypatch.setattr(report, "SERVED_PROMPTS", 2)
+    found = report.measure_two_servers(Namespace(model=str(EMBEDDED_MODEL), prompt=100, quick=False))
+    assert (found["answers"], found["same_answers"]) == (6, 6)
+    assert found["tokens_received"] == 2 * 100 + report.CHATS * report.CHAT_PROMPT
+    assert all(found[name][column] > 0 for name in report.SERVERS for column in report.INTERFERENCE)
+    assert "6 of 6 answers are the same" in " ".join(capsys.readouterr().out.split())
+    assert not started_by_us()

@@ -1,0 +1,282 @@
+"""Lesson 09's widget says of every setting what closed formulas say, and sees a wrong rule of who keeps which head."""
+
+import itertools
+import json
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.memory import memory_ledger
+from minivllm.simulate.attention_heads import with_kv_heads, with_latent
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+from widgets import attention_heads as widget
+from widgets.attention_heads_state import BESIDE_LATENT, MODELS, TPS
+
+
+def here(**knobs) -> widget.State:
+    return widget.sweep(**knobs)
+
+
+# ---- verdicts against theory
+
+
+SETTINGS = [
+    {"tensor_parallel_size": tp, "kv_heads": heads, "latent": latent, "context": context, "wanted": wanted,
+     "model": model, "gpu": gpu}
+    for tp, (heads, latent), (context, wanted), (model, gpu) in itertools.product(
+        TPS,
+        [(1, 0), (4, 0), (8, 0), (64, 0), (8, 128), (8, 512)],
+        [(1024, 256), (8192, 32), (32768, 16), (131072, 2)],
+        [("Llama-3.1-70B", "H100"), ("Llama-3.1-8B", "L4"), ("Qwen3-32B", "B200"), ("Llama-3.2-1B", "A100-80")],
+    )
+]  # fmt: skip
+
+
+def requests(tp: int, heads: int, latent: int, context: int, model: str, gpu: str, **_) -> float:
+    """Those that fit: what the ledger leaves for keys and values, over the bytes that a token takes by the formula."""
+    whole = known_model(model)
+    many, layers = whole.num_attention_heads, whole.num_hidden_layers
+    shared = min(heads, many)
+    if many % tp:
+        return 0.0
+    per_token = layers * 2 * (latent + 64) if latent else layers * 2 * max(1, shared / tp) * whole.head_dim * 2
+    sibling = with_latent(whole, latent) if latent else with_kv_heads(whole, shared)
+    try:
+        settings = {"max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.92}
+        ledger = memory_ledger(sibling, get_hardware(gpu), max_model_len=1, tp=tp, check=False, **settings)
+    except MinivllmError:
+        return 0.0
+    return (ledger.kv_bytes // (16 * per_token) - 1) * 16 / context
+
+
+def test_no_verdict_contradicts_the_formulas():
+    """Of 672 settings: too few, no more than copies, or fine, with the figures of the formulas."""
+    assert len(SETTINGS) >= 600
+    said = Counter()
+    for knobs in SETTINGS:
+        tp, heads, latent = knobs["tensor_parallel_size"], knobs["kv_heads"], knobs["latent"]
+        found, state = widget.verdict(here(**knobs)), here(**knobs)
+        setting = {**knobs, "heads": heads, "latent": latent}
+        fits = requests(tp, **setting)
+        before = requests(tp // 2, **setting) if tp > 1 else 0.0
+        holders = 1 if latent else min(heads, state.query_heads)
+        cause = "few" if int(fits) < knobs["wanted"] else ""
+        if not cause and tp > holders and fits < 1.25 * before:
+            cause = "copies"
+        if not fits:
+            cause = "stopped"
+        if knobs["context"] > known_model(knobs["model"]).max_position_embeddings:
+            cause = "long"
+        said[cause or found.tone] += 1
+        assert state.here.fits == pytest.approx(fits), knobs
+        assert (found.tone == "broken") == bool(cause), knobs
+        if cause == "few":
+            assert f"{int(fits)} of {knobs['wanted']} requests fit" in found.words
+        if cause == "copies":
+            assert f"{tp // holders} GPUs keep the same" in found.words
+            assert f"only {fits / before:.2f} times" in found.words
+        if cause in ("stopped", "long"):
+            assert "does not start" in found.words
+        if not cause:
+            assert (found.tone == "tight") == (tp > holders)
+            assert found.words.startswith(f"{int(fits):,} requests fit")
+    assert min(said[one] for one in ("few", "copies", "stopped", "long", "fine", "tight")) >= 8, said
+
+
+def test_on_as_many_gpus_as_query_heads_all_kinds_keep_one_head_each():
+    """So they hold alike, and MHA gains by every doubling until then, MQA by none but its weights'."""
+    state = here(kv_heads=64, tensor_parallel_size=64)
+    for kind in state.others:
+        if not kind.name.startswith("latent"):
+            assert kind.at(64).fits == pytest.approx(state.here.fits, rel=1e-3)
+            assert kind.at(64).kv_bytes == state.here.kv_bytes
+    assert all(state.mine.gain(tp) > 2 for tp in (8, 16, 32, 64))
+    assert all(here(kv_heads=1).mine.gain(tp) < 1.5 for tp in (8, 16, 32, 64))
+
+
+def test_what_is_shaded_is_where_something_is_wrong():
+    def regions(**knobs) -> list[str]:
+        drawn = ET.fromstring(widget.figure(here(**knobs)))
+        return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
+
+    assert regions() == [
+        "14 of 32 requests fit on 4",
+        "only copies: 1.15 times the requests of 8",
+    ]
+    assert regions(kv_heads=64) == ["26 of 32 requests fit on 32"]
+    assert regions(latent=512, tensor_parallel_size=8) == ["18 of 32 requests fit on 8"]
+    assert regions(model="Llama-3.1-8B", kv_heads=32) == [
+        "16 of 32 requests fit on 4",
+        "32 query heads cannot be divided over 64",
+    ]
+    assert regions(model="Qwen3-32B", context=65536) == ["Qwen3-32B was made for 40,960 tokens at most"]
+
+
+def test_the_shading_covers_the_cells_of_the_gpus_that_are_wrong():
+    state = here()
+    drawn = ET.fromstring(widget.figure(state))
+    plot = next(part for part in drawn.iter() if part.get("data-drag"))[0]
+    left, wide = (float(plot.get(key, "nan")) for key in ("x", "width"))
+    shaded = [next(iter(part)) for part in drawn.iter() if part.get("data-broken")]
+    spans = [(float(area.get("x", "nan")), float(area.get("width", "nan"))) for area in shaded]
+    for index, tp in enumerate(TPS):
+        middle = left + wide * (index + 0.5) / len(TPS)
+        assert any(start < middle < start + width for start, width in spans) == bool(state.cause(tp))
+
+
+def test_every_models_query_heads_can_be_divided_by_powers_of_two():
+    for model in MODELS:
+        heads = known_model(model).num_attention_heads
+        assert heads & (heads - 1) == 0
+
+
+# ---- what is said
+
+
+def test_the_right_guess_is_what_the_start_shows():
+    state = here()
+    assert int(state.mine.at(8).fits) == 42
+    assert round(state.mine.at(16).fits, -1) == 50
+    assert widget.GUESS.options[widget.GUESS.right] == "about 50"
+
+
+SOLUTIONS = (
+    {"tensor_parallel_size": 8},
+    {"tensor_parallel_size": 64, "kv_heads": 64},
+    {"model": "Llama-3.1-8B", "latent": 512, "tensor_parallel_size": 1},
+)
+
+
+@pytest.mark.parametrize(
+    ("index", "wrong"),
+    [(0, {"tensor_parallel_size": 4}), (0, {"tensor_parallel_size": 16}), (1, {"kv_heads": 16}), (1, {"kv_heads": 32}),
+     (2, {"tensor_parallel_size": 2}), (2, {"latent": 256})],
+)  # fmt: skip
+def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: dict):
+    solved = widget.CHALLENGES[index].check(here(**SOLUTIONS[index]))
+    assert solved.met, solved
+    assert not solved.advice
+    missed = widget.CHALLENGES[index].check(here(**{**SOLUTIONS[index], **wrong}))
+    assert not missed.met
+    assert any(missed.advice.startswith(widget.SPEC.flat()[name].label) for name in wrong)
+
+
+@pytest.mark.parametrize(
+    ("index", "knobs", "named"),
+    [
+        (0, {"gpu": "H200"}, "GPU:"),
+        (0, {"context": 1024}, "Context"),
+        (0, {"latent": 512}, "Latent width"),
+        (0, {"kv_heads": 1}, "KV heads"),
+        (0, {"wanted": 1}, "Requests"),
+        (1, {"model": "Qwen3-32B"}, "Model"),
+        (1, {"tensor_parallel_size": 64, "latent": 512}, "Latent width"),
+        (2, {}, "Model"),
+        (2, {"model": "Llama-3.1-8B", "tensor_parallel_size": 64, "latent": 512}, "GPUs (TP)"),
+    ],
+)
+def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
+    assert widget.CHALLENGES[index].check(here(**knobs)).advice.startswith(named)
+
+
+@pytest.mark.parametrize("preset", widget.SPEC.presets)
+def test_no_preset_meets_a_challenge(preset: str):
+    state = here(**widget.SPEC.presets[preset])
+    assert [challenge.check(state).met for challenge in widget.CHALLENGES] == [False, False, False]
+    assert widget.verdict(state).tone == "broken"
+
+
+def test_the_command_is_what_vllm_takes():
+    words = shlex.split(widget.command(here()).splitlines()[-1])
+    assert words[words.index("--tensor-parallel-size") + 1] == "16"
+    assert "--hf-overrides" not in words
+    words = shlex.split(widget.command(here(kv_heads=4)).splitlines()[-1])
+    assert json.loads(words[words.index("--hf-overrides") + 1]) == {"num_key_value_heads": 4}
+    assert words[words.index("--load-format") + 1] == "dummy"
+    assert "no flag" in widget.command(here(latent=512))
+    assert "refuses to start" in widget.command(here(tensor_parallel_size=1))
+
+
+def test_real_models_stand_beside_as_they_were_published():
+    found = {name: (size / 1024, operations) for name, size, operations in here().real}
+    assert found["Llama-2-7b-hf"] == (512, 1)
+    assert found["Llama-3.1-8B"] == (128, 4)
+    assert found["DeepSeek-V3"] == (68.625, pytest.approx(242, abs=0.5))
+    names = [kind.name for kind in here(kv_heads=4).others]
+    assert names == ["MHA, 64 heads", "MQA, 1 head", f"latent, {BESIDE_LATENT}", "GQA, 8 heads"]
+    assert [kind.name for kind in here(latent=128).others] == ["MHA, 64 heads", "MQA, 1 head", "GQA, 8 heads"]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"tensor_parallel_size": 3}, {"tensor_parallel_size": True}, {"kv_heads": 5}, {"latent": -1}, {"context": 0},
+     {"wanted": 0}, {"model": "x"}, {"gpu": None}],
+)  # fmt: skip
+def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
+    with pytest.raises(MinivllmError, match=next(iter(knobs))):
+        here(**knobs)
+
+
+# ---- the reader's own rule
+
+
+def right(rank: int, tp: int, heads: int) -> list[int]:
+    if tp > heads:
+        return [rank // (tp // heads)]
+    return list(range(rank * (heads // tp), (rank + 1) * (heads // tp)))
+
+
+@pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize("heads", [1, 8, 64])
+def test_the_right_rule_changes_nothing(tp: int, heads: int):
+    knobs = {"tensor_parallel_size": tp, "kv_heads": heads}
+    yours, ours = here(**knobs, kv_heads_of_rank=right), here(**knobs)
+    assert replace(yours, own=False) == ours
+
+
+WRONG = {
+    "neighbours apart": (lambda rank, tp, heads: [rank % heads], {}, r"rank 1 of 16 .* ask KV head 0, .* KV head 1"),
+    "all on each": (lambda rank, tp, heads: list(range(heads)), {"tensor_parallel_size": 8}, "0, 1, 2, 3, 4, 5, 6, 7"),
+    "first for all": (lambda rank, tp, heads: [0], {"tensor_parallel_size": 4}, "rank 0 of 4 .* KV heads 0, 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_told_so(name: str):
+    rule, knobs, about = WRONG[name]
+    state = here(**knobs, kv_heads_of_rank=rule)
+    found = widget.verdict(state)
+    assert found.tone == "broken"
+    assert re.search(about, found.words), found.words
+    assert widget.figure(state)
+
+
+def test_a_rule_that_keeps_all_heads_takes_all_their_bytes():
+    state = here(tensor_parallel_size=8, kv_heads_of_rank=WRONG["all on each"][0])
+    assert state.here.kv_bytes == 8 * here(tensor_parallel_size=8).here.kv_bytes
+
+
+def endless(*_) -> list[int]:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("rule", "about"),
+    [
+        (lambda *_: 3, "gives 3"),
+        (lambda *_: [], r"gives \[\]"),
+        (lambda *_: [8], r"from 0 to 7"),
+        (endless, "never end"),
+    ],
+)
+def test_a_rule_that_gives_no_heads_is_refused(rule, about: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("widgets.attention_heads_state.PATIENCE", 0.2)
+    with pytest.raises(MinivllmError, match=about):
+        here(kv_heads_of_rank=rule)

@@ -1,0 +1,357 @@
+"""Lesson 10's widget says of every budget what closed formulas say, and notes gaps as a plain simulation has them."""
+
+import itertools
+import re
+import shlex
+import statistics
+import xml.etree.ElementTree as ET
+from collections import Counter
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.simulate.cost_model import StepShape
+from minivllm.simulate.virtual_clock import SimulatedRequest, StepRecord, percentile, simulate
+from widgets import chunked_prefill as widget
+from widgets import chunked_prefill_runs as runs
+from widgets.chunked_prefill_state import BUDGETS, spans
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch):
+    """Of a few requests, for many settings."""
+    runs.experiment.cache_clear()
+    monkeypatch.setattr(runs, "COUNTED", 16)
+    monkeypatch.setattr(runs, "AFTER", 6)
+    yield
+    runs.experiment.cache_clear()
+
+
+def here(**knobs) -> widget.State:
+    """The first state that knows what becomes of the reader's own budget."""
+    return next(state for state in widget.sweep(**knobs) if state.known)
+
+
+def swept(**knobs) -> widget.State:
+    *_, last = widget.sweep(**knobs)
+    return last
+
+
+# ---- verdicts against theory
+
+
+SETTINGS = [
+    {"budget": budget, "load": load, "long": long, "prompt": prompt, "gpu": gpu, "gap": gap, "ttft": ttft}
+    for budget, (load, long, prompt), (gpu, gap, ttft) in itertools.product(
+        (64, 256, 512, 2048, 16384),
+        [(0.5, 0.1, 2048), (3.0, 0.1, 8192), (10.0, 0.2, 4096), (25.0, 0.1, 8192), (40.0, 0.4, 2048),
+         (2.0, 0.2, 16384)],
+        [("H100", 0.025, 0.5), ("H100", 0.05, 2.0), ("H200", 0.0075, 0.2), ("A100-80", 0.05, 1.0), ("L4", 0.1, 5.0),
+         ("B200", 0.01, 0.1), ("MI300X", 0.025, 0.2)],
+    )
+]  # fmt: skip
+
+
+def most_rate(serving: runs.Serving, budget: int) -> float:
+    """Requests a second if steps had no attention, and were as large as is best."""
+    best = max(size / serving.cost.seconds(StepShape(1, size, size, 0)) for size in range(16, budget + 1, 16))
+    return best / statistics.mean(one.total for one in serving.lengths)
+
+
+def alone(serving: runs.Serving, budget: int) -> float:
+    starts = range(0, serving.prompt, budget)
+    chunks = ((min(budget, serving.prompt - start), start) for start in starts)
+    return sum(serving.cost.seconds(StepShape.of([chunk])) for chunk in chunks)
+
+
+def longest_step(serving: runs.Serving, budget: int) -> float:
+    """Seconds of a step whose tokens all stand at the end of the longest contexts."""
+    others = min(runs.PLACES, budget) - 1
+    shape = [(budget - others, serving.longest), *[(1, serving.longest)] * others]
+    return serving.cost.seconds(StepShape.of(shape))
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_no_verdict_contradicts_the_formulas():
+    """Of 210 settings: more than any steps can do, or longer than alone, is broken; what no step takes is no stall."""
+    assert len(SETTINGS) >= 200
+    said = Counter()
+    for knobs in SETTINGS:
+        state = here(**knobs)
+        found, serving, budget = widget.verdict(state), state.serving, state.budget
+        said[found.tone] += 1
+        if state.refused:
+            assert "does not start" in found.words
+            continue
+        causes = state.causes(budget)
+        assert (found.tone == "broken") == bool(causes)
+        if state.serving.load > most_rate(serving, budget):
+            said["queue"] += 1
+            assert "queue" in causes, knobs
+            assert "queue up" in found.words
+        if alone(serving, budget) > state.ttft:
+            said["alone"] += 1
+            assert {"queue", "chunks"} & set(causes), knobs
+        if longest_step(serving, budget) <= state.gap:
+            said["short steps"] += 1
+            assert "stall" not in causes, knobs
+        met = serving.load * serving.share * runs.ANSWER * serving.cost.seconds(StepShape.of([(1, 0)]))
+        full = min(budget, serving.prompt) - runs.PLACES
+        if met > 0.4 and full > 0 and serving.cost.seconds(StepShape.of([(full, 0)])) > state.gap:
+            said["long steps"] += 1
+            assert "stall" in causes, knobs
+        if "stall" in causes:
+            assert f"{widget.share(state.points[budget].stalled(state.gap))} of the clients" in found.words
+        if not causes:
+            assert widget.seconds(state.first(budget)) in found.words
+    assert min(said[one] for one in ("fine", "broken", "queue", "alone", "short steps", "long steps")) >= 20, said
+
+
+def made_of(step: StepRecord, serving: runs.Serving) -> Counter:
+    """Tokens by their kind. A decode has one token, and no prompt here leaves one for a step of its own."""
+    made = Counter(long=0, chat=0, decodes=0)
+    for key, tokens in step.scheduled.items():
+        kind = "long" if serving.lengths[int(key)].prompt_tokens > runs.CHAT else "chat"
+        made["decodes" if tokens == 1 else kind] += tokens
+    return made
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"budget": 256},
+        {"threshold": 512, "budget": 8192},
+        {"threshold": 128, "budget": 512, "load": 20.0},
+        {"policy": "first", "budget": 16384},
+        {"policy": "whole", "budget": 8192, "load": 25.0},
+    ],
+)
+def test_gaps_and_first_tokens_are_those_of_a_plain_simulation(knobs: dict):
+    """Step by step to the last digit; many alike at a time, as widgets run it, within a hundredth."""
+    state = here(**knobs)
+    serving, budget = state.serving, state.budget
+    engine = serving.scheduler(budget, None)
+    work = [
+        SimulatedRequest(one.prompt_tokens, one.output_tokens, at)
+        for one, at in zip(serving.lengths, serving.arrivals, strict=True)
+    ]
+    plain = simulate(work, engine.config, engine.cache_config, serving.cost, scheduler=lambda *_: engine)
+    seen = plain.requests[: runs.COUNTED]
+    gaps = [gap for one in seen for gap in one.itls]
+    longest = [max(one.itls) for one in seen]
+    long = [one.ttft for one, spec in zip(seen, work, strict=False) if spec.prompt_tokens > runs.CHAT]
+
+    one_by_one = runs.Experiment(serving, None, True)
+    list(one_by_one.runs.run(budget))
+    exact = one_by_one.runs.found[budget]
+    assert [exact.gap(share) for share in (0.5, 0.99)] == pytest.approx([percentile(gaps, 0.5), percentile(gaps, 0.99)])
+    assert exact.longest == pytest.approx(sorted(longest))
+    assert exact.long_ttft == pytest.approx(sorted(long))
+    low, high = serving.window
+    steps = [one for one in plain.steps if one.start + one.seconds > low and one.start < high]
+    made = [made_of(one, serving) for one in steps]
+    assert [Counter(long=one.long, chat=one.chat, decodes=one.decodes) for one in exact.strip] == made
+    assert [one.start for one in exact.strip] == pytest.approx([one.start for one in steps])
+
+    point = state.points[budget]
+    for share in (0.9, 1.0):  # half the clients may be on either side of a stall
+        assert point.longest_gap(share) == pytest.approx(exact.longest_gap(share), rel=0.01)
+    assert point.gap(0.5) == pytest.approx(exact.gap(0.5), rel=0.01)
+    assert point.long_ttft == pytest.approx(exact.long_ttft, rel=0.02)
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_a_region_is_shaded_where_the_budgets_are_wrong():
+    for knobs in ({}, {"judged": "gaps"}, {"policy": "first", "load": 20.0}, {"gpu": "L4", "gap": 0.1}):
+        state = swept(**knobs)
+        assert state.complete
+        regions = [*state.stopped, *state.late, *state.stalled]
+        for budget in BUDGETS:
+            inside = any((low or 0) <= budget and (high is None or budget < high) for low, high in regions)
+            assert inside == (budget in state.refusals or bool(state.causes(budget))), (knobs, budget)
+
+
+def test_what_does_not_start_neither_stalls_nor_is_late():
+    state = swept(policy="first", load=20.0)
+    assert state.stopped == [(None, 8192)]
+    assert state.stalled == [(8192, None)]
+
+
+def test_both_ends_break_at_the_start_and_a_pooled_percentile_is_blind_to_the_largest_budgets():
+    start, pooled = swept(), swept(judged="gaps")
+    assert start.late[0][0] is None
+    assert start.stalled[0][1] is None
+    (low, high), *_ = pooled.stalled
+    assert low
+    assert high
+    assert high < BUDGETS[-1]
+    last = pooled.points[BUDGETS[-1]]
+    assert last.gap(0.99) < pooled.gap < 5 * pooled.gap < last.longest_gap(0.9)
+    words = widget.verdict(here(judged="gaps", budget=BUDGETS[-1])).words
+    assert "Yet 41% of the clients wait longer" in words
+
+
+def test_a_threshold_bounds_stalls_whatever_the_budget():
+    for budget in (1024, 16384):
+        state = here(threshold=512, budget=budget)
+        assert state.causes(budget) == []
+        assert max(step.long for step in state.points[budget].strip) == 512
+
+
+def test_spans_are_cut_where_the_line_between_two_values_crosses():
+    assert spans([1, 4], [0.5, 2]) == [(2, None)]
+    assert spans([1, 4], [2, 0.5]) == [(None, 2)]
+    assert spans([1, 4, 16], [0.5, 2, 0.5]) == [(2, 8)]
+    assert spans([1, 4], [2, 3]) == [(None, None)]
+    assert spans([1, 4], [1, 0.1]) == spans([], []) == []
+
+
+# ---- what is said
+
+
+def test_the_right_guess_is_where_the_stalls_begin():
+    state = swept()
+    assert state.stalled[0][0] == pytest.approx(1100, rel=0.05)
+    assert "1,100" in widget.GUESS.options[widget.GUESS.right]
+    for budget, words in ((1024, "21 ms"), (2048, "42")):
+        middle = state.serving.cost.seconds(StepShape.of([(budget, 4096)]))
+        assert f"{middle * 1e3:.0f}" == words.removesuffix(" ms")
+        assert words in widget.GUESS.because
+
+
+SOLUTIONS = (
+    {"budget": 512, "gap": 0.015},
+    {"budget": 4096, "threshold": 512},
+    {"budget": 8192, "judged": "gaps"},
+)
+
+
+@pytest.mark.parametrize(
+    ("index", "wrong"),
+    [(0, {"budget": 1024}), (0, {"budget": 96}), (1, {"threshold": 2048}), (1, {"threshold": 0}),
+     (2, {"judged": "clients"}), (2, {"budget": 4096}), (2, {"budget": 256})],
+)  # fmt: skip
+def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: dict):
+    solved = widget.CHALLENGES[index].check(here(**SOLUTIONS[index]))
+    assert solved.met, solved
+    assert not solved.advice
+    missed = widget.CHALLENGES[index].check(here(**{**SOLUTIONS[index], **wrong}))
+    assert not missed.met
+    assert any(widget.SPEC.flat()[name].label in missed.advice for name in wrong)
+
+
+@pytest.mark.parametrize(
+    ("index", "knobs", "named"),
+    [
+        (0, {"gpu": "H200"}, "Model, GPU"),
+        (0, {"load": 5.0}, "Load"),
+        (0, {}, "Next token in"),
+        (0, {"gap": 0.015, "threshold": 512}, "Threshold"),
+        (0, {"gap": 0.015, "ttft": 5.0}, "Long ones' first"),
+        (1, {"prompt": 2048}, "Long prompt"),
+        (1, {}, "Budget"),
+        (2, {"long": 0.05}, "Long ones"),
+        (2, {"policy": "whole"}, "Prompts are, Budget"),
+    ],
+)
+def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
+    first = next(iter(widget.sweep(**knobs)))  # what is asked for needs no run
+    assert widget.CHALLENGES[index].check(first).advice.startswith(named)
+
+
+@pytest.mark.parametrize("preset", widget.SPEC.presets)
+def test_no_preset_meets_a_challenge(preset: str):
+    state = here(**widget.SPEC.presets[preset])
+    assert [challenge.check(state).met for challenge in widget.CHALLENGES] == [False, False, False]
+    assert widget.verdict(state).tone == "broken"
+
+
+def test_the_command_is_one_server_and_two_loads():
+    lines = widget.command(next(iter(widget.sweep(threshold=512, policy="whole")))).splitlines()
+    words = shlex.split(lines[-1])
+    assert words[:2] == ["vllm", "serve"]
+    for flag, value in (
+        ("--max-num-batched-tokens", "2048"), ("--max-model-len", "8192"), ("--long-prefill-token-threshold", "512")
+    ):  # fmt: skip
+        assert words[words.index(flag) + 1] == value
+    assert "--no-enable-chunked-prefill" in words
+    assert "refuses to start" in lines[0]
+    rates = [float(rate) for rate in re.findall(r"--request-rate ([\d.]+)", "\n".join(lines))]
+    assert sum(rates) == pytest.approx(10)
+
+
+def test_what_breaks_is_shaded_with_its_cause():
+    def regions(**knobs) -> list[str]:
+        drawn = ET.fromstring(widget.figure(swept(**knobs)))
+        return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
+
+    assert sorted(re.sub(r"1,1\d\d", "1,1..", words) for words in regions()) == [
+        "stalls from 1,1..: tokens over 25 ms apart",
+        "too slow: 85 steps for a long prompt, 566 ms alone",
+    ]
+    assert regions(load=40.0, gap=0.5) == ["prompts queue up: 36.8 requests a second at most"]
+    assert "does not start: 8K tokens are never cut" in regions(policy="first", budget=16384)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"budget": 1}, {"threshold": -1}, {"load": 0}, {"long": 0}, {"prompt": 3}, {"gap": 0}, {"ttft": -1},
+     {"policy": "x"}, {"judged": 7}, {"model": "x"}, {"gpu": None}],
+)  # fmt: skip
+def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
+    with pytest.raises(MinivllmError, match=next(iter(knobs))):
+        list(widget.sweep(**knobs))
+
+
+# ---- the reader's own caps
+
+
+def right_limit(budget: int, threshold: int, requests: int, adaptive: bool) -> int:
+    if threshold == 0 or requests <= 1:
+        return budget
+    return max(threshold, budget // requests) if adaptive else threshold
+
+
+RIGHT = {
+    "chunk_limit": right_limit,
+    "running_tokens": min,
+    "admitted_tokens": lambda missing, limit, left, cut: min(missing, limit, left if cut or missing <= left else 0),
+}
+CAPPED = {"threshold": 512, "budget": 4096, "load": 5.0}
+
+
+@pytest.mark.parametrize("part", RIGHT)
+@pytest.mark.parametrize("knobs", [CAPPED, {"budget": 512}])
+def test_the_right_caps_change_nothing(part: str, knobs: dict):
+    yours, ours = here(**knobs, **{part: RIGHT[part]}), here(**knobs)
+    assert yours.like_the_engine
+    point, engine = (one.points[one.budget] for one in (yours, ours))
+    assert point.longest_gap(0.9) == pytest.approx(engine.longest_gap(0.9), rel=0.01)
+    assert widget.verdict(yours).tone == widget.verdict(ours).tone
+
+
+WRONG = {
+    "forgets who is alone": {"chunk_limit": lambda budget, threshold, requests, adaptive: threshold or budget},
+    "caps nothing": {"chunk_limit": lambda budget, *_: budget},
+    "a token at a time": {"admitted_tokens": lambda missing, limit, left, cut: 1},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_caps_that_do_otherwise_are_told_so(name: str):
+    found = widget.verdict(here(**CAPPED, **WRONG[name]))
+    assert found.tone == "broken"
+    assert found.words.startswith("Your functions make other steps")
+
+
+def endless(*_) -> int:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(("own", "about"), [(lambda *_: 0, "your chunk_limit says 0"), (endless, "never end")])
+def test_caps_that_cannot_be_carried_out_are_refused(own, about: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runs, "PATIENCE", 0.3)
+    with pytest.raises(MinivllmError, match=about):
+        here(chunk_limit=own)

@@ -1,0 +1,236 @@
+"""Lesson 08's widget says what the capacities of prefill, link and decode say, and which knob to turn when."""
+
+import itertools
+import json
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from collections import Counter
+
+import pytest
+from lessons.harness import script_path
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.exercise import load
+from minivllm.lab.mutants import load_mutant
+from minivllm.simulate.disaggregation import Disaggregated
+from minivllm.simulate.kv_links import LINKS
+from widgets import disaggregation as widget
+from widgets.disaggregation_state import RATES, experiment
+
+
+def here(**knobs) -> widget.State:
+    """The first state that knows what becomes of the reader's own rate."""
+    return next(state for state in widget.sweep(**knobs) if state.mine.refused or state.rate in state.mine.points)
+
+
+def known(**knobs) -> widget.State:
+    """The first state that also knows where both ways break."""
+    return next(state for state in widget.sweep(**knobs) if state.known)
+
+
+SETTINGS = [
+    {"prefill": prefill, "decode": decode, "link": link, "rate": rate, "prompt": prompt, "output": 16, "tpot": tpot}
+    for (prefill, decode), link, (prompt, rates), tpot in itertools.product(
+        [(1, 1), (1, 3), (3, 1)],
+        ["NVLink 4", "25 Gb/s", "10 Gb/s"],
+        [(256, (7.0, 40.0, 160.0, 900.0)), (1024, (3.0, 10.0, 56.0, 224.0)), (2048, (1.0, 5.0, 28.0, 112.0))],
+        (0.0075, 0.05),
+    )
+    for rate in rates
+]
+
+
+def test_no_verdict_contradicts_the_capacities(monkeypatch: pytest.MonkeyPatch):
+    """Of 216 settings: twice the least capacity is broken, by what has it; a sixth of all, alone in time, is not."""
+    monkeypatch.setattr("widgets.disaggregation_state.COUNTED", 24)
+    said = Counter()
+    assert len(SETTINGS) >= 200
+    for knobs in SETTINGS:
+        state = here(**knobs)
+        system = experiment(
+            (state.model, state.gpu, state.mine.prefill, knobs["decode"], state.link, state.layer_wise), state.work
+        ).system
+        assert isinstance(system, Disaggregated)
+        bounds = system.bounds(state.work, state.objective)
+        found = widget.verdict(state)
+        least, second = sorted(bounds.values())[:2]
+        share = state.mine.share(state.rate)
+        assert f"{share:.0%} are in time" in found.words
+        assert (found.tone == "broken") == (share < 0.9 or state.rate > least)
+        said[found.tone] += 1
+        if state.rate > 2 * least and state.rate > 30:
+            assert found.tone == "broken"
+        if state.rate < least / 6 and system.alone(state.work) < state.objective.ttft / 3:
+            assert found.tone != "broken", knobs
+        if found.tone == "broken" and share >= 0.9:  # only in the long run, by what has the least capacity
+            why = {"prefill": "queue", "link": "link", "decode": "tpot"}[min(bounds, key=bounds.__getitem__)]
+            assert widget.cause_words(why, state) in found.words, knobs
+            assert "in the long run" in found.words
+            said["long run"] += 1
+        if state.rate > 4 * least and second > 3 * least and share < 0.5:
+            cause = state.mine.points[state.rate].cause(state.objective)
+            which = min(bounds, key=bounds.__getitem__)
+            assert (
+                cause in {"prefill": ("queue",), "link": ("link", "room"), "decode": ("tpot", "decode", "room")}[which]
+            )
+            assert widget.cause_words(cause, state) in found.words
+            said[which] += 1
+    assert min(said["broken"], said["tight"], said["link"], said["prefill"], said["long run"]) >= 5, said
+
+
+def test_the_right_guess_is_what_the_start_shows():
+    state = known()
+    assert widget.GUESS.right == 2
+    assert 1.2 < state.gain < 1.5
+    assert state.mine.cause == "tpot"
+
+
+def test_the_picture_does_not_answer_the_guess():
+    """What stands before it: one of the two lines only, no bar, and no figures of those that do both."""
+    picture = ET.fromstring(widget.figure(known()))
+    parents = {child: parent for parent in picture.iter() for child in parent}
+
+    def is_hidden(part) -> bool:
+        return part.get("data-answer") is not None or (part in parents and is_hidden(parents[part]))
+
+    telling = [part for part in picture.iter() if "that do both:" in "".join(part.attrib.values())]
+    lines = [part for part in picture.iter() if part.tag.endswith("polyline") and part.get("stroke-dasharray")]
+    assert telling
+    assert lines
+    assert all(map(is_hidden, [*telling, *lines]))
+
+
+def test_goodput_lies_between_two_rates_that_were_run_and_within_the_bound():
+    state = known()
+    low, high = state.mine.edge
+    assert low <= state.mine.goodput <= high
+    assert state.mine.goodput <= state.mine.bound
+    assert RATES.index(high) == RATES.index(low) + 1
+
+
+def test_rates_that_are_left_out_lie_on_the_line():
+    """Not every rate is run: where as many are in time on both sides, as many are between."""
+    side = list(widget.sweep())[-1].mine
+    left_out = [rate for rate in RATES if rate < side.rates[-1] and rate not in side.points]
+    assert left_out
+    assert all(side.is_flat_at(rate) for rate in left_out)
+    assert here(rate=left_out[-1]).mine.share(left_out[-1]) == side.share(side.rates[0])
+
+
+SOLUTIONS = (
+    {"prompt": 2048, "prefill": 1, "decode": 3, "ttft": 0.5},
+    {"ttft": 0.5, "tpot": 0.05},
+    {"model": "Qwen3-14B", "prompt": 2048, "output": 64, "link": "25 Gb/s", "rate": 5.0, "tpot": 0.025,
+     "layer_wise": True},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("index", "wrong"), [(0, {"prefill": 2, "decode": 2}), (1, {"tpot": 0.0075}), (2, {"layer_wise": False})]
+)
+def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: dict):
+    solved = widget.CHALLENGES[index].check(known(**SOLUTIONS[index]))
+    assert solved.met, solved
+    assert not solved.advice
+    missed = widget.CHALLENGES[index].check(known(**{**SOLUTIONS[index], **wrong}))
+    assert not missed.met
+    assert any(widget.SPEC.flat()[name].label in missed.advice for name in wrong)
+
+
+def test_the_slow_link_is_borne_with_room_to_spare():
+    """Not by one request of sixty, which any change of the scheduler could make late."""
+    state = here(**SOLUTIONS[2])
+    assert state.mine.share(state.rate) >= 0.95
+    assert here(**{**SOLUTIONS[2], "layer_wise": False}).mine.share(state.rate) <= 0.85
+
+
+@pytest.mark.parametrize(
+    ("index", "knobs", "named"),
+    [
+        (0, {"gpu": "H200"}, "GPU"),
+        (0, {"prefill": 1}, "Prefill, Decode"),
+        (0, {}, "Prompt"),
+        (0, {"prompt": 2048, "budget": 2048}, "Chunks"),
+        (1, {"prefill": 1, "decode": 3}, "Prefill, Decode"),
+        (1, {"link": "100 Gb/s"}, "Link"),
+        (2, {}, "Model"),
+        (2, {"model": "Qwen3-14B", "prompt": 2048}, "Link"),
+        (2, {"model": "Qwen3-14B", "prompt": 2048, "link": "25 Gb/s", "rate": 4.0}, "Rate"),
+    ],
+)
+def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
+    first = next(iter(widget.sweep(**knobs)))  # what is asked for needs no run
+    assert widget.CHALLENGES[index].check(first).advice.startswith(named)
+
+
+def test_the_command_is_two_servers_a_proxy_and_the_load():
+    lines = widget.command(next(iter(widget.sweep(prefill=1, decode=3)))).splitlines()
+    serves = [shlex.split(line) for line in lines if line.startswith("vllm serve")]
+    roles = [json.loads(words[words.index("--kv-transfer-config") + 1])["kv_role"] for words in serves]
+    assert roles == ["kv_producer", "kv_consumer"]
+    proxy = next(line for line in lines if line.startswith("minivllm proxy"))
+    assert len(re.findall(r"http://prefill\d", proxy)) == 1
+    assert len(re.findall(r"http://decode\d", proxy)) == 3
+
+
+def test_what_breaks_is_shaded_with_its_cause():
+    def region(**knobs) -> str:
+        drawn = ET.fromstring(widget.figure(next(state for state in widget.sweep(**knobs) if state.mine.is_found)))
+        return next(part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken"))
+
+    assert "tokens take over 7.5 ms" in region(output=64)
+    assert "the link is too slow" in region(output=16, link="10 Gb/s", prompt=2048)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"rate": 0}, {"prefill": 0}, {"decode": 0}, {"link": "x"}, {"layer_wise": 1}, {"tpot": 0}, {"budget": 0}]
+)
+def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
+    with pytest.raises(MinivllmError, match=next(iter(knobs)).replace("layer_wise", "layer_wise|True")):
+        list(widget.sweep(**knobs))
+
+
+def test_every_link_stands_on_its_knob():
+    assert [name for name, _ in widget.KNOBS["The GPUs"]["link"].options] == list(LINKS)
+
+
+# ---- the reader's own connector
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    return load(script_path("08"))
+
+
+def test_the_lessons_own_connector_gives_the_same_points(lesson, monkeypatch: pytest.MonkeyPatch):
+    """Also where engines are short of blocks, and requests are preempted."""
+    monkeypatch.setattr("widgets.disaggregation_state.COUNTED", 24)
+    tight = {"model": "Qwen3-32B", "prompt": 256, "output": 256, "rate": 160.0, "prefill": 3, "decode": 1}
+    for knobs in ({}, {"layer_wise": True, "rate": 80.0}, tight):
+        yours, ours = (here(**knobs, **own) for own in ({"connector": lesson.ConnectorScheduler}, {}))
+        assert yours.mine.points == ours.mine.points
+
+
+WRONG = {
+    "waits for nobody": (
+        ("get_num_new_matched_tokens", "num_tokens > 0", "False"), "(1028, False) for a prompt of 1028 tokens"
+    ),
+    "finds nothing": (
+        ("get_num_new_matched_tokens", 'not params.get("do_remote_prefill")', "True"), "that is elsewhere"
+    ),
+    "reads twice": (("build_connector_meta", "self.reads, []", "self.reads, self.reads"), "build_connector_meta"),
+    "frees at once": (
+        ("request_finished", 'not params.get("do_remote_decode") or ...', "True"), "request_finished frees"
+    ),
+    "never ends": (("build_connector_meta", "self.reads, []", "self.reads, [None for _ in iter(int, 1)]"), "never end"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_connector_that_would_lose_a_transfer_is_told_so(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("widgets.disaggregation_state.PATIENCE", 0.5)
+    (function, old, new), about = WRONG[name]
+    module = load_mutant(script_path("08"), (f"ConnectorScheduler.{function}", old, new))
+    with pytest.raises(MinivllmError, match=re.escape(about)):
+        here(connector=module.ConnectorScheduler)

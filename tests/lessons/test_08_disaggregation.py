@@ -1,0 +1,545 @@
+"""Lesson 08: two engines say what one says, blocks are held and freed, kernels are right, checks catch mistakes."""
+
+import json
+import socket
+import time
+from argparse import Namespace
+from functools import partial
+
+import pytest
+import torch
+from kernels.harness import assert_compiles
+from lessons.harness import (
+    REPOSITORY,
+    assert_refuses,
+    checks_that_catch,
+    figures_of_quick_run,
+    problems_of,
+    script_path,
+)
+
+from minivllm.config import EMBEDDED_MODEL, NO_PARTS
+from minivllm.core.request import RequestStatus
+from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
+from minivllm.lab.asking_connector import CAME
+from minivllm.lab.exercise import load, plug_of
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.paged_model import PagedModel
+from minivllm.lab.reports import disaggregation as report
+from minivllm.lab.transfer_worker import until_finished
+from minivllm.memory import kv_bytes_per_token
+from minivllm.simulate.known_models import known_model
+
+lesson = load(script_path("08"))
+ARGUMENTS = Namespace(model=str(EMBEDDED_MODEL), device=torch.device("cpu"), quick=True, prompt=100, seed=0)
+make = partial(lesson.two_engines, ARGUMENTS)
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numbers", [1, 127, 128, 129])
+@pytest.mark.parametrize("block_ids", [[4], [0, 8, 3], list(range(9))], ids=["one", "three", "all"])
+def test_blocks_come_into_one_piece_and_back(numbers, block_ids, device):
+    cache, staging, ids = (one.to(device) for one in report.transfer_case(numbers, 9, block_ids))
+    gathered = lesson.launch(lesson.gather_kernel, cache, staging, ids, block=128)
+    assert torch.equal(gathered, cache[:, block_ids].transpose(0, 1))
+    target, order = torch.full_like(cache, -7.0), torch.tensor(block_ids[::-1], dtype=torch.int32, device=device)
+    order[:1] = -1
+    lesson.launch(lesson.scatter_kernel, target, gathered, order, block=128)
+    expected = torch.full_like(cache, -7.0)
+    expected[:, block_ids[::-1][1:]] = cache[:, block_ids[1:]]
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
+def test_other_numbers_are_moved_as_they_are(dtype, device):
+    cache = (100 * torch.randn(4, 5, 130)).to(dtype).to(device)
+    ids = torch.tensor([3, 1], dtype=torch.int32, device=device)
+    staging = lesson.launch(lesson.gather_kernel, cache, cache.new_empty(2, 4, 130), ids)
+    assert torch.equal(staging, cache[:, [3, 1]].transpose(0, 1))
+
+
+def test_the_engines_kernels_do_the_same(device):
+    """Staged block after block, the lesson's buffer holds the same bytes as the engine's, and goes back alike."""
+    cache, staging, ids = (one.to(device) for one in report.transfer_case(40, 9, [7, 1, 4]))
+    regions = BlockRegions.of(list(cache))
+    records = torch.zeros(3 * regions.record_bytes, dtype=torch.uint8, device=device)
+    gather_blocks(regions, ids, records, block_major=True)
+    mine = lesson.launch(lesson.gather_kernel, cache, staging, ids)
+    assert torch.equal(mine.flatten().view(torch.uint8), records)
+    its, target = torch.zeros_like(cache), torch.zeros_like(cache)
+    scatter_blocks(BlockRegions.of(list(its)), ids, records, block_major=True)
+    lesson.launch(lesson.scatter_kernel, target, mine, ids)
+    assert torch.equal(target, its)
+
+
+@pytest.mark.interpreted
+def test_the_kernels_move_the_bytes_that_they_say():
+    numbers, block_ids, block = 200, [3, 0, 5], 128
+    cache, staging, ids = report.transfer_case(numbers, 6, block_ids)
+    grid, moved = (3, 6, 2), 4 * numbers * 6 * 3
+    trace = trace_kernel(lesson.gather_kernel, grid, staging, cache, ids, 6, numbers, BLOCK=block)
+    assert (trace.arguments["cache"].bytes_read, trace.bytes_written) == (moved, moved)
+    assert trace.arguments["block_ids"].bytes_read == 4 * trace.programs
+    ids[1] = -1
+    back = trace_kernel(lesson.scatter_kernel, grid, cache, staging, ids, 6, numbers, BLOCK=block)
+    assert (back.arguments["staging"].bytes_read, back.bytes_written) == (moved * 2 // 3, moved * 2 // 3)
+    assert not trace.races + back.races + trace.out_of_bounds + back.out_of_bounds
+
+
+def test_the_kernels_compile():
+    cache, ids = torch.zeros(4, 8, 1024), torch.zeros(16, dtype=torch.int32)
+    ends, sizes = {"cache": cache, "staging": cache}, {"numbers": 1024, "BLOCK": 1024}
+    for kernel in (lesson.gather_kernel, lesson.scatter_kernel):
+        assert_compiles(kernel, {**ends, "block_ids": ids, "num_blocks": 16, **sizes}, load_bytes=16)
+    assert_compiles(lesson.gather_block_kernel, {**ends, "block_id": 1, **sizes})
+
+
+# ---- the same tokens -------------------------------------------------------------------------------------------------
+
+
+def test_two_engines_say_what_one_says():
+    """And what was found in the decoder's own cache does not move; everything is freed."""
+    found = report.compare_tokens(make, lesson.through_both, ARGUMENTS)
+    moved = {
+        name: one["bytes"] // (report.BLOCK_SIZE * found["bytes_per_token"]) for name, one in found["requests"].items()
+    }
+    assert list(moved.values()) == [7, 4, 1, 9, 2, 1]
+    assert found["pair"] == {"first": 13, "second": 1}, (
+        "the second of two equal prompts waits for the first one's blocks"
+    )
+    assert found["bytes_per_token"] == 2048
+
+
+def test_the_paged_model_computes_what_the_decoder_computes():
+    """In blocks that lie anywhere, in two pieces; it writes into its own blocks only."""
+    model = report.paged_model(ARGUMENTS)
+    tokens, blocks = report.random_prompt(50, 3), [7, 2, 9, 4]
+    whole = PagedModel(model.model, 10, 64).forward(tokens, 0, [3])
+    model.forward(tokens[:21], 0, blocks)
+    assert torch.allclose(model.forward(tokens[21:], 21, blocks), whole, atol=1e-4)
+    untouched = [block for block in range(report.NUM_BLOCKS) if block not in blocks]
+    assert not model.cache[:, untouched].any()
+
+
+def test_a_request_that_waits_for_its_blocks_lets_others_run():
+    prefiller, decoder = make(bytes_per_second=1e6)
+    prompt = report.random_prompt(100, 1)
+    until_finished(prefiller, prefiller.add("r", prompt, 1, {"do_remote_decode": True}))
+    remote = decoder.add("r", prompt, 2, prefiller.params["r"])
+    other = decoder.add("other", report.random_prompt(20, 2), 4)
+    decoder.step()
+    assert remote.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert (other.num_output_tokens, decoder.blocks.find(remote)) == (1, []), "what has not arrived cannot be found"
+    until_finished(decoder, remote, other)
+
+
+def test_blocks_that_are_still_written_into_are_nobody_elses():
+    """The request was aborted while it loads."""
+    prefiller, decoder = make(bytes_per_second=1e6)
+    prompt = report.random_prompt(100, 1)
+    until_finished(prefiller, prefiller.add("r", prompt, 1, {"do_remote_decode": True}))
+    aborted = decoder.add("r", prompt, 2, prefiller.params["r"])
+    decoder.step()
+    decoder.finish(aborted, RequestStatus.FINISHED_ABORTED)
+    assert decoder.blocks.num_held == 7
+    until = time.monotonic() + 5
+    while decoder.blocks.num_held and time.monotonic() < until:
+        decoder.step()
+    assert (decoder.blocks.num_held, decoder.waiting) == (0, [])
+
+
+def test_blocks_are_held_until_they_are_read():
+    prefiller, decoder = make()
+    until_finished(prefiller, prefiller.add("r", report.random_prompt(40, 1), 1, {"do_remote_decode": True}))
+    prefiller.step()
+    assert prefiller.blocks.num_held == 3
+    lesson.until_finished(decoder, decoder.add("r", report.random_prompt(40, 1), 2, prefiller.params["r"]))
+    until = time.monotonic() + 5
+    while prefiller.blocks.num_held and time.monotonic() < until:
+        prefiller.step()
+    assert prefiller.blocks.num_held == 0
+
+
+def test_peers_that_die():
+    found = report.break_peers(make, lesson.through_both, ARGUMENTS, lease=0.2)
+    assert (found["held"], found["bytes_from_the_dead"]) == (13, 0)
+
+
+@pytest.mark.parametrize("size", [0, 100, 32768 - 1, 32768 + 1])
+def test_blocks_of_another_length_are_not_taken(size):
+    """A peer that sends too little, or too much: nothing of it is written, and the read has failed."""
+    _, decoder = make()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        host, port = listening.getsockname()
+        params = {"remote_host": host, "remote_port": port, "remote_request_id": "r"}
+        decoder.worker.start_load([lesson.Read("r", params, [5], [1])])
+        connection, _ = listening.accept()
+        with connection, connection.makefile("rb") as incoming:
+            assert json.loads(incoming.readline())["block_ids"] == [1]
+            connection.sendall(size.to_bytes(8, "big") + b"\1" * size)
+        failed = decoder.worker.failed.get(timeout=5)
+    assert failed == "r"
+    assert not decoder.model.cache.any()
+
+
+# ---- what the text says ----------------------------------------------------------------------------------------------
+
+
+def test_layers_hide_the_transfer_by_hand():
+    """Four layers of 10 ms each: of 8 ms a layer the last one shows, of 20 ms all but three computations."""
+    assert lesson.added_seconds(40, 4 * 8, 4) == pytest.approx(8)
+    assert lesson.added_seconds(40, 4 * 10, 4) == pytest.approx(10)
+    assert lesson.added_seconds(40, 4 * 20, 4) == pytest.approx(50)
+    assert lesson.added_seconds(40, 30, 1) == pytest.approx(30), "one layer has nothing to hide behind"
+
+
+def test_ratio_by_hand():
+    """DistServe's example, with the figures of its authors."""
+    assert lesson.goodput_per_gpu(5.6, 10, 2, 1) == pytest.approx(10 / 3)
+    assert lesson.goodput_per_gpu(5.6, 10, 2, 1) / 1.6 == pytest.approx(2.1, abs=0.05)
+    assert lesson.goodput_per_gpu(5.6, 10, 1, 3) < 1.6
+
+
+def test_bytes_of_a_prompt_by_hand():
+    assert kv_bytes_per_token(known_model("Llama-3.1-8B")) == 131072
+
+
+def test_the_model_of_links_beside_mooncakes():
+    found = report.show_links(lesson.added_seconds)
+    assert all(abs(error) < 0.25 for error in found["off_mooncake"].values()), found["off_mooncake"]
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    figures = figures_of_quick_run("08", tmp_path, "--prompt", "600")
+    interference = figures["interference"]
+    assert set(interference) == {"alone", *map(str, report.BUDGETS)}
+    assert "ttft_ms" not in interference["alone"]
+    assert figures["servers"] == {}, "a quick run starts no servers"
+    assert figures["kernel"]["sizes"]["1024"]["launches"] == 1
+    assert figures["slow"]["bytes"] == -(-figures["slow"]["prompt"] // 16) * 16 * 2048
+    assert figures["dies"]["waited"] < 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (("--prompt", "63"), "--prompt: must be from 64 to 1900"),
+        (("--prompt", "1901"), "--prompt: must be from 64 to 1900"),
+        (("--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)
+
+
+# ---- the exercise ----------------------------------------------------------------------------------------------------
+
+ASKED, TOLD, HELD = (
+    f"ConnectorScheduler.{name}"
+    for name in ("get_num_new_matched_tokens", "update_state_after_alloc", "request_finished")
+)
+OUTPUT, EXPIRED = "ConnectorScheduler.update_connector_output", "ConnectorScheduler.expired"
+META = "ConnectorScheduler.build_connector_meta"
+NUM_TOKENS = "num_tokens = params['remote_num_tokens'] - num_computed_tokens"
+READ = "self.reads.append(Read(request.request_id, params, block_ids[first : len(remote)], remote[first:]))"
+UNWANTED = "request.status.finish_reason not in ('stop', 'length')"
+SOURCE = "source = cache + (tensor * num_blocks + block) * numbers + place"
+STAGED = "target = staging + (wanted * tl.num_programs(1) + tensor) * numbers + place"
+
+MUTANTS = {
+    # get_num_new_matched_tokens
+    "never from elsewhere": (ASKED, "return max(num_tokens, 0), num_tokens > 0", "return 0, False"),
+    "params are always there": (ASKED, "request.kv_transfer_params or {}", "request.kv_transfer_params"),
+    "the key is always there": (ASKED, "params.get('do_remote_prefill')", "params['do_remote_prefill']"),
+    "the key, not its value": (ASKED, "params.get('do_remote_prefill')", "'do_remote_prefill' in params"),
+    "the prefiller's key": (ASKED, "params.get('do_remote_prefill')", "params.get('do_remote_decode')"),
+    "any params will do": (ASKED, "params.get('do_remote_prefill')", "params.get('remote_num_tokens')"),
+    "all tokens again": (ASKED, NUM_TOKENS, "num_tokens = params['remote_num_tokens']"),
+    "without the last token": (ASKED, NUM_TOKENS, "num_tokens = params['remote_num_tokens'] - num_computed_tokens - 1"),
+    "full blocks only": (
+        ASKED, NUM_TOKENS,
+        "num_tokens = params['remote_num_tokens'] // self.block_size * self.block_size - num_computed_tokens",
+    ),
+    "whole blocks, rounded up": (
+        ASKED, NUM_TOKENS, "num_tokens = len(params['remote_block_ids']) * self.block_size - num_computed_tokens",
+    ),
+    "within the step": (ASKED, "num_tokens > 0", "False"),
+    "nothing, but asynchronously": (ASKED, "num_tokens > 0", "True"),
+    "one token is nothing": (ASKED, "num_tokens > 0", "num_tokens > 1"),
+    "nobody waits for another": (ASKED, "if missing and any(...): ...", ""),
+    "none to be had in place of later": (ASKED, "return None, False", "return 0, False"),
+    "later, asynchronously": (ASKED, "return None, False", "return None, True"),
+    "any block in flight": (
+        ASKED, "missing and any(...)", "any(hashes & set(missing) for hashes in self.in_flight.values())",
+    ),
+    "the first block of all": (ASKED, "num_computed_tokens // self.block_size", "0"),
+    "the last block": (ASKED, "missing[0]", "missing[-1]"),
+    "the block after": (ASKED, "num_computed_tokens // self.block_size", "num_computed_tokens // self.block_size + 1"),
+    "whoever comes while anything is in flight": (
+        ASKED, "missing and any(...)", "bool(self.in_flight)",
+    ),
+    "a last block has a hash": (ASKED, "missing and any(...)", "any(...)"),
+    "asking is reading": (
+        ASKED, "return max(num_tokens, 0), num_tokens > 0",
+        "self.in_flight[request.request_id] = set(missing)\nreturn max(num_tokens, 0), num_tokens > 0",
+    ),
+    "asking uses the offer up": (
+        ASKED, NUM_TOKENS,
+        "params['do_remote_prefill'] = False\nnum_tokens = params['remote_num_tokens'] - num_computed_tokens",
+    ),
+    "all of its own prompt": (
+        ASKED, NUM_TOKENS, "num_tokens = request.num_prompt_tokens - num_computed_tokens",
+    ),
+    "blocks of four, asked": (ASKED, "num_computed_tokens // self.block_size", "num_computed_tokens // 4"),
+    "not below zero forgotten": (ASKED, "max(num_tokens, 0)", "num_tokens if num_tokens else None"),
+    # update_state_after_alloc
+    "reads again after a preemption": (TOLD, "params['do_remote_prefill'] = False", ""),
+    "reads for everybody": (TOLD, "if not params.get('do_remote_prefill'): ...", "if not params: return"),
+    "never tells of a full hit": (
+        TOLD, "params['do_remote_prefill'] = False",
+        "params['do_remote_prefill'] = False\nif not num_external_tokens: return",
+    ),
+    "reads all on a full hit": (TOLD, "len(params['remote_block_ids'])", "0"),
+    "reads what is here": (
+        TOLD, "(params['remote_num_tokens'] - num_external_tokens) // self.block_size", "0",
+    ),
+    "skips a block": (
+        TOLD, "(params['remote_num_tokens'] - num_external_tokens) // self.block_size",
+        "-(-(params['remote_num_tokens'] - num_external_tokens + 1) // self.block_size)",
+    ),
+    "as many as come, from the front": (
+        TOLD, READ,
+        "n = len(remote) - first\nself.reads.append(Read(request.request_id, params, block_ids[:n], remote[:n]))",
+    ),
+    "our missing blocks from its first ones": (
+        TOLD, READ,
+        "self.reads.append(Read(request.request_id, params, block_ids[first : len(remote)], "
+        "remote[: len(remote) - first]))",
+    ),
+    "room for the answer, too": (TOLD, "block_ids[first : len(remote)]", "block_ids[first:]"),
+    "the last blocks of the table": (TOLD, "block_ids[first : len(remote)]", "block_ids[first - len(remote) :]"),
+    "only full blocks are read": (
+        TOLD, READ,
+        "last = params['remote_num_tokens'] // self.block_size\n"
+        "self.reads.append(Read(request.request_id, params, block_ids[first:last], remote[first:last]))",
+    ),
+    "ours and theirs exchanged": (
+        TOLD, "Read(..., ..., block_ids[first : len(remote)], remote[first:])",
+        "Read(request.request_id, params, remote[first:], block_ids[first : len(remote)])",
+    ),
+    "the peer's name": (TOLD, READ, READ.replace("request.request_id", "params['remote_request_id']")),
+    "nothing is in flight": (TOLD, "self.in_flight[request.request_id] = ...", "pass"),
+    "all of the prompt is in flight": (TOLD, "request.block_hashes[first:]", "request.block_hashes"),
+    "one request in flight": (
+        TOLD, "self.in_flight[request.request_id] = ...",
+        "self.in_flight = {request.request_id: set(request.block_hashes[first:])}",
+    ),
+    "in flight without reading": (
+        TOLD, "if num_external_tokens: ...",
+        "if num_external_tokens:\n"
+        "    first = (params['remote_num_tokens'] - num_external_tokens) // self.block_size\n"
+        "self.in_flight[request.request_id] = set(request.block_hashes)",
+    ),
+    "the newest read first": (TOLD, READ, READ.replace("self.reads.append(", "self.reads.insert(0, ")),
+    "blocks of four, read": (
+        TOLD, "(params['remote_num_tokens'] - num_external_tokens) // self.block_size",
+        "(params['remote_num_tokens'] - num_external_tokens) // 4",
+    ),
+    # build_connector_meta
+    "hands over again": (META, "reads, self.reads = self.reads, []", "reads = list(self.reads)"),
+    "empties what it hands over": (
+        META, "reads, self.reads = self.reads, []\nreturn reads",
+        "reads = self.reads\nself.reads.clear()\nreturn reads",
+    ),
+    "one at a time": (META, "reads, self.reads = self.reads, []", "reads, self.reads = self.reads[:1], self.reads[1:]"),
+    "a tuple of reads": (META, "return reads", "return tuple(reads)"),
+    # request_finished
+    "holds nothing": (HELD, "return True, ...", "return False, None"),
+    "holds, and tells nothing": (HELD, "return True, ...", "return True, None"),
+    "tells, and does not hold": (HELD, "(True, ...)", "(False, ...)"),
+    "holds for everybody": (HELD, f"not params.get('do_remote_decode') or {UNWANTED}", UNWANTED),
+    "holds what was aborted": (
+        HELD, f"not params.get('do_remote_decode') or {UNWANTED}", "not params.get('do_remote_decode')",
+    ),
+    "a stop token is no end": (HELD, "('stop', 'length')", "('length',)"),
+    "a failure is an end": (HELD, "('stop', 'length')", "('stop', 'length', 'error')"),
+    "the whole table": (HELD, "block_ids[:num_blocks]", "block_ids"),
+    "full blocks are told": (
+        HELD, "-(-request.num_computed_tokens // self.block_size)", "request.num_computed_tokens // self.block_size",
+    ),
+    "one block more": (
+        HELD, "-(-request.num_computed_tokens // self.block_size)",
+        "request.num_computed_tokens // self.block_size + 1",
+    ),
+    "no address": (HELD, "self.address", "{}"),
+    "an offer that is none": (
+        HELD, "return True, ...", "return True, {'remote_block_ids': block_ids[:num_blocks], **told, **self.address}",
+    ),
+    "the other engine must hold, too": (HELD, "self.address", "{**self.address, 'do_remote_decode': True}"),
+    "without a name": (HELD, "told = ...", "told = {'remote_num_tokens': request.num_computed_tokens}"),
+    "tells tokens that it did not count": (
+        HELD, "told = ...",
+        "told = {'remote_request_id': request.request_id, 'remote_num_tokens': num_blocks * self.block_size}",
+    ),
+    "no lease": (HELD, "self.pinned[request.request_id] = ...", ""),
+    "a lease that is over": (HELD, "self.clock() + self.lease", "self.clock()"),
+    "a lease without a clock": (HELD, "self.clock() + self.lease", "self.lease"),
+    "an unread prompt is nobody's affair": (HELD, "if params.get('do_remote_prefill'): ...", ""),
+    "tells the peer in any case": (
+        HELD, "if params.get('do_remote_prefill'): ...",
+        "if 'do_remote_prefill' in params and 'remote_block_ids' in params:\n"
+        "    self.reads.append(Read(request.request_id, params))",
+    ),
+    "reads for a request that is gone": (
+        HELD, "Read(request.request_id, params)",
+        "Read(request.request_id, params, list(params['remote_block_ids']), params['remote_block_ids'])",
+    ),
+    "an abort is told, although it is being read": (
+        HELD, "params.get('do_remote_prefill')",
+        "params.get('do_remote_prefill') or "
+        "('remote_block_ids' in params and request.status.finish_reason == 'abort')",
+    ),
+    "blocks of four, held": (
+        HELD, "-(-request.num_computed_tokens // self.block_size)", "-(-request.num_computed_tokens // 4)",
+    ),
+    "an address that it knows": (HELD, "self.address", "{'remote_host': '10.0.0.1', 'remote_port': 5601}"),
+    "the usual lease": (HELD, "self.clock() + self.lease", "self.clock() + 30.0"),
+    "the sampled token counts, too": (
+        HELD, "told = ...",
+        "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_tokens}",
+    ),
+    "blocks of the sampled token, too": (
+        HELD, "-(-request.num_computed_tokens // self.block_size)", "-(-request.num_tokens // self.block_size)",
+    ),
+    "one dictionary for all": (
+        HELD, "return True, ...",
+        "self.address.update(told, do_remote_prefill=True, remote_block_ids=block_ids[:num_blocks])\n"
+        "return True, self.address",
+    ),
+    # update_connector_output, expired
+    "what was sent stays pinned": (OUTPUT, "self.pinned.pop(name, None)", "pass"),
+    "what was received stays in flight": (OUTPUT, "self.in_flight.pop(name, None)", "pass"),
+    "only those that it knows": (OUTPUT, "self.pinned.pop(name, None)", "self.pinned.pop(name)"),
+    "only reads that it knows": (OUTPUT, "self.in_flight.pop(name, None)", "self.in_flight.pop(name)"),
+    "all at once": (OUTPUT, "self.in_flight.pop(name, None)", "self.in_flight.clear()"),
+    "sent and received exchanged": (
+        OUTPUT,
+        "for name in finished_sending: ...\nfor name in finished_recving: ...",
+        "for name in finished_recving: self.pinned.pop(name, None)\n"
+        "for name in finished_sending: self.in_flight.pop(name, None)",
+    ),
+    "never over": (EXPIRED, "return late", "return []"),
+    "over before its time": (EXPIRED, "until <= self.clock()", "until <= self.clock() + 1"),
+    "over after its time": (EXPIRED, "until <= self.clock()", "until < self.clock()"),
+    "named again": (EXPIRED, "self.update_connector_output(late, ())", ""),
+    "forgets those that are not over": (EXPIRED, "self.update_connector_output(late, ())", "self.pinned.clear()"),
+    "everybody if one is": (
+        EXPIRED, "late = ...",
+        "late = list(self.pinned) if any(until <= self.clock() for until in self.pinned.values()) else []",
+    ),
+    "a set of names": (EXPIRED, "return late", "return set(late)"),
+    # the kernels
+    "one block: no mask": (
+        "gather_block_kernel", "tl.load(source, mask=place < numbers)", "tl.load(source)",
+    ),
+    "one block: always the first": ("gather_block_kernel", "tl.cast(block_id, tl.int64) * numbers", "0"),
+    "one block: blocks of BLOCK": ("gather_block_kernel", "tl.cast(block_id, tl.int64) * numbers", "block_id * BLOCK"),
+    "one block: the first program only": ("gather_block_kernel", "tl.program_id(0) * BLOCK", "0"),
+    "one block: programs of eight": (
+        "gather_block_kernel", "tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)",
+        "tl.program_id(0) * 8 + tl.arange(0, 8)",
+    ),
+    "one block: the first program does it all": (
+        "gather_block_kernel", "tl.store(staging + place, ..., mask=place < numbers)",
+        "if tl.program_id(0) == 0:\n"
+        "    for part in range(tl.cdiv(numbers, BLOCK)):\n"
+        "        rest = place + part * BLOCK\n"
+        "        tl.store(staging + rest, tl.load(source + part * BLOCK, mask=rest < numbers), mask=rest < numbers)",
+    ),
+    "gather: programs of eight": (
+        "gather_kernel", "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)", "tl.program_id(2) * 8 + tl.arange(0, 8)",
+    ),
+    "gather: a program for each block": (
+        "gather_kernel", "tl.store(target, ..., mask=place < numbers)",
+        "if tl.program_id(2) == 0:\n"
+        "    for part in range(tl.cdiv(numbers, BLOCK)):\n"
+        "        kept = place + part * BLOCK < numbers\n"
+        "        tl.store(target + part * BLOCK, tl.load(source + part * BLOCK, mask=kept), mask=kept)",
+    ),
+    "gather: places, not blocks": ("gather_kernel", "tl.load(block_ids + wanted)", "wanted"),
+    "gather: one tensor": ("gather_kernel", "tensor * num_blocks + block", "block"),
+    "gather: tensors as far apart as wanted blocks": (
+        "gather_kernel", "tensor * num_blocks + block", "tensor * tl.num_programs(0) + block",
+    ),
+    "gather: tensor after tensor": (
+        "gather_kernel", "wanted * tl.num_programs(1) + tensor", "tensor * tl.num_programs(0) + wanted",
+    ),
+    "gather: the cache block after block": (
+        "gather_kernel", "tensor * num_blocks + block", "block * tl.num_programs(1) + tensor",
+    ),
+    "gather: to the block's own place": (
+        "gather_kernel", "wanted * tl.num_programs(1) + tensor", "block * tl.num_programs(1) + tensor",
+    ),
+    "gather: no mask": ("gather_kernel", "tl.load(source, mask=place < numbers)", "tl.load(source)"),
+    "gather: writes beyond": ("gather_kernel", "tl.store(target, ..., mask=place < numbers)", "tl.store(target, ...)"),
+    "gather: one part": ("gather_kernel", "tl.program_id(2) * BLOCK", "0"),
+    "scatter: -1 is the last block": ("scatter_kernel", "block >= 0", "block >= -1"),
+    "scatter: block 0 is none": ("scatter_kernel", "block >= 0", "block > 0"),
+    "scatter: places, not blocks": (
+        "scatter_kernel", "target = cache + (tensor * num_blocks + block) * numbers + place",
+        "target = cache + (tensor * num_blocks + wanted) * numbers + place",
+    ),
+    "scatter: tensor after tensor": (
+        "scatter_kernel", "wanted * tl.num_programs(1) + tensor", "tensor * tl.num_programs(0) + wanted",
+    ),
+    "scatter: programs of eight": (
+        "scatter_kernel", "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)", "tl.program_id(2) * 8 + tl.arange(0, 8)",
+    ),
+    "scatter: no mask": (
+        "scatter_kernel", "tl.store(target, tl.load(source, mask=place < numbers), mask=place < numbers)",
+        "tl.store(target, tl.load(source))",
+    ),
+}  # fmt: skip
+
+MESSAGES = {
+    "without the last token": "that it is computed again is the scheduler's affair",
+    "all tokens again": "what is computed here need not come",
+    "reads again after a preemption": "the peer has freed its blocks",
+    "never tells of a full hit": "the peer holds its blocks until it is told",
+    "an unread prompt is nobody's affair": "the peer must be told",
+    "room for the answer, too": "not one for one",
+    "holds what was aborted": "finish_reason 'abort'",
+    "no lease": "is right",
+    "gather: tensor after tensor": "all of a block must stand together",
+    "one block: no mask": "are enough",
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_the_checks_catch(mistake):
+    assert checks_that_catch("08", MUTANTS[mistake])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_the_message_recognises_the_mistake(mistake):
+    assert any(MESSAGES[mistake] in problem for problem in problems_of("08", MUTANTS[mistake]))
+
+
+def test_two_engines_run_with_the_learners_connector():
+    """The tokens of one engine; all of each prompt but what was found comes from the other one; all blocks are free."""
+    plugged = plug_of("08")(load(script_path("08")))
+    yours, ours = (plugged.serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
+    assert (yours.token_ids, yours.equal) == (ours.token_ids, ours.equal)
+    assert (yours.rows[CAME], ours.rows[CAME]) == (5, 0)
+
+
+def test_no_answer_of_the_exercise_stands_before_it():
+    before = (REPOSITORY / "lessons" / "08_disaggregation.md").read_text().partition("## Build it")[0]
+    assert "@triton.jit" not in before
+    assert "def request_finished" not in before

@@ -1,0 +1,508 @@
+"""Lesson 09: sharing and latents change no answer that they should not, kernels are right, checks catch mistakes."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernels.harness import assert_close, assert_compiles, reference_attention
+from lessons.harness import (
+    REPOSITORY,
+    assert_refuses,
+    checks_that_catch,
+    figures_of_quick_run,
+    problems_of,
+    script_path,
+)
+
+from minivllm.config import EMBEDDED_MODEL, NO_PARTS, ModelConfig
+from minivllm.errors import MinivllmError
+from minivllm.kernels.mla_attention import mla_attention
+from minivllm.kernels.unified_attention import unified_attention
+from minivllm.lab.exercise import checks_of, load, plug_of, run_checks
+from minivllm.lab.marks import put_between_marks
+from minivllm.lab.opening import attention_heads as opening
+from minivllm.lab.plugged import serve
+from minivllm.lab.pooled_heads import pooled_checkpoint
+from minivllm.lab.reports import attention_heads as report
+from minivllm.memory import kv_bytes_per_token
+from minivllm.models.latent_attention import UpProjection, plain_attention
+from minivllm.models.loader import load_model
+from minivllm.models.parallel import GroupCoordinator, kv_part
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import CONFIGS, known_model
+
+lesson = load(script_path("09"))
+PAGE = REPOSITORY / "lessons" / "09_attention_heads.md"
+TEXT = " ".join(PAGE.read_text().split())
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "mine"), [(3, 3, 64, 1), (6, 2, 80, 1), (14, 2, 80, 7), (17, 1, 32, 17)]
+)
+def test_the_kernel_attends(heads, kv_heads, head_dim, mine, device):
+    """Any part of a group in a program: the same, and a request without tokens gets zeros."""
+    torch.manual_seed(heads)
+    case = report.head_case(heads, kv_heads, head_dim)
+    expected = report.one_by_one(lesson.grouped_attention, case)
+    assert_close(lesson.decode(*(one.to(device) for one in case), heads_a_program=mine), expected)
+    assert not expected[0].any()
+
+
+@pytest.mark.parametrize("shape", report.LATENT_CASES, ids=lambda shape: f"{shape['heads']} heads")
+def test_the_kernel_attends_to_latents(shape, device):
+    torch.manual_seed(shape["heads"])
+    batch = report.latent_batch(shape)
+    found = lesson.latent_decode(*(one.to(device) for one in batch))
+    assert_close(found, report.latents_one_by_one(lesson.absorbed_attention, batch))
+
+
+@pytest.mark.interpreted
+def test_the_kernels_read_the_bytes_that_they_say():
+    """Keys and values once for each program of a group, a latent once for each that takes rows; nobody races."""
+    lengths = (20, 33)
+    case = report.head_case(8, 2, 24, lengths)
+    for mine in (1, 2, 4):
+        trace = report.traced(lesson.decode, *case, heads_a_program=mine)
+        read = [trace.arguments[name].bytes_read for name in ("keys", "values")]
+        assert read == [2 * sum(lengths) * 2 * 24 * 4 // mine] * 2
+        assert (trace.arguments["q"].bytes_read, trace.bytes_written) == (2 * 2 * 8 * 24, 2 * 2 * 8 * 24)
+        assert not trace.out_of_bounds + trace.races
+    shape = {"heads": 20, "rank": 32, "rope": 16, "nope": 8, "v": 8}
+    for rows, programs in ((16, 2), (32, 1)):
+        trace = report.traced(lesson.latent_decode, *report.latent_batch(shape, lengths), rows=rows)
+        assert trace.arguments["cache"].bytes_read == 4 * 48 * sum(lengths) * programs
+        assert not trace.out_of_bounds + trace.races
+
+
+def test_the_kernels_compile():
+    """Llama-3's shape, and DeepSeek's: 16 heads in the rows, latents of 512 + 64, with matrix instructions."""
+    numbers, lengths = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+    tensors = dict.fromkeys(("out", "q", "keys", "values"), numbers)
+    sizes = {"HEADS": 4, "GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "ROWS": 16, "TILE": 32}
+    assert_compiles(
+        lesson.decode_kernel, {**tensors, "lengths": lengths, "slots": 4096, "scale": 0.1, **sizes}, tensor_core=True
+    )
+    latents = dict.fromkeys(("out", "q", "cache"), numbers)
+    sizes = {"HEADS": 128, "RANK": 512, "ROPE": 64, "ROWS": 16, "TILE": 32}
+    assert_compiles(
+        lesson.latent_kernel, {**latents, "lengths": lengths, "slots": 4096, "scale": 0.1, **sizes}, tensor_core=True
+    )
+
+
+# ---- lesson form and engine form -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(8, 8, 1), (8, 2, 5), (6, 1, 17), (14, 2, 3)])
+def test_grouped_attention_is_that_of_the_engine(heads, kv_heads, queries):
+    torch.manual_seed(heads)
+    positions, blocks, size = 37, [4, 0, 2], 16
+    keys, values = torch.randn(2, positions, kv_heads, 32)
+    caches = torch.zeros(2, 5, size, kv_heads, 32)
+    for cache, given in zip(caches, (keys, values), strict=True):
+        for place, block in enumerate(blocks):
+            part = given[place * size : (place + 1) * size]
+            cache[block, : len(part)] = part
+    q, table = torch.randn(queries, heads, 32), torch.tensor([blocks], dtype=torch.int32)
+    starts, lengths = torch.tensor([0, queries], dtype=torch.int32), torch.tensor([positions], dtype=torch.int32)
+    its = unified_attention(q, *caches, starts, lengths, table, 32**-0.5)
+    mine = lesson.grouped_attention(q, keys, values)
+    assert_close(its, mine.double())
+    assert_close(mine, reference_attention(q, keys, values, 32**-0.5))
+
+
+def test_the_rule_of_replication_is_the_engines():
+    """A rank's share of the heads in the loader, and the heads that the lesson gives it, for all that divides."""
+    for heads in (1, 2, 4, 8):
+        config = ModelConfig.from_dict({**CONFIGS["Qwen/Qwen3-8B"], "num_key_value_heads": heads})
+        for tp in (1, 2, 4, 8, 16):
+            for rank in range(tp):
+                index, parts = kv_part(config, GroupCoordinator(rank, tp))
+                kept = list(range(index * heads // parts, (index + 1) * heads // parts))
+                assert lesson.kv_heads_of_rank(rank, tp, heads) == kept
+    with pytest.raises(MinivllmError, match="8 KV heads cannot be divided over 3 ranks"):
+        lesson.kv_heads_of_rank(0, 3, 8)
+
+
+def test_bytes_are_counted_as_the_engine_counts_them():
+    for name in report.MODELS:
+        config = known_model(name)
+        assert 2 * config.num_hidden_layers * lesson.cached_per_token(config) == kv_bytes_per_token(config, "bfloat16")
+
+
+def test_both_forms_of_latent_attention_agree():
+    case = report.latent_case({"heads": 5, "rank": 24, "rope": 8, "nope": 12, "v": 20}, 30, torch.float64)
+    assert torch.allclose(lesson.expanded_attention(*case), lesson.absorbed_attention(*case), atol=1e-12)
+
+
+def test_latents_are_attended_to_as_in_the_engine():
+    """The absorbed forms, the engine's over blocks that lie anywhere; and the lesson's expanded with its plain form."""
+    torch.manual_seed(3)
+    shape, positions, blocks = {"heads": 6, "rank": 32, "rope": 16, "nope": 24, "v": 20}, 37, [4, 0, 2]
+    q_nope, q_rope, latents, k_rope, w_uk, w_uv = case = report.latent_case(shape, positions, torch.float32)
+    shapes = {"num_attention_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "v_head_dim": 20}
+    up = UpProjection(replace(known_model("DeepSeek-V2-Lite"), **shapes))
+    up.weight.data = torch.cat([w_uk, w_uv], dim=1).flatten(0, 1)
+    cache, rows = torch.zeros(5, 16, 48), torch.cat([latents, k_rope], dim=1)
+    for place, block in enumerate(blocks):
+        part = rows[place * 16 : (place + 1) * 16]
+        cache[block, : len(part)] = part
+    q = torch.cat([up.absorb(q_nope[None]), q_rope[None]], dim=2)
+    starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([positions], dtype=torch.int32)
+    table, scale = torch.tensor([blocks], dtype=torch.int32), (24 + 16) ** -0.5
+    its = mla_attention(q, cache, starts, lengths, table, scale, kv_lora_rank=32)
+    assert_close(up.expand_values(its)[0], lesson.absorbed_attention(*case).double())
+    plain = plain_attention(q_nope[None], q_rope[None], latents, k_rope, up, scale)
+    assert_close(plain[0], lesson.expanded_attention(*case).double())
+
+
+# ---- pooled heads ----------------------------------------------------------------------------------------------------
+
+
+def test_pooling_takes_the_mean_of_the_heads_that_it_replaces():
+    weight = torch.arange(4 * 2 * 3, dtype=torch.float32).view(8, 3)  # four heads of two rows
+    pooled = lesson.pool_heads(weight, 4, 2)
+    assert torch.equal(
+        pooled, torch.stack([(weight[0:2] + weight[2:4]) / 2, (weight[4:6] + weight[6:8]) / 2]).flatten(0, 1)
+    )
+    assert torch.equal(lesson.pool_heads(weight, 4, 4), weight)
+
+
+def test_a_pooled_checkpoint_loads_and_equal_heads_lose_nothing(tmp_path):
+    """Pooling heads that are all alike changes no logit."""
+    alike = pooled_checkpoint(EMBEDDED_MODEL, tmp_path / "one", 1, lesson.pool_heads)
+    doubled = pooled_checkpoint(alike, tmp_path / "two", 1, lambda weight, _kv_heads, _into: weight.repeat(2, 1))
+    config = json.loads((doubled / "config.json").read_text())
+    (doubled / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}))
+    again = pooled_checkpoint(doubled, tmp_path / "again", 1, lesson.pool_heads)
+    tokens, positions = torch.tensor([5, 300, 7, 41]), torch.arange(4)
+
+    def logits(folder):
+        model, config = load_model(folder, "cpu", torch.float32)
+        attend = lambda _layer, q, k, v: lesson.grouped_attention(q, k, v)  # noqa: E731
+        return config.num_key_value_heads, model.compute_logits(model(tokens, positions, attend))
+
+    with torch.inference_mode():
+        (one, first), (two, second), (last, third) = (logits(folder) for folder in (alike, doubled, again))
+    assert (one, two, last) == (1, 2, 1)
+    assert torch.allclose(first, second, atol=1e-4)
+    assert torch.equal(first, third)
+    with pytest.raises(MinivllmError, match="2 KV heads cannot be pooled into 3"):
+        pooled_checkpoint(EMBEDDED_MODEL, tmp_path / "three", 3, lesson.pool_heads)
+
+
+# ---- what the text says ----------------------------------------------------------------------------------------------
+
+
+def test_absorption_by_hand():
+    """The example of the text: two heads, latents of two numbers, three tokens' keys never made."""
+    latents = torch.tensor([[3.0, 1.0], [1.0, 1.0]])
+    w_uk = torch.tensor([[[1.0, 0.0], [1.0, 1.0]]])
+    w_uv = torch.tensor([[[2.0, 0.0], [0.0, 1.0]]])
+    q = torch.tensor([[1.0, 2.0]])
+    keys = latents @ w_uk[0].T
+    assert keys.tolist() == [[3.0, 4.0], [1.0, 2.0]]
+    assert (q @ keys.T).tolist() == [[11.0, 5.0]]
+    absorbed = w_uk[0].T @ q[0]
+    assert absorbed.tolist() == [3.0, 2.0]
+    assert (latents @ absorbed).tolist() == [11.0, 5.0]
+    weights = torch.tensor([0.75, 0.25])
+    assert (weights @ (latents @ w_uv[0].T)).tolist() == [5.0, 1.0]
+    assert (weights @ latents).tolist() == [2.5, 1.0]
+    assert (w_uv[0] @ (weights @ latents)).tolist() == [5.0, 1.0]
+    for shown in ("(3, 4)", "(3, 2)", "(2.5, 1)", "(5, 1)"):
+        assert shown in TEXT
+
+
+def test_the_figures_of_the_text():
+    """Bytes, operations for each byte, and operations of both forms: counted from the models' shapes."""
+    llama, deepseek = known_model("Llama-3.1-8B"), known_model("DeepSeek-V3")
+    assert kv_bytes_per_token(llama, "bfloat16") == 128 * 1024
+    assert lesson.decode_flops_per_byte(llama) == 4
+    assert lesson.decode_flops_per_byte(known_model("Llama-2-7b-hf")) == 1
+    assert round(lesson.decode_flops_per_byte(deepseek)) == 242
+    assert round(get_hardware("H100").ridge()) == 295
+    operations = report.latent_operations(report.latent_shape("DeepSeek-V3"))
+    assert operations == {"expanded": 33_636_352, "attended": 81_920, "absorbed": 278_528}
+    assert f"{operations['absorbed'] / operations['attended']:.1f}" in TEXT
+    assert f"{operations['expanded'] / operations['absorbed']:.0f} times" in TEXT
+
+
+def test_the_opening_shows_the_embedded_models_heads():
+    """Its attention weights are those that the model computes, to two digits."""
+    for found, shown in zip(opening.computed_weights(), opening.WEIGHTS, strict=True):
+        assert found == pytest.approx(shown, abs=0.006)
+    assert len(opening.frames()) == len(opening.CAPTIONS)
+
+
+def test_the_table_of_siblings_is_what_their_training_recorded():
+    """Models that kept fewer numbers of a token are no better, by the mean of their seeds; the table has every loss."""
+    record = json.loads((REPOSITORY / "benchmarks" / "results" / "attention_siblings.cpu.json").read_text())["figures"]
+    page = PAGE.read_text()
+    assert put_between_marks(page, "siblings", report.siblings_table(record)) == page
+    means = [record[f"tiny-python-{name}"]["held_out_loss_mean"] for name in ("mha", "gqa", "mqa")]
+    assert means == sorted(means)
+    assert len({one["tokens_seen"] for one in record.values()}) == 1
+    sizes = [one["parameters"] for one in record.values()]
+    assert max(sizes) < 1.001 * min(sizes), "they are compared at as many parameters"
+
+
+def test_no_answer_of_the_exercise_stands_before_it():
+    before = PAGE.read_text().partition("## Build it")[0]
+    assert "@triton.jit" not in before
+    assert "torch.einsum" not in before
+    assert "rank //" not in before
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    """Counts hold whatever the machine does; two ranks keep a lone KV head twice, and say the same."""
+    figures = figures_of_quick_run("09", tmp_path)
+    assert figures["models"]["models"]["Meta-Llama-3-70B"]["kib"] == 320
+    assert figures["shared"]["by_kv_heads"]["1"]["less"] == 32
+    assert figures["kernels"]["bytes"]["8"]["1"] == 4 * figures["kernels"]["bytes"]["8"]["4"]
+    assert figures["ranks"]["Meta-Llama-3-70B"]["16"] == {"rank": 40, "all": 640}
+    assert figures["two_ranks"] == {"one": {"one_rank": 524288, "rank": 524288, "all": 1048576}}
+    pooled = figures["pooled"]
+    assert pooled["own"] < pooled["pooled"] < pooled["guess"] == math.log(4096)
+    assert figures["padding"]["Falcon-7B, one KV head"] == {"heads": 71, "rows": 128}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (("--heads", "0"), "--heads: must be from 1 to 256"),
+        (("--head-dim", "20"), "--head-dim is 20; it must be a multiple of 8"),
+        (("--context", "0"), "--context: must be from 1 to 32768"),
+        (("--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)
+
+
+# ---- the exercise ----------------------------------------------------------------------------------------------------
+
+
+MISTAKES = {
+    ("grouped_attention", "q.reshape(queries, kv_heads, heads // kv_heads, head_dim)"): {
+        "groups tiled": "q.reshape(queries, heads // kv_heads, kv_heads, head_dim).transpose(1, 2)",
+    },
+    ("grouped_attention", "torch.einsum('qkgd,pkd->kgqp', grouped, keys)"): {
+        "keys for each head": (
+            "torch.einsum('qkgd,pkgd->kgqp', grouped, keys.repeat_interleave(heads // kv_heads, 1)"
+            ".reshape(positions, kv_heads, -1, head_dim))"
+        ),
+        "the first KV head for all": "torch.einsum('qkgd,pkd->kgqp', grouped, keys[:, :1].expand_as(keys))",
+    },
+    ("grouped_attention", "torch.einsum('kgqp,pkd->qkgd', weights, values)"): {
+        "the first head's values for all": "torch.einsum('kgqp,pkd->qkgd', weights, values[:, :1].expand_as(values))",
+        "groups mixed in the output": "torch.einsum('kgqp,pkd->qgkd', weights, values)",
+    },
+    ("grouped_attention", "math.sqrt(head_dim)"): {
+        "not scaled": "1.0",
+        "scaled twice": "head_dim",
+        "by the number of heads": "math.sqrt(heads)",
+    },
+    ("grouped_attention", "positions - queries + torch.arange(queries, device=q.device)"): {
+        "queries at the first positions": "torch.arange(queries, device=q.device)",
+        "one too far": "positions - queries + 1 + torch.arange(queries, device=q.device)",
+        "not itself": "positions - queries - 1 + torch.arange(queries, device=q.device)",
+        "all see all": "positions + torch.arange(queries, device=q.device)",
+    },
+    ("grouped_attention", "weights = ..."): {
+        "plain exponentials": (
+            "weights = scores.masked_fill(ahead, -math.inf).exp()\nweights = weights / weights.sum(-1, keepdim=True)"
+        ),
+        "softmax over the group": "weights = scores.masked_fill(ahead, -1e9).softmax(dim=1)",
+        "zero is no mask": "weights = scores.masked_fill(ahead, 0).softmax(dim=-1)",
+        "in float32 always": (
+            "weights = scores.masked_fill(ahead, -math.inf).float().softmax(dim=-1)\nvalues = values.float()"
+        ),
+    },
+    ("absorbed_attention", "torch.einsum('hn,hnr->hr', q_nope, w_uk)"): {
+        "another head's weights": "torch.einsum('hn,hnr->hr', q_nope, w_uk.flip(0))",
+        "values' weights": "torch.einsum('hn,hnr->hr', q_nope[:, :1].expand(-1, w_uv.shape[1]), w_uv)",
+    },
+    ("absorbed_attention", "q_latent @ latents.T + q_rope @ k_rope.T"): {
+        "no rotary part": "q_latent @ latents.T",
+        "rotary twice": "q_latent @ latents.T + 2 * (q_rope @ k_rope.T)",
+        "makes the keys": (
+            "torch.einsum('hn,phn->hp', q_nope, torch.einsum('pr,hnr->phn', latents, w_uk)) + q_rope @ k_rope.T"
+        ),
+        "makes a head's keys": (
+            "torch.stack([(latents @ w.T) @ q for q, w in zip(q_nope, w_uk)]) + q_rope @ k_rope.T"
+        ),
+    },
+    ("absorbed_attention", "math.sqrt(q_nope.shape[1] + q_rope.shape[1])"): {
+        "divides by the rank's root": "math.sqrt(latents.shape[1] + q_rope.shape[1])",
+        "forgets rope in the root": "math.sqrt(q_nope.shape[1])",
+        "divides by nothing": "1.0",
+    },
+    ("absorbed_attention", "torch.einsum('hr,hvr->hv', weights @ latents, w_uv)"): {
+        "makes the values": "torch.einsum('hp,phv->hv', weights, torch.einsum('pr,hvr->phv', latents, w_uv))",
+        "one head's w_uv": "(weights @ latents) @ w_uv[0].T",
+    },
+    ("absorbed_attention", "weights = ..."): {
+        "softmax over heads": "weights = ...\nweights = weights.log().softmax(dim=0)",
+    },
+    ("kv_heads_of_rank", "if num_kv_heads % tp and tp % num_kv_heads: ..."): {
+        "divides whatever it is": "",
+        "no replication": "if num_kv_heads % tp: raise ValueError('uneven')",
+        "replicas may be uneven": "if tp < num_kv_heads and num_kv_heads % tp: raise ValueError('uneven')",
+        "shares may be uneven": "if tp > num_kv_heads and tp % num_kv_heads: raise ValueError('uneven')",
+    },
+    ("kv_heads_of_rank", "[rank // (tp // num_kv_heads)]"): {
+        "copies dealt round": "[rank % num_kv_heads]",
+        "all heads on each": "list(range(num_kv_heads))",
+        "a number": "rank // (tp // num_kv_heads)",
+        "none for the copies": "[rank] if rank < num_kv_heads else []",
+        "the first for all": "[0]",
+    },
+    ("kv_heads_of_rank", "range(rank * share, (rank + 1) * share)"): {
+        "shares dealt round": "range(rank, num_kv_heads, tp)",
+        "all heads": "range(num_kv_heads)",
+        "one too few": "range(rank * share, (rank + 1) * share - 1)",
+        "from the rank on": "range(rank, rank + share)",
+    },
+    ("scores_kernel", "kv_head * GROUP + row"): {
+        "step 1: the first group's rows": "row",
+        "step 1: rows dealt round": "row * tl.num_programs(0) + kv_head",
+    },
+    ("scores_kernel", "tl.load(q + head[:, None] * HEAD_DIM + column[None, :], mask=real, other=0.0)"): {
+        "step 1: rows without a mask": "tl.load(q + head[:, None] * HEAD_DIM + column[None, :])",
+    },
+    ("scores_kernel", "tl.load(keys + at, mask=there, other=0.0)"): {
+        "step 1: tokens without a mask": "tl.load(keys + at)",
+    },
+    ("scores_kernel", "real & (token < tokens)[None, :]"): {
+        "step 1: stores beyond the group": "(row < ROWS)[:, None] & (token < tokens)[None, :]",
+        "step 1: stores beyond the tokens": "real",
+    },
+    ("scores_kernel", "token[:, None] * tl.num_programs(0) + kv_head"): {
+        "step 1: head after head": "kv_head * tokens + token[:, None]",
+        "step 1: one KV head": "token[:, None] * tl.num_programs(0)",
+    },
+    ("scores_kernel", "tl.program_id(1) * TILE + tl.arange(0, TILE)"): {
+        "step 1: the first tile only": "tl.arange(0, TILE)",
+    },
+    ("scores_kernel", "found = ..."): {
+        "step 1: a load for each row": (
+            "found = tl.zeros([ROWS, TILE], tl.float32)\n"
+            "for one in range(GROUP):\n"
+            "    again = tl.load(keys + at, mask=there, other=0.0)\n"
+            "    product = tl.dot(queries, tl.trans(again), input_precision='ieee')\n"
+            "    found += tl.where((row == one)[:, None], product, 0.0)"
+        ),
+    },
+    ("group_kernel", "tl.where((token < tokens)[None, :], found, -float('inf'))"): {
+        "step 2: what is not there counts": "found",
+        "step 2: what is not there is zero": "tl.where((token < tokens)[None, :], found, 0.0)",
+    },
+    ("group_kernel", "tl.dot(queries, tl.trans(key), input_precision='ieee') * scale"): {
+        "step 2: without the scale": "tl.dot(queries, tl.trans(key), input_precision='ieee')",
+    },
+    ("group_kernel", "l * keep + tl.sum(weights, axis=1)"): {
+        "step 2: the sum is not corrected": "l + tl.sum(weights, axis=1)",
+        "step 2: the last tile's sum": "tl.sum(weights, axis=1)",
+    },
+    ("group_kernel", "result * keep[:, None]"): {
+        "step 2: the result is not corrected": "result",
+    },
+    ("group_kernel", "tl.maximum(m, tl.max(found, axis=1))"): {
+        "step 2: the tile's maximum": "tl.max(found, axis=1)",
+        "step 2: no maximum": "m * 0.0",
+        "step 2: a maximum for all rows": "tl.maximum(m, tl.max(found))",
+    },
+    ("group_kernel", "result / l[:, None]"): {
+        "step 2: not divided": "result",
+    },
+    ("group_kernel", "range(0, tokens, TILE)"): {
+        "step 2: whole tiles only": "range(0, tokens // TILE * TILE, TILE)",
+    },
+    ("decode_kernel", "part * HEADS // GROUP"): {
+        "step 3: a program is a KV head": "part",
+        "step 3: dealt round": "part % KV_HEADS",
+    },
+    ("decode_kernel", "(request * (KV_HEADS * GROUP) + part * HEADS + row)[:, None]"): {
+        "step 3: rows by the group": "(request * (KV_HEADS * GROUP) + part * GROUP + row)[:, None]",
+        "step 3: the first request's rows": "(part * HEADS + row)[:, None]",
+    },
+    ("decode_kernel", "request * slots * KV_HEADS + part * HEADS // GROUP"): {
+        "step 3: the first request's keys": "part * HEADS // GROUP",
+    },
+    ("decode_kernel", "(row < HEADS)[:, None] & in_head"): {
+        "step 3: rows of the whole group": "(row < GROUP)[:, None] & in_head",
+        "step 3: no mask over the head": "(row < HEADS)[:, None]",
+    },
+    ("decode_kernel", "tl.maximum(l, 1e-30)[:, None]"): {
+        "step 3: a sum of nothing": "l[:, None]",
+    },
+    ("decode_kernel", "range(0, length, TILE)"): {
+        "step 3: all slots": "range(0, slots, TILE)",
+    },
+    ("decode_kernel", "(token < length)[:, None] & in_head"): {
+        "step 3: reads beyond the request": "(token < slots)[:, None] & in_head",
+        "step 3: keys without a mask over the head": "(token < length)[:, None]",
+    },
+}  # fmt: skip
+"""(function, what stands there): the name of each mistake, and what stands there then."""
+
+MUTANTS = {name: (*place, wrong) for place, mistakes in MISTAKES.items() for name, wrong in mistakes.items()}
+
+MESSAGES = {
+    "keys for each head": "Give the queries a dimension for the group",
+    "not scaled": "not divided by sqrt(head_dim)",
+    "queries at the first positions": "Where is positions - queries?",
+    "all see all": "every query sees every key",
+    "plain exponentials": "NaN",
+    "no rotary part": "q_rope · k_rope is missing",
+    "makes the keys": "w_uk must go to the query",
+    "divides by the rank's root": "not by the rank's",
+    "forgets rope in the root": "the rotary part counts, too",
+    "copies dealt round": "ask the same KV head",
+    "all heads on each": "never ask",
+    "shares dealt round": "its KV heads are, too",
+    "divides whatever it is": "cannot be divided evenly",
+    "step 1: a load for each row": "Does each head load its own copy?",
+    "step 1: stores beyond the group": "no mask?",
+    "step 2: without the scale": "not multiplied by scale",
+    "step 3: reads beyond the request": "NaN",
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_the_checks_catch(mistake):
+    assert checks_that_catch("09", MUTANTS[mistake])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_the_message_recognises_the_mistake(mistake):
+    assert any(MESSAGES[mistake] in problem for problem in problems_of("09", MUTANTS[mistake]))
+
+
+@pytest.mark.interpreted
+def test_heads_that_are_dealt_round_are_told():
+    """Query head h asks KV head h % kv_heads: what `repeat` makes of the keys, in place of `repeat_interleave`."""
+
+    def dealt(q, keys, values):
+        times = q.shape[1] // keys.shape[1]
+        return lesson.grouped_attention(q, keys.repeat(1, times, 1), values.repeat(1, times, 1))
+
+    results = run_checks(SimpleNamespace(grouped_attention=dealt), checks_of("09")[:1])
+    assert "neighbours share: it is h // 3, not h % 2" in str(results[0].problem)
+
+
+def test_the_engine_runs_with_the_learners_attention():
+    """The same tokens in the same steps."""
+    plugged = plug_of("09")(load(script_path("09")))
+    yours, ours = (serve(plugged, parts) for parts in (plugged.parts, NO_PARTS))
+    assert (yours.token_ids, yours.steps, yours.rows) == (ours.token_ids, ours.steps, ours.rows)

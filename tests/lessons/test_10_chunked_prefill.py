@@ -1,0 +1,533 @@
+"""Lesson 10: its steps are the engine's, its kernel and formulas are right, its exercise catches mistakes."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from kernels.harness import assert_close, assert_compiles
+from lessons.harness import (
+    REPOSITORY,
+    assert_refuses,
+    checks_that_catch,
+    figures_of_quick_run,
+    problems_of,
+    script_path,
+)
+
+from minivllm.config import NO_PARTS, CacheConfig, SchedulerConfig
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.errors import MinivllmError
+from minivllm.kernels.unified_attention import unified_attention
+from minivllm.lab.capping_scheduler import scheduler_that_caps
+from minivllm.lab.exercise import load, plug_of
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.plugged import rows_of, serve
+from minivllm.lab.reports import chunked_prefill as report
+from minivllm.simulate.prefill_first import PrefillFirst
+
+lesson = load(script_path("10"))
+TEXT = (REPOSITORY / "lessons" / "10_chunked_prefill.md").read_text()
+
+# ---- its steps are the engine's --------------------------------------------------------------------------------------
+
+
+def workload(seed: int) -> tuple[dict[int, list[tuple[str, int, int]]], dict]:
+    """Arrivals by step as (name, prompt, output), and a scheduler's settings."""
+    draw = random.Random(seed)
+    arrivals = {
+        step: [(f"{step}.{i}", draw.randint(1, 40), draw.randint(1, 6)) for i in range(draw.choice([0, 0, 1, 3]))]
+        for step in range(8)
+    }
+    arrivals[0].append(("first", draw.randint(1, 40), 4))
+    settings = {"max_num_seqs": draw.randint(1, 6), "long_prefill_token_threshold": draw.choice([0, 0, 2, 5])}
+    settings["enable_chunked_prefill"] = draw.random() < 0.7
+    least = settings["max_num_seqs"] if settings["enable_chunked_prefill"] else 64
+    return arrivals, settings | {"max_num_batched_tokens": least + draw.choice([0, 1, 8, 40])}
+
+
+def engine_steps(arrivals, settings, kind=Scheduler) -> list[dict[str, int]]:
+    """What the engine's scheduler decides, with ample memory."""
+    scheduler = kind(
+        SchedulerConfig(max_model_len=64, **settings), CacheConfig(num_gpu_blocks=500, enable_prefix_caching=False)
+    )
+    steps, last = [], max(arrivals)
+    while len(steps) <= last or scheduler.has_unfinished_requests():
+        for name, prompt, output in arrivals.get(len(steps), ()):
+            scheduler.add_request(Request(name, [0] * prompt, max_tokens=output))
+        decided, live = scheduler.schedule(), scheduler.requests
+        steps.append(dict(decided.num_scheduled_tokens))
+        done = [name for name in steps[-1] if live[name].num_computed_tokens == live[name].num_tokens]
+        scheduler.update_from_output(decided, ModelRunnerOutput({name: [1] for name in done}))
+    return steps
+
+
+def lesson_steps(policy, arrivals) -> list[dict[str, int]]:
+    return list(lesson.serve(policy, {at: [lesson.Request(*one) for one in some] for at, some in arrivals.items()}))
+
+
+def test_the_mixed_steps_are_the_engines():
+    for seed in range(120):
+        arrivals, settings = workload(seed)
+        policy = partial(
+            lesson.mixed, token_budget=settings["max_num_batched_tokens"], max_num_seqs=settings["max_num_seqs"],
+            threshold=settings["long_prefill_token_threshold"], may_be_cut=settings["enable_chunked_prefill"],
+        )  # fmt: skip
+        found, expected = lesson_steps(policy, arrivals), engine_steps(arrivals, settings)
+        assert [list(one.items()) for one in found] == [list(one.items()) for one in expected], seed
+
+
+def test_prefill_first_is_the_scheduler_of_v0():
+    for seed in range(60):
+        arrivals, settings = workload(seed)
+        settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 0}
+        policy = partial(lesson.prefill_first, token_budget=64, max_num_seqs=settings["max_num_seqs"])
+        assert lesson_steps(policy, arrivals) == engine_steps(arrivals, settings, PrefillFirst), seed
+
+
+def test_nobody_who_decodes_goes_without():
+    """Though decodes do not go first: what they found free when they were admitted is theirs from then on."""
+    steps = behind_a_chunk = 0
+    for seed in range(300):
+        arrivals, settings = workload(seed)
+        known = {name: prompt for some in arrivals.values() for name, prompt, _ in some}
+        left = {name: prompt + output - 1 for some in arrivals.values() for name, prompt, output in some}
+        for given in engine_steps(arrivals, settings | {"enable_chunked_prefill": True}):
+            steps += 1
+            decoding = {name for name in left if left[name] > 0 and known[name] <= 0}
+            assert decoding <= set(given), (seed, given)
+            chunks = [name for name in given if known[name] > given[name]]
+            behind_a_chunk += any(
+                list(given).index(name) < list(given).index(one) for name in chunks for one in decoding
+            )
+            for name, tokens in given.items():
+                known[name], left[name] = known[name] - tokens, left[name] - tokens
+    assert steps > 3000
+    assert behind_a_chunk > 100
+
+
+def test_the_chunk_stands_before_the_decode():
+    assert report.show_order()[1] == {"long": 8, "chat": 1}
+    assert list(report.show_order()[1]) == ["long", "chat"]
+
+
+def test_the_example_by_hand():
+    """The text's two tables."""
+    first, mixed = (
+        list(lesson.serve(policy, lesson.chats_and_a_long_prompt()))
+        for policy in (partial(lesson.prefill_first, token_budget=32), partial(lesson.mixed, token_budget=8))
+    )
+    assert first[2:5] == [{"L": 20}, {"a": 1, "b": 1, "L": 1}, {"a": 1, "b": 1, "L": 1}]
+    assert mixed[2:6] == [{"a": 1, "b": 1, "L": 6}] * 3 + [{"a": 1, "b": 1, "L": 2}]
+    assert len(first) == len(mixed) == 8
+
+
+def test_the_engines_lines_are_short_and_are_the_ones_in_use(capsys):
+    report.show_engine_lines()
+    shown = capsys.readouterr().out
+    assert shown.count("min(") == 3
+    assert len(shown.splitlines()) < 25
+
+
+@pytest.mark.parametrize(
+    ("parts", "about"),
+    [
+        ({"chunk_limit": lambda *_: 0}, "your chunk_limit says 0"),
+        ({"running_tokens": lambda missing, *_: missing + 1}, "your running_tokens says"),
+        ({"admitted_tokens": lambda *_: None}, "your admitted_tokens says None"),
+    ],
+)
+def test_a_cap_that_cannot_be_is_one_line(parts, about):
+    arrivals = {0: [("a", 30, 4), ("b", 30, 4)]}
+    with pytest.raises(MinivllmError, match=about):
+        engine_steps(arrivals, {"max_num_batched_tokens": 8}, scheduler_that_caps(**parts))
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 80), (8, 1, 32)])
+@pytest.mark.parametrize("name", report.AWKWARD)
+def test_one_launch_and_two_are_right(name, heads, kv_heads, head_dim, device):
+    case = report.mixed_case(*report.AWKWARD[name], heads, kv_heads, head_dim, torch.float32)
+    expected, decodes = report.exact(case), report.num_decodes_of(report.AWKWARD[name][0], name)
+    for launch in (lesson.mixed_launch, lesson.in_two_launches):
+        fresh = {key: tensor.clone().to(device) for key, tensor in case.items()}
+        assert_close(launch(**fresh, num_decodes=decodes), expected)
+
+
+def test_it_agrees_with_the_engines_kernel(device):
+    case = report.mixed_case(*report.AWKWARD["decodes and chunks"], 8, 2, 32, torch.float32)
+    case = {key: tensor.to(device) for key, tensor in case.items()}
+    mine = lesson.mixed_launch(**case, num_decodes=3)
+    its = unified_attention(case["q"], *case["caches"], case["starts"], case["seq_lens"], case["block_table"], 32**-0.5)
+    assert_close(mine, its.cpu())
+
+
+@pytest.mark.interpreted
+def test_it_reads_what_is_counted_and_writes_each_row_once():
+    queries, lengths = report.AWKWARD["decodes and chunks"]
+    case = report.mixed_case(queries, lengths, 8, 2, 32, torch.float32)
+    work = lesson.tile_work(queries, lengths, 4, [16 if new == 1 else 64 for new in queries])
+    tiles = 3 + (sum(queries) - 3) // 16 + 3
+    trace = trace_kernel(
+        lesson.mixed_kernel, (tiles, 2), case["out"], case["q"], *case["caches"], case["starts"], case["seq_lens"],
+        case["block_table"], 3, 6, case["block_table"].shape[1], 32**-0.5, GROUP=4, KV_HEADS=2, HEAD_DIM=32,
+        BLOCK_D=32, BLOCK_SIZE=16, DECODE_M=16, CHUNK_M=64, BLOCK_T=32,
+    )  # fmt: skip
+    assert not trace.races + trace.out_of_bounds
+    assert trace.arguments["k_cache"].bytes_read == trace.arguments["v_cache"].bytes_read == work["keys"] * 2 * 32 * 4
+    assert trace.arguments["q"].bytes_read == trace.bytes_written == case["q"].nbytes
+    assert work["real"] == 4 * sum(queries)
+
+
+def test_it_compiles():
+    q, cache = torch.zeros(8, 32, 128).bfloat16(), torch.zeros(4, 16, 8, 128).bfloat16()
+    ints = torch.zeros(16, dtype=torch.int32)
+    arguments = {
+        "out": q, "q": q, "k_cache": cache, "v_cache": cache, "query_start_loc": ints, "seq_lens": ints,
+        "block_table": ints, "num_decodes": 7, "num_seqs": 9, "table_width": 64, "scale": 0.1, "GROUP": 4,
+        "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "DECODE_M": 16, "CHUNK_M": 64, "BLOCK_T": 32,
+    }  # fmt: skip
+    assert_compiles(lesson.mixed_kernel, arguments, tensor_core=True, load_bytes=16)
+
+
+def test_tiles_by_hand():
+    """A group of 4: a decode has 4 real rows; a chunk of 17 tokens has tiles of 16 tokens and of one."""
+    work = lesson.tile_work([1, 17], [10, 17], 4, [16, 64])
+    assert (work["tiles"], work["rows"], work["real"], work["keys"]) == (3, 16 + 128, 4 + 68, 10 + 16 + 17)
+    assert work["scores"] == 16 * 32 + 64 * 32 + 64 * 32
+    assert work["keeps"] == 4 * (10 + 17 * 18 // 2)
+
+
+# ---- the formulas ----------------------------------------------------------------------------------------------------
+
+
+def test_keys_that_are_read_again():
+    for prompt, chunk in itertools.product((1, 7, 64, 1000), (1, 7, 64, 1000)):
+        whole = -(-prompt // chunk)
+        assert lesson.keys_read_again(prompt, chunk) == chunk * whole * (whole - 1) // 2
+    assert [lesson.keys_read_again(20, 5), lesson.keys_read_again(20, 20)] == [30, 0]
+
+
+def test_the_steps_of_a_prompt_are_those_that_the_engine_takes():
+    for budget, decodes, prompt in itertools.product((4, 5, 8, 40), (0, 3), (1, 20, 21, 37)):
+        chats = [(f"chat {index}", 1, 50) for index in range(decodes)]
+        arrivals = {0: chats or [("x", 1, 1)], 1: [("L", prompt, 1)]}
+        steps = engine_steps(arrivals, {"max_num_batched_tokens": budget})
+        assert sum("L" in given for given in steps) == lesson.steps_of_a_prompt(prompt, budget, decodes)
+    assert lesson.steps_of_a_prompt(20, 3, 3) == math.inf
+
+
+def test_the_knee_by_data_sheets():
+    found = report.show_gpus(lesson.knee, lesson.budget_for)
+    knees = {name: round(one["knee"]) for name, one in found["gpus"].items()}
+    assert knees == {"L4": 403, "A100-80": 153, "H100": 295, "H200": 206, "B200": 281}
+    assert found["gpus"]["L4"]["budget"] == 0, "an L4 does not read the weights in 50 ms"
+    assert [round(100 * off) for off in found["sarathi"].values()] == [-6, -13]
+
+
+def test_a_step_within_the_budget_ends_in_time():
+    for gap, parameters, size, flops, bandwidth in ((0.05, 8e9, 2, 9e14, 3e12), (0.2, 1e8, 4, 1e11, 2.5e10)):
+        most = lesson.budget_for(gap, parameters, size, flops, bandwidth)
+
+        least, a_token = parameters * size / bandwidth, 2 * parameters / flops
+        assert max(least, most * a_token) <= gap < max(least, (most + 1) * a_token)
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    figures = figures_of_quick_run("10", tmp_path)
+    chats = figures["chats"]
+    assert list(chats) == list(report.WAYS)
+    assert [one["chat_tokens"] for one in chats.values()] == [0, 4, 4, 4, 4]
+    assert [one["steps"] for one in chats.values()] == [1, 1, 4, 15, 65]
+    broken = figures["broken"]["budgets"]
+    assert broken["8"] == {"cut": 6, "whole": None, "foretold": 6}
+    assert [broken[budget]["whole"] for budget in ("24", "28")] == [30, 1], "a prompt as long as a step waits for all"
+    assert broken["4"]["foretold"] is None
+    assert broken["4"]["cut"] > 30, "it gets nothing before a chat has ended"
+    assert figures["again"]["chunks"]["64"]["again"] == lesson.keys_read_again(figures["again"]["prompt"], 64)
+    tiles = [one["rows"] for one in figures["launches"]["tiles"].values()]
+    assert tiles[0] == tiles[2] < tiles[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (("--prompt", "63"), "--prompt: must be from 64 to 1900"),
+        (("--prompt", "1901"), "--prompt: must be from 64 to 1900"),
+        (("--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)
+
+
+# ---- the exercise ----------------------------------------------------------------------------------------------------
+
+LIMIT, RUNNING, ADMITTED = "chunk_limit", "running_tokens", "admitted_tokens"
+STEPS, AGAIN, BUDGET = "steps_of_a_prompt", "keys_read_again", "budget_for"
+ALONE = "threshold == 0 or num_requests == 1"
+ADAPT = "max(threshold, token_budget // num_requests) if adaptive else threshold"
+CUT = "min(wanted, budget_left) if may_be_cut or wanted <= budget_left else 0"
+REAL = "((row < BLOCK_Q * GROUP) & (token < queries))[:, None] & (column < HEAD_DIM)[None, :]"
+HEAD = "(start + token).to(tl.int64) * GROUP * KV_HEADS + kv_head * GROUP + row % GROUP"
+ATTEND = "attend_blocks(..., ..., ..., ..., ..., ..., VISIBLE, ..., ..., ..., ..., ..., ...)"
+BEGIN = "(tl.load(query_start_loc + middle) - num_decodes) // BLOCK_Q + middle"
+
+MUTANTS = {
+    # chunk_limit
+    "no threshold": (LIMIT, f"return {ADAPT}", "return token_budget"),
+    "no exception for one alone": (LIMIT, ALONE, "threshold == 0"),
+    "zero is a threshold": (LIMIT, ALONE, "num_requests == 1"),
+    "alone with one other": (LIMIT, ALONE, "threshold == 0 or num_requests <= 2"),
+    "nothing for one alone": (LIMIT, "return token_budget", "return threshold or token_budget"),
+    "always adaptive": (LIMIT, ADAPT, "max(threshold, token_budget // num_requests)"),
+    "never adaptive": (LIMIT, ADAPT, "threshold"),
+    "a fair share at most": (
+        LIMIT,
+        "max(threshold, token_budget // num_requests)",
+        "min(threshold, token_budget // num_requests)",
+    ),
+    "a fair share and nothing else": (
+        LIMIT,
+        "max(threshold, token_budget // num_requests)",
+        "token_budget // num_requests",
+    ),
+    "a fair share rounded up": (LIMIT, "token_budget // num_requests", "-(-token_budget // num_requests)"),
+    "a share that is no whole number": (LIMIT, "token_budget // num_requests", "token_budget / num_requests"),
+    "a share among the others": (LIMIT, "token_budget // num_requests", "token_budget // (num_requests - 1)"),
+    "adaptive without a threshold": (
+        LIMIT,
+        f"if {ALONE}: ...",
+        "if num_requests == 1 or not (threshold or adaptive):\n    return token_budget",
+    ),
+    "the budget and the threshold": (LIMIT, f"return {ADAPT}", f"return min(token_budget - 1, {ADAPT})"),
+    # the two loops
+    "running: no limit": (RUNNING, "min(missing, limit, budget_left)", "min(missing, budget_left)"),
+    "running: no budget": (RUNNING, "min(missing, limit, budget_left)", "min(missing, limit)"),
+    "running: always all of the limit": (RUNNING, "min(missing, limit, budget_left)", "min(limit, budget_left)"),
+    "running: a token is kept": (RUNNING, "min(missing, limit, budget_left)", "min(missing, limit, budget_left - 1)"),
+    "running: whole or nothing": (
+        RUNNING,
+        "return min(missing, limit, budget_left)",
+        "return min(missing, limit) if min(missing, limit) <= budget_left else 0",
+    ),
+    "running: one at least": (RUNNING, "min(missing, limit, budget_left)", "max(1, min(missing, limit, budget_left))"),
+    "waiting: no limit": (ADMITTED, "min(missing, limit)", "missing"),
+    "waiting: always cut": (ADMITTED, CUT, "min(wanted, budget_left)"),
+    "waiting: never cut": (ADMITTED, CUT, "wanted if wanted <= budget_left else 0"),
+    "waiting: the budget before the limit": (
+        ADMITTED,
+        "return ...",
+        "return min(wanted, budget_left) if may_be_cut or missing <= budget_left else 0",
+    ),
+    "waiting: the limit cuts nobody either": (
+        ADMITTED,
+        "return ...",
+        "return min(wanted, budget_left) if may_be_cut or wanted == missing <= budget_left else 0",
+    ),
+    "waiting: must leave something": (ADMITTED, "wanted <= budget_left", "wanted < budget_left"),
+    "waiting: cut or not exchanged": (ADMITTED, "may_be_cut or ...", "not may_be_cut or ..."),
+    "waiting: what does not fit is given": (ADMITTED, CUT, "min(wanted, budget_left) if may_be_cut else wanted"),
+    # on paper
+    "on paper: all come at once": (
+        "first_steps",
+        "{0: [Request('A', 14, 3)], 1: [Request('B', 9, 2), Request('C', 2, 4)]}",
+        "{0: [Request('A', 14, 3), Request('B', 9, 2), Request('C', 2, 4)]}",
+    ),
+    "on paper: no threshold": (
+        "first_steps",
+        "partial(mixed, token_budget=12, threshold=5)",
+        "partial(mixed, token_budget=12)",
+    ),
+    # what it costs
+    "steps: decodes cost nothing": (STEPS, "token_budget - num_decodes", "token_budget"),
+    "steps: rounded down": (STEPS, "math.ceil(prompt_tokens / left)", "prompt_tokens // left"),
+    "steps: one more": (STEPS, "math.ceil(prompt_tokens / left)", "prompt_tokens // left + 1"),
+    "steps: never is none": (STEPS, "math.inf", "0"),
+    "steps: nothing left is enough": (STEPS, "left > 0", "left >= 0"),
+    "again: the first read counts": (
+        AGAIN,
+        "sum(range(0, prompt_tokens, chunk))",
+        "sum(range(0, prompt_tokens, chunk)) + prompt_tokens",
+    ),
+    "again: only the chunk before": (AGAIN, "sum(range(0, prompt_tokens, chunk))", "max(0, prompt_tokens - chunk)"),
+    "again: whole chunks only": (
+        AGAIN,
+        "sum(range(0, prompt_tokens, chunk))",
+        "sum(range(0, prompt_tokens // chunk * chunk, chunk))",
+    ),
+    "again: the square of the chunks": (
+        AGAIN,
+        "sum(range(0, prompt_tokens, chunk))",
+        "chunk * (-(-prompt_tokens // chunk)) ** 2 // 2",
+    ),
+    "again: chunks, not keys": (AGAIN, "sum(range(0, prompt_tokens, chunk))", "sum(range(-(-prompt_tokens // chunk)))"),
+    "knee: one operation a parameter": ("knee", "(2 * bandwidth)", "bandwidth"),
+    "knee: the bytes do not matter": ("knee", "flops * bytes_per_parameter / (2 * bandwidth)", "flops / bandwidth"),
+    "knee: bytes twice": (
+        "knee",
+        "flops * bytes_per_parameter / ...",
+        "flops / bytes_per_parameter / (2 * bandwidth) * 4",
+    ),
+    "knee: upside down": (
+        "knee",
+        "flops * bytes_per_parameter / (2 * bandwidth)",
+        "2 * bandwidth / (flops * bytes_per_parameter)",
+    ),
+    "budget: never too slow": (BUDGET, "if parameters * bytes_per_parameter > gap * bandwidth: ...", ""),
+    "budget: too slow if just in time": (
+        BUDGET,
+        "parameters * bytes_per_parameter > gap * bandwidth",
+        "parameters * bytes_per_parameter >= gap * bandwidth",
+    ),
+    "budget: reading, then computing": (
+        BUDGET,
+        "gap * flops / (2 * parameters)",
+        "(gap - parameters * bytes_per_parameter / bandwidth) * flops / (2 * parameters)",
+    ),
+    "budget: one operation a parameter": (BUDGET, "gap * flops / (2 * parameters)", "gap * flops / parameters"),
+    "budget: rounded up": (BUDGET, "math.floor(...)", "math.ceil(...)"),
+    "budget: not a whole number": (
+        BUDGET,
+        "math.floor(gap * flops / (2 * parameters))",
+        "gap * flops / (2 * parameters)",
+    ),
+    "budget: the knee": (BUDGET, "math.floor(...)", "math.floor(knee(flops, bandwidth, bytes_per_parameter))"),
+    # the kernel
+    "tile: chunks from the first row on": ("find_tile", BEGIN, "tl.load(query_start_loc + middle) // BLOCK_Q + middle"),
+    "tile: no tile more for each": ("find_tile", BEGIN, "(tl.load(query_start_loc + middle) - num_decodes) // BLOCK_Q"),
+    "tile: the request before": ("find_tile", "... <= tile", "... < tile"),
+    "tile: every decode is a chunk": ("find_tile", "tile < num_decodes", "tile < 0"),
+    "tile: always the first token": (
+        "find_tile",
+        "(tile - (start - num_decodes) // BLOCK_Q - request) * BLOCK_Q",
+        "tile * 0",
+    ),
+    "tile: tiles, not tokens": (
+        "find_tile",
+        "(tile - (start - num_decodes) // BLOCK_Q - request) * BLOCK_Q",
+        "tile - (start - num_decodes) // BLOCK_Q - request",
+    ),
+    "tile: looks at every entry": (
+        "find_tile",
+        "while low < high: ...",
+        "for one in range(num_decodes, num_seqs):\n"
+        "    low = tl.where((tl.load(query_start_loc + one) - num_decodes) // BLOCK_Q + one <= tile, one + 1, low)",
+    ),
+    "attend: a group's rows apart": ("attend_tile", "first + row // GROUP", "first + row // BLOCK_Q"),
+    "attend: heads of all groups": ("attend_tile", HEAD, HEAD.replace("kv_head * GROUP + row % GROUP", "row % GROUP")),
+    "attend: heads interleaved": (
+        "attend_tile",
+        HEAD,
+        HEAD.replace("kv_head * GROUP + row % GROUP", "row % GROUP * KV_HEADS + kv_head"),
+    ),
+    "attend: all rows are real": ("attend_tile", REAL, "(row >= 0)[:, None] & (column < HEAD_DIM)[None, :]"),
+    "attend: left-over rows are real": (
+        "attend_tile",
+        REAL,
+        "(token < queries)[:, None] & (column < HEAD_DIM)[None, :]",
+    ),
+    "attend: columns that are not there": (
+        "attend_tile",
+        "... & (column < HEAD_DIM)[None, :]",
+        "... & (column >= 0)[None, :]",
+    ),
+    "attend: a prompt's mask": (
+        "attend_tile",
+        ATTEND.replace("VISIBLE", "context + token + 1"),
+        ATTEND.replace("VISIBLE", "token + 1"),
+    ),
+    "attend: not itself": ("attend_tile", "context + token + 1", "context + token"),
+    "attend: keys to the request's end": (
+        "attend_tile",
+        "context + tl.minimum(first + BLOCK_Q, queries)",
+        "context + queries",
+    ),
+    "attend: keys that nobody sees": (
+        "attend_tile",
+        "context + tl.minimum(first + BLOCK_Q, queries)",
+        "context + first + BLOCK_Q",
+    ),
+    "attend: the first request's blocks": ("attend_tile", "request.to(tl.int64) * table_width", "0"),
+    "attend: a tile without a token": (
+        "attend_tile",
+        "if first < queries: ...",
+        """
+if first <= queries:
+    end = context + tl.minimum(first + BLOCK_Q, queries)
+    table = block_table + request.to(tl.int64) * table_width
+    result = attend_blocks(tl.load(q + at, mask=real, other=0.0), k_cache, v_cache, table, kv_head, end,
+        context + token + 1, scale, BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_T)
+    there = (row < BLOCK_Q * GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=there)
+""",
+    ),
+    "mixed: one size for all": ("mixed_kernel", "tile < num_decodes", "tile < 0"),
+    "mixed: the sizes exchanged": ("mixed_kernel", "tile < num_decodes", "tile >= num_decodes"),
+    "mixed: as many tiles as rows": ("mixed_kernel", "CHUNK_M // GROUP", "CHUNK_M"),
+    "mixed: a decode's tiles for all": ("mixed_kernel", "CHUNK_M // GROUP", "DECODE_M // GROUP"),
+}
+
+MESSAGES = {
+    "no exception for one alone": "it starves nobody",
+    "a fair share at most": "it raises the limit, and never lowers it",
+    "adaptive without a threshold": "nothing to adapt",
+    "a share that is no whole number": "a whole number is asked for",
+    "waiting: the budget before the limit": "under the limit it wants 512",
+    "again: the first read counts": "The first read of a key does not count",
+    "knee: one operation a parameter": "two operations a parameter",
+    "budget: reading, then computing": "go on at the same time",
+    "tile: looks at every entry": "are enough if you halve",
+    "attend: keys to the request's end": "Do tiles read to the end",
+    "attend: heads interleaved": "row i is head i % GROUP",
+}
+"""What a check says of the usual mistakes."""
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_the_checks_catch(mistake):
+    assert checks_that_catch("10", MUTANTS[mistake])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_the_message_recognises_the_mistake(mistake):
+    assert any(MESSAGES[mistake] in problem for problem in problems_of("10", MUTANTS[mistake]))
+
+
+@pytest.mark.parametrize("mistake", ["no exception for one alone", "waiting: always cut", "running: no limit"])
+def test_vllms_traces_alone_tell(mistake):
+    from minivllm.lab.exercise import checks_of
+    from minivllm.lab.mutants import load_mutant
+
+    (check,) = [one for one in checks_of("10") if one.__name__ == "check_vllm_decided_the_same"]
+    with pytest.raises((AssertionError, MinivllmError)):
+        check(load_mutant(script_path("10"), MUTANTS[mistake]))
+
+
+def test_the_engine_runs_with_the_learners_caps():
+    plugged = plug_of("10")(lesson)
+    ours, yours = serve(plugged, NO_PARTS), serve(plugged, plugged.parts)
+    assert yours.token_ids == ours.token_ids
+    assert {name: value for name, value in rows_of(yours).items() if "second" not in name} == {
+        name: value for name, value in rows_of(ours).items() if "second" not in name
+    }
+
+
+def test_no_answer_of_the_exercise_stands_before_it():
+    before = TEXT.partition("## Build it")[0]
+    assert "@triton.jit" not in before
+    for function in (LIMIT, RUNNING, ADMITTED, STEPS, AGAIN, "knee", BUDGET):
+        assert f"def {function}(" not in before
+    assert Counter(before.splitlines())["```python exercise"] == 0

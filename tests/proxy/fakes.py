@@ -1,0 +1,197 @@
+"""Servers that only record what they are sent, and a proxy in front of them, all in one event loop on real sockets."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from server.serving import free_port
+
+from minivllm.entrypoints.openai.http_server import bind, make_server
+from minivllm.entrypoints.proxy.proxy import Proxy
+from minivllm.entrypoints.proxy.serve import build_app
+from minivllm.entrypoints.proxy.settings import ProxyArgs
+
+PARAMS = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3, 4]], "remote_engine_id": "P",
+    "remote_request_id": "cmpl-req-1-0-ac5fa5b5", "remote_host": "127.0.0.1", "remote_port": 5601, "tp_size": 1,
+}  # fmt: skip
+WHOLE = json.dumps({"id": "cmpl-1", "choices": [{"text": " ünd\u2028"}], "usage": {}}, ensure_ascii=False).encode()
+EVENTS = [b'data: {"choices": [{"text": "a"}]}\n\n', b'data: {"choi', b'ces": []}\n\ndata: [DONE]\n\n']
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Got:
+    """A request as a server has got it; headers by their names in lower case."""
+
+    path: str
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.content)
+
+
+def json_reply(body: Any, status: int = 200) -> Answer:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response(body, status=status)
+
+    return answer
+
+
+async def whole(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=WHOLE, content_type="application/json", headers={"X-Request-Id": "from D"})
+
+
+async def stream(request: web.Request) -> web.StreamResponse:
+    reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await reply.prepare(request)
+    for event in EVENTS:
+        await reply.write(event)
+        await asyncio.sleep(0.01)
+    return reply
+
+
+async def breaks_off(request: web.Request) -> web.StreamResponse:
+    """Two pieces of a stream, then the connection is gone, in the middle of an event."""
+    reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await reply.prepare(request)
+    for event in EVENTS[:2]:
+        await reply.write(event)
+    await asyncio.sleep(0.05)
+    hang_up(request)
+    return reply
+
+
+async def never(request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def begins(request: web.Request) -> web.StreamResponse:
+    """One event, and then nothing more."""
+    reply = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await reply.prepare(request)
+    await reply.write(EVENTS[0])
+    return await never(request)
+
+
+async def dies(request: web.Request) -> web.StreamResponse:
+    hang_up(request)
+    return web.Response()
+
+
+def hang_up(request: web.Request) -> None:
+    assert request.transport is not None
+    request.transport.abort()
+
+
+async def completes(request: web.Request) -> web.StreamResponse:
+    """What a decode server does."""
+    return await (stream if (await request.json()).get("stream") else whole)(request)
+
+
+prefills = json_reply({"choices": [{"text": "!", "finish_reason": "length"}], "kv_transfer_params": PARAMS})
+
+
+@dataclass
+class Fake:
+    """A server that answers as it is told, and notes who has left."""
+
+    answer: Answer
+    got: list[Got] = field(default_factory=list)
+    num_left: int = 0
+    health: int = 200
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.got.append(
+            Got(request.path, {name.lower(): value for name, value in request.headers.items()}, await request.read())
+        )
+        try:
+            return await self.answer(request)
+        except asyncio.CancelledError:
+            self.num_left += 1
+            raise
+
+    async def say_health(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=self.health)
+
+    async def start(self) -> web.AppRunner:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", self.handle)
+        app.router.add_get("/health", self.say_health)
+        app.router.add_get("/v1/models", json_reply({"data": [{"id": self.url}]}))
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.port).start()
+        return runner
+
+
+@dataclass
+class Setting:
+    """A proxy, its servers, and a client."""
+
+    proxy: Proxy
+    prefill: list[Fake]
+    decode: list[Fake]
+    client: aiohttp.ClientSession
+    url: str
+
+    async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, bytes]:
+        async with self.client.post(self.url + path, json=body, headers=headers) as reply:
+            return reply.status, await reply.read()
+
+    async def counted(self, server: "Fake", outcome: str) -> bool:
+        """Whether one request on this server has ended so; it is counted after its last byte was sent."""
+        role = "prefill" if server in self.prefill else "decode"
+        labels = {"role": role, "upstream": server.url, "outcome": outcome}
+        await eventually(lambda: self.metric("requests_total", **labels) > 0)
+        return self.metric("requests_total", **labels) == 1
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.proxy.metrics.registry.get_sample_value(f"minivllm:proxy_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def setting(
+    prefill: list[Fake] | None = None, decode: list[Fake] | None = None, absent: tuple[Fake, ...] = (), **settings: Any
+) -> AsyncIterator[Setting]:
+    """A proxy before these servers; those that are `absent` do not run."""
+    prefill, decode = prefill or [Fake(prefills)], decode or [Fake(completes)]
+    settings = {"health_interval": 60.0, **settings}
+    args = ProxyArgs(prefill=[one.url for one in prefill], decode=[one.url for one in decode], port=0, **settings)
+    async with AsyncExitStack() as stack:
+        for one in (*prefill, *decode):
+            if one not in absent:
+                stack.push_async_callback((await one.start()).cleanup)
+        proxy = Proxy(args)
+        await proxy.start()
+        stack.push_async_callback(proxy.close)
+        listening = bind(args)
+        server = make_server(build_app(proxy), args)
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        try:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            yield Setting(proxy, prefill, decode, client, url)
+        finally:
+            await client.close()
+            server.should_exit = server.force_exit = True
+            await serving
+
+
+async def eventually(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,432 @@
+"""The proxy before servers that only record: what each is sent, what the client gets, and what if one fails."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from proxy.fakes import (
+    EVENTS,
+    PARAMS,
+    WHOLE,
+    Fake,
+    Setting,
+    begins,
+    breaks_off,
+    completes,
+    dies,
+    eventually,
+    json_reply,
+    never,
+    prefills,
+    setting,
+)
+from server.serving import free_port
+
+from minivllm.entrypoints.cli.main import main
+from minivllm.entrypoints.proxy.bodies import ASK_TO_KEEP, decode_body, prefill_body
+
+GOLDEN = json.loads((Path(__file__).parent / "pd_exchanges.json").read_text())
+BODY = {"model": "tiny-python", "prompt": "def add(a, b):", "temperature": 0, "max_tokens": 16}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 9}
+
+
+def with_setting(test: Callable[[Setting], Awaitable[None]], **given: Any) -> None:
+    async def run() -> None:
+        async with setting(**given) as there, asyncio.timeout(20):
+            await test(there)
+
+    with ThreadPoolExecutor(1) as thread:  # a browser's test may have left its event loop in this one
+        thread.submit(asyncio.run, run()).result()
+
+
+def test_the_bodies_are_those_that_vllm_was_sent():
+    asked, to_prefill, to_decode = (GOLDEN[name]["body"] for name in ("plain on D", "P", "D"))
+    assert prefill_body(asked) == to_prefill
+    assert decode_body(asked, GOLDEN["P"]["kv_transfer_params"]) == to_decode
+
+
+def test_both_servers_are_sent_the_same_id_and_key_and_the_client_gets_the_decode_servers_bytes():
+    async def test(there: Setting) -> None:
+        headers = {"X-Request-Id": "req-1", "Authorization": "Bearer secret", "X-Other": "1"}
+        assert await there.post(BODY, **headers) == (200, WHOLE)
+        (to_prefill,), (to_decode,) = there.prefill[0].got, there.decode[0].got
+        assert to_prefill.body == BODY | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}
+        assert to_decode.body == BODY | {"kv_transfer_params": PARAMS}
+        for got in (to_prefill, to_decode):
+            assert got.path == "/v1/completions"
+            assert {"x-request-id": "req-1", "authorization": "Bearer secret"}.items() <= got.headers.items()
+            assert got.headers["content-type"] == "application/json"
+            assert "x-other" not in got.headers
+
+    with_setting(test)
+
+
+def test_without_an_id_both_get_the_same_new_one_and_no_key():
+    async def test(there: Setting) -> None:
+        for _ in range(2):
+            await there.post(CHAT, "/v1/chat/completions")
+        ids = [[got.headers["x-request-id"] for got in one.got] for one in (*there.prefill, *there.decode)]
+        assert ids[0] == ids[1]
+        assert len(set(ids[0])) == 2
+        assert {got.path for got in there.decode[0].got} == {"/v1/chat/completions"}
+        assert all("authorization" not in got.headers for got in there.prefill[0].got)
+        assert there.prefill[0].got[0].body["max_completion_tokens"] == 1
+
+    with_setting(test)
+
+
+@pytest.mark.parametrize(
+    ("further", "to_prefill"),
+    [
+        ({"stream": True, "stream_options": {"include_usage": True}}, {}),
+        ({"min_tokens": 4}, {}),
+        ({"n": 3, "temperature": 1}, {"n": 1, "temperature": 1}),
+        ({"echo": True}, {"echo": True}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"structured_outputs": {"choice": ["a"]}}),
+        ({"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_object"}}),
+        ({"logprobs": 2, "stop": ["\n"], "seed": 1}, {"logprobs": 2, "stop": ["\n"], "seed": 1}),
+        ({"prompt": [[1, 2, 3]]}, {"prompt": [[1, 2, 3]]}),
+        ({"prompt": [1, 2, 3]}, {"prompt": [1, 2, 3]}),
+        ({"prompt": ["one"]}, {"prompt": ["one"]}),
+    ],
+)
+def test_what_the_prefill_server_is_asked_for(further: dict[str, Any], to_prefill: dict[str, Any]):
+    async def test(there: Setting) -> None:
+        status, _ = await there.post(BODY | further)
+        assert status == 200
+        wanted = BODY | to_prefill | {"stream": False, "max_tokens": 1, "kv_transfer_params": ASK_TO_KEEP}
+        assert there.prefill[0].got[0].body == wanted
+        assert there.decode[0].got[0].body == BODY | further | {"kv_transfer_params": PARAMS}
+
+    with_setting(test)
+
+
+@pytest.mark.parametrize(
+    ("further", "way"),
+    [
+        ({"prompt": ["one", "two"]}, "several_prompts"),
+        ({"prompt": [[1], [2]]}, "several_prompts"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 0}, "prompt_logprobs"),
+    ],
+)
+def test_what_cannot_be_kept_the_decode_server_computes_alone(further: dict[str, Any], way: str):
+    async def test(there: Setting) -> None:
+        assert await there.post(BODY | further) == (200, WHOLE)
+        assert there.prefill[0].got == []
+        assert there.decode[0].got[0].body == BODY | further
+        assert there.metric("ways_total", way=way) == 1
+
+    with_setting(test)
+
+
+def test_a_prefill_server_that_keeps_nothing_leaves_it_to_the_decode_server():
+    async def test(there: Setting) -> None:
+        assert await there.post(BODY) == (200, WHOLE)
+        assert there.decode[0].got[0].body == BODY
+        assert there.metric("ways_total", way="not_kept") == 1
+
+    with_setting(test, prefill=[Fake(json_reply({"kv_transfer_params": None}))])
+
+
+def test_a_stream_comes_byte_for_byte_and_at_once():
+    async def test(there: Setting) -> None:
+        pieces, whole = [], BODY | {"stream": True}
+        async with there.client.post(there.url + "/v1/completions", json=whole) as reply:
+            assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            async for piece in reply.content.iter_any():
+                pieces.append(piece)
+        assert b"".join(pieces) == b"".join(EVENTS)
+        assert len(pieces) > 1
+        assert await there.counted(there.decode[0], "answered")
+        assert there.metric("decode_seconds_count") == 1
+
+    with_setting(test)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "JSON object"),
+        (b'{"prompt": "a", "kv_transfer_params": {"remote_host": "10.0.0.1"}}', "kv_transfer_params"),
+    ],
+)
+def test_nonsense_is_a_400_and_goes_to_nobody(content: bytes, words: str):
+    async def test(there: Setting) -> None:
+        headers = {"Content-Type": "application/json"}
+        async with there.client.post(there.url + "/v1/completions", data=content, headers=headers) as reply:
+            error = (await reply.json())["error"]
+            assert (reply.status, error["code"], error["type"]) == (400, 400, "BadRequestError")
+            assert words in error["message"]
+        assert there.prefill[0].got == there.decode[0].got == []
+
+    with_setting(test)
+
+
+# Failures, phase by phase
+
+
+def error_of(content: bytes) -> tuple[int, str]:
+    error = json.loads(content)["error"]
+    assert "\n" not in error["message"]
+    return error["code"], error["type"]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
+def test_what_the_prefill_server_refuses_is_the_reply(status: int):
+    refusal = {"error": {"message": "no", "type": "BadRequestError", "param": "n", "code": status}}
+
+    async def test(there: Setting) -> None:
+        found, content = await there.post(BODY)
+        assert (found, json.loads(content)) == (status, refusal)
+        assert [len(one.got) for one in there.prefill] == [1, 0]
+        assert there.decode[0].got == []
+
+    with_setting(test, prefill=[Fake(json_reply(refusal, status)), Fake(prefills)])
+
+
+@pytest.mark.parametrize("first", [dies, json_reply({}, 500), json_reply({}, 503), never])
+def test_another_prefill_server_is_asked_where_one_fails(first):
+    async def test(there: Setting) -> None:
+        assert await there.post(BODY) == (200, WHOLE)
+        assert [len(one.got) for one in there.prefill] == [1, 1]
+        assert [one.num_requests for one in there.proxy.upstreams] == [0, 0, 0]
+        assert await there.counted(there.prefill[0], "failed")
+
+    with_setting(test, prefill=[Fake(first), Fake(prefills)], prefill_timeout=0.2)
+
+
+def test_the_last_prefill_servers_error_is_the_reply_where_all_fail():
+    async def test(there: Setting) -> None:
+        assert await there.post(BODY) == (503, b'{"of": 2}')
+
+    with_setting(test, prefill=[Fake(json_reply({"of": 1}, 500)), Fake(json_reply({"of": 2}, 503))])
+
+
+def test_without_a_prefill_server_the_reply_is_a_503_in_openais_form():
+    gone = Fake(prefills)
+
+    async def test(there: Setting) -> None:
+        for _ in range(2):
+            status, content = await there.post(BODY)
+            assert (status, error_of(content)) == (503, (503, "ServiceUnavailableError"))
+        async with there.client.get(there.url + "/health") as reply:
+            assert reply.status == 503
+        assert there.decode[0].got == []
+
+    with_setting(test, prefill=[gone], absent=(gone,))
+
+
+@pytest.mark.parametrize("answer", [json_reply([1]), json_reply({"kv_transfer_params": [1]})])
+def test_a_prefill_server_that_answers_nonsense_is_a_502(answer):
+    async def test(there: Setting) -> None:
+        status, content = await there.post(BODY)
+        assert (status, error_of(content)) == (502, (502, "BadGatewayError"))
+
+    with_setting(test, prefill=[Fake(answer)])
+
+
+def test_another_decode_server_is_asked_where_one_is_gone_or_full():
+    gone, full = Fake(completes), Fake(json_reply({}, 503))
+
+    async def test(there: Setting) -> None:
+        for one in there.proxy.decode.upstreams:
+            one.trouble = None  # as if it had died a moment ago
+        assert await there.post(BODY) == (200, WHOLE)
+        assert [len(one.got) for one in there.decode] == [0, 1, 1]
+        assert len(there.prefill[0].got) == 1  # what it keeps was fetched by nobody, so it is asked once
+        assert there.decode[2].got[0].body["kv_transfer_params"] == PARAMS
+
+    with_setting(test, decode=[gone, full, Fake(completes)], absent=(gone,))
+
+
+def test_a_decode_server_that_dies_with_the_request_is_a_502_and_no_other_is_asked():
+    async def test(there: Setting) -> None:
+        status, content = await there.post(BODY)
+        assert (status, error_of(content)) == (502, (502, "BadGatewayError"))
+        assert [len(one.got) for one in there.decode] == [1, 0]
+        assert await there.post(BODY) == (200, WHOLE)  # and until it is seen to be healthy, the other one is asked
+        assert [len(one.got) for one in there.decode] == [1, 1]
+
+    with_setting(test, decode=[Fake(dies), Fake(completes)])
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_what_the_decode_server_answers_is_the_reply(status: int):
+    async def test(there: Setting) -> None:
+        assert await there.post(BODY | {"stream": True}) == (status, b'{"error": "its"}')
+
+    with_setting(test, decode=[Fake(json_reply({"error": "its"}, status))])
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_and_done():
+    async def test(there: Setting) -> None:
+        status, content = await there.post(BODY | {"stream": True})
+        *_, broken, error, done, rest = content.split(b"\n\n")
+        assert status == 200
+        assert content.startswith(EVENTS[0])
+        assert broken == EVENTS[1]
+        assert error_of(error.removeprefix(b"data: ")) == (502, "BadGatewayError")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        assert await there.counted(there.decode[0], "failed")
+
+    with_setting(test, decode=[Fake(breaks_off)])
+
+
+# Clients that leave
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode", "stream"])
+def test_a_client_that_leaves_ends_its_request_on_the_server(stage: str):
+    waits = Fake(begins if stage == "stream" else never)
+    given = {"prefill": [waits]} if stage == "prefill" else {"decode": [waits]}
+
+    async def test(there: Setting) -> None:
+        async def ask() -> None:
+            async with there.client.post(there.url + "/v1/completions", json=BODY | {"stream": True}) as reply:
+                assert await reply.content.readany() == EVENTS[0]
+                began.set()
+                await reply.read()
+
+        began, asking = asyncio.Event(), None
+        asking = asyncio.create_task(ask())
+        await (began.wait() if stage == "stream" else eventually(lambda: bool(waits.got)))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await eventually(lambda: waits.num_left == 1)
+        assert [one.num_requests for one in there.proxy.upstreams] == [0, 0]
+        assert await there.counted(waits, "left")
+        assert all(one.trouble is None for one in there.proxy.upstreams)
+
+    with_setting(test, **given)
+
+
+# Health, limits, the end
+
+
+def test_a_server_is_not_asked_until_it_is_healthy_again():
+    second = Fake(prefills, health=503)
+
+    async def test(there: Setting) -> None:
+        for _ in range(3):
+            await there.post(BODY)
+        assert [len(one.got) for one in there.prefill] == [3, 0]
+        second.health = 200
+        await eventually(lambda: there.proxy.prefill.upstreams[1].trouble is None)
+        for _ in range(4):
+            await there.post(BODY)
+        assert [len(one.got) for one in there.prefill] == [5, 2]
+
+    with_setting(test, prefill=[Fake(prefills), second], health_interval=0.05)
+
+
+def test_whoever_waits_for_a_server_that_has_fallen_silent_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.05)
+    hangs = Fake(begins)
+
+    async def test(there: Setting) -> None:
+        upstream, sound = there.proxy.decode.upstreams[0], hangs.url
+        asking = asyncio.create_task(there.post(BODY | {"stream": True}))
+        await eventually(lambda: upstream.num_requests == 1 and bool(hangs.got))
+        await asyncio.sleep(0.05)
+        upstream.url = f"http://127.0.0.1:{free_port()}"  # where nobody answers
+        for _ in range(3):
+            assert not asking.done()
+            await there.proxy.look_at(upstream)
+        status, content = await asking
+        assert status == 200
+        assert content.endswith(b"data: [DONE]\n\n")
+        assert b"BadGatewayError" in content
+        upstream.url = sound
+        await there.proxy.look_at(upstream)
+        assert (upstream.trouble, upstream.num_silent) == (None, 0)
+
+    with_setting(test, decode=[hangs])
+
+
+def test_models_are_a_servers_and_a_full_proxy_refuses():
+    async def test(there: Setting) -> None:
+        async with there.client.get(there.url + "/v1/models") as reply:
+            assert (await reply.json())["data"][0]["id"] == there.decode[0].url
+        asking = [asyncio.create_task(there.post(BODY)) for _ in range(2)]
+        await eventually(lambda: there.proxy.state.num_open == 2)
+        status, content = await there.post(BODY)
+        assert (status, error_of(content)) == (503, (503, "ServiceUnavailableError"))
+        for one in asking:
+            one.cancel()
+
+    with_setting(test, prefill=[Fake(never)], max_num_reqs=2)
+
+
+def test_at_the_end_every_client_is_answered():
+    async def test(there: Setting) -> None:
+        streamed = asyncio.create_task(there.post(BODY | {"stream": True}))
+        await eventually(lambda: bool(there.decode[0].got))
+        there.prefill[0].answer = never
+        whole = asyncio.create_task(there.post(BODY))
+        await eventually(lambda: len(there.prefill[0].got) == 2)
+        there.proxy.end_requests()
+        assert error_of((await whole)[1]) == (503, "ServiceUnavailableError")
+        *_, error, done, _ = (await streamed)[1].split(b"\n\n")
+        assert error_of(error.removeprefix(b"data: ")) == (503, "ServiceUnavailableError")
+        assert done == b"data: [DONE]"
+
+    with_setting(test, decode=[Fake(begins)])
+
+
+def test_the_process_ends_at_a_signal_and_loads_no_torch():
+    port = free_port()
+    flags = ("--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9", "--port", str(port))
+    code = (
+        "import sys\nfrom minivllm.entrypoints.cli.main import main\n"
+        "code = main(sys.argv[1:])\nassert not {'torch', 'numba', 'triton', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(code)"
+    )
+    process = subprocess.Popen([sys.executable, "-P", "-c", code, "proxy", *flags], stderr=subprocess.PIPE, text=True)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        status, end = 0, time.monotonic() + 30
+        while not status and time.monotonic() < end:
+            try:
+                status = client.get("/health").status_code
+            except httpx.TransportError:
+                time.sleep(0.05)
+        reply = client.post("/v1/completions", json=BODY)
+        assert (status, reply.status_code, error_of(reply.content)[0]) == (503, 503, 503)
+        assert "minivllm:proxy_upstream_healthy" in client.get("/metrics").text
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+
+
+WRONG = {
+    "no server": ("--prefill", "http://a:1"),
+    "no address": ("--prefill", "a:1", "--decode", "http://b:1"),
+    "a path": ("--prefill", "http://a:1/v1", "--decode", "http://b:1"),
+    "no port": ("--prefill", "http://a:x", "--decode", "http://b:1"),
+    "a key": ("--prefill", "http://me:secret@a:1", "--decode", "http://b:1"),
+    "twice": ("--prefill", "http://a:1", "--prefill", "http://a:1", "--decode", "http://b:1"),
+    "a policy": ("--prefill", "http://a:1", "--decode", "http://b:1", "--policy", "random"),
+    "no time": ("--prefill", "http://a:1", "--decode", "http://b:1", "--health-interval", "0"),
+    "no request": ("--prefill", "http://a:1", "--decode", "http://b:1", "--max-num-reqs", "0"),
+    "a flag": ("--prefill", "http://a:1", "--decode", "http://b:1", "--prefiller", "http://c:1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(name: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["proxy", *WRONG[name]]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("minivllm: ")
+    assert said.count("\n") == 1

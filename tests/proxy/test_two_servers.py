@@ -1,0 +1,160 @@
+"""Two real servers and a proxy before them say what one server alone says."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from server.serving import CHAT_TEMPLATE, Server, eventually, free_port
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.memory import kv_bytes_per_token
+
+pytestmark = pytest.mark.slow
+CONNECTOR = {
+    "kv_connector": "TCPConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"secret": "two servers of one test"},
+}
+CODE = "def add(a, b):\n    return a + b\n\n\ndef "
+PROMPTS = ["x", CODE, "import os\n" * 30, [5, 17, 300] * 20]
+CHAT = {"messages": [{"role": "user", "content": "add two numbers"}], "max_completion_tokens": 12, "temperature": 0}
+
+
+class Pair:
+    """A prefill server, a decode server, and clients of them and of the proxy."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        flags = ("--kv-transfer-config", json.dumps(CONNECTOR), "--chat-template", str(CHAT_TEMPLATE))
+        self.servers = [Server(flags) for _ in range(2)]
+        for one in self.servers:
+            stack.callback(one.stop)
+        self.prefill, self.decode = self.servers
+        self.client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", timeout=60))
+        command = [sys.executable, "-P", "-m", "minivllm", "proxy", "--port", str(self.client.base_url.port)]
+        addresses = ["--prefill", self.prefill.url, "--decode", self.decode.url, "--health-interval", "0.1"]
+        self.proxy = subprocess.Popen([*command, *addresses], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        stack.callback(self.proxy.wait)
+        stack.callback(self.proxy.terminate)
+
+    def wait_until_ready(self) -> None:
+        for one in self.servers:
+            one.wait_until_ready()
+        assert eventually(self._is_healthy, 120), "the proxy finds no pair of servers that is healthy"
+
+    def _is_healthy(self) -> bool:
+        try:
+            return self.client.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with ExitStack() as stack:
+        found = Pair(stack)
+        found.wait_until_ready()
+        yield found
+
+
+def tokens_of(client: httpx.Client, body: dict[str, Any]) -> list[list[int]]:
+    reply = client.post("/v1/completions", json={"temperature": 0, "return_token_ids": True} | body)
+    assert reply.status_code == 200, reply.text
+    return [choice["token_ids"] for choice in reply.json()["choices"]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["short", "code", "long", "ids"])
+def test_completions(pair: Pair, prompt: Any):
+    """Twice: the second time the decode server has the prompt in its cache."""
+    wanted = tokens_of(pair.prefill.client, {"prompt": prompt})
+    for _ in range(2):
+        assert tokens_of(pair.client, {"prompt": prompt}) == wanted
+
+
+@pytest.mark.parametrize(
+    "further",
+    [
+        {"n": 2, "seed": 7, "temperature": 0.7},
+        {"echo": True, "logprobs": 1},
+        {"prompt": ["x", CODE]},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"min_tokens": 8, "max_tokens": 8},
+    ],
+    ids=lambda further: next(iter(further)),
+)
+def test_requests_of_every_sort(pair: Pair, further: dict[str, Any]):
+    body = {"prompt": CODE + "\n", **further}
+    assert tokens_of(pair.client, body) == tokens_of(pair.prefill.client, body)
+
+
+def test_a_stream(pair: Pair):
+    body = {"prompt": CODE + "x", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+    texts = []
+    for client in (pair.client, pair.prefill.client):
+        *events, done, _ = client.post("/v1/completions", json=body).text.split("\n\n")
+        assert done == "data: [DONE]"
+        found = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert found[-1]["usage"]["completion_tokens"] == 16
+        texts.append("".join(choice["text"] for event in found for choice in event["choices"]))
+    assert texts[0] == texts[1]
+
+
+def test_a_chat(pair: Pair):
+    said = [client.post("/v1/chat/completions", json=CHAT).json() for client in (pair.client, pair.prefill.client)]
+    assert said[0]["choices"][0]["message"] == said[1]["choices"][0]["message"]
+    assert said[0]["usage"] == said[1]["usage"]
+
+
+def test_ids_models_and_refusals_pass_through(pair: Pair):
+    reply = pair.client.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "mine"})
+    assert reply.json()["id"] == "cmpl-mine"
+    assert pair.client.get("/v1/models").json()["data"][0]["id"] == "tiny-python"
+    wrong = {"prompt": "a", "temperature": -1}
+    replies = [client.post("/v1/completions", json=wrong) for client in (pair.client, pair.prefill.client)]
+    assert [reply.status_code for reply in replies] == [400, 400]
+    assert replies[0].json() == replies[1].json()
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("/v1/completions", {"prompt": PROMPTS[3], "max_tokens": 100_000}),
+        ("/v1/completions", {"prompt": PROMPTS[3], "max_tokens": -1}),
+        ("/v1/chat/completions", {"messages": CHAT["messages"], "max_completion_tokens": 100_000}),
+    ],
+    ids=["a rule", "the schema", "a chat"],
+)
+def test_what_the_decode_server_refuses_is_not_kept_for_it(pair: Pair, path: str, wrong: dict[str, Any]):
+    """The prefill server was asked for one token, and has nothing to refuse. Its lease is 30 s."""
+    before = pair.prefill.metric("vllm:request_success_total")
+    reply = pair.client.post(path, json=wrong)
+    assert reply.status_code == 400, reply.text
+    assert pair.prefill.metric("vllm:request_success_total") == before + 1
+    assert eventually(lambda: pair.prefill.metric("vllm:kv_cache_usage_perc") == 0.0, 5)
+
+
+def test_prompts_came_over_the_wire_and_are_counted(pair: Pair):
+    """Otherwise the decode server has computed everything itself, and the tokens are equal for that."""
+    prompt = [7, 300, 21, 9] * 12
+    assert tokens_of(pair.client, {"prompt": prompt}) == tokens_of(pair.prefill.client, {"prompt": prompt})
+    ways = metrics_of(pair.client)
+    assert ways['minivllm:proxy_ways_total{way="two_steps"}'] > 0
+    num_bytes = len(prompt) * kv_bytes_per_token(ModelConfig.from_pretrained(EMBEDDED_MODEL), "float32")
+    decode = pair.servers[1]
+    num_tokens = decode.metric("vllm:external_prefix_cache_hits_total")
+    assert num_tokens >= len(prompt)
+    assert decode.metric("vllm:tcp_xfer_time_seconds_count") > 0
+    assert decode.metric("vllm:tcp_bytes_transferred_sum") >= num_bytes
+    sources = (one for one in metrics_of(decode.client).items() if "external_kv_transfer" in one[0])
+    assert num_tokens in dict(sources).values()
+
+
+def metrics_of(client: httpx.Client) -> dict[str, float]:
+    """Values by name and labels."""
+    lines = client.get("/metrics").text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}

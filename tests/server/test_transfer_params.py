@@ -1,0 +1,143 @@
+"""`kv_transfer_params` between client and engine: taken where there is a connector, told to one request, returned."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from server.serving import Server
+
+from minivllm.core.messages import EngineCoreOutput, EngineCoreRequest
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.parallel_sampling import ParentRequest, child_requests
+from minivllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from minivllm.errors import MinivllmError
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import RequestOutputKind, SamplingParams
+
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+TOLD = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5601}
+
+
+@pytest.mark.parametrize("params", [None, {}])
+def test_a_server_without_a_connector_takes_none(base: Server, params: Any):
+    body = {"prompt": "a", "max_tokens": 1, "kv_transfer_params": params}
+    reply = base.client.post("/v1/completions", json=body)
+    assert (reply.status_code, reply.json()["kv_transfer_params"]) == (200, None)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"), [(ASKED, "--kv-transfer-config"), ([1], "dict"), ("a", "dict"), (1, "dict")]
+)
+def test_and_refuses_all_else(base: Server, params: Any, words: str):
+    reply = base.client.post("/v1/completions", json={"prompt": "a", "kv_transfer_params": params})
+    error = reply.json()["error"]
+    assert reply.status_code == 400
+    assert error["param"].endswith("kv_transfer_params")
+    assert words in error["message"]
+
+
+def serving(has_connector: bool = True) -> OpenAIServingCompletion:
+    """Its checks only, without an engine behind it."""
+    found = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
+    found.engine = SimpleNamespace(engine_args=SimpleNamespace(kv_transfer_config={} if has_connector else None))  # type: ignore[assignment]
+    return found
+
+
+@pytest.mark.parametrize("params", [{"a": "\ud800"}, {"a": [2**64]}, {"a": {"b": -(2**63) - 1}}])
+def test_what_cannot_be_sent_to_the_core_is_refused(params: dict[str, Any]):
+    with pytest.raises(MinivllmError, match="cannot be sent on"):
+        serving()._check_transfer(params, 1)
+
+
+def test_they_are_those_of_one_prompt():
+    serving()._check_transfer(ASKED, 1)
+    with pytest.raises(MinivllmError, match="one prompt; here are 2"):
+        serving()._check_transfer(ASKED, 2)
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda given: CompletionRequest(prompt="a", **given),
+        lambda given: ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], **given),
+    ],
+)
+def test_the_engine_is_told(request_of):
+    told = request_of({"kv_transfer_params": ASKED}).to_sampling_params(4, {}, 100)
+    assert told.extra_args == {"kv_transfer_params": ASKED}
+    for nothing in ({}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}):
+        assert request_of(nothing).to_sampling_params(4, {}, 100).extra_args is None
+
+
+def engine_request(n: int, kind: RequestOutputKind) -> EngineCoreRequest:
+    params = SamplingParams(n=n, max_tokens=1, seed=1, output_kind=kind)
+    return EngineCoreRequest("cmpl-a-0", [1, 2, 3], params, (0,), 0.0, kv_transfer_params=ASKED)
+
+
+def test_of_n_completions_the_first_one_is_told():
+    children = child_requests(engine_request(3, RequestOutputKind.FINAL_ONLY))
+    assert [child.kv_transfer_params for child in children] == [ASKED, None, None]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_and_its_answer_is_the_requests(kind: RequestOutputKind, order: tuple[int, ...]):
+    """In whatever order they end."""
+    processor, parent = OutputProcessor(None), ParentRequest("cmpl-a-0", 3)
+    children = child_requests(engine_request(3, kind))
+    for index, child in enumerate(children):
+        processor.add_request(child, None, index, parent)
+    last: list[RequestOutput] = []
+    for index in order:
+        answer = TOLD if index == 0 else None
+        output = EngineCoreOutput(children[index].request_id, [5], finish_reason="length", kv_transfer_params=answer)
+        last, _ = processor.process_outputs([output])
+    assert [(one.finished, one.kv_transfer_params) for one in last] == [(True, TOLD)]
+
+
+class Engine:
+    """Notes the ids that it is given."""
+
+    def __init__(self) -> None:
+        self.request_ids: list[str] = []
+
+    async def add_request(self, request_id: str, *_: Any, **__: Any) -> Any:
+        self.request_ids.append(request_id)
+        return SimpleNamespace(request_id=request_id)
+
+    def abort_now(self, request_ids: Any) -> None: ...
+
+
+def test_the_engines_ids_are_the_clients_with_the_prompts_index_and_never_twice_the_same():
+    found = serving()
+    engine = found.engine = Engine()  # type: ignore[assignment]
+    found._numbers = iter(range(100))  # type: ignore[assignment]
+    request = CompletionRequest(prompt=["a", "b"])
+    prompts, params = [SimpleNamespace(token_ids=[1])] * 2, [SamplingParams()] * 2
+    for _ in range(2):
+        request_id = found.request_id(request, {"x-request-id": "req-1"})
+        asyncio.run(found.start(request, request_id, prompts, params, {}))  # type: ignore[arg-type]
+    assert [one.rpartition("-")[0] for one in engine.request_ids] == ["cmpl-req-1-0", "cmpl-req-1-1"] * 2
+    assert len(set(engine.request_ids)) == 4
+
+
+class Outputs:
+    """The engine's outputs of two prompts."""
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        for index, told in ((1, None), (0, TOLD)):
+            yield index, RequestOutput("a", None, [1], None, [], True, kv_transfer_params=told)
+
+
+def test_a_whole_reply_has_what_the_first_prompts_request_was_told():
+    from minivllm.entrypoints.openai.serving_completion import _Answer, usage_of
+
+    found = serving()
+    found.models = SimpleNamespace(name="tiny")  # type: ignore[assignment]
+    found.fingerprint, found.usage = "f", lambda prompt, generated, cached=None: usage_of(prompt, generated)  # type: ignore[method-assign]
+    prompts = [SimpleNamespace(token_ids=[1]), SimpleNamespace(token_ids=[2])]
+    answer = _Answer(found, CompletionRequest(prompt=["a", "b"]), "cmpl-a", prompts)  # type: ignore[arg-type]
+    assert asyncio.run(answer.whole(Outputs())).kv_transfer_params == TOLD  # type: ignore[arg-type]

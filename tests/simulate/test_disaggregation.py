@@ -1,0 +1,243 @@
+"""Two pools on one clock: nothing is lost, nothing is faster than its bounds, and published figures are foretold."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm.errors import MinivllmError
+from minivllm.simulate import pools as pools_module
+from minivllm.simulate.disaggregation import (
+    Colocated,
+    Disaggregated,
+    Objective,
+    Work,
+    chunk_seconds,
+    finished,
+    goodput,
+    prefill_seconds,
+)
+from minivllm.simulate.disaggregation_checks import (
+    ARITHMETIC_SLOWER,
+    MEMORY_SLOWER,
+    NEVER,
+    TPOT,
+    TTFT,
+    example,
+    link_checks,
+    slower,
+    splitwise_checks,
+)
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+from minivllm.simulate.kv_links import LINKS, Link, Transfer, get_link, layer_wise_end, least_bandwidth
+from minivllm.simulate.pools import PARTS, Journey, PoolLoad, Pools, run_pools
+
+LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")
+SHORT = Work(256, 16, counted=40)
+
+
+def system(prefill: int = 1, decode: int = 1, link: str = "400 Gb/s", **more) -> Disaggregated:
+    return Disaggregated(LLAMA, H100, prefill, decode, get_link(link), **more)
+
+
+def journeys(one: Disaggregated, work: Work, rate: float) -> list[Journey]:
+    return finished(run_pools(one.pools(work), one.load(work, rate)))
+
+
+# ---- the clock
+
+
+@pytest.mark.parametrize("layer_wise", [False, True])
+@pytest.mark.parametrize("link", ["NVLink 4", "10 Gb/s"])
+def test_a_request_goes_its_way_in_order_and_its_parts_are_its_time_to_first_token(link: str, layer_wise: bool):
+    for one in journeys(system(2, 1, link, layer_wise=layer_wise), SHORT, 30.0):
+        assert one.arrival <= one.begun < one.computed < one.received < one.first <= one.last
+        assert max(one.taken, one.sent) < one.received
+        assert layer_wise or one.sent >= max(one.computed, one.taken)
+        assert one.tokens == 16
+        assert sum(one.parts.values()) == pytest.approx(one.ttft)
+        assert set(one.parts) == set(PARTS)
+        assert min(one.parts.values()) >= -1e-9
+
+
+def test_many_steps_at_once_are_the_same_as_one_after_the_other(monkeypatch: pytest.MonkeyPatch):
+    work = Work(200, 40, counted=30)
+    together = journeys(system(2, 2), work, 40.0)
+    monkeypatch.setattr(pools_module._Engine, "steps_alike", lambda self, running: 1)
+    alone = journeys(system(2, 2), work, 40.0)
+    for one, other in zip(together, alone, strict=True):
+        assert one.first == pytest.approx(other.first, abs=2e-3)
+        assert one.last == pytest.approx(other.last, abs=2e-3)
+
+
+def test_all_blocks_are_given_back_on_both_sides():
+    one = system(2, 2, "25 Gb/s")
+    clock = pools_module._Clock(one.pools(SHORT), one.load(SHORT, 60.0))
+    finished(clock.serve())
+    while clock.events:
+        now, _, act = pools_module.heapq.heappop(clock.events)
+        act(now)
+    assert all(journey.tokens == journey.output_tokens for journey in clock.journeys)
+    for engine in (*clock.prefillers, *clock.decoders):
+        assert engine.scheduler.kv_cache_manager.usage == 0
+        assert not engine.scheduler.has_unfinished_requests() or engine.scheduler.finished_req_ids
+
+
+@pytest.mark.parametrize("rate", [10.0, 300.0])
+def test_blocks_that_could_not_be_used_are_not_missed(rate: float):
+    """A run gets blocks for the requests that come to an engine; with blocks for all that fit, it is the same."""
+    one = system(2, 1, "25 Gb/s")
+    load = one.load(SHORT, rate)
+    few, many = one.pools(SHORT, load.at_start), one.pools(SHORT)
+    assert few.prefill_configs[1].num_gpu_blocks < many.decode_configs[1].num_gpu_blocks / 4
+    assert finished(run_pools(few, load)) == finished(run_pools(many, load))
+
+
+def test_blocks_are_held_while_a_prompt_travels():
+    """Where the decoding engine has blocks for two prompts only, a third waits for them."""
+    one = system(1, 1, "10 Gb/s")
+    made = one.pools(SHORT)
+    scheduler, cache = made.decode_configs
+    tight = replace(made, decode_configs=(scheduler, replace(cache, num_gpu_blocks=1 + 2 * 18)))
+    load = PoolLoad(SHORT.lengths[:6], [0.0] * 6, 6)
+    waits = [journey.parts["room"] for journey in finished(run_pools(tight, load))]
+    roomy = [journey.parts["room"] for journey in finished(run_pools(made, load))]
+    assert max(waits) > 5 * max(roomy)
+
+
+def test_a_prompt_that_fits_nowhere_is_refused_in_a_line():
+    made = system().pools(SHORT)
+    small = replace(made, decode_configs=(made.decode_configs[0], replace(made.decode_configs[1], num_gpu_blocks=4)))
+    with pytest.raises(MinivllmError, match="blocks"):
+        finished(run_pools(small, PoolLoad(SHORT.lengths[:2], [0.0, 0.1], 2)))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_link_carries_more_than_its_bandwidth(shared: bool):
+    one = system(2, 2, "10 Gb/s", shared=shared)
+    done = sorted(journey.received for journey in journeys(one, SHORT, 200.0))
+    carried = (len(done) - 1) * 256 * one.bytes_per_token / (done[-1] - done[0])
+    assert carried <= (1 if shared else 2) * one.link.bandwidth * 1.05
+    assert carried >= (1 if shared else 2) * one.link.bandwidth * 0.85
+
+
+# ---- bounds, goodput
+
+
+def test_far_above_a_bound_requests_are_late_and_far_below_all_bounds_they_are_in_time():
+    objective = Objective(0.3, 0.02)
+    for one, expected in (
+        (system(1, 3), "queue"),
+        (system(3, 1, link="10 Gb/s"), "link"),
+        (system(3, 1), "tpot"),
+    ):
+        work = Work(1024, 64, counted=60) if expected != "tpot" else Work(256, 128, counted=250)
+        bound = one.bound(work, objective)
+        assert one.bound_by(work, objective) == expected
+        slow, fast = (finished(one.serve(work, share * bound)) for share in (0.25, 2.5))
+        assert slow.attainment(objective) >= 0.9
+        assert fast.attainment(objective) < 0.9
+        assert fast.cause(objective) in (expected, "decode" if expected == "tpot" else expected)
+
+
+def test_goodput_is_within_its_bound_and_a_looser_level_never_lowers_it():
+    work, one = Work(512, 32, counted=40), system(1, 1)
+    found = [goodput(one, work, Objective(*level), 4).rate for level in ((0.05, 0.0075), (0.2, 0.0075), (1.0, 0.05))]
+    assert found == sorted(found)
+    assert found[-1] <= one.bound(work, Objective(1.0, 0.05))
+    assert goodput(one, work, Objective(0.2, 0.001), 4).rate == 0
+
+
+def test_two_pools_pay_where_each_token_is_in_a_hurry_and_lose_where_none_is():
+    """The claim of the lesson: the same four GPUs, and only the service level differs."""
+    work, both = Work(1024, 128, counted=60), Colocated(LLAMA, H100, 4, 512)
+    hurry, none = Objective(0.5, 0.0075), Objective(1.0, 0.05)
+    assert goodput(system(2, 2), work, hurry, 4).rate > 1.15 * goodput(both, work, hurry, 5).rate
+    assert goodput(system(2, 2), work, none, 4).rate < 0.9 * goodput(both, work, none, 4).rate
+
+
+def test_a_request_alone_takes_what_the_formula_says():
+    work = Work(1024, 8, counted=6)
+    for layer_wise in (False, True):
+        one = system(1, 1, "25 Gb/s", layer_wise=layer_wise)
+        seen = min(client.ttft for client in finished(one.serve(work, 0.2)).clients)
+        assert seen == pytest.approx(one.alone(work), rel=0.02)
+
+
+def test_chunks_cost_no_less_than_a_whole_prompt():
+    cost = system().step_cost
+    assert chunk_seconds(cost, 4096, 512) > chunk_seconds(cost, 4096, 4096)
+    assert prefill_seconds(cost, 100, 2048) < chunk_seconds(cost, 100, 2048)
+
+
+# ---- links
+
+
+@given(start=st.floats(0, 10), prefill=st.floats(1e-3, 10), seconds=st.floats(1e-3, 10), layers=st.integers(1, 100))
+def test_layer_by_layer_is_no_faster_than_either_and_no_slower_than_one_after_the_other(
+    start, prefill, seconds, layers
+):
+    end = layer_wise_end(start, start + prefill, seconds, layers)
+    assert end >= start + max(prefill, seconds)
+    assert end <= start + prefill + seconds + 1e-9
+    if layers == 1:
+        assert end == pytest.approx(start + prefill + seconds)
+
+
+@pytest.mark.parametrize("prompt", [512, 2048, 8192])
+def test_which_links_hide_a_transfer_hardly_depends_on_the_prompt(prompt: int):
+    hidden = {name for name, link in LINKS.items() if Transfer.of(LLAMA, H100, prompt, link).is_hidden}
+    assert hidden == set(LINKS) - {"25 Gb/s", "10 Gb/s", "shared memory", "loopback"}
+    prefill = Transfer.of(LLAMA, H100, prompt, get_link("100 Gb/s")).prefill
+    least = least_bandwidth(LLAMA, prompt, prefill)
+    assert Transfer.of(LLAMA, H100, prompt, Link("just", 1.01 * least, 0.0, "")).is_hidden
+    assert not Transfer.of(LLAMA, H100, prompt, Link("not", 0.99 * least, 0.0, "")).is_hidden
+
+
+@pytest.mark.parametrize(("bandwidth", "latency"), [(0, 0), (-1, 0), (math.nan, 0), (1, -1)])
+def test_a_link_that_makes_no_sense_is_refused(bandwidth: float, latency: float):
+    with pytest.raises(MinivllmError, match=r"bandwidth|latency"):
+        Link("x", bandwidth, latency, "")
+    with pytest.raises(MinivllmError, match="loopback"):
+        get_link("carrier pigeon")
+
+
+# ---- published figures
+
+
+def test_two_fitted_factors_foretell_the_rest_of_distserves_example():
+    """Fitted: 5.6 requests a second of prefills, 10 of decodes. Foretold: 1.6 colocated, 3.3 by two and one."""
+    cost, work, both = slower(ARITHMETIC_SLOWER, MEMORY_SLOWER), Work(512, 64, counted=120), Objective(TTFT, TPOT)
+
+    def share(one, rate: float, objective: Objective) -> float:
+        return finished(one.serve(work, rate)).attainment(objective)
+
+    assert (
+        share(example(8, 1, cost), 9.0, Objective(NEVER, TPOT))
+        >= 0.9
+        > share(example(8, 1, cost), 11.0, Objective(NEVER, TPOT))
+    )
+    assert share(example(2, 1, cost), 9.0, both) >= 0.9 > share(example(2, 1, cost), 11.5, both)
+    mixed = Colocated(known_model("opt-13b"), get_hardware("A100-80"), 1, 2560, chunked_prefill=False, cost=cost)
+    assert share(mixed, 1.3, both) >= 0.9 > share(mixed, 2.1, both)
+
+
+def test_what_is_only_bytes_is_within_a_tenth_and_splitwises_engine_is_slower_than_todays():
+    exact = [check for check in link_checks() if "reached" not in check.what]
+    assert all(abs(check.error) < 0.1 for check in exact)
+    for check in splitwise_checks():
+        assert "against" in check.what or -0.65 < check.error < 0
+
+
+def test_nonsense_is_refused_by_name():
+    for prefill, decode in itertools.product((0, 1), (0, 1)):
+        if not prefill * decode:
+            with pytest.raises(MinivllmError, match="each takes one"):
+                system(prefill, decode)
+    with pytest.raises(MinivllmError, match="above 0"):
+        Objective(0, 1)
+    assert isinstance(system().pools(SHORT), Pools)

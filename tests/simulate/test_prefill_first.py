@@ -1,0 +1,53 @@
+"""Prefill first: a step admits whole prompts or decodes, never both."""
+
+import pytest
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.errors import MinivllmError
+from minivllm.simulate.cost_model import FittedCost
+from minivllm.simulate.prefill_first import PrefillFirst
+from minivllm.simulate.virtual_clock import SimulatedRequest, StepRecord, simulate
+
+COST = FittedCost(1.0, 0.0, 0.0, 0.0)
+"""A second a step."""
+CACHE = CacheConfig(num_gpu_blocks=65, block_size=4, enable_prefix_caching=False)
+
+
+def config(**more) -> SchedulerConfig:
+    return SchedulerConfig(
+        **{"max_model_len": 16, "max_num_seqs": 8, "max_num_batched_tokens": 16, "enable_chunked_prefill": False} | more
+    )
+
+
+def steps(*requests: SimulatedRequest, cache: CacheConfig = CACHE, **more) -> list[StepRecord]:
+    return simulate(requests, config(**more), cache, COST, scheduler=PrefillFirst).steps
+
+
+def test_whoever_waits_goes_before_those_who_run():
+    chat, late = SimulatedRequest(2, 4), SimulatedRequest(12, 2, arrival=1.5)
+    assert [step.scheduled for step in steps(chat, late)] == [{"0": 2}, {"0": 1}, {"1": 12}, {"0": 1, "1": 1}, {"0": 1}]
+
+
+def test_whole_prompts_share_a_step_while_they_fit():
+    """The third would be cut: it waits for a step of its own, and those who run wait for it."""
+    found = steps(SimulatedRequest(8, 3), SimulatedRequest(8, 3), SimulatedRequest(5, 3))
+    assert [step.scheduled for step in found[:3]] == [{"0": 8, "1": 8}, {"2": 5}, {"0": 1, "1": 1, "2": 1}]
+
+
+def test_without_room_for_whoever_waits_it_decodes():
+    tight = CacheConfig(num_gpu_blocks=4, block_size=4, enable_prefix_caching=False)
+    found = steps(SimulatedRequest(8, 3), SimulatedRequest(8, 2), cache=tight)
+    assert [list(step.scheduled) for step in found] == [["0"], ["0"], ["0"], ["1"], ["1"]]
+    assert len(steps(SimulatedRequest(8, 3), SimulatedRequest(8, 2), max_num_seqs=1)) == 5
+
+
+def test_everybody_ends_though_memory_is_short():
+    tight = CacheConfig(num_gpu_blocks=6, block_size=4, enable_prefix_caching=False)
+    run = simulate([SimulatedRequest(4, 10)] * 3, config(), tight, COST, scheduler=PrefillFirst)
+    assert run.num_preemptions
+    assert [len(one.token_times) for one in run.requests] == [10, 10, 10]
+
+
+def test_a_prompt_that_would_have_to_be_cut_is_refused():
+    with pytest.raises(MinivllmError, match="disable chunked prefill"):
+        steps(SimulatedRequest(8, 2), enable_chunked_prefill=True)

@@ -1,0 +1,121 @@
+"""Settings of a KV connector, which moves keys and values between engines. No torch.
+
+In vLLM v0.33.0: `vllm/config/kv_transfer.py` (`KVTransferConfig`).
+"""
+
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from minivllm.config.checks import require
+
+KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
+KV_BUFFER_DEVICES = ("cpu", "cuda")
+KV_LOAD_FAILURE_POLICIES = ("fail", "recompute")
+WITHOUT_EFFECT = ("kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port", "enable_permute_local_kv")
+"""Keys of vLLM's that no connector here reads."""
+
+
+def _is_unicode(value: Any) -> bool:
+    """JSON can also write half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTransferConfig:
+    """Which connector moves keys and values to and from other engines, and how.
+
+    - `kv_connector`: the connector's name, such as "NixlConnector".
+    - `engine_id`: names this engine to others; by default a random UUID.
+    - `kv_role`: "kv_producer" only gives keys and values away, "kv_consumer" only takes them, "kv_both" does both.
+    - `kv_buffer_device`: where a connector that copies keeps its buffer, "cpu" or "cuda"; None: where the cache is.
+    - `kv_connector_extra_config`: what only this connector reads.
+    - `kv_load_failure_policy`: what becomes of a request whose keys and values did not arrive. "fail" ends it with an
+      error, "recompute" computes them here.
+    - `kv_connector_module_path`: of connectors that are not this engine's own. Not served: nothing is imported by name.
+    """
+
+    kv_connector: str
+    engine_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    kv_role: str = "kv_both"
+    kv_buffer_device: str | None = None
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    kv_connector_module_path: str | None = None
+    kv_load_failure_policy: str = "fail"
+
+    @classmethod
+    def of(cls, settings: "Mapping[str, Any] | KVTransferConfig | None") -> "KVTransferConfig | None":
+        """Create one from a dictionary, the form vLLM takes; None stays None.
+
+        Raises:
+            MinivllmError: an unknown key, an invalid value, or `kv_connector` is missing.
+        """
+        if settings is None or isinstance(settings, KVTransferConfig):
+            return settings
+        example = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+        require(
+            isinstance(settings, Mapping),
+            f"kv_transfer_config is {settings!r}; it must be a dictionary such as {example}",
+        )
+        known = [one.name for one in fields(cls)]
+        for name in settings:
+            require(
+                name in known or name in WITHOUT_EFFECT,
+                f"kv_transfer_config has no key {name!r}; there are: {', '.join(known)}",
+            )
+        require("kv_connector" in settings, f"kv_transfer_config lacks kv_connector, as in {example}")
+        given = {name: settings[name] for name in known if name in settings}
+        if given.get("engine_id", "") is None:
+            del given["engine_id"]
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        for name in ("kv_connector", "engine_id"):
+            value = getattr(self, name)
+            require(isinstance(value, str) and bool(value), f"{name} is {value!r}; it must be a name")
+        for name, choices in (
+            ("kv_role", KV_ROLES),
+            ("kv_buffer_device", (None, *KV_BUFFER_DEVICES)),
+            ("kv_load_failure_policy", KV_LOAD_FAILURE_POLICIES),
+        ):
+            value = getattr(self, name)
+            shown = ", ".join(filter(None, choices))
+            require(value in choices, f"unknown {name} {value!r}; known are {shown}")
+        require(
+            isinstance(self.kv_connector_extra_config, Mapping),
+            f"kv_connector_extra_config is {self.kv_connector_extra_config!r}; it must be a dictionary",
+        )
+        require(
+            _is_unicode((self.engine_id, self.kv_connector_extra_config)),
+            "engine_id or kv_connector_extra_config has half of a character that has two, which cannot be sent",
+        )
+        require(
+            self.kv_connector_module_path is None,
+            f"kv_connector_module_path is {self.kv_connector_module_path!r}; code is not imported by name here: give "
+            "kv_connector the name of one of the engine's own connectors",
+        )
+
+    @property
+    def is_kv_producer(self) -> bool:
+        """Whether it gives keys and values away."""
+        return self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        """Whether it takes keys and values from others."""
+        return self.kv_role in ("kv_consumer", "kv_both")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether what did not arrive is computed here."""
+        return self.kv_load_failure_policy == "recompute"
+
+    def get_from_extra_config(self, key: str, default: Any = None) -> Any:
+        """Return what `kv_connector_extra_config` says of this key."""
+        return self.kv_connector_extra_config.get(key, default)

@@ -1,0 +1,296 @@
+"""The interface of KV connectors, which move keys and values between this engine and others, or a store.
+
+A connector has two sides. One object stands beside the scheduler and decides what is to be moved; one stands in each
+rank and moves it. What the first decides travels to the second with the step, as `KVConnectorMetadata`; what the second
+has done comes back with the step's output, as `KVConnectorOutput`. The engine knows connectors only by this interface.
+
+Who is called when, in one step:
+
+    scheduler   schedule()   get_num_new_matched_tokens, update_state_after_alloc for each request that may be
+                             admitted, request_finished for each that ends; last build_connector_meta
+    worker                   handle_preemptions, bind_connector_metadata, start_load_kv
+                             for each layer: wait_for_layer_load, attention, save_kv_layer
+                             wait_for_save, get_finished, get_block_ids_with_load_errors, clear_connector_metadata
+    scheduler   update_from_output()   update_connector_output; then what has arrived or was sent is acted on
+
+A step without tokens calls all of the worker's methods but those for each layer. No torch at run time.
+
+In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` (`KVConnectorBase_V1`), `vllm/v1/outputs.py`
+(`KVConnectorOutput`), `vllm/distributed/kv_transfer/kv_connector/utils.py` (`KVOutputAggregator`).
+"""
+
+# ruff: noqa: B027 - methods that do nothing are those that a connector may leave out
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from minivllm.config.kv_transfer import KVTransferConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from minivllm.core.block_pool import BlockPool, KVCacheBlock
+    from minivllm.core.output import SchedulerOutput
+    from minivllm.core.request import Request
+
+KVTransferParams = dict[str, Any]
+"""`kv_transfer_params` of a request: what a proxy, or another engine, tells the connector. Plain data, as in JSON."""
+KVCaches = Mapping[str, "tuple[torch.Tensor, ...]"]
+"""The cache by layer, in the order of the layers. Each has keys and values, [blocks, block_size, kv_heads, head_dim]
+each; an int8 cache then has their scales, [blocks, kv_heads, block_size] each, float32. Latent attention (MLA) has one
+tensor, [blocks, block_size, head_dim], as if of one head. All are contiguous, and the first dimension is the block's
+id. A connector moves all tensors of a layer."""
+
+
+class KVConnectorRole(Enum):
+    """Which side of a connector an object is."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConnectorConfig:
+    """What a connector is told of the engine it belongs to.
+
+    - `model_fingerprint`: equal for two engines that compute the same keys and values for the same tokens, but for
+      rounding: the model, its weights, the dtype of the computation, and what drafts.
+    - `block_size` in tokens, `num_gpu_blocks` of the pool, the null block (id 0) included.
+    - `num_layers`, `num_kv_heads`, `head_dim`: of the whole model; a rank holds
+      max(1, num_kv_heads // tensor_parallel_size) heads. `kv_cache_dtype`: what the cache stores, such as "float32".
+    - `tensor_parallel_rank`: 0 on the scheduler's side. `data_parallel_rank`: which of several cores.
+    - `device`: "cpu" or "cuda".
+    """
+
+    kv_transfer_config: KVTransferConfig
+    model_fingerprint: str
+    block_size: int
+    num_gpu_blocks: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kv_cache_dtype: str
+    max_model_len: int
+    device: str = "cpu"
+    tensor_parallel_size: int = 1
+    tensor_parallel_rank: int = 0
+    pipeline_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    num_threads: int = 1
+
+
+class KVConnectorMetadata:
+    """What the scheduler's side tells the workers' sides in one step. Each connector has its own; plain data."""
+
+
+@dataclass(slots=True)
+class KVConnectorOutput:
+    """What the workers' sides have done, told with a step's output.
+
+    - `finished_sending`, `finished_recving`: requests whose transfer is over, on all ranks.
+      `failed_recving`: those of the latter of which nothing has arrived that could be used.
+    - `invalid_block_ids`: blocks that should have been loaded and hold nothing valid.
+    - `kv_connector_stats`: counts for metrics, of the connector's own making; `kv_connector_worker_meta`: what else
+      ranks have to tell the scheduler's side (`build_connector_worker_meta`), a list of what each rank has told.
+    """
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    kv_connector_stats: dict[str, Any] | None = None
+    kv_connector_worker_meta: list[Any] | None = None
+
+    def is_empty(self) -> bool:
+        """Whether it says nothing."""
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.failed_recving
+            or self.invalid_block_ids
+            or self.kv_connector_stats
+            or self.kv_connector_worker_meta
+        )
+
+
+def joined_stats(stats: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Returns the counts of several ranks or connectors as one: numbers are added, lists joined."""
+    joined: dict[str, Any] = {}
+    for one in filter(None, stats):
+        for name, value in one.items():
+            joined[name] = joined[name] + value if name in joined else value
+    return joined or None
+
+
+class KVConnectorBase_V1(ABC):
+    """One side of a connector. Methods of the other side are never called on it.
+
+    The constructor must not block on other engines. Whatever a method raises ends the step as any other failure does,
+    so what can go wrong with another engine is told by `KVConnectorOutput` instead.
+    """
+
+    def __init__(self, config: KVConnectorConfig, role: KVConnectorRole) -> None:
+        """Raises `MinivllmError` for settings that this connector cannot work with."""
+        self.config, self.role = config, role
+        self._connector_metadata: KVConnectorMetadata | None = None
+
+    # The workers' side
+
+    def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """Is told where the cache is, once, before the first step."""
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Takes what the scheduler's side has built for this step."""
+        self._connector_metadata = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        """Forgets it at the step's end."""
+        self._connector_metadata = None
+
+    def handle_preemptions(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Is called before this step's tokens overwrite blocks that were freed: what still reads them must end now."""
+
+    @abstractmethod
+    def start_load_kv(self) -> None:
+        """Begins to load what the metadata says, before the forward pass."""
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Returns once this layer's keys and values, of those loaded within the step, are in the cache."""
+
+    @abstractmethod
+    def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
+        """Begins to save this layer, now that the step's keys and values are in it; see `KVCaches` for `kv_layer`.
+
+        `attn_metadata` is None where the layers ran in a CUDA graph: then it is called for all of them afterwards.
+        """
+
+    @abstractmethod
+    def wait_for_save(self) -> None:
+        """Returns once the cache may be overwritten by a later step, as far as saves of this step are concerned."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Returns the requests that this rank has (sent, received) since the last call, of asynchronous transfers.
+
+        `finished_req_ids`: requests that have finished since the last step. Only ids of requests for which
+        `request_finished` said to delay, and which were loaded asynchronously, may be returned, each once.
+        """
+        return set(), set()
+
+    def get_failed_recving(self) -> set[str]:
+        """Returns those just returned as received of which nothing has arrived that could be used.
+
+        In vLLM: `failed_recving` of `get_transfer_results`.
+        """
+        return set()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns the blocks that were to be loaded and could not be, since the last call.
+
+        Of an asynchronous load, they must be told no later than the request is returned as received.
+        """
+        return set()
+
+    def get_kv_connector_stats(self) -> dict[str, Any] | None:
+        """Returns the counts since the last call, for metrics; None for none."""
+        return None
+
+    def build_connector_worker_meta(self) -> Any:
+        """Returns what else the scheduler's side should be told after this step; None for nothing."""
+        return None
+
+    def get_handshake_metadata(self) -> Any:
+        """Returns what other engines need to reach this rank; plain data, or None. Asked once, after `register`."""
+        return None
+
+    def reset(self) -> None:
+        """On a rank, after a failed step: gives up what is being loaded. Sends go on; see `start_over`.
+
+        When it returns, nothing writes into the cache any more, and no load will be told as received or failed.
+        """
+
+    # The scheduler's side
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """Is given `get_handshake_metadata` of all ranks, by rank, once, before the first step."""
+
+    def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
+        """Is told the pool, at first and whenever the engine starts over with a new one."""
+
+    def on_new_request(self, request: "Request") -> None:
+        """Is told of each request that is added, before anything else is asked about it.
+
+        Raises:
+            MinivllmError: what the request's `kv_transfer_params` say cannot be; the request is refused.
+        """
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Says how many tokens beyond the first `num_computed_tokens`, which are in the cache, it could load.
+
+        May be asked several times for one request and must have no effects.
+
+        Returns:
+            (n, False): n tokens, which are loaded within the step that admits the request.
+            (n, True): n > 0 tokens, which are loaded while other steps run; the request waits, and holds blocks.
+            (None, False): not known yet. Others go first, and it is asked again in the next step.
+
+            Of a request whose load has failed it is not asked again, nor of one that must compute its whole prompt
+            (`Request.skip_reading_prefix_cache`): `update_state_after_alloc` then says 0 tokens.
+
+            `num_computed_tokens` + n may be all tokens of the request: the last one is computed all the same. Loaded
+            within the step, they must be at most all but the last.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
+    ) -> None:
+        """Is told that a request has got its blocks, all of its table's, and how many tokens are to be loaded.
+
+        Called for each request that is admitted, with 0 as well. A block with a hash holds tokens already; those that
+        are loaded asynchronously have none.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """Returns what the ranks are to do in this step, and forgets it. Must leave `scheduler_output` as it is."""
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Is told what the ranks have done."""
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
+        """Is told once of each request that ends, in whatever state, before its blocks are freed.
+
+        Returns:
+            Whether it still needs the blocks: then they are kept until `finished_sending` names the request; and what
+            its client is told as `kv_transfer_params`.
+        """
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether steps must go on, without tokens, for something that no request waits for.
+
+        They go on in any case while a request waits for keys and values, or blocks wait to be sent.
+        """
+        return False
+
+    def reset_cache(self) -> bool | None:
+        """Forgets what is stored elsewhere, with `reset_prefix_cache`. Returns whether it did; None: nothing to do."""
+        return None
+
+    def start_over(self) -> None:
+        """Is told that a step has failed, with whatever the ranks were told in it. Not in vLLM, whose engine ends then.
+
+        Requests that do not end with it are computed here from their first token; what they were loading is given up.
+        Blocks that `request_finished` said to keep are still kept, unchanged: the ranks must be told again, with the
+        next step, of all sends that `update_connector_output` has not named. They may have been told before.
+        """
+
+    # Both sides
+
+    def shutdown(self) -> None:
+        """Ends threads and connections. A second call does nothing."""

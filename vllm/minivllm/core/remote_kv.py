@@ -1,0 +1,341 @@
+"""The scheduler's dealings with a KV connector: who waits for keys and values, and whose blocks are still needed.
+
+A request whose prefix comes from elsewhere is in one of these places:
+
+    waiting ──▶ kv_holding_waiting ──▶ received ──▶ running
+                WAITING_FOR_REMOTE_KVS
+
+Those that have received go first, whatever the policy: else one that does not fit before they have ended could stand in
+their way for ever. A request holds blocks from the start, without hashes until they are filled; `num_computed_tokens`
+counts the tokens to come. A connector that loads within the step that admits a request needs none of this: the request
+runs at once.
+
+A request that has ended may leave its blocks behind, until the ranks say that they are sent; one that was aborted while
+it waited, until they say that nothing is written into them any more.
+
+In vLLM v0.33.0 these are methods of `Scheduler` in `vllm/v1/core/sched/scheduler.py` (`_update_waiting_for_remote_kv`,
+`_update_from_kv_xfer_finished`, `_update_requests_with_invalid_blocks`, `_inflight_prefill_reserved_blocks`,
+`_connector_finished`). Two things are kept otherwise on purpose: a request that has lost a load does not ask the
+connector again, which might promise the same for ever; and what was computed from invalid blocks is followed up
+(`core.kv_load_failures`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from minivllm.core.block_pool import KVCacheBlock
+from minivllm.core.kv_cache_manager import KVCacheManager
+from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput, KVTransferParams
+from minivllm.core.kv_load_failures import LoadFailures
+from minivllm.core.output import SchedulerOutput
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.request_queue import create_request_queue
+from minivllm.core.stats import KVFetchStats, PrefixCacheStats
+
+LOAD_FAILED = 'its keys and values could not be loaded from elsewhere, and kv_load_failure_policy is "fail"'
+
+
+class Prefix(NamedTuple):
+    """What of a request needs no computing: `blocks` of `num_local` tokens in the cache, and more from elsewhere.
+
+    `loads_async`: the `num_external` tokens are loaded while other steps run.
+    """
+
+    blocks: Sequence[KVCacheBlock]
+    num_local: int
+    num_external: int = 0
+    loads_async: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """All of them, in tokens."""
+        return self.num_local + self.num_external
+
+
+class RemoteKV:
+    """The requests of one scheduler that a connector has to do with. `recomputes`: what is lost is computed here."""
+
+    def __init__(self, connector: KVConnectorBase_V1, manager: KVCacheManager, recomputes: bool) -> None:
+        self.connector, self.manager, self.recomputes = connector, manager, recomputes
+        self.kv_holding_waiting: dict[str, Request] = {}
+        self.received = create_request_queue("fcfs")
+        """Requests whose blocks are filled, and which wait for their turn."""
+        self.finished_recving_kv_req_ids: set[str] = set()
+        self.failed_recving_kv_req_ids: set[str] = set()
+        self.releasing: dict[str, Request] = {}
+        """Requests that have ended, and whose blocks are still needed."""
+        self.connector_prefix_cache_stats = PrefixCacheStats()
+        self._to_start: set[str] = set()  # requests that bring word of keys and values elsewhere
+        self._being_sent: set[str] = set()
+        self._being_received: set[str] = set()  # of those in `releasing`
+        self._never_again: set[str] = set()
+        self._params: dict[str, KVTransferParams] = {}
+        self._forget_steps()
+        connector.bind_gpu_block_pool(manager.block_pool)
+
+    def _forget_steps(self) -> None:
+        self._in_flight: Counter[str] = Counter()
+        self._stale: Counter[str] = Counter()
+        self._given_back: dict[str, list[int]] = {}  # block tables, by request, that a step in flight computes with
+        self._truncated: dict[str, Request] = {}
+        self._failures = LoadFailures()
+
+    def is_busy(self) -> bool:
+        """Whether steps must go on though no request is unfinished."""
+        return bool(self.releasing) or self.connector.has_pending_block_frees()
+
+    def fetch_stats(self) -> KVFetchStats:
+        """How many requests wait for keys and values, by stage."""
+        num_there = len(self.finished_recving_kv_req_ids & self.kv_holding_waiting.keys())
+        num_under_way = len(self.kv_holding_waiting) - num_there
+        return KVFetchStats(len(self._to_start), num_under_way, num_there + len(self.received))
+
+    # Admission
+
+    def added(self, request: Request) -> None:
+        """Tells the connector of a new request; raises `MinivllmError` as `on_new_request` does."""
+        self.connector.on_new_request(request)
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            self._to_start.add(request.request_id)
+
+    def find_prefix(self, request: Request) -> Prefix | None:
+        """Returns the longest prefix of a waiting request, here and elsewhere; None: nobody knows yet."""
+        if request.num_computed_tokens > 0:
+            return Prefix((), request.num_computed_tokens)  # it was loaded, and lies in its blocks
+        blocks, num_local = self.manager.get_computed_blocks(request)
+        computes_all = request.skip_reading_prefix_cache or request.num_tokens == 1
+        if computes_all or request.request_id in self._never_again:
+            return Prefix(blocks, num_local)
+        num_external, loads_async = self.connector.get_num_new_matched_tokens(request, num_local)
+        if num_external is None:
+            return None
+        most = request.num_tokens - num_local - (not loads_async)  # the last token is computed in any case
+        num_external = max(0, min(num_external, most))
+        return Prefix(blocks, num_local, num_external, loads_async and num_external > 0)
+
+    def num_reserved_blocks(self, running: Iterable[Request]) -> int:
+        """Blocks that prompts under way, running or being loaded, will still need.
+
+        A request that loads holds its blocks without progress and cannot be preempted, so it must not take these.
+        """
+        prefills = (request for request in running if request.num_computed_tokens < request.num_tokens)
+        others = (*prefills, *self.kv_holding_waiting.values(), *self.received)
+        return sum(map(self.manager.num_missing_blocks, others))
+
+    def allocated(self, request: Request, prefix: Prefix) -> None:
+        """Takes note that a request has got blocks, and holds it back if they are to be filled while others run."""
+        blocks = self.manager.req_to_blocks.get(request.request_id, [])
+        self.connector.update_state_after_alloc(request, blocks, prefix.num_external)
+        self._to_start.discard(request.request_id)
+        if request.num_computed_tokens > 0:
+            return
+        request.num_external_computed_tokens = prefix.num_external
+        self.connector_prefix_cache_stats = self.connector_prefix_cache_stats.with_lookup(
+            request.num_tokens - prefix.num_local, prefix.num_external, request.num_preemptions > 0
+        )
+        if prefix.loads_async:
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            request.num_computed_tokens = prefix.num_tokens
+            self.kv_holding_waiting[request.request_id] = request
+
+    def promote(self) -> list[Request]:
+        """Puts requests that have received what they waited for into `received`, in order of admission.
+
+        Returns those that have got nothing, and hold no blocks any more.
+        """
+        arrived = [
+            request for name, request in self.kv_holding_waiting.items() if name in self.finished_recving_kv_req_ids
+        ]
+        for request in arrived:
+            self._take_loaded(request)
+            if request.num_computed_tokens > 0:
+                self.received.add_request(request)
+        return [request for request in arrived if request.num_computed_tokens == 0]
+
+    def _take_loaded(self, request: Request) -> None:
+        """Publishes the blocks that were filled."""
+        name = request.request_id
+        del self.kv_holding_waiting[name]
+        self.finished_recving_kv_req_ids.remove(name)
+        if request.num_computed_tokens > 0:
+            self.manager.cache_blocks(request, request.num_computed_tokens)
+        else:
+            self.manager.free(request)
+        self.failed_recving_kv_req_ids.discard(name)
+        # The logits of the last token are needed.
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+
+    # The end of a request
+
+    def keeps_blocks(self, request: Request) -> bool:
+        """Tells the connector that a request has ended; returns whether its blocks are still needed."""
+        name = request.request_id
+        delays, params = self.connector.request_finished(request, self.manager.get_block_ids(name))
+        if params is not None:
+            self._params[name] = params
+        if delays:
+            self._being_sent.add(name)
+        if self.kv_holding_waiting.pop(name, None) and name not in self.finished_recving_kv_req_ids:
+            self._being_received.add(name)
+            delays = True
+        lists = self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids, self._never_again, self._to_start
+        for names in lists:
+            names.discard(name)
+        self.lost_its_blocks(request)
+        if delays:
+            self.releasing[name] = request
+        return delays
+
+    def lost_its_blocks(self, request: Request) -> None:
+        """Forgets what is known of the blocks of a request that is preempted, or has ended; before they are free."""
+        if self._in_flight[request.request_id]:
+            self._given_back[request.request_id] = self.manager.get_block_ids(request.request_id)
+        self._truncated.pop(request.request_id, None)
+        self._failures.forget(request)
+
+    def take_params(self) -> dict[str, KVTransferParams]:
+        """Returns what the clients of requests that have ended are told, by request id, and forgets it."""
+        params, self._params = self._params, {}
+        return params
+
+    # A step
+
+    def complete(self, output: SchedulerOutput) -> None:
+        """Adds to a step what the ranks must know: of transfers, and which tokens they have sampled in vain."""
+        output.kv_connector_metadata = self.connector.build_connector_meta(output)
+        self._in_flight.update(output.num_scheduled_tokens.keys())
+        if self._truncated:
+            continued = output.scheduled_cached_reqs
+            again = [name for name in continued.req_ids if name in self._truncated]
+            continued.num_known_tokens = {name: self._truncated.pop(name).num_tokens for name in again}
+
+    def must_wait(self, request: Request, also: Mapping[str, int]) -> bool:
+        """Whether a running request needs blocks that others are to compute; see `LoadFailures.must_wait`."""
+        return self._failures.must_wait(request, also, self.manager)
+
+    def begin_update(
+        self, step: SchedulerOutput, output: KVConnectorOutput | None, requests: Mapping[str, Request]
+    ) -> tuple[set[str], list[Request]]:
+        """Takes in which loads have failed, before the step's tokens; `requests` are all unfinished ones.
+
+        Returns the requests whose tokens are worth nothing, and those that end, as `kv_load_failure_policy` says.
+        """
+        ignored = self._take_stale(step)
+        if output is None or not (output.invalid_block_ids or output.failed_recving):
+            self._forget_given_back()
+            return ignored, []
+        loading = [one for one in self.kv_holding_waiting.values() if self._truncate_loading(one, output)]
+        running = self._truncate_running(step, output.invalid_block_ids, requests)
+        self._forget_given_back()
+        ignored.update(request.request_id for request in running)
+        ended = [] if self.recomputes else [*loading, *(one for one in running if one.status is RequestStatus.RUNNING)]
+        return ignored, ended
+
+    def end_update(self, output: KVConnectorOutput) -> None:
+        """Acts on what has arrived, and on what was sent."""
+        self.connector.update_connector_output(output)
+        for name in output.finished_recving:
+            if name in self.kv_holding_waiting:
+                self.finished_recving_kv_req_ids.add(name)
+            self._being_received.discard(name)
+        self._being_sent -= output.finished_sending
+        for name in output.finished_recving | output.finished_sending:
+            if name in self.releasing and name not in self._being_received | self._being_sent:
+                self.manager.free(self.releasing.pop(name))
+
+    def _take_stale(self, step: SchedulerOutput) -> set[str]:
+        """The requests of a step that was under way when it was found that they had computed with invalid blocks."""
+        names = step.num_scheduled_tokens.keys()
+        stale = {name for name in names if self._stale[name] > 0}
+        self._stale.subtract(stale)
+        self._in_flight.subtract(names)
+        self._stale, self._in_flight = +self._stale, +self._in_flight
+        return stale
+
+    def _forget_given_back(self) -> None:
+        if self._given_back:
+            self._given_back = {name: one for name, one in self._given_back.items() if self._in_flight[name]}
+
+    def _truncate_loading(self, request: Request, output: KVConnectorOutput) -> bool:
+        """Counts what a waiting request will have got, if some of it is invalid; returns whether it is."""
+        name = request.request_id
+        num_valid = request.num_computed_tokens
+        if name in output.failed_recving:
+            num_valid -= request.num_external_computed_tokens
+        block_ids = self.manager.get_block_ids(name)[: -(-num_valid // self.manager.block_size)]
+        bad = (place for place, block_id in enumerate(block_ids) if block_id in output.invalid_block_ids)
+        num_valid = min(num_valid, next(bad, len(block_ids)) * self.manager.block_size)
+        if num_valid == request.num_computed_tokens:
+            return False
+        request.num_external_computed_tokens -= request.num_computed_tokens - num_valid
+        request.num_computed_tokens = num_valid
+        self.failed_recving_kv_req_ids.add(name)
+        self._never_again.add(name)
+        return True
+
+    def _truncate_running(
+        self, step: SchedulerOutput, invalid_block_ids: set[int], requests: Mapping[str, Request]
+    ) -> list[Request]:
+        """Lets requests that have computed with invalid blocks do so again; returns them.
+
+        One that was preempted meanwhile has lost its blocks, and nobody knows any more whether they were valid.
+        """
+        if not invalid_block_ids:
+            return []
+        running = [request for request in requests.values() if request.status is RequestStatus.RUNNING]
+        before = {one.request_id: one.num_cached_tokens for one in running}
+        affected = self._failures.truncate(running, invalid_block_ids, self.manager, self._given_back.values())
+        for request in affected:
+            name = request.request_id
+            num_lost = before[name] - request.num_cached_tokens
+            request.num_external_computed_tokens = max(0, request.num_external_computed_tokens - num_lost)
+            self._truncated[name] = request
+            self._never_again.add(name)
+        if affected or self._given_back:
+            affected += [
+                requests[name]
+                for name in step.num_scheduled_tokens
+                if name in requests and requests[name].status is RequestStatus.PREEMPTED
+            ]
+            self._restart_behind(requests.values())
+        for request in affected:
+            request.spec_token_ids, request.num_output_placeholders = [], 0
+            if num_in_flight := self._in_flight[request.request_id]:
+                self._stale[request.request_id] = num_in_flight
+        return affected
+
+    def _restart_behind(self, requests: Iterable[Request]) -> None:
+        """Requests that do not run yet, but have found blocks that are to be computed anew, look them up again."""
+        for request in requests:
+            if request.status is RequestStatus.RUNNING or not self._failures.concern(request, self.manager):
+                continue
+            request.num_computed_tokens = request.num_external_computed_tokens = 0
+            if request.request_id in self.kv_holding_waiting:
+                self.failed_recving_kv_req_ids.add(request.request_id)
+            else:
+                self.manager.free(request)
+
+    def start_over(self, manager: KVCacheManager, lost: Iterable[Request]) -> None:
+        """Takes a manager with a new pool after a failed step; `lost` requests have ended with it.
+
+        Blocks that are being sent stay as they are: what they hold was computed by earlier steps. Loads are given up.
+        """
+        for request in lost:
+            self.connector.request_finished(request, [])
+            self._never_again.discard(request.request_id)
+        for name in self._being_sent & self.releasing.keys():
+            blocks = [manager.block_pool.blocks[block_id] for block_id in self.manager.get_block_ids(name)]
+            manager.block_pool.touch(blocks)
+            manager.req_to_blocks[name] = blocks
+        self.releasing = {name: one for name, one in self.releasing.items() if name in self._being_sent}
+        self._never_again.update(self.kv_holding_waiting.keys())
+        for names in (self._being_received, self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids):
+            names.clear()
+        self.kv_holding_waiting.clear()
+        self.received = create_request_queue("fcfs")
+        self._forget_steps()
+        self.manager = manager
+        self.connector.bind_gpu_block_pool(manager.block_pool)
+        self.connector.start_over()

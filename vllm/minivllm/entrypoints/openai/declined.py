@@ -1,0 +1,34 @@
+"""A request that is refused here, although a prefill engine keeps its prompt's keys and values: that engine is told.
+
+Else those blocks would be held until their lease ends, and a client that goes on asking for what cannot be, such as too
+many tokens, could fill the prefill engine's cache with them. The prefill engine itself has nothing to refuse: it is
+asked for one token.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Depends, Request
+from fastapi.exceptions import RequestValidationError
+
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.entrypoints.openai.errors import RequestError
+from minivllm.errors import MinivllmError
+
+
+def tell_if_declined(engine: AsyncLLM) -> Any:
+    """Return a dependency of routes that generate. What is refused for now only (503) may be sent to another server."""
+
+    async def watch(request: Request) -> AsyncIterator[None]:
+        try:
+            yield
+        except (MinivllmError, RequestValidationError) as refusal:
+            if not isinstance(refusal, RequestError) or refusal.status < 500:
+                engine.decline(_transfer_params(await request.json()))
+            raise
+
+    return Depends(watch)
+
+
+def _transfer_params(body: Any) -> Any:
+    return body.get("kv_transfer_params") if isinstance(body, dict) else None

@@ -1,0 +1,196 @@
+"""A server's process, whatever it serves: its socket, its signals, its end.
+
+The socket is bound before anything else is done, so that a port in use is said at once. Signals are ours and not
+uvicorn's: a first SIGTERM or Ctrl-C lets open requests finish for as long as the settings say, then ends them with an
+error; a second one does not wait. When what stands behind the server dies, clients are told for a moment, and then the
+server ends too.
+
+In vLLM v0.33.0: `vllm/entrypoints/launchers/`.
+"""
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Coroutine, Generator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import uvicorn
+from fastapi import FastAPI
+
+from minivllm.entrypoints.openai.middleware import ServerState
+from minivllm.entrypoints.openai.settings import HttpArgs
+from minivllm.errors import MinivllmError
+from minivllm.logger import init_logger
+
+logger = init_logger(__name__)
+SECONDS_TO_TELL = 1.0
+"""How long a server without an engine still answers, so that clients and probes learn of it."""
+SECONDS_TO_CLOSE = 1
+"""How long connections have to take their last bytes."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Backend(Protocol):
+    """What stands behind the routes: `AsyncLLM`, or a proxy's servers."""
+
+    @property
+    def errored(self) -> bool:
+        """Whether it can answer nothing any more."""
+        ...
+
+    @property
+    def dead_error(self) -> Exception | None:
+        """Why."""
+        ...
+
+    async def wait_until_dead(self) -> None:
+        """Returns when that is so."""
+
+    def end_requests(self) -> None:
+        """Ends requests under way with an error."""
+
+
+class NoSignalServer(uvicorn.Server):
+    """uvicorn's server, which leaves signals alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Captures none."""
+        yield
+
+
+def bind(settings: HttpArgs, shared: bool = False) -> socket.socket:
+    """Return the listening socket; a shared one is one of several, among which the system distributes connections.
+
+    Raises:
+        MinivllmError: the port is in use, or the host is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in (settings.host or "") else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listening.bind((settings.host or "", settings.port))
+        listening.listen(2048)
+    except (OSError, OverflowError) as error:
+        listening.close()
+        where = f"{settings.host or '*'}:{settings.port}"
+        raise MinivllmError(f"cannot listen on {where}: {error}; choose another --port or --host") from None
+    return listening
+
+
+def run_loop(work: Coroutine[Any, Any, int]) -> int:
+    """Run this in an event loop, uvloop's where there is one; return the exit code."""
+    try:
+        import uvloop
+    except ImportError:  # it has no build for Windows
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+def make_server(app: FastAPI, settings: HttpArgs, protocol: Any = "auto") -> NoSignalServer:
+    """A server of these routes, which `serve(sockets=...)` starts. `protocol`: uvicorn's, for HTTP/1.1."""
+    return NoSignalServer(
+        uvicorn.Config(
+            app,
+            http=protocol,
+            log_level=settings.uvicorn_log_level,
+            access_log=not settings.disable_uvicorn_access_log,
+            timeout_graceful_shutdown=SECONDS_TO_CLOSE,
+            lifespan="off",
+            ws="none",
+        )
+    )
+
+
+async def until_the_end(
+    server: NoSignalServer, backend: Backend, listening: socket.socket, settings: HttpArgs, state: ServerState
+) -> int:
+    """Serve on this socket until a signal or the backend's end; return the exit code. `state`: the open requests."""
+    logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
+    asked = signals()
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    dying, stopping = asyncio.create_task(backend.wait_until_dead()), asyncio.create_task(asked.acquire())
+    await asyncio.wait({serving, dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    code = 0
+    if dying.done():
+        code = 1
+        logger.error("The engine has ended: %s", backend.dead_error)
+        await _either(serving, asked, SECONDS_TO_TELL)
+    elif stopping.done():
+        state.draining = True
+        logger.info("Shutting down: %d requests are open", state.num_open)
+        code = await _drain(state, backend, asked, settings.shutdown_timeout)
+        backend.end_requests()
+        # uvicorn tells open requests that their client has left: they send their last events before.
+        await _drain(state, None, asked, SECONDS_TO_CLOSE)
+    server.should_exit = True
+    await _either(serving, asked, 2 * SECONDS_TO_CLOSE)
+    server.force_exit = True
+    for task in (dying, stopping):
+        task.cancel()
+    with suppress(asyncio.CancelledError):
+        await serving
+    return code
+
+
+async def _drain(state: ServerState, backend: Backend | None, asked: asyncio.Semaphore, seconds: float) -> int:
+    """Waits for open requests, at most so long, and not after a second signal. Returns the exit code.
+
+    With a backend, it also ends when that does.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while state.num_open and asked.locked() and not (backend and backend.errored) and loop.time() < end:
+        await asyncio.sleep(0.02)
+    return 1 if backend and backend.errored else 0
+
+
+async def _either(serving: asyncio.Task[None], asked: asyncio.Semaphore, seconds: float) -> None:
+    """Waits for the server's end or a further signal, at most so long."""
+    signalled = asyncio.create_task(asked.acquire())
+    await asyncio.wait({serving, signalled}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    signalled.cancel()
+
+
+def signals() -> asyncio.Semaphore:
+    """Each signal releases it once."""
+    asked = asyncio.Semaphore(0)
+    for one in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(one, asked.release)
+    return asked
+
+
+@contextmanager
+def signals_end_the_start() -> Generator[None, None, None]:
+    """SIGTERM before the engine is ready ends everything, and is no failure."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(0)
+
+    before = [signal.signal(one, leave) for one in SIGNALS]
+    try:
+        yield
+    finally:
+        for one, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(one, handler)
+
+
+def allow_many_connections() -> None:
+    """Raises the limit of open files as far as the system allows: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _is_not_about_tasks(record: logging.LogRecord) -> bool:
+    """uvicorn tells of each task that it cancels at the end, with a traceback."""
+    return "Exception in ASGI application" not in record.getMessage() or not isinstance(
+        (record.exc_info or (None, None))[1], asyncio.CancelledError
+    )

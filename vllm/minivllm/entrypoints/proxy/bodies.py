@@ -1,0 +1,100 @@
+"""What the two servers of a request are sent.
+
+The prefill server gets the client's request for one token, and is told to keep the prompt's keys and values; it answers
+with `kv_transfer_params` that say where they are. The decode server gets the client's request and those.
+
+In vLLM v0.33.0: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` (`send_request_to_service`),
+`docs/features/nixl_connector_usage.md`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from minivllm.errors import MinivllmError
+
+Body = dict[str, Any]
+ASK_TO_KEEP = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
+CHARACTERS_PER_TOKEN = 4
+"""Roughly, and it does not matter: loads are only compared."""
+
+
+def prefill_body(body: Mapping[str, Any]) -> Body:
+    """Return what the prefill server is sent: one token, of one completion, whole."""
+    kept = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
+    kept |= {"stream": False, "max_tokens": 1, "kv_transfer_params": dict(ASK_TO_KEEP)}
+    if "max_completion_tokens" in kept:
+        kept["max_completion_tokens"] = 1
+    if _several_completions(kept):
+        kept["n"] = 1  # each would keep the prompt's blocks, and only one of them is ever read
+    return kept
+
+
+def decode_body(body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None) -> Body:
+    """Return what the decode server is sent: the client's request, and where the keys and values are."""
+    told = {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
+    return {**body, **told}
+
+
+def check(body: Any) -> Body:
+    """Return a client's request; its fields are the servers' to check, but for those that are the proxy's own.
+
+    Raises:
+        MinivllmError: it is no object, or brings `kv_transfer_params`.
+    """
+    if not isinstance(body, dict):
+        raise MinivllmError('the body must be a JSON object, such as {"prompt": "def add(a, b):"}')
+    if body.get("kv_transfer_params"):
+        raise MinivllmError(
+            "kv_transfer_params are what the proxy tells the decode server; leave them out, or ask a server itself",
+            "kv_transfer_params",
+        )
+    return body
+
+
+def why_decode_alone(body: Mapping[str, Any]) -> str | None:
+    """Return why the decode server must compute a request's prompt itself; None if it need not.
+
+    - "several_prompts": keys and values are kept for one prompt a request.
+    - "prompt_logprobs": they need the prompt's logits, and those are not kept.
+    """
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+        return "several_prompts"
+    if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
+        return "prompt_logprobs"
+    return None
+
+
+def estimated_tokens(body: Mapping[str, Any]) -> int:
+    """Return about how many tokens the prompt has, from its length; at least 1."""
+    prompt = body.get("prompt", body.get("messages"))
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        return len(prompt)
+    return max(1, _characters(prompt) // CHARACTERS_PER_TOKEN)
+
+
+def _characters(value: Any) -> int:
+    """The length of all texts within; token ids count as texts of theirs."""
+    pending, total = [value], 0
+    while pending:
+        one = pending.pop()
+        if isinstance(one, str):
+            total += len(one)
+        elif isinstance(one, int):
+            total += CHARACTERS_PER_TOKEN
+        elif isinstance(one, dict | list):
+            pending.extend(one.values() if isinstance(one, dict) else one)
+    return total
+
+
+def _several_completions(body: Mapping[str, Any]) -> bool:
+    n = body.get("n")
+    return isinstance(n, int) and n > 1

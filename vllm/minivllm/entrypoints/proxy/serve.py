@@ -1,0 +1,78 @@
+"""`minivllm proxy`: the proxy's routes and its process."""
+
+import socket
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from minivllm.entrypoints.openai.errors import register_exception_handlers
+from minivllm.entrypoints.openai.http_server import (
+    allow_many_connections,
+    bind,
+    make_server,
+    run_loop,
+    until_the_end,
+)
+from minivllm.entrypoints.openai.middleware import JSON_ONLY, BodySizeMiddleware, OpenRequestsMiddleware
+from minivllm.entrypoints.openai.stream import with_cancellation
+from minivllm.entrypoints.proxy.proxy import Proxy
+from minivllm.entrypoints.proxy.settings import ProxyArgs
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+def serve(settings: ProxyArgs) -> int:
+    """Serve until a signal; return the exit code.
+
+    Raises:
+        MinivllmError: the port is in use.
+    """
+    listening = bind(settings)
+    allow_many_connections()
+    try:
+        return run_loop(_serve(listening, settings))
+    finally:
+        listening.close()
+
+
+async def _serve(listening: socket.socket, settings: ProxyArgs) -> int:
+    proxy = Proxy(settings)
+    await proxy.start()
+    try:
+        server = make_server(build_app(proxy), settings)
+        return await until_the_end(server, proxy, listening, settings, proxy.state)
+    finally:
+        await proxy.close()
+
+
+def build_app(proxy: Proxy) -> FastAPI:
+    """Return the application."""
+    app = FastAPI(title="minivllm proxy")
+    register_exception_handlers(app)
+    app.add_middleware(BodySizeMiddleware)
+    app.add_middleware(OpenRequestsMiddleware, state=proxy.state)
+    for path in PATHS:
+        app.post(path, dependencies=JSON_ONLY)(_passed_on_to(proxy, path))
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return await proxy.models(request.headers)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if proxy.is_healthy else 503)
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(generate_latest(proxy.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    return app
+
+
+def _passed_on_to(proxy: Proxy, path: str):
+    async def create(request: Request) -> Response:
+        content = await request.body()
+        return await with_cancellation(proxy.answer(path, content, request.headers), request)
+
+    return create

@@ -1,0 +1,238 @@
+"""Blocks of the paged cache, those of all layers at once, into one contiguous staging buffer and back.
+
+    gather_blocks     staging ← cache     before blocks are sent to another engine (lesson 08) or to host memory (lesson 11)
+    scatter_blocks    cache ← staging     after they have arrived
+
+A *region* is one tensor of the cache: a layer's keys, its values, or the scales of either where the cache is int8. All have
+the pool's blocks as their first dimension, so one block id names a piece of every region. Bytes are moved as they are:
+a dtype plays no part.
+
+Layouts
+    regions    [blocks, ...], any dtype; a block contiguous, from block to block any stride (K and V may be interleaved)
+    table      int64 [regions, 4]: address, bytes from block to block, bytes of a block, bytes of a block in the regions before
+    blocks     int32 or int64 [n]: blocks of the cache; a block may be gathered twice, but not scattered to twice
+    slots      int32 or int64 [n], each once, or None for 0 … n − 1: where each block lies in the staging buffer
+    staging    uint8 [capacity × record], contiguous; a *record* is a block's bytes in all regions
+               region after region (the default)   offset of region × capacity + slot × bytes of region: layers can be sent one by one
+               block after block (`block_major`)   slot × record + offset of region: one contiguous copy for each block
+
+Grid: a program for each (block, region, 16 KiB of the largest region). Programs of small regions, such as scales, beyond their
+last byte do nothing. One launch for all layers: a launch for each of 32 layers' K and V would cost 64 × ~5 µs before the first byte.
+
+Must move: every byte read once and written once, 2 × n × record; the table and the ids add 32 + 16 bytes a program of 16 KiB. A thread
+moves 16 bytes at a time where all addresses and sizes are multiples of 16, as they are in every common model; else 4, 2 or 1.
+
+In vLLM v0.33.0: `vllm/v1/kv_offload/worker/cpu_gpu.py` (`swap_blocks_batch`) and `csrc/cache_kernels.cu` copy a list of pieces;
+NIXL's own backend reads the pieces in place. `copy_blocks` in `reshape_and_cache.py` is the copy within one tensor.
+
+The CPU twin is in `cpu/block_copy_calls.py`; `benchmarks/kv_transfer.py` measures both beside a plain copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.cpu.block_copy_calls import copy_regions_cpu
+from minivllm.kernels.reshape_and_cache import choose_backend
+from minivllm.platforms.triton_utils import tl, triton
+
+CHUNK_BYTES = 16384
+_LARGEST_GRID = 65535  # of a grid's second and third dimension
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRegions:
+    """The tensors of a paged cache as the copying kernels see them: a table of addresses, made once for a cache.
+
+    - `tensors`: the regions, each [blocks, ...]; kept, so that the addresses stay valid.
+    - `table`: int64 [regions, 4] on their device, as described above.
+    - `block_bytes`: bytes of a block in each region. `unit`: what all addresses and sizes are multiples of, 16 bytes at most.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    table: torch.Tensor
+    block_bytes: tuple[int, ...]
+    unit: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> BlockRegions:
+        """The regions of these tensors, in this order; a tensor may occur twice.
+
+        Raises:
+            MinivllmError: there are none, they lie on several devices, differ in blocks, or a block is not contiguous.
+        """
+        _check_regions(tensors)
+        sizes = tuple(tensor[0].numel() * tensor.element_size() for tensor in tensors)
+        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        rows = [
+            (tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), size, offset)
+            for tensor, size, offset in zip(tensors, sizes, offsets, strict=True)
+        ]
+        unit = math.gcd(16, *(number for row in rows for number in row))
+        table = torch.tensor(rows, dtype=torch.int64, device=tensors[0].device)
+        return cls(tuple(tensors), table, sizes, unit)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one block in all regions."""
+        return sum(self.block_bytes)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.tensors[0].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies."""
+        return self.tensors[0].device
+
+
+def _check_regions(tensors: Sequence[torch.Tensor]) -> None:
+    if not tensors:
+        raise MinivllmError("there are no regions: give at least one tensor of the cache")
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.dim() < 2 or tensor.shape[0] != first.shape[0] or tensor.device != first.device:
+            raise MinivllmError(
+                f"regions must be [blocks, ...] with the same blocks on one device: {list(first.shape)} on "
+                f"{first.device} and {list(tensor.shape)} on {tensor.device}"
+            )
+        if tensor.shape[0] and not tensor[0].is_contiguous():
+            raise MinivllmError(f"a block of a region must be contiguous; strides are {list(tensor.stride())}")
+    if not first.shape[0]:
+        raise MinivllmError("the cache has no blocks")
+
+
+@triton.jit
+def copy_regions_kernel(
+    table,
+    blocks,
+    slots,
+    staging,
+    capacity,
+    record,
+    GATHER: tl.constexpr,
+    BLOCK_MAJOR: tl.constexpr,
+    WORD: tl.constexpr,  # the integer that is moved
+    WORD_BYTES: tl.constexpr,
+    UNIT: tl.constexpr,  # bytes that all addresses and sizes are multiples of
+    CHUNK: tl.constexpr,  # words per program
+):
+    """Grid (blocks, regions, chunks of the largest region)."""
+    number, region = tl.program_id(0), table + 4 * tl.program_id(1)
+    address, stride, size, offset = tl.load(region), tl.load(region + 1), tl.load(region + 2), tl.load(region + 3)
+    words = tl.multiple_of((size // WORD_BYTES).to(tl.int32), UNIT // WORD_BYTES)
+    word = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    slot = number.to(tl.int64)
+    if slots is not None:
+        slot = tl.load(slots + number).to(tl.int64)
+    if BLOCK_MAJOR:
+        place = slot * record + offset
+    else:
+        place = offset * capacity + slot * size
+    cell = (address + tl.load(blocks + number).to(tl.int64) * stride).to(tl.pointer_type(WORD))
+    staged = (staging + place).to(tl.pointer_type(WORD))
+    cells, staged_words = tl.multiple_of(cell, UNIT) + word, tl.multiple_of(staged, UNIT) + word
+    mask = word < words
+    if GATHER:
+        tl.store(staged_words, tl.load(cells, mask=mask), mask=mask)
+    else:
+        tl.store(cells, tl.load(staged_words, mask=mask), mask=mask)
+
+
+def gather_blocks(
+    regions: BlockRegions,
+    blocks: torch.Tensor,
+    staging: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    *,
+    block_major: bool = False,
+    backend: str | None = None,
+) -> None:
+    """Copy these blocks of all regions into the staging buffer. `backend` "triton" or "cpu"; None follows the device.
+
+    `blocks` and `slots` int32 or int64 `[n]` on the cache's device, `staging` uint8 with room for whole records. Ids are
+    not checked: one outside the pool or the buffer reads or writes foreign memory.
+
+    Raises:
+        MinivllmError: the staging buffer does not fit, or the backend is unknown.
+    """
+    _copy(regions, blocks, staging, slots, True, block_major, backend)
+
+
+def scatter_blocks(
+    regions: BlockRegions,
+    blocks: torch.Tensor,
+    staging: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    *,
+    block_major: bool = False,
+    backend: str | None = None,
+) -> None:
+    """The way back of `gather_blocks`, with the same arguments: copy records of the staging buffer into these blocks."""
+    _copy(regions, blocks, staging, slots, False, block_major, backend)
+
+
+def _copy(
+    regions: BlockRegions,
+    blocks: torch.Tensor,
+    staging: torch.Tensor,
+    slots: torch.Tensor | None,
+    gather: bool,
+    block_major: bool,
+    backend: str | None,
+) -> None:
+    capacity = _check_staging(regions, blocks, staging, slots)
+    if choose_backend(backend, staging) == "cpu":
+        copy_regions_cpu(regions.tensors, regions.table, blocks, staging, slots, capacity, gather, block_major)
+        return
+    if not len(blocks):
+        return
+    unit = math.gcd(regions.unit, staging.data_ptr())
+    word_bytes = min(unit, 4)
+    chunk = CHUNK_BYTES // word_bytes
+    chunks = triton.cdiv(max(regions.block_bytes), CHUNK_BYTES)
+    if max(chunks, len(regions.block_bytes)) > _LARGEST_GRID:
+        raise MinivllmError(
+            f"{len(regions.block_bytes)} regions of up to {max(regions.block_bytes)} bytes are too many"
+        )
+    copy_regions_kernel[(len(blocks), len(regions.block_bytes), chunks)](
+        regions.table,
+        blocks,
+        slots,
+        staging,
+        capacity,
+        regions.record_bytes,
+        GATHER=gather,
+        BLOCK_MAJOR=block_major,
+        WORD={4: tl.int32, 2: tl.int16, 1: tl.int8}[word_bytes],
+        WORD_BYTES=word_bytes,
+        UNIT=unit,
+        CHUNK=chunk,
+    )
+
+
+def _check_staging(
+    regions: BlockRegions, blocks: torch.Tensor, staging: torch.Tensor, slots: torch.Tensor | None
+) -> int:
+    """The number of records that the staging buffer has room for."""
+    record = regions.record_bytes
+    if staging.dtype != torch.uint8 or staging.dim() != 1 or not staging.is_contiguous() or staging.numel() % record:
+        raise MinivllmError(
+            f"a staging buffer is contiguous uint8 [n × {record}], got {staging.dtype} {list(staging.shape)}"
+        )
+    capacity = staging.numel() // record
+    ids = [blocks] if slots is None else [blocks, slots]
+    if any(one.dim() != 1 or one.dtype not in (torch.int32, torch.int64) or len(one) != len(blocks) for one in ids):
+        raise MinivllmError("block ids and slots must be int32 or int64 [n], alike in length")
+    if len(blocks) > capacity:
+        raise MinivllmError(f"{len(blocks)} blocks do not fit a staging buffer of {capacity}")
+    if any(one.device != regions.device for one in (*ids, staging)):
+        raise MinivllmError(f"block ids and staging buffer must be on {regions.device}, as the cache")
+    return capacity

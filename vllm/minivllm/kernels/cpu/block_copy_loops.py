@@ -1,0 +1,72 @@
+"""The CPU counterpart of `copy_blocks.py`'s `copy_regions_kernel`, compiled by numba: a `memcpy` for each block and region."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba.extending
+import numpy as np
+from numba import njit, types
+from numba.core import cgutils
+
+from minivllm.kernels.cpu.cells import BlockCopyCells
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    layout_of,
+    sources_changed,
+    take_number,
+)
+
+CELLS = layout_of(BlockCopyCells)
+COLUMNS = 4  # of the table of regions
+jit = njit(nogil=True)
+intrinsic: Any = numba.extending.intrinsic
+
+
+@intrinsic
+def copy_bytes(typing_context, target, source, count):
+    """C's `memcpy` between two addresses."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = context.get_value_type(types.voidptr)
+        addresses = [builder.inttoptr(address, pointer) for address in arguments[:2]]
+        cgutils.raw_memcpy(builder, *addresses, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@jit
+def copy_regions(cells):
+    """Run programs until none are left: each copies the blocks of one region."""
+    count, regions = cells.blocks, cells.regions
+    table = array_at(cells.table, (regions, COLUMNS), np.int64)
+    blocks, slots = array_at(cells.block_ids, count, np.int64), array_at(cells.slots, count, np.int64)
+    record = table[regions - 1, 2] + table[regions - 1, 3]
+    while True:
+        region = take_number(cells)
+        if region >= regions:
+            return
+        address, stride, size, offset = table[region]
+        first, step = (offset, record) if cells.block_major else (offset * cells.capacity, size)
+        for index in range(count):
+            cell, staged = address + blocks[index] * stride, cells.staging + first + slots[index] * step
+            if cells.gather:
+                copy_bytes(staged, cell, size)
+            else:
+                copy_bytes(cell, staged, size)
+
+
+@functools.cache
+def programs() -> Any:
+    """Compiled `copy_regions`; takes `BlockCopyCells`."""
+    changed = sources_changed()
+
+    def programs(address):
+        _ = changed
+        copy_regions(cells_at(address, CELLS))
+
+    return compile_programs(programs)

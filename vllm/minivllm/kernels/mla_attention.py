@@ -1,0 +1,435 @@
+"""Attention over a paged cache of latents (MLA): writing it, and the absorbed form of attention, in one ragged batch.
+
+`concat_and_cache_mla(...)` writes a step's latents; `mla_attention(...)` attends. Queries have been brought into the
+latent space before, and what comes out is expanded to values after (`minivllm.models.latent_attention`): so all heads
+read the same keys, and the values are the first `kv_lora_rank` numbers of these keys.
+
+Layouts, with width = kv_lora_rank + rope_dim
+    q            [tokens, heads, width]: the query of the latents, then the rotated part
+    cache        [blocks, block_size, width]: the latent, then the rotated key; no heads, and no values
+    out          [tokens, heads, kv_lora_rank]: weighted sums of latents
+    query_start_loc, seq_lens, block_table, splits    as in `unified_attention.py`
+    slot_mapping    int64 or int32 [tokens]; −1 marks a padding token, which is not written
+
+Grid
+    concat_and_cache_mla_kernel    a program for each token
+    mla_attention_kernel           (query blocks, blocks of heads, splits): rows of the matrix products are
+                                   position × head within the block
+
+A program loads each tile of the cache once and uses it three times: the latents for the scores and as values, the
+rotated keys for the scores. With ordinary heads a cache would have to be read once for the keys and once for the values.
+All heads fit one block up to 16; more take further blocks, since BLOCK_M × kv_lora_rank sums must fit the registers, and
+each block of heads reads the cache again (from the L2 cache, where they run side by side).
+
+Must move, per layer: keys × width × bytes once per query block and block of heads; q and out once.
+Must compute: 2 × heads × (width + kv_lora_rank) FLOPs for each (query, key) pair that is seen. In a decode this is
+heads × (2 − rope_dim / width) × 2 / bytes FLOPs per byte: 16 heads of a DeepSeek-V2-Lite in bf16 do 30 where a group of
+four ordinary heads does 4. So with many heads even a decode comes to be bound by arithmetic.
+
+In vLLM v0.33.0: `concat_and_cache_mla` in `csrc/cache_kernels.cu`; `vllm/v1/attention/backends/mla/triton_mla.py` with
+`vllm/v1/attention/ops/triton_decode_attention.py`. DeepSeek-V2, arXiv 2405.04434, section 2.1.
+
+The CPU twin is in `cpu/mla_calls.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.attention_arguments import DTYPES, check_tables
+from minivllm.kernels.attention_configurations import Configuration, architecture, automatic_splits, multiprocessors
+from minivllm.kernels.cpu.mla_calls import mla_attention_cpu, write_latents_cpu
+from minivllm.kernels.reshape_and_cache import choose_backend
+from minivllm.kernels.tuning import fastest
+from minivllm.kernels.unified_attention import LOG2E, TRITON_TYPES, combine_splits, find_sequence, load_rows, padded
+from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
+
+MOST_HEADS = 16
+"""Heads of one program: as many as the smallest matrix product has rows."""
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def concat_and_cache_mla_kernel(
+    latent,
+    k_rope,
+    cache,
+    slot_mapping,
+    latent_stride,
+    k_rope_stride,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+):
+    """Grid (tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot >= 0:
+        target = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * (RANK + ROPE)
+        column = tl.arange(0, PADDED_RANK)
+        tl.store(
+            target + column, tl.load(latent + token * latent_stride + column, mask=column < RANK), mask=column < RANK
+        )
+        column = tl.arange(0, PADDED_ROPE)
+        rotated = tl.load(k_rope + token * k_rope_stride + column, mask=column < ROPE)
+        tl.store(target + RANK + column, rotated, mask=column < ROPE)
+
+
+def concat_and_cache_mla(
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Write each token's latent `[tokens, rank]` and rotated key `[tokens, rope_dim]` into its slot of the cache.
+
+    Tokens beyond `len(slot_mapping)` are not written. Two tokens must not share a slot. `backend` is "triton" or "cpu";
+    None follows the device.
+
+    Raises:
+        MinivllmError: shapes or types do not match, or the backend is unknown.
+    """
+    rank, rope, tokens = latent.shape[1], k_rope.shape[1], len(slot_mapping)
+    if cache.dim() != 3 or rank + rope != cache.shape[2] or cache.stride()[1:] != (rank + rope, 1):
+        raise MinivllmError(
+            f"latents {tuple(latent.shape)} and rotated keys {tuple(k_rope.shape)} do not make up a row of the cache "
+            f"{tuple(cache.shape)}, which is [blocks, block_size, rank + rope_dim], each block contiguous"
+        )
+    if not latent.dtype == k_rope.dtype == cache.dtype:
+        raise MinivllmError(f"latents are {latent.dtype}, rotated keys {k_rope.dtype}, the cache {cache.dtype}")
+    if tokens > min(len(latent), len(k_rope)):
+        raise MinivllmError(f"{tokens} slots for {min(len(latent), len(k_rope))} tokens")
+    if choose_backend(backend, latent) == "cpu":
+        write_latents_cpu(latent[:tokens], k_rope[:tokens], cache, slot_mapping)
+    elif tokens:
+        concat_and_cache_mla_kernel[(tokens,)](
+            latent,
+            k_rope,
+            cache,
+            slot_mapping,
+            latent.stride(0),
+            k_rope.stride(0),
+            cache.stride(0),
+            BLOCK_SIZE=cache.shape[1],
+            RANK=rank,
+            ROPE=rope,
+            PADDED_RANK=triton.next_power_of_2(rank),
+            PADDED_ROPE=triton.next_power_of_2(rope),
+            num_warps=1,
+        )
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def attend_latents(
+    peak,  # [BLOCK_M] largest score so far, in log2 units
+    total,  # [BLOCK_M] sum of exp2(score − peak)
+    acc,  # [BLOCK_M, PADDED_RANK] sum of exp2(score − peak) × latent
+    q_latent,  # [BLOCK_M, PADDED_RANK]
+    q_rope,  # [BLOCK_M, PADDED_ROPE]
+    query_position,  # [BLOCK_M] position of each row in its sequence
+    cache,
+    table,  # at this program's sequence
+    key_begin,
+    key_end,  # whole tiles from key_begin (a multiple of TILE) to key_end
+    key_limit,  # keys from here on are not there (MASKED)
+    block_stride,
+    to_log2,
+    BLOCK_SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    TILE: tl.constexpr,
+    OFFSET_TYPE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the keys of [key_begin, key_end) to the running softmax. Unless MASKED, every row must see all of them."""
+    rank, rope = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROPE)
+    column = tl.arange(0, TILE)
+    # Block numbers are loaded one tile ahead, so that no load of keys waits for another load.
+    next_block = tl.load(table + (key_begin + column) // BLOCK_SIZE, mask=key_begin + column < key_limit, other=0)
+    for tile in range(key_begin, key_end, TILE):
+        key = tile + column
+        key_is_real = key < key_limit
+        slot = cache + next_block.to(OFFSET_TYPE) * block_stride + (key % BLOCK_SIZE) * (RANK + ROPE)
+        next_block = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < key_limit, other=0)
+        latents = load_rows(slot[:, None] + rank[None, :], key_is_real, rank, RANK, PADDED_RANK, MASKED)
+        rotated = load_rows(slot[:, None] + RANK + rope[None, :], key_is_real, rope, ROPE, PADDED_ROPE, MASKED)
+        latents, rotated = latents.to(q_latent.dtype), rotated.to(q_latent.dtype)
+        scores = tl.dot(q_rope, tl.trans(rotated), input_precision="ieee")
+        scores = tl.dot(q_latent, tl.trans(latents), scores, input_precision="ieee")
+        if MASKED:
+            scores = tl.where(key[None, :] <= query_position[:, None], scores, float("-inf"))
+
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * to_log2)
+        reference = new_peak
+        if MASKED:  # in a row that has seen no key yet, −inf − −inf is NaN
+            reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores * to_log2 - reference[:, None])
+        shrink = tl.exp2(peak - reference)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q_latent.dtype), latents, acc * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+    return peak, total, acc
+
+
+@triton.jit
+def mla_attention_kernel(
+    out,
+    q,
+    cache,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    partial_acc,  # fp32 [tokens, heads, splits, PADDED_RANK], used if SPLIT
+    partial_stats,  # fp32 [tokens, heads, splits, 2]: peak, total
+    num_seqs,
+    num_splits,
+    scale,
+    q_stride,  # of a token
+    out_stride,
+    block_stride,
+    table_stride,
+    DOT_TYPE: tl.constexpr,  # input type of the matrix products; they accumulate in fp32
+    OFFSET_TYPE: tl.constexpr,  # int64 for caches of 2**31 elements and more
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Grid (tokens // BLOCK_Q + sequences, blocks of heads, splits)."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // BLOCK_H
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence = find_sequence(query_start_loc, index, num_seqs, BLOCK_Q)
+    start = tl.load(query_start_loc + sequence)
+    query_len = tl.load(query_start_loc + sequence + 1) - start
+    first_query = (index - start // BLOCK_Q - sequence) * BLOCK_Q
+    if first_query >= query_len:
+        return
+    context = tl.load(seq_lens + sequence) - query_len
+
+    row = tl.arange(0, BLOCK_M)
+    rank, rope = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROPE)
+    query = first_query + row // BLOCK_H
+    head = tl.program_id(1) * BLOCK_H + row % BLOCK_H
+    row_is_real = (query < query_len) & (head < HEADS)
+    token = (start + query).to(tl.int64)
+    q_rows = q + token[:, None] * q_stride + head[:, None] * (RANK + ROPE)
+    q_latent = load_rows(q_rows + rank[None, :], row_is_real, rank, RANK, PADDED_RANK, True).to(DOT_TYPE)
+    q_rope = load_rows(q_rows + RANK + rope[None, :], row_is_real, rope, ROPE, PADDED_ROPE, True).to(DOT_TYPE)
+
+    # The tiles that some row sees are [first, end), those that every row sees whole [first, whole_end).
+    last_position = context + tl.minimum(first_query + BLOCK_Q, query_len) - 1
+    first = 0
+    end = tl.cdiv(last_position + 1, TILE)
+    whole_end = (context + first_query + 1) // TILE
+    if SPLIT:
+        share = tl.cdiv(end, num_splits)
+        first = tl.program_id(2) * share
+        end = tl.minimum(end, first + share)
+    whole_end = tl.minimum(tl.maximum(whole_end, first), end)
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, PADDED_RANK], tl.float32)
+    table = block_table + sequence.to(tl.int64) * table_stride
+    position = context + query
+    peak, total, acc = attend_latents(
+        peak, total, acc, q_latent, q_rope, position, cache, table, first * TILE, whole_end * TILE, last_position + 1,
+        block_stride, scale * LOG2E, BLOCK_SIZE, RANK, ROPE, PADDED_RANK, PADDED_ROPE, TILE, OFFSET_TYPE, False,
+    )  # fmt: skip
+    peak, total, acc = attend_latents(
+        peak, total, acc, q_latent, q_rope, position, cache, table, whole_end * TILE, end * TILE, last_position + 1,
+        block_stride, scale * LOG2E, BLOCK_SIZE, RANK, ROPE, PADDED_RANK, PADDED_ROPE, TILE, OFFSET_TYPE, True,
+    )  # fmt: skip
+
+    if SPLIT:
+        part = (token * HEADS + head) * num_splits + tl.program_id(2)
+        tl.store(partial_stats + part * 2, peak, mask=row_is_real)
+        tl.store(partial_stats + part * 2 + 1, total, mask=row_is_real)
+        tl.store(
+            partial_acc + part[:, None] * PADDED_RANK + rank[None, :], acc, mask=(row_is_real & (total > 0))[:, None]
+        )
+    else:
+        out_rows = out + token[:, None] * out_stride + head[:, None] * RANK + rank[None, :]
+        result = acc / total[:, None]
+        tl.store(out_rows, result.to(out.dtype.element_ty), mask=row_is_real[:, None] & (rank < RANK)[None, :])
+
+
+class MLAArguments(NamedTuple):
+    """A ragged batch over paged latents; layouts as in the head of this file."""
+
+    q: torch.Tensor
+    cache: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    scale: float
+    kv_lora_rank: int
+
+
+def mla_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    *,
+    kv_lora_rank: int,
+    out: torch.Tensor | None = None,
+    num_kv_splits: int | None = None,
+    max_seq_len: int | None = None,
+    backend: str | None = None,
+    checked: bool = False,
+) -> torch.Tensor:
+    """Causal attention of a ragged batch in the absorbed form; layouts as in the head of this file.
+
+    Args:
+        scale: what q · k is multiplied by, greater than 0.
+        kv_lora_rank: how many of a row's numbers are the latent.
+        out: the output tensor; rows of padding tokens (beyond `query_start_loc[-1]`) are left unchanged.
+        num_kv_splits: programs that share a sequence's keys; None chooses. Ignored on the CPU.
+        max_seq_len: the longest sequence, if the host knows; it only helps to choose the number of splits.
+        backend: "triton" or "cpu"; None follows q's device. "triton" on CPU tensors needs Triton's interpreter.
+        checked: skip the checks, since a call with the same shapes and types has passed them (a step's first layer).
+
+    Returns:
+        `out` `[tokens, heads, kv_lora_rank]`, of q's dtype.
+
+    Raises:
+        MinivllmError: shapes, types or values are invalid.
+    """
+    arguments = MLAArguments(q, cache, query_start_loc, seq_lens, block_table, scale, kv_lora_rank)
+    if not checked:
+        _check(arguments)
+    if out is None:
+        out = torch.empty(*q.shape[:2], kv_lora_rank, dtype=q.dtype, device=q.device)
+    if not len(q) or not len(seq_lens):
+        return out
+    if choose_backend(backend, q) == "cpu":
+        mla_attention_cpu(out, *arguments)
+    else:
+        _choose_and_launch(out, arguments, num_kv_splits, max_seq_len)
+    return out
+
+
+def mla_configurations(gpu: str, element_bytes: int) -> list[Configuration]:
+    """Candidates, best guess first; `gpu` is a key of the tables in `attention_configurations.py`.
+
+    The sums of all rows must fit the registers, so there are few rows, and wide tiles would only fill shared memory. fp32
+    fits for latents of up to 128 numbers; wider ones spill.
+    """
+    if element_bytes > 2:
+        return [Configuration(16, 16, 8, 1)]
+    if gpu == "gfx942":
+        return [Configuration(16, 32, 4, 1), Configuration(16, 16, 4, 1)]
+    return [Configuration(16, 32, 4, 2), Configuration(16, 32, 8, 2), Configuration(16, 64, 8, 2)]
+
+
+def _choose_and_launch(
+    out: torch.Tensor, arguments: MLAArguments, num_kv_splits: int | None, max_seq_len: int | None
+) -> None:
+    """Launch the kernel with the fastest configuration for this class of steps."""
+    q, cache, sequences = arguments.q, arguments.cache, len(arguments.seq_lens)
+    if q.stride()[1:] != (q.shape[2], 1):
+        q = q.contiguous()
+        arguments = arguments._replace(q=q)
+    tokens, heads, width = q.shape
+    keys = max_seq_len or arguments.block_table.shape[1] * cache.shape[1]
+
+    def launch(configuration: Configuration) -> None:
+        splits = num_kv_splits
+        if splits is None:
+            programs = max(sequences, tokens) * triton.cdiv(heads, MOST_HEADS)
+            splits = 1 if INTERPRETED else automatic_splits(programs, keys, multiprocessors(q.device))
+        launch_triton(out, arguments, splits, configuration)
+
+    if INTERPRETED:
+        launch(Configuration(16, 32, 4, 1))
+        return
+    choices = mla_configurations(architecture(q.device), q.element_size())
+    sizes = sequences.bit_length(), tokens.bit_length(), keys.bit_length()
+    launch(fastest(choices, (q.device, q.dtype, heads, width, cache.shape[1], num_kv_splits, *sizes), launch))
+
+
+def launch_triton(out: torch.Tensor, arguments: MLAArguments, num_splits: int, configuration: Configuration) -> None:
+    """One launch with the given configuration, two if `num_splits` > 1. A token's heads in q must be contiguous."""
+    q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
+    tokens, heads, width = q.shape
+    sequences, padded_rank = len(seq_lens), padded(rank)
+    block_h = min(MOST_HEADS, triton.next_power_of_2(heads))
+    partial_acc = partial_stats = out  # not read unless there are splits
+    if num_splits > 1:
+        partial_acc = torch.empty(tokens, heads, num_splits, padded_rank, dtype=torch.float32, device=q.device)
+        partial_stats = torch.empty(tokens, heads, num_splits, 2, dtype=torch.float32, device=q.device)
+    query_blocks = tokens // (configuration.block_m // block_h) + sequences
+    mla_attention_kernel[(query_blocks, triton.cdiv(heads, block_h), num_splits)](
+        out,
+        q,
+        cache,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        partial_acc,
+        partial_stats,
+        sequences,
+        num_splits,
+        float(scale),
+        q.stride(0),
+        out.stride(0),
+        cache.stride(0),
+        block_table.stride(0),
+        DOT_TYPE=tl.float32 if INTERPRETED else TRITON_TYPES[q.dtype],  # the interpreter's NumPy has no bf16
+        OFFSET_TYPE=tl.int32 if cache.shape[0] * cache.stride(0) < 2**31 else tl.int64,
+        HEADS=heads,
+        RANK=rank,
+        ROPE=width - rank,
+        PADDED_RANK=padded_rank,
+        PADDED_ROPE=padded(width - rank),
+        BLOCK_SIZE=cache.shape[1],
+        BLOCK_H=block_h,
+        BLOCK_M=configuration.block_m,
+        TILE=configuration.tile,
+        SPLIT=num_splits > 1,
+        num_warps=configuration.num_warps,
+        num_stages=configuration.num_stages,
+    )
+    if num_splits > 1:
+        combine_splits(out, partial_acc, partial_stats, query_start_loc)
+
+
+def _check(arguments: MLAArguments) -> None:
+    q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
+    if q.dim() != 3 or cache.dim() != 3 or q.shape[2] != cache.shape[2] or not 0 < rank < q.shape[2]:
+        raise MinivllmError(
+            f"q {tuple(q.shape)} must be [tokens, heads, width] and the cache {tuple(cache.shape)} [blocks, block_size, "
+            f"width], with a width above kv_lora_rank = {rank}"
+        )
+    if q.dtype not in DTYPES or cache.dtype != q.dtype or cache.stride()[1:] != (cache.shape[2], 1):
+        raise MinivllmError(
+            f"q is {q.dtype}, the cache {cache.dtype}: they must be alike, float32, float16 or bfloat16, and a block of "
+            "the cache contiguous"
+        )
+    check_tables(query_start_loc, seq_lens, block_table)
+    if not scale > 0:
+        raise MinivllmError(f"scale must be greater than 0, got {scale}")

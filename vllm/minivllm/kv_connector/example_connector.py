@@ -1,0 +1,273 @@
+"""Keys and values in files that engines share: a folder that all of them can read.
+
+One file holds one full block of a prompt, with all layers, and is named by the block's hash: so by its tokens, all
+tokens before them, and what else they depend on. Whoever has the same prefix finds its blocks, one after another.
+A file appears when it is complete, and has a checksum; one that is cut or altered counts as a load that has failed, and
+is removed. What a step computes with such a block is not saved. Nothing is ever evicted; that is left to whoever owns
+the folder.
+
+In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/example_connector.py` (`ExampleConnector`), which keeps a
+folder for each whole prompt and a file for each layer.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.kv_connector import (
+    KVCaches,
+    KVConnectorBase_V1,
+    KVConnectorConfig,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+)
+from minivllm.errors import MinivllmError
+from minivllm.logger import init_logger
+
+if TYPE_CHECKING:
+    import torch
+
+    from minivllm.core.block_pool import KVCacheBlock
+    from minivllm.core.output import SchedulerOutput
+    from minivllm.core.request import Request
+
+logger = init_logger(__name__)
+CHECKSUM = "blake2b"
+
+
+@dataclass
+class ExampleConnectorMetadata(KVConnectorMetadata):
+    """The blocks to load within the step and to save after it, by id, and the names of their files.
+
+    `step` counts the steps; `last_failure` is the last one with a failed load that the scheduler knew of.
+    """
+
+    loads: dict[int, str] = field(default_factory=dict)
+    saves: dict[int, str] = field(default_factory=dict)
+    step: int = 0
+    last_failure: int = -1
+
+
+@dataclass
+class _Saved:
+    """A request under way: its block table, and how many of its blocks are saved, or were loaded."""
+
+    request: "Request"
+    block_ids: list[int]
+    num_blocks: int
+
+
+class ExampleConnector(KVConnectorBase_V1):
+    """Both sides. `shared_storage_path` in `kv_connector_extra_config` is the folder."""
+
+    def __init__(self, config: KVConnectorConfig, role: KVConnectorRole) -> None:
+        """Creates the folder.
+
+        Raises:
+            MinivllmError: no folder is named, or it cannot be made.
+        """
+        super().__init__(config, role)
+        path = config.kv_transfer_config.get_from_extra_config("shared_storage_path")
+        if not isinstance(path, str | Path) or not str(path):
+            raise MinivllmError(
+                f"shared_storage_path is {path!r}; ExampleConnector needs a folder, as in "
+                '{"kv_connector_extra_config": {"shared_storage_path": "/tmp/kv"}}'
+            )
+        kind = f"{config.model_fingerprint} {config.block_size} {config.kv_cache_dtype} {config.tensor_parallel_size}"
+        self.folder = Path(path) / hashlib.sha256(kind.encode()).hexdigest()[:16]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:  # ValueError: it has a NUL
+            why = getattr(error, "strerror", error)
+            raise MinivllmError(f"shared_storage_path {str(path)!r} cannot be used: {why}") from None
+        self._metadata = ExampleConnectorMetadata()
+        self._requests: dict[str, _Saved] = {}
+        self._asked: dict[str, int] = {}  # how many blocks each had of its own
+        self._kv_caches: KVCaches = {}
+        self._saving: dict[str, list[torch.Tensor]] = {}
+        self._invalid_block_ids: set[int] = set()
+        self._num_steps, self._last_failure = 0, -1
+
+    # The scheduler's side
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Counts the blocks behind the first `num_computed_tokens` tokens that are there on all ranks."""
+        if not self.config.kv_transfer_config.is_kv_consumer:
+            return 0, False
+        size = self.config.block_size
+        self._asked[request.request_id] = num_computed_tokens // size
+        first, last = num_computed_tokens // size, (request.num_tokens - 1) // size
+        found = 0
+        for block_hash in request.block_hashes[first:last]:
+            if not self._is_complete(block_hash.hex()):
+                break
+            found += 1
+        return found * size, False
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
+    ) -> None:
+        """Notes which blocks are to be loaded: those behind the ones that the prefix cache has had."""
+        size = self.config.block_size
+        num_external = num_external_tokens // size
+        num_known = self._asked.pop(request.request_id, request.num_computed_tokens // size)
+        for place in range(num_known, num_known + num_external):
+            self._metadata.loads[blocks[place].block_id] = request.block_hashes[place].hex()
+        self._requests[request.request_id] = _Saved(
+            request, [block.block_id for block in blocks], num_known + num_external
+        )
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ExampleConnectorMetadata:
+        """Adds the blocks of prompts that this step fills and that are not there yet."""
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in self._requests:
+                self._requests[request_id].block_ids += block_ids or ()
+        if self.config.kv_transfer_config.is_kv_producer:
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+                if request_id in self._requests:
+                    self._add_saves(self._requests[request_id], num_tokens)
+        metadata, self._metadata = self._metadata, ExampleConnectorMetadata()
+        metadata.step, metadata.last_failure = self._num_steps, self._last_failure
+        self._num_steps += 1
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Notes which steps have failed to load."""
+        self._last_failure = max((self._last_failure, *(connector_output.kv_connector_worker_meta or ())))
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forgets it: what is to be saved of it was saved when it was computed."""
+        self._requests.pop(request.request_id, None)
+        self._asked.pop(request.request_id, None)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Removes all files of this model. Returns whether all are gone."""
+        for path in self.folder.iterdir():
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return not any(self.folder.iterdir())
+
+    def start_over(self) -> None:
+        """Forgets what the failed step would have saved."""
+        self._metadata = ExampleConnectorMetadata()
+        self._requests.clear()
+
+    def _add_saves(self, saved: _Saved, num_tokens: int) -> None:
+        request = saved.request
+        # It may have been set back by a load that has failed.
+        saved.num_blocks = min(saved.num_blocks, request.num_computed_tokens // self.config.block_size)
+        num_known = min(request.num_computed_tokens + num_tokens, request.num_prompt_tokens)
+        for place in range(saved.num_blocks, num_known // self.config.block_size):
+            name = request.block_hashes[place].hex()
+            if not self._is_complete(name):
+                self._metadata.saves[saved.block_ids[place]] = name
+            saved.num_blocks = place + 1
+
+    def _is_complete(self, name: str) -> bool:
+        return all(self._path(name, rank).exists() for rank in range(self.config.tensor_parallel_size))
+
+    def _path(self, name: str, rank: int) -> Path:
+        return self.folder / f"{name}.{rank}.safetensors"
+
+    # The workers' side
+
+    def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """Keeps them."""
+        self._kv_caches = kv_caches
+
+    def start_load_kv(self) -> None:
+        """Loads all blocks; those that cannot be loaded are told as invalid."""
+        for block_id, name in self._step.loads.items():
+            if not self._load(block_id, self._path(name, self.config.tensor_parallel_rank)):
+                self._invalid_block_ids.add(block_id)
+                self._last_failure = self._step.step
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: all layers lie in one file."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
+        """Copies the layer's part of the blocks to be saved."""
+        saves = self._step.saves
+        if saves and self._step.last_failure >= self._last_failure:
+            self._saving[layer_name] = [tensor[list(saves)].cpu() for tensor in kv_layer]
+
+    def wait_for_save(self) -> None:
+        """Writes the files."""
+        saving, self._saving = self._saving, {}
+        if not saving:
+            return
+        for place, name in enumerate(self._step.saves.values()):
+            tensors = {
+                f"{layer}.{part}": tensor[place].contiguous()
+                for layer, parts in saving.items()
+                for part, tensor in enumerate(parts)
+            }
+            self._write(self._path(name, self.config.tensor_parallel_rank), tensors)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns those that could not be loaded in this step."""
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+    def build_connector_worker_meta(self) -> int | None:
+        """Tells that this step has failed to load."""
+        return self._step.step if self._last_failure == self._step.step else None
+
+    def reset(self) -> None:
+        """Forgets the failed step."""
+        self._saving, self._invalid_block_ids, self._last_failure = {}, set(), -1
+
+    @property
+    def _step(self) -> ExampleConnectorMetadata:
+        assert isinstance(self._connector_metadata, ExampleConnectorMetadata)
+        return self._connector_metadata
+
+    def _load(self, block_id: int, path: Path) -> bool:
+        """Fills one block; returns whether the file holds what it should. One that does not is removed."""
+        from safetensors import SafetensorError, safe_open
+
+        caches = {f"{layer}.{part}": one for layer, of in self._kv_caches.items() for part, one in enumerate(of)}
+        try:
+            with safe_open(path, framework="pt") as opened:
+                loaded = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+                told = (opened.metadata() or {}).get(CHECKSUM)
+        except (OSError, SafetensorError):
+            loaded, told = {}, None
+        fits = loaded.keys() == caches.keys() and all(
+            one.shape == caches[name].shape[1:] and one.dtype == caches[name].dtype for name, one in loaded.items()
+        )
+        if not fits or told != checksum(loaded[name] for name in sorted(loaded)):
+            path.unlink(missing_ok=True)
+            return False
+        for name, tensor in loaded.items():
+            caches[name][block_id].copy_(tensor)
+        return True
+
+    def _write(self, path: Path, tensors: "dict[str, torch.Tensor]") -> None:
+        """Writes a file that nobody sees before it is complete. A full disk costs only the file."""
+        from safetensors.torch import save_file
+
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        try:
+            save_file(tensors, unfinished, {CHECKSUM: checksum(tensors[name] for name in sorted(tensors))})
+            os.replace(unfinished, path)
+        except Exception as error:
+            unfinished.unlink(missing_ok=True)
+            logger.warning("%s could not be written: %s", path, error)
+
+
+def checksum(tensors: "Iterable[torch.Tensor]") -> str:
+    """Returns a hash of the tensors' bytes, in this order."""
+    import torch
+
+    seen = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        seen.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()

@@ -1,0 +1,277 @@
+"""NIXL's agent as the connector uses it: register memory, meet a peer, read its blocks, notify it.
+
+Memory is described by regions: `count` pieces of `num_bytes` each, one every `stride` bytes. A list of pieces is
+prepared once for each peer; a transfer then names pieces by their index in it. A READ moves bytes without the peer's
+taking part, so the peer has to be told when it is over: the notification that goes with it arrives there after the
+last byte was read.
+
+In vLLM v0.33.0: `NixlWrapper` in `vllm/distributed/kv_transfer/kv_connector/v1/nixl/` is NIXL's own class.
+"""
+
+import importlib
+import importlib.util
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from minivllm.errors import MinivllmError
+
+State = Literal["PROC", "DONE", "ERR"]
+SECONDS_BETWEEN_LOOKS = 0.001
+MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+"""The distribution `nixl` only chooses between the builds for two CUDA releases; either works on a CPU."""
+
+
+class Region(NamedTuple):
+    """`count` pieces of `num_bytes` from `address` on, one every `stride` bytes, on this device (0 for host memory)."""
+
+    address: int
+    num_bytes: int
+    device_id: int
+    stride: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTimes:
+    """What NIXL has measured of a transfer: seconds to post it, seconds until it was over, its bytes and its pieces.
+
+    Neighbouring pieces are merged, so there may be fewer of them than were asked for.
+    """
+
+    post_seconds: float
+    seconds: float
+    num_bytes: int
+    num_descriptors: int
+
+
+class Transfer(Protocol):
+    """A read that has begun."""
+
+    def state(self) -> State:
+        """PROC: under way; DONE: all bytes are here; ERR: it has failed, and what has arrived is unknown."""
+        ...
+
+    def times(self) -> TransferTimes:
+        """Of one that is done."""
+        ...
+
+    def release(self) -> bool:
+        """Gives it up; one under way is cancelled. Returns False if it cannot be: it still writes into memory here."""
+        ...
+
+
+class TransferAgent(Protocol):
+    """What the connector's worker needs of an agent; `NixlAgent` is the real one."""
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Opens this memory to transfers, once."""
+        ...
+
+    def metadata(self) -> bytes:
+        """How a peer reaches this agent and its memory."""
+        ...
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Returns the peer's name. Raises an exception for metadata that it cannot read."""
+        ...
+
+    def remove_peer(self, peer: str) -> None:
+        """Forgets a peer, and the lists prepared for it."""
+        ...
+
+    def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
+        """Prepares all pieces of these regions in their order; `peer` None means this agent's own memory."""
+        ...
+
+    def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> Transfer:
+        """Begins to read: piece `pieces[i]` of the peer's list into piece `into[i]` of the local one."""
+        ...
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Sends a notification alone. Raises an exception if the peer is known to be gone."""
+        ...
+
+    def notifications(self) -> list[bytes]:
+        """What peers have sent since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Releases everything. A second call does nothing."""
+        ...
+
+
+class NixlAgent:
+    """An agent of NIXL with the UCX backend (which moves bytes: `UCX_TLS` in the environment limits the ways)."""
+
+    def __init__(self, name: str, backends: Sequence[str] = ("UCX",)) -> None:
+        """`name` must be unlike that of every peer.
+
+        Raises:
+            MinivllmError: nixl is not installed, or has no such backend.
+        """
+        api = _import_nixl()
+        config = api.nixl_agent_config(
+            backends=list(backends),
+            capture_telemetry=True,
+            enable_prog_thread=False,
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # the core's calls come from several threads
+        )
+        try:
+            self._api: Any = api.nixl_agent(name, config)
+        except Exception as error:
+            ways = os.environ.get("UCX_TLS", "not set")
+            raise MinivllmError(
+                f"NIXL cannot start its backends {', '.join(backends)}: {error}; UCX_TLS is {ways} (sm,tcp,self does)"
+            ) from None
+        if missing := [backend for backend in backends if backend not in self._api.backends]:
+            known = ", ".join(self._api.plugin_list)
+            raise MinivllmError(f"nixl has no backend {missing[0]!r}; it has {known}")
+        self._progress = _Progress(self._api)
+        self._memory_kind = "DRAM"
+        self._registered: Any = None
+        self._lists: dict[str | None, list[Any]] = {}
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `TransferAgent`."""
+        self._memory_kind = "VRAM" if tensors[0].is_cuda else "DRAM"
+        self._registered = self._api.register_memory(list(tensors))
+
+    def metadata(self) -> bytes:
+        """See `TransferAgent`."""
+        return self._api.get_agent_metadata()
+
+    def add_peer(self, metadata: bytes) -> str:
+        """See `TransferAgent`."""
+        name = self._api.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else name
+
+    def remove_peer(self, peer: str) -> None:
+        """See `TransferAgent`."""
+        self._release_lists(peer)
+        self._api.remove_remote_agent(peer)
+
+    def prepare(self, peer: str | None, regions: Sequence[Region]) -> Any:
+        """See `TransferAgent`."""
+        table = np.array(regions, np.uint64).reshape(-1, len(Region._fields))
+        prepared = self._api.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", table, self._memory_kind)
+        self._lists.setdefault(peer, []).append(prepared)
+        return prepared
+
+    def read(self, local: Any, into: np.ndarray, remote: Any, pieces: np.ndarray, notification: bytes) -> Transfer:
+        """See `TransferAgent`."""
+        indices = (into.astype(np.int32), pieces.astype(np.int32))
+        handle = self._api.make_prepped_xfer("READ", local, indices[0], remote, indices[1], notification)
+        return _NixlTransfer(self._api, handle)
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """See `TransferAgent`."""
+        self._api.send_notif(peer, message)
+
+    def notifications(self) -> list[bytes]:
+        """See `TransferAgent`."""
+        return self._progress.take()
+
+    def close(self) -> None:
+        """See `TransferAgent`."""
+        if self._api is None:
+            return
+        self._progress.end()
+        for peer in list(self._lists):
+            if peer is None:
+                self._release_lists(None)
+            else:
+                self.remove_peer(peer)
+        if self._registered is not None:
+            self._api.deregister_memory(self._registered)
+        self._api = self._registered = None
+
+    def _release_lists(self, peer: str | None) -> None:
+        for prepared in self._lists.pop(peer, ()):
+            self._api.release_dlist_handle(prepared)
+
+
+class _Progress:
+    """Looks after an agent's connections in a thread, while this process computes or waits.
+
+    What goes over TCP moves only while both sides look, and so does every first connection. NIXL has a thread for
+    that, but it never sleeps: an idle agent would take a whole core.
+    """
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="nixl-progress")
+        self._thread.start()
+
+    def take(self) -> list[bytes]:
+        """What peers have sent since the last call."""
+        return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._ends.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ends.wait(SECONDS_BETWEEN_LOOKS):
+            for messages in self._api.get_new_notifs().values():
+                for message in messages:
+                    self._inbox.put(message)
+
+
+class _NixlTransfer:
+    """See `Transfer`."""
+
+    def __init__(self, api: Any, handle: Any) -> None:
+        self._api, self._handle = api, handle
+        try:
+            self._state: State = api.transfer(handle)
+        except Exception:
+            self.release()
+            raise
+
+    def state(self) -> State:
+        """See `Transfer`."""
+        if self._state == "PROC":
+            try:
+                self._state = self._api.check_xfer_state(self._handle)
+            except Exception:  # NIXL raises one for a peer that is gone
+                self._state = "ERR"
+        return self._state
+
+    def times(self) -> TransferTimes:
+        """See `Transfer`."""
+        told = self._api.get_xfer_telemetry(self._handle)
+        return TransferTimes(told.postDuration / 1e6, told.xferDuration / 1e6, told.totalBytes, told.descCount)
+
+    def release(self) -> bool:
+        """See `Transfer`."""
+        try:
+            self._api.release_xfer_handle(self._handle)
+        except Exception:
+            return False
+        return True
+
+
+def is_nixl_installed() -> bool:
+    """Whether any build of it can be imported."""
+    return any(importlib.util.find_spec(name.partition(".")[0]) for name in MODULES)
+
+
+def _import_nixl() -> Any:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    for name in MODULES:
+        if importlib.util.find_spec(name.partition(".")[0]):
+            return importlib.import_module(name)
+    raise MinivllmError(
+        "NixlConnector needs nixl, which is not installed: `uv sync --group nixl` brings it (Linux, 56 MB); "
+        "TCPConnector needs nothing"
+    )

@@ -1,0 +1,45 @@
+"""Which pieces of two paged caches belong together, where a block has one size here and another there.
+
+The tokens of a block lie one after another in every region, so any number of them that divides both block sizes is a
+piece that both sides can name; the greatest such number makes the fewest. Region r of `n` pieces has the indices r n to
+r n + n - 1.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from minivllm.kv_connector.nixl_agent import Region
+
+
+def tokens_of_a_piece(block_size: int, other_block_size: int) -> int:
+    """The tokens of a piece, for two block sizes in tokens."""
+    return math.gcd(block_size, other_block_size)
+
+
+def regions_in_pieces(
+    addresses: Sequence[int], block_lens: Sequence[int], device_id: int, num_blocks: int, per_block: int
+) -> list[Region]:
+    """A cache's regions, every block of `block_lens[i]` bytes cut into `per_block` pieces.
+
+    Blocks must lie side by side, as they do in this engine's caches.
+    """
+    return [
+        Region(address, length // per_block, device_id, length // per_block, num_blocks * per_block)
+        for address, length in zip(addresses, block_lens, strict=True)
+    ]
+
+
+def piece_indices(
+    block_ids: Sequence[int], block_size: int, first_token: int, tokens: range, num_blocks: int, num_regions: int
+) -> np.ndarray:
+    """The indices of the pieces that hold these tokens, [num_regions * pieces].
+
+    `tokens`: the first token of each piece; its step is the tokens of a piece. `first_token` is the first of
+    `block_ids[0]`; `num_blocks` are the blocks of a region.
+    """
+    per_block = block_size // tokens.step
+    places = (np.arange(tokens.start, tokens.stop, tokens.step) - first_token) // tokens.step
+    pieces = np.asarray(block_ids)[places // per_block] * per_block + places % per_block
+    return (np.arange(num_regions)[:, None] * (num_blocks * per_block) + pieces).ravel()

@@ -1,0 +1,59 @@
+"""The scheduler's side of NIXL's connector: what connectors that pull have in common, and the side channel.
+
+In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py`.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from minivllm.core.kv_connector import KVConnectorConfig
+from minivllm.errors import MinivllmError
+from minivllm.kv_connector.nixl_side_channel import NixlAgentMetadata, NixlHandshakePayload, NixlSideChannel
+from minivllm.kv_connector.pull_params import GENERATIONS_JOINED_BY
+from minivllm.kv_connector.pull_scheduler import PullConnectorScheduler
+
+HOST_VARIABLE, PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+DEFAULT_HOST, DEFAULT_PORT = "localhost", 5600
+
+
+class NixlConnectorScheduler(PullConnectorScheduler):
+    """Tells other engines where its side channel is."""
+
+    def __init__(self, config: KVConnectorConfig, lease_duration: float) -> None:
+        super().__init__(config, lease_duration)
+        self.host, self.port = side_channel_address(config.data_parallel_rank)
+        self._side_channel: NixlSideChannel | None = None
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """Opens the side channel, if this engine has anything to give. Raises `MinivllmError` if it cannot."""
+        if not self.config.kv_transfer_config.is_kv_producer:
+            return
+        self.generation = GENERATIONS_JOINED_BY.join(map(_generation_of, metadata.values()))
+        payloads = {(0, rank): payload for rank, payload in metadata.items()}
+        self._side_channel = NixlSideChannel(self.host, self.port, payloads, self.is_held)
+
+    def shutdown(self) -> None:
+        """Closes the side channel."""
+        if self._side_channel is not None:
+            self._side_channel.close()
+            self._side_channel = None
+
+
+def _generation_of(payload: bytes) -> str:
+    agent = msgspec.msgpack.decode(payload, type=NixlHandshakePayload).agent_metadata_bytes
+    return msgspec.msgpack.decode(agent, type=NixlAgentMetadata).registration_generation
+
+
+def side_channel_address(data_parallel_rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """The host and the port of a core's side channel; the environment has those of the first core.
+
+    Raises:
+        MinivllmError: that port is none.
+    """
+    port = environment.get(PORT_VARIABLE) or str(DEFAULT_PORT)
+    if not port.isdecimal() or not 0 < int(port) + data_parallel_rank < 1 << 16:
+        raise MinivllmError(f"{PORT_VARIABLE} is {port!r}; it must be a port from 1 to 65535, as 5600")
+    return environment.get(HOST_VARIABLE) or DEFAULT_HOST, int(port) + data_parallel_rank

@@ -1,0 +1,202 @@
+"""NIXL's side channel: how an engine learns where the cache of another one lies, before it reads from it.
+
+A ZMQ socket of the scheduler's process answers for all ranks: the request is MessagePack of `("get_meta_msg",
+pp_rank, tp_rank)`, the reply two frames, that rank's `NixlHandshakePayload` and the clock of the process, which
+measures leases. The payload is decoded in two steps, so that engines which do not fit say so before they read what
+they would not understand.
+
+One message is not vLLM's: `("is_held_msg", request_id)` asks whether blocks are still kept. A read moves whatever
+lies in the memory at that time, and nobody at the other end notices; only this answer, given after the last byte was
+read, says that the blocks still were the request's.
+
+In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py` (`NixlAgentMetadata`,
+`NixlHandshakePayload`), `base_scheduler.py` (`_nixl_handshake_listener`), `base_worker.py` (`_nixl_handshake`).
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import zmq
+
+from minivllm.core.kv_connector import KVConnectorConfig
+from minivllm.errors import MinivllmError
+from minivllm.logger import init_logger
+
+logger = init_logger(__name__)
+GET_META_MSG = b"get_meta_msg"
+IS_HELD_MSG = b"is_held_msg"
+PROTOCOL = "minivllm 1"
+"""Changes with all that two engines must agree on: the messages, the layout of the cache, the meaning of the params."""
+MAX_QUESTION_BYTES, MAX_ANSWER_BYTES = 64 << 10, 16 << 20
+
+
+class NixlAgentMetadata(msgspec.Struct):
+    """One rank's cache, as its peer must know it.
+
+    The cache is `len(kv_caches_base_addr)` regions of `num_blocks` blocks; a block of region i has `block_lens[i]`
+    bytes and begins every `block_strides[i]` bytes. `registration_generation` changes whenever memory is registered
+    anew.
+    """
+
+    engine_id: str
+    agent_metadata: bytes
+    kv_caches_base_addr: list[int]
+    device_id: int
+    num_blocks: int
+    block_lens: list[int]
+    block_strides: list[int]
+    kv_cache_layout: str
+    block_size: int
+    registration_generation: str = ""
+    answers_is_held: bool = False
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.kv_caches_base_addr), len(self.block_lens), len(self.block_strides)}
+        numbers = (*self.kv_caches_base_addr, *self.block_lens, *self.block_strides, self.num_blocks, self.block_size)
+        if len(lengths) != 1 or min(numbers) < 1 or self.device_id < 0:
+            raise ValueError("a cache's regions have addresses, lengths and strides above 0, as many of each")
+
+
+class NixlHandshakePayload(msgspec.Struct):
+    """What the side channel answers: `agent_metadata_bytes` may be decoded where `compatibility_hash` is one's own."""
+
+    compatibility_hash: str
+    agent_metadata_bytes: bytes
+
+
+def compute_nixl_compatibility_hash(config: KVConnectorConfig) -> str:
+    """A hash of all that two engines must have alike; block sizes and numbers of blocks may differ."""
+    factors = {
+        "protocol": PROTOCOL,
+        "model": config.model_fingerprint,
+        "num_layers": config.num_layers,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
+    return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()
+
+
+class NixlSideChannel:
+    """Answers other engines, in a thread of its own, until it is closed."""
+
+    def __init__(
+        self, host: str, port: int, payloads: Mapping[tuple[int, int], bytes], is_held: Callable[[str], bool]
+    ) -> None:
+        """`payloads`: what to answer for each (pp_rank, tp_rank). `is_held` is called in the thread.
+
+        Raises:
+            MinivllmError: the port is taken, or the host is none of this machine's.
+        """
+        self._payloads, self._is_held = payloads, is_held
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MAX_QUESTION_BYTES, ":" in host
+        try:
+            socket.bind(tcp_address(host, port))
+        except zmq.ZMQError as error:
+            socket.close()
+            self._context.term()
+            raise MinivllmError(
+                f"NIXL's side channel cannot listen on {host}:{port}: {error}; set VLLM_NIXL_SIDE_CHANNEL_HOST and "
+                "VLLM_NIXL_SIDE_CHANNEL_PORT, each engine of a machine needs a port of its own"
+            ) from None
+        self._thread = threading.Thread(target=self._answer, args=(socket,), daemon=True, name="nixl-side-channel")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread. A second call does nothing."""
+        self._context.term()  # which the thread notices, and closes its socket
+        self._thread.join()
+
+    def _answer(self, socket: zmq.Socket) -> None:
+        try:
+            while True:
+                identity, *_, question = socket.recv_multipart()
+                answer = self._answer_to(question)
+                socket.send_multipart((identity, b"", answer, msgspec.msgpack.encode(time.perf_counter())))
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            socket.close()
+
+    def _answer_to(self, question: bytes) -> bytes:
+        """An empty answer says that there is none."""
+        try:
+            match msgspec.msgpack.decode(question):
+                case [b"get_meta_msg", int(pp_rank), int(tp_rank)]:
+                    return self._payloads.get((pp_rank, tp_rank), b"")
+                case [b"is_held_msg", str(request_id)]:
+                    return msgspec.msgpack.encode(self._is_held(request_id))
+        except msgspec.MsgspecError:
+            pass
+        logger.warning("NIXL's side channel was asked what it does not know")
+        return b""
+
+
+def fetch_metadata(
+    host: str, port: int, ranks: tuple[int, int], compatibility_hash: str, seconds: float
+) -> tuple[NixlAgentMetadata, float]:
+    """Asks the engine there for the metadata of its rank (pp_rank, tp_rank).
+
+    Returns the metadata, and by how many seconds its clock is ahead of this one's.
+
+    Raises:
+        MinivllmError: nobody answers within so many `seconds`, or what answers does not fit this engine; says why.
+    """
+    asked = time.perf_counter()
+    answer, clock = _ask(host, port, (GET_META_MSG, *ranks), seconds)
+    offset = clock - (asked + time.perf_counter()) / 2
+    where = f"the engine at {host}:{port}"
+    if not answer:
+        raise MinivllmError(f"{where} has no rank (pp {ranks[0]}, tp {ranks[1]})")
+    try:
+        payload = msgspec.msgpack.decode(answer, type=NixlHandshakePayload)
+        if payload.compatibility_hash != compatibility_hash:
+            raise MinivllmError(
+                f"{where} has another cache than this one; both need the same model, dtype, kv_cache_dtype, "
+                "tensor_parallel_size and version of minivllm"
+            )
+        return msgspec.msgpack.decode(payload.agent_metadata_bytes, type=NixlAgentMetadata), offset
+    except msgspec.MsgspecError as error:
+        raise MinivllmError(f"{where} answers what is no NIXL metadata: {error}") from None
+
+
+def ask_is_held(host: str, port: int, request_id: str, seconds: float) -> bool:
+    """Whether the engine there still keeps this request's blocks.
+
+    Raises:
+        MinivllmError: no answer within so many `seconds`.
+    """
+    answer, _ = _ask(host, port, (IS_HELD_MSG, request_id), seconds)
+    try:
+        return msgspec.msgpack.decode(answer, type=bool)
+    except msgspec.MsgspecError:
+        return False
+
+
+def _ask(host: str, port: int, question: tuple[Any, ...], seconds: float) -> tuple[bytes, float]:
+    """Returns the answer and the other's clock."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MAX_ANSWER_BYTES, ":" in host
+        socket.sndtimeo = socket.rcvtimeo = int(seconds * 1000)
+        try:
+            socket.connect(tcp_address(host, port))
+            socket.send(msgspec.msgpack.encode(question))
+            answer, clock = socket.recv_multipart()
+            return answer, msgspec.msgpack.decode(clock, type=float)
+        except zmq.Again:
+            raise MinivllmError(f"the engine at {host}:{port} did not answer within {seconds:g} s") from None
+        except (zmq.ZMQError, ValueError, msgspec.MsgspecError) as error:
+            raise MinivllmError(f"the engine at {host}:{port} cannot be asked: {error}") from None
+
+
+def tcp_address(host: str, port: int) -> str:
+    """The address of a TCP socket for ZMQ."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,152 @@
+"""`kv_transfer_params` as NIXL's connector reads and writes them: the words that a proxy carries between two engines.
+
+The proxy asks a prefill engine with `do_remote_decode`, and gives what that answers to a decode engine, with the same
+prompt. Whoever sends a request to the decode engine can write anything here, so all of it is checked before use.
+
+One key is not NIXL's: `remote_prompt_digest`, of the tokens that were computed. Keys and values of another prompt would
+be used without a sign, and published for that prompt; so where the key is there, the prompt must be the same.
+
+In vLLM v0.33.0: `request_finished` and `update_state_after_alloc` in
+`vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`, which check less.
+"""
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.errors import MinivllmError
+
+MAX_ID_LENGTH = 1024
+MAX_SHOWN = 80
+MAX_NUMBER = (1 << 31) - 1
+"""No cache has as many blocks or tokens."""
+GENERATIONS_JOINED_BY = "."
+"""`remote_registration_generation` has that of every rank, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefill:
+    """A prompt that another engine has computed, and where its blocks are.
+
+    `num_tokens` of it are computed there; None: all of it. `generation` is that of the other's registered memory,
+    empty if it has told none; so is `prompt_digest`.
+    """
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+    block_ids: tuple[int, ...]
+    num_tokens: int | None = None
+    generation: str = ""
+    prompt_digest: str = ""
+
+    @classmethod
+    def of(cls, params: dict[str, Any], tensor_parallel_size: int) -> "RemotePrefill":
+        """Reads the params of a request with `do_remote_prefill`.
+
+        Raises:
+            MinivllmError: a key is missing, or its value is not what a prefill engine answers, or that engine is
+                divided otherwise than this one.
+        """
+        for key, own in (("tp_size", tensor_parallel_size), ("dcp_size", 1), ("pp_size", 1)):
+            theirs = params.get(key)
+            if (own if theirs is None else theirs) != own:
+                raise MinivllmError(
+                    f"kv_transfer_params has {key} {_shown(theirs)}, this engine {own}: both must be divided alike"
+                )
+        if params.get("transfer_mode") not in (None, "pull"):
+            raise MinivllmError(
+                f"kv_transfer_params has transfer_mode {_shown(params['transfer_mode'])}; only 'pull' is served"
+            )
+        return cls(
+            engine_id=_text(params, "remote_engine_id"),
+            request_id=_text(params, "remote_request_id"),
+            host=_text(params, "remote_host"),
+            port=_number(params, "remote_port", 1, 65535),
+            block_ids=_block_ids(params),
+            num_tokens=_number(params, "remote_num_tokens", 0, MAX_NUMBER)
+            if params.get("remote_num_tokens") is not None
+            else None,
+            generation=str(params.get("remote_registration_generation") or ""),
+            prompt_digest=str(params.get("remote_prompt_digest") or ""),
+        )
+
+    def is_of(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether what the other engine has computed is this prompt, or its beginning, as far as it has told."""
+        return not self.prompt_digest or self.prompt_digest == digest(prompt_token_ids[: self.num_tokens])
+
+
+def digest(token_ids: Sequence[int]) -> str:
+    """Of tokens, in 32 characters; the same on every machine."""
+    numbers = array("q", token_ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
+
+
+def check_flags(params: dict[str, Any]) -> tuple[bool, bool]:
+    """Returns (`do_remote_prefill`, `do_remote_decode`). Raises `MinivllmError` if one is no bool, or both are true."""
+    flags = []
+    for key in ("do_remote_prefill", "do_remote_decode"):
+        value = params.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise _invalid(key, value, "true or false")
+        flags.append(bool(value))
+    if all(flags):
+        raise MinivllmError("kv_transfer_params has do_remote_prefill and do_remote_decode; a request can be only one")
+    return flags[0], flags[1]
+
+
+def _text(params: dict[str, Any], key: str) -> str:
+    value = params.get(key)
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_LENGTH or not _is_unicode(value):
+        raise _invalid(key, value, "a text, as the prefill engine has answered it")
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can also write half a character, which no message can carry."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _number(params: dict[str, Any], key: str, least: int, most: int) -> int:
+    value = params.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise _invalid(key, value, f"a whole number from {least} to {most}")
+    return value
+
+
+def _block_ids(params: dict[str, Any]) -> tuple[int, ...]:
+    """Of the one group of layers that there is: a list in a list, or, as older engines write it, only that.
+
+    No request has a block twice.
+    """
+    value = params.get("remote_block_ids")
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        value = value[0]
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(type(one) is int and 0 <= one <= MAX_NUMBER for one in value)
+        or len(set(value)) < len(value)
+    ):
+        raise _invalid(
+            "remote_block_ids", params.get("remote_block_ids"), "[[ids]], as the prefill engine has answered it"
+        )
+    return tuple(value)
+
+
+def _invalid(key: str, value: Any, wanted: str) -> MinivllmError:
+    told = "lacks" if value is None else "has an invalid"
+    shown = "" if value is None else f" {_shown(value)}"
+    return MinivllmError(f"kv_transfer_params {told} {key}{shown}; it must be {wanted}")
+
+
+def _shown(value: Any) -> str:
+    """As it would stand in JSON, nearly; a client may have written megabytes."""
+    shown = repr(value)
+    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}…"

@@ -1,0 +1,239 @@
+"""The scheduler's side of connectors that pull: which blocks are kept for others, and which to read from others.
+
+On a prefill engine a request with `do_remote_decode` keeps its blocks when it ends, for as long as its lease runs,
+and its client is told where they lie. On a decode engine a request with `do_remote_prefill` waits while the ranks
+read what the prefix cache lacks. Each remote request is read once and let go of once, however many requests here are
+to use it (with n > 1, say): one reads, the others wait and find its blocks in the prefix cache, the last one to leave
+unread tells the prefill engine.
+
+In vLLM v0.33.0: `NixlPullConnectorScheduler` in
+`vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py`, `base_scheduler.py`.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorMetadata, KVConnectorOutput, KVTransferParams
+from minivllm.core.request import Request, RequestStatus
+from minivllm.errors import MinivllmError
+from minivllm.kv_connector.pull_leases import HEARTBEATS_PER_LEASE
+from minivllm.kv_connector.pull_params import RemotePrefill, check_flags, digest
+
+if TYPE_CHECKING:
+    from minivllm.core.block_pool import KVCacheBlock
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOrder:
+    """What every rank is to read: tokens `start` to `end` of `remote`; `start` is the first one of `block_ids[0]`."""
+
+    remote: RemotePrefill
+    block_ids: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass
+class PullConnectorMetadata(KVConnectorMetadata):
+    """What the ranks are to do in one step; requests by id.
+
+    - `reqs_to_recv`: to be read. `reqs_to_release`: nothing of them is wanted, which the prefill engine should know.
+    - `reqs_to_send`: their blocks are kept, for so many seconds at first. One may be told twice.
+    - `heartbeats`: whose leases are to be renewed.
+    """
+
+    reqs_to_recv: dict[str, ReadOrder] = field(default_factory=dict)
+    reqs_to_release: dict[str, RemotePrefill] = field(default_factory=dict)
+    reqs_to_send: dict[str, float] = field(default_factory=dict)
+    heartbeats: list[RemotePrefill] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Claim:
+    """The requests here that are to use a remote one. `reader` reads; `is_over`: read, or lost, or given back."""
+
+    remote: RemotePrefill
+    members: set[str] = field(default_factory=set)
+    reader: str | None = None
+    is_over: bool = False
+
+
+class PullConnectorScheduler:
+    """See `KVConnectorBase_V1` for the methods that have no words here."""
+
+    def __init__(self, config: KVConnectorConfig, lease_duration: float) -> None:
+        self.config, self.lease_duration = config, lease_duration
+        self.engine_id = config.kv_transfer_config.engine_id
+        self.host, self.port, self.generation = "", 0, ""
+        self._held: set[str] = set()
+        self._held_lock = threading.Lock()  # the side channel's thread asks
+        self._claims: dict[RemotePrefill, _Claim] = {}
+        self._claim_of: dict[str, _Claim] = {}
+        self._last_heartbeat = float("-inf")
+        self._untold: dict[str, RemotePrefill] = {}
+        self._num_untold: Counter[str] = Counter()
+        self._next = self.new_metadata()
+
+    def new_metadata(self) -> PullConnectorMetadata:
+        """Returns one that says nothing; for connectors whose metadata say more."""
+        return PullConnectorMetadata()
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """What the ranks say of where they are, by rank, is for connectors that tell it to other engines."""
+
+    def is_held(self, request_id: str) -> bool:
+        """Whether this request's blocks are kept for others; can be called from any thread."""
+        with self._held_lock:
+            return request_id in self._held
+
+    def on_new_request(self, request: Request) -> None:
+        """Raises `MinivllmError` for params that no prefill engine has answered."""
+        params, role = request.kv_transfer_params, self.config.kv_transfer_config
+        if params is None:
+            return
+        takes, gives = check_flags(params)
+        if (takes and not role.is_kv_consumer) or (gives and not role.is_kv_producer):
+            asked, wanted = ("do_remote_prefill", "kv_consumer") if takes else ("do_remote_decode", "kv_producer")
+            raise MinivllmError(
+                f"{asked} is for an engine whose kv_role is {wanted!r} or 'kv_both'; here kv_role is {role.kv_role!r}"
+            )
+        if not takes:
+            return
+        remote = RemotePrefill.of(params, self.config.tensor_parallel_size)
+        claim = self._claims.setdefault(remote, _Claim(remote))
+        claim.members.add(request.request_id)
+        self._claim_of[request.request_id] = claim
+        if not remote.is_of(request.prompt_token_ids):
+            self._leave(request.request_id)
+            raise MinivllmError(
+                "kv_transfer_params are those of another prompt; send what the prefill engine has answered for this one"
+            )
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """All of the prompt that the prefill engine has; None while another request is reading the same."""
+        claim = self._claim_of.get(request.request_id)
+        if claim is None or claim.is_over:
+            return 0, False
+        if claim.reader not in (None, request.request_id):
+            return None, False
+        there = request.num_prompt_tokens if claim.remote.num_tokens is None else claim.remote.num_tokens
+        wanted = min(there, request.num_prompt_tokens) - num_computed_tokens
+        return (wanted, True) if wanted > 0 else (0, False)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
+    ) -> None:
+        """Orders the read. A request that finds everything in the prefix cache gives the remote blocks back."""
+        claim = self._claim_of.get(request.request_id)
+        if claim is None or claim.is_over:
+            return
+        if num_external_tokens == 0:
+            self._leave(request.request_id)
+            return
+        num_cached = sum(1 for _ in takewhile(lambda block: block.block_hash is not None, blocks))
+        start = num_cached * self.config.block_size
+        block_ids = tuple(block.block_id for block in blocks[num_cached:])
+        claim.reader = request.request_id
+        order = ReadOrder(claim.remote, block_ids, start, start + num_external_tokens)
+        self._next.reqs_to_recv[request.request_id] = order
+
+    def build_connector_meta(self) -> PullConnectorMetadata:
+        """What has been decided since the last call; heartbeats with it, six in the time of a lease."""
+        metadata, self._next = self._next, self.new_metadata()
+        now = time.monotonic()
+        waiting = [claim.remote for claim in self._claims.values() if not claim.is_over]
+        if waiting and now - self._last_heartbeat >= self.lease_duration / HEARTBEATS_PER_LEASE:
+            self._last_heartbeat = now
+            metadata.heartbeats = waiting
+        return metadata
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """What was sent is not kept any more; what was read, or is lost, needs no heartbeats."""
+        with self._held_lock:
+            self._held -= output.finished_sending
+        for request_id in output.finished_recving:
+            if claim := self._claim_of.get(request_id):
+                claim.is_over = True
+        for request_id in (told for of_rank in output.kv_connector_worker_meta or () for told in of_rank):
+            self._num_untold[request_id] -= 1
+            if self._num_untold[request_id] <= 0:
+                self._untold.pop(request_id, None)
+                del self._num_untold[request_id]
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
+        """Keeps the blocks of a prefill that ended as it should; any other request's are free at once."""
+        self._leave(request.request_id)
+        params = request.kv_transfer_params
+        if params is None or not params.get("do_remote_decode"):
+            return False, None
+        ended_well = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        block_ids = block_ids[: -(-num_tokens // self.config.block_size)]
+        if not ended_well or not block_ids:
+            return False, None
+        self._next.reqs_to_send[request.request_id] = self.lease_duration
+        with self._held_lock:
+            self._held.add(request.request_id)
+        return True, self._answer(request, block_ids, num_tokens)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether a prefill engine has yet to be told that its blocks are not wanted."""
+        return bool(self._untold)
+
+    def start_over(self) -> None:
+        """A step has failed: the ranks have given up their reads, and are told all else once more."""
+        self._next = self.new_metadata()
+        with self._held_lock:
+            self._next.reqs_to_send = dict.fromkeys(self._held, self.lease_duration)
+        for claim in self._claims.values():
+            if claim.reader is not None and not claim.is_over:
+                claim.is_over = True
+                self._untold[claim.reader] = claim.remote
+        for request_id, remote in self._untold.items():
+            self._release(request_id, remote)
+
+    def shutdown(self) -> None:
+        """Nothing is left to do here."""
+
+    def _leave(self, request_id: str) -> None:
+        """This request needs its remote one no more, or never will. The last one to leave gives back what is unread."""
+        claim = self._claim_of.pop(request_id, None)
+        if claim is None:
+            return
+        claim.members.discard(request_id)
+        if claim.reader == request_id:
+            claim.is_over = True  # the ranks may still read; then they tell the prefill engine themselves
+        if claim.members:
+            return
+        self._claims.pop(claim.remote, None)
+        if not claim.is_over:
+            self._release(request_id, claim.remote)
+
+    def _release(self, request_id: str, remote: RemotePrefill) -> None:
+        self._next.reqs_to_release[request_id] = self._untold[request_id] = remote
+        self._num_untold[request_id] = self.config.tensor_parallel_size
+
+    def _answer(self, request: Request, block_ids: list[int], num_tokens: int) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [block_ids],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": request.request_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "tp_size": self.config.tensor_parallel_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": num_tokens,
+            "remote_blocks_expiry_time": None,  # heartbeats renew the lease, so nobody knows
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": request.num_cached_tokens,
+            "remote_registration_generation": self.generation,
+            "remote_prompt_digest": digest(request.all_token_ids[:num_tokens]),
+        }

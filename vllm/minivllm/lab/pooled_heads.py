@@ -1,0 +1,45 @@
+"""A checkpoint with fewer KV heads, made from another one without training, for scripts that compare the two."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from minivllm.config import ModelConfig
+from minivllm.config.model import local_path
+from minivllm.errors import MinivllmError
+
+Pool = Callable[[Tensor, int, int], Tensor]
+"""(weight [kv_heads * head_dim, hidden], kv_heads, into) -> [into * head_dim, hidden]"""
+
+
+def pooled_checkpoint(source: str | Path, folder: Path, into: int, pool: Pool) -> Path:
+    """Writes the model of `source`, with K and V projections pooled into `into` heads, to `folder`; returns it.
+
+    Raises:
+        MinivllmError: `source` is not a folder with one safetensors file, or its KV heads cannot be pooled evenly.
+    """
+    path, config = local_path(source), ModelConfig.from_pretrained(source)
+    kv_heads = config.num_key_value_heads
+    if not (path / "model.safetensors").exists():
+        raise MinivllmError(f"{source} is pooled from a folder with one model.safetensors; give such a folder")
+    if kv_heads % into:
+        raise MinivllmError(f"{kv_heads} KV heads cannot be pooled into {into}: use a divisor")
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if name.split(".")[-2:-1] in (["k_proj"], ["v_proj"]):
+            pooled = pool(weight.view(len(weight), -1), kv_heads, into)  # a bias is a column
+            weights[name] = pooled.reshape(-1, *weight.shape[1:]).contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = {**json.loads((path / "config.json").read_text()), "num_key_value_heads": into}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (path / name).exists():
+            shutil.copy(path / name, folder / name)
+    return folder

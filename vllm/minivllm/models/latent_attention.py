@@ -1,0 +1,231 @@
+"""Multi-head latent attention (MLA): the keys and values of all heads come from one short vector per token.
+
+    latent = norm(down(x)) [kv_lora_rank]     key of head h = (up_k[h] latent, rotated part)     value = up_v[h] latent
+
+Only the latent and the rotated part of the key are kept. The latter, `qk_rope_head_dim` numbers, is one for all heads,
+and does not come from the latent, for a position cannot be worked into the up-projections. So a token leaves
+kv_lora_rank + qk_rope_head_dim numbers in a layer's cache, whatever the heads.
+
+The same attention has two forms, which differ in the order of the matrix products only:
+
+    plain       expand the latents to keys and values of every head, then attend as ever
+    absorbed    q · (up_k latent) = (q up_k) · latent: bring the queries into the latent space, attend there with one
+                "head" for all, whose keys are (latent, rotated part) and whose values are the latents, and expand what
+                comes out
+
+For n new tokens that see m keys, with r = kv_lora_rank, and dims d (not rotated), e (rotated) and v (value), a head
+multiplies and adds
+
+    plain       m r (d + v) + pairs (d + e + v)             pairs: (query, key) pairs that are seen, n (m - (n - 1) / 2)
+    absorbed    n r (d + v) + pairs (2 r + e)
+
+A decode (n = 1) would expand every key for one query in the plain form; a prompt (n = m) pays for the longer vectors of
+the absorbed form in every pair and saves nothing. `plain_form_is_cheaper` counts; the heads cancel. Timed on one busy
+core, with 512 keys and 1 to 512 new tokens of two shapes, the form that it chose was the faster one in 10 of 11 cases;
+for 16 tokens of `tiny-python-mla` the absorbed form took 0.60 ms, and the plain one, which it chose, 0.78.
+
+DeepSeek-V2, arXiv 2405.04434, section 2.1. In vLLM v0.33.0: `vllm/model_executor/layers/mla.py`
+(`MultiHeadLatentAttentionWrapper`), `vllm/model_executor/layers/attention/mla_attention.py` (`MLAAttention`).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError, UnsupportedModelError
+from minivllm.kernels.elementwise import rotate_heads
+from minivllm.models.attention import CausalAttention, attention_scale
+from minivllm.models.forward_context import Attention, ForwardContext
+from minivllm.models.linear import UNQUANTIZED, Linear, LoadableLinearMethod, parameter
+from minivllm.models.norm import RMSNorm
+from minivllm.models.parallel import GroupCoordinator
+
+INNER_EPS = 1e-6
+"""Of the norms inside attention, whatever the config's `rms_norm_eps`, as in `transformers`."""
+
+
+class UpProjection(nn.Module):
+    """From the latent to each head's part of the key that is not rotated, and to its value."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        assert config.kv_lora_rank is not None
+        self.heads, self.rank = config.num_attention_heads, config.kv_lora_rank
+        self.nope_dim, self.value_dim = config.qk_nope_head_dim, config.v_head_dim
+        self.weight = parameter(torch.empty(self.heads * (self.nope_dim + self.value_dim), self.rank))
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents `[n, rank]` to keys `[n, heads, nope_dim]` and values `[n, heads, value_dim]`."""
+        both = F.linear(latents, self.weight).view(len(latents), self.heads, -1)
+        keys, values = both.split((self.nope_dim, self.value_dim), dim=-1)
+        return keys, values
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        """Queries `[n, heads, nope_dim]` to queries of latents `[n, heads, rank]`."""
+        return torch.bmm(q_nope.transpose(0, 1), self._by_head[:, : self.nope_dim]).transpose(0, 1)
+
+    def expand_values(self, attended: Tensor) -> Tensor:
+        """Weighted sums of latents `[n, heads, rank]` to those of values `[n, heads, value_dim]`."""
+        return torch.bmm(attended.transpose(0, 1), self._by_head[:, self.nope_dim :].transpose(1, 2)).transpose(0, 1)
+
+    @property
+    def _by_head(self) -> Tensor:
+        return self.weight.view(self.heads, -1, self.rank)
+
+
+class LatentAttentionFunction(Protocol):
+    """Attention of one layer over the flattened tokens of a step, from latents: `AttentionFunction` of these models."""
+
+    def __call__(
+        self, layer_index: int, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            layer_index: index of the calling layer, from 0.
+            q_nope, q_rope: `[tokens, heads, nope_dim]` and `[tokens, heads, rope_dim]`, the latter already rotated.
+            latent, k_rope: `[tokens, rank]` and `[tokens, rope_dim]`, of the same tokens: what is kept of them.
+            up: this layer's.
+
+        Returns:
+            `[tokens, heads, value_dim]`.
+        """
+        ...
+
+
+class LatentAttention(nn.Module):
+    """Attention with its projections. What reads the same input is merged, in an order in which nothing is copied.
+
+    The first product gives the queries' parts that are not rotated, all rotated parts (of the queries, then of the
+    key) and the latent. With a `q_lora_rank` the queries come from a latent of their own, in a second product.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
+        super().__init__()
+        if method is not UNQUANTIZED:
+            raise UnsupportedModelError("the weights of latent attention (MLA) are not quantized here; bfloat16 works")
+        assert config.kv_lora_rank is not None
+        self.index, self.group = index, group
+        self.heads, self.rank = config.num_attention_heads, config.kv_lora_rank
+        self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.rotary_dim
+        self.q_lora_rank = config.q_lora_rank
+        queries = self.heads * (self.nope_dim + self.rope_dim)
+        first = (self.q_lora_rank or queries) + self.rope_dim + self.rank
+        self.fused_qkv_a_proj = Linear(config.hidden_size, first)
+        if self.q_lora_rank:
+            self.q_a_layernorm = RMSNorm(self.q_lora_rank, INNER_EPS)
+            self.q_b_proj = Linear(self.q_lora_rank, queries)
+        self.kv_a_layernorm = RMSNorm(self.rank, INNER_EPS)
+        self.kv_b_proj = UpProjection(config)
+        self.o_proj = Linear(self.heads * config.v_head_dim, config.hidden_size, input_parts=group.size)
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, table: Tensor, context: ForwardContext, rows: Tensor | None
+    ) -> Tensor:
+        """`[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
+        queries_and_key, latent = self.fused_qkv_a_proj(hidden).tensor_split((-self.rank,), dim=1)
+        if self.q_lora_rank:
+            q_latent, k_rope = queries_and_key.split((self.q_lora_rank, self.rope_dim), dim=1)
+            queries_and_key = torch.cat((self.q_b_proj(self.q_a_layernorm(q_latent)), k_rope), dim=1)
+        q_nope, rotated = queries_and_key.tensor_split((self.heads * self.nope_dim,), dim=1)
+        rotated = rotated.unflatten(1, (self.heads + 1, self.rope_dim))
+        rotate_heads(rotated, positions, table)
+        attended = context.attention(
+            self.index,
+            q_nope.unflatten(1, (self.heads, self.nope_dim)),
+            rotated[:, : self.heads],
+            self.kv_a_layernorm(latent),
+            rotated[:, self.heads],
+            self.kv_b_proj,
+        ).flatten(1)
+        return self.group.all_reduce(self.o_proj(attended if rows is None else attended[rows]))
+
+
+def query_rows(config: ModelConfig) -> Tensor:
+    """The order in which `LatentAttention` holds the rows of a checkpoint's query projection, as indices.
+
+    A checkpoint has head after head, each with its part that is not rotated before the one that is, and rotates pairs
+    of neighbours; `rotate_heads` takes one half with the other.
+    """
+    nope, width = config.qk_nope_head_dim, config.qk_nope_head_dim + config.rotary_dim
+    head = torch.arange(config.num_attention_heads, device="cpu")[:, None] * width
+    rotated = nope + _halves(config.rotary_dim)
+    return torch.cat(((head + torch.arange(nope, device="cpu")).flatten(), (head + rotated).flatten()))
+
+
+def latent_rows(config: ModelConfig) -> Tensor:
+    """The same for the projection to latent and rotated key, which a checkpoint has in this order."""
+    assert config.kv_lora_rank is not None
+    return torch.cat(
+        (config.kv_lora_rank + _halves(config.rotary_dim), torch.arange(config.kv_lora_rank, device="cpu"))
+    )
+
+
+def _halves(width: int) -> Tensor:
+    """The even places, then the odd ones."""
+    return torch.arange(width, device="cpu").view(-1, 2).t().flatten()
+
+
+# ---- the plain form --------------------------------------------------------------------------------------------------
+
+
+def plain_form_is_cheaper(num_new_tokens: int, seq_len: int, config: ModelConfig) -> bool:
+    """Whether the plain form multiplies less than the absorbed one; see the head of this file."""
+    assert config.kv_lora_rank is not None
+    expanded = config.qk_nope_head_dim + config.v_head_dim
+    pairs = num_new_tokens * (2 * seq_len - num_new_tokens + 1) // 2
+    saved = pairs * (2 * config.kv_lora_rank - expanded)
+    return saved > (seq_len - num_new_tokens) * config.kv_lora_rank * expanded
+
+
+def plain_attention(
+    q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, up: UpProjection, scale: float
+) -> Tensor:
+    """Attention of one sequence in the plain form; its queries are those of its last tokens.
+
+    Args:
+        q_nope, q_rope: `[queries, heads, nope_dim]` and `[queries, heads, rope_dim]`.
+        latents, k_rope: `[keys, rank]` and `[keys, rope_dim]`, of all its tokens so far.
+        up: the layer's.
+        scale: what q · k is multiplied by.
+
+    Returns:
+        `[queries, heads, value_dim]`.
+    """
+    k_nope, values = up.expand(latents)
+    keys = torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, up.heads, -1)), dim=-1)
+    queries = torch.cat((q_nope, q_rope), dim=-1)
+    context = len(keys) - len(queries)
+    seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device).tril(context) if context else None
+    by_head = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (queries, keys, values))
+    out = F.scaled_dot_product_attention(*by_head, attn_mask=seen, is_causal=seen is None, scale=scale)
+    return out[0].transpose(0, 1)
+
+
+def causal_attention(config: ModelConfig, lengths: Sequence[int] | None = None) -> Attention:
+    """Attention without a cache for any model, over sequences of these lengths; None for one of all tokens."""
+    kind = CausalAttention if config.kv_lora_rank is None else CausalLatentAttention
+    return kind(config, lengths)
+
+
+class CausalLatentAttention:
+    """The plain form without a cache: what a token sees is all in this step. The counterpart of `CausalAttention`."""
+
+    def __init__(self, config: ModelConfig, lengths: Sequence[int] | None = None):
+        """`lengths`: tokens of each of the concatenated sequences; None for one sequence of all tokens."""
+        self.scale = attention_scale(config)
+        self.lengths = None if lengths is None else list(lengths)
+
+    def __call__(
+        self, layer_index: int, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection
+    ) -> Tensor:
+        """Implement `LatentAttentionFunction`; `layer_index` is ignored."""
+        lengths = [len(latent)] if self.lengths is None else self.lengths
+        if sum(lengths) != len(latent):
+            raise MinivllmError(f"sequences of {lengths} tokens, but {len(latent)} tokens were given")
+        parts = zip(*(tensor.split(lengths) for tensor in (q_nope, q_rope, latent, k_rope)), strict=True)
+        return torch.cat([plain_attention(*part, up, self.scale) for part in parts])

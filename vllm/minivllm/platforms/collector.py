@@ -1,0 +1,24 @@
+"""Python's garbage collector and the thousands of modules that a process loads before its work begins."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def while_loading() -> Iterator[None]:
+    """A `with` block that loads what a process needs for good: the collector rests, and never looks at it afterwards.
+
+    Looking through torch again and again is a sixth of what its import takes. A process that does this ends with
+    `os._exit`: taken apart as usual, it would leave what it has loaded behind, and Triton's bindings complain of that.
+
+    In vLLM v0.33.0: `vllm/utils/gc_utils.py` (`freeze_gc_heap`).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()

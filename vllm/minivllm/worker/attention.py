@@ -1,0 +1,57 @@
+"""Which attention a model takes: over keys and values of heads, or over latents.
+
+In vLLM v0.33.0: `vllm/v1/attention/selector.py` (`get_attn_backend`, with its `use_mla`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.config import ModelConfig
+from minivllm.errors import MinivllmError
+from minivllm.models.attention import attention_scale
+from minivllm.models.forward_context import Attention
+from minivllm.models.latent_attention import UpProjection
+from minivllm.worker.latent_attention import PagedLatentAttention
+from minivllm.worker.paged_attention import PagedAttention
+
+
+def make_attention(
+    config: ModelConfig,
+    kv_caches: Sequence[Any],
+    *,
+    backend: str | None = None,
+    attention: Callable[..., PagedAttention] | None = None,
+) -> PagedAttention | PagedLatentAttention:
+    """The attention of a model over the caches that `allocate_kv_caches` made.
+
+    `backend` as for `PagedAttention`; `attention` takes its place.
+
+    Raises:
+        MinivllmError: the model keeps latents, for which there is one implementation.
+    """
+    if config.kv_lora_rank is None:
+        scale, window = attention_scale(config), config.sliding_window
+        return attention(kv_caches, scale, window) if attention else PagedAttention(kv_caches, scale, window, backend)
+    if attention is not None or backend == "naive":
+        raise MinivllmError(
+            "a model with latent attention (MLA) takes neither Parts(attention=...) nor attention_backend"
+        )
+    return PagedLatentAttention(kv_caches, config, backend)
+
+
+def without_attention(config: ModelConfig, max_model_len: int) -> Attention:
+    """Takes attention's place in a step that only measures memory, and takes the memory that attention would.
+
+    That is little, but for latents in the plain form: one request's are expanded at a time.
+    """
+    if config.kv_lora_rank is None:
+        return lambda layer, q, k, v: torch.zeros_like(q)
+
+    def expand(layer: int, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, up: UpProjection) -> Tensor:
+        up.expand(latent.new_empty(max_model_len, up.rank))
+        return q_nope.new_zeros(*q_nope.shape[:2], up.value_dim)
+
+    return expand

@@ -1,0 +1,141 @@
+"""A rank's side of a KV connector, and when it is called around the forward pass.
+
+Between layers a connector may wait for what it loads and begin to save what was computed, so transfer and computation
+overlap. Inside a CUDA graph nothing can be called: then all layers are waited for before, and saved afterwards.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu/kv_connector.py` (`ActiveKVConnector`), `maybe_transfer_kv_layer` in
+`vllm/model_executor/layers/attention/kv_transfer_utils.py`.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm.config import ModelConfig
+from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorOutput
+from minivllm.core.output import SchedulerOutput
+from minivllm.models.forward_context import Attention
+from minivllm.worker.latent_attention import LatentCache
+from minivllm.worker.paged_attention import AttentionMetadata, LayerCache
+
+SAMPLED_PLACES, SAMPLED_BYTES = 16, 4096
+
+
+class KVConnectorRunner:
+    """Calls one rank's connector. `kv_caches` by layer: the model's, in their order, then its drafter's."""
+
+    def __init__(
+        self, connector: KVConnectorBase_V1, kv_caches: Mapping[str, tuple[torch.Tensor, ...]], num_layers: int
+    ) -> None:
+        self.connector, self.kv_caches = connector, kv_caches
+        names = list(kv_caches)
+        self.layer_names, self.drafter_names = names[:num_layers], names[num_layers:]
+        self._is_cuda = next(iter(kv_caches.values()))[0].is_cuda
+        self._active = False
+        self._output: KVConnectorOutput | None = None
+        connector.register_kv_caches(kv_caches)
+
+    def begin(self, scheduler_output: SchedulerOutput) -> None:
+        """Tells the connector what the scheduler's side wants of this step, and lets it begin to load."""
+        metadata = scheduler_output.kv_connector_metadata
+        if metadata is None:
+            return  # warm-up
+        self._active = True
+        if self._is_cuda:
+            torch.cuda.synchronize()  # freed blocks may still be written by the step before; a load must come after
+        if scheduler_output.preempted_req_ids:
+            self.connector.handle_preemptions(metadata)
+        self.connector.bind_connector_metadata(metadata)
+        self.connector.start_load_kv()
+
+    def around(self, attention: Attention, metadata: AttentionMetadata) -> Attention:
+        """The attention function of a step, with the connector's calls before and after each layer."""
+        if not self._active:
+            return attention
+        connector = self.connector
+
+        def attend(layer_index: int, *inputs: Any) -> torch.Tensor:
+            name = self.layer_names[layer_index]
+            connector.wait_for_layer_load(name)
+            out = attention(layer_index, *inputs)
+            connector.save_kv_layer(name, self.kv_caches[name], metadata)
+            return out
+
+        return attend
+
+    def wait_for_layers(self) -> None:
+        """Waits for all layers at once, before a CUDA graph."""
+        self._wait_for(self.layer_names)
+
+    def save_layers(self) -> None:
+        """Saves all layers at once, after a CUDA graph."""
+        self._save(self.layer_names)
+
+    def wait_for_drafter(self) -> None:
+        """Waits for the layers of the drafter, before it drafts."""
+        self._wait_for(self.drafter_names)
+
+    def _wait_for(self, names: list[str]) -> None:
+        for name in names if self._active else ():
+            self.connector.wait_for_layer_load(name)
+
+    def _save(self, names: list[str]) -> None:
+        for name in names if self._active else ():
+            self.connector.save_kv_layer(name, self.kv_caches[name], None)
+
+    def end(self, scheduler_output: SchedulerOutput) -> None:
+        """Waits for what must be saved before the next step, and takes note of what has arrived and was sent."""
+        if not self._active:
+            return
+        connector, output = self.connector, KVConnectorOutput()
+        if scheduler_output.num_scheduled_tokens:
+            self._save(self.drafter_names)
+        connector.wait_for_save()
+        output.finished_sending, output.finished_recving = connector.get_finished(scheduler_output.finished_req_ids)
+        output.failed_recving = connector.get_failed_recving()
+        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        output.kv_connector_stats = connector.get_kv_connector_stats()
+        meta = connector.build_connector_worker_meta()
+        output.kv_connector_worker_meta = None if meta is None else [meta]
+        connector.clear_connector_metadata()
+        self._active, self._output = False, None if output.is_empty() else output
+
+    def take_output(self) -> KVConnectorOutput | None:
+        """Returns what the step that has ended has to tell; None for nothing."""
+        output, self._output = self._output, None
+        return output
+
+    def reset(self) -> None:
+        """After a failed step: gives up what is being loaded."""
+        self._active, self._output = False, None
+        self.connector.clear_connector_metadata()
+        self.connector.reset()
+
+
+def tensors_of(cache: LayerCache | LatentCache) -> tuple[torch.Tensor, ...]:
+    """The tensors of a layer's cache: keys, values, and their scales if there are any; or latents."""
+    return tuple(tensor for tensor in cache if tensor is not None)
+
+
+def model_fingerprint(model: str | Path, config: ModelConfig, *further: object) -> str:
+    """A hash that two engines share if they compute the same keys and values.
+
+    It goes by the model's config, the bytes at a few places of its files, and whatever is given further. A model that
+    is named as on the Hugging Face hub goes by its name.
+    """
+    seen = hashlib.sha256(repr((asdict(config), further)).encode())
+    files = sorted(Path(model).glob("*.safetensors"))
+    for file in files:
+        size = file.stat().st_size
+        seen.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for place in range(SAMPLED_PLACES):
+                opened.seek(place * max(0, size - SAMPLED_BYTES) // (SAMPLED_PLACES - 1))
+                seen.update(opened.read(SAMPLED_BYTES))
+    if not files:
+        seen.update(str(model).encode())
+    return seen.hexdigest()[:32]

@@ -1,0 +1,259 @@
+"""The state of lesson 10's widget: what clients wait for over the token budget, and where that is too long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from minivllm.config.checks import require
+from minivllm.lab.capping_scheduler import AdmittedTokens, ChunkLimit, RunningTokens
+from minivllm.simulate.lever_checks import median_error, published_checks
+from minivllm.simulate.load_sweep import within
+from widgets.chunked_prefill_runs import POLICIES, Experiment, Point, Serving, experiment
+from widgets.spec import require_numbers
+
+MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
+GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
+BUDGETS = tuple(sorted([*(2**power for power in range(6, 15)), *(3 * 2**power for power in range(5, 13))]))
+"""64 to 16,384 tokens, two to a doubling."""
+THRESHOLDS = (0, 128, 256, 512, 1024, 2048, 4096)
+LOADS = (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 15.0, 20.0, 25.0, 30.0, 40.0)
+"""Requests a second."""
+LONG_SHARES = (0.05, 0.1, 0.2, 0.4)
+PROMPTS = (2048, 4096, 8192, 16384, 32768)
+GAPS = (0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.5)
+TTFTS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+CLIENTS, ALL_GAPS = 0.9, 0.99
+"""Shares: of the clients, and of the long prompts, that must have it in time; and of the gaps, if these are judged."""
+JUDGED = ("clients", "gaps")
+MOST = {"budget": 2**17, "threshold": 2**17, "load": 1e3, "long": 1.0, "prompt": 2**15, "gap": 1e3, "ttft": 1e3}
+START = {
+    "budget": 2048, "threshold": 0, "policy": "mixed", "load": 10.0, "long": 0.1, "prompt": 8192, "gap": 0.025,
+    "ttft": 0.5, "judged": "clients", "model": "Llama-3.1-8B", "gpu": "H100",
+}  # fmt: skip
+Span = tuple[float | None, float | None]
+"""From where to where; None: from or to the end of the axis."""
+
+
+@dataclass(frozen=True)
+class State:
+    """One engine at every budget that has been run so far."""
+
+    budget: int
+    gap: float
+    """Seconds that a client may wait for a next token."""
+    ttft: float
+    """Seconds within which a long prompt must have its first token."""
+    judged: str
+    """Whose gaps must be short: of JUDGED."""
+    serving: Serving
+    points: Mapping[int, Point]
+    refusals: Mapping[int, str]
+    """Why it does not start; only where it does not."""
+    capacity: Mapping[int, float]
+    """Requests a second that each budget does at most."""
+    alone: Mapping[int, float]
+    """Seconds of a long prompt that nobody else is there with, in steps of each budget."""
+    own: bool
+    """Whether functions of the reader's decide."""
+    twin: Point | None
+    """What the engine's own do at this budget, where the reader's decide."""
+    error: float | None
+    """The cost model's median error on published measurements; None until it has been asked for."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known what becomes of this budget."""
+        return self.refused or (self.budget in self.points and (self.twin is not None or not self.own))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every budget is known."""
+        return self.known and all(one in self.points or one in self.refusals for one in BUDGETS)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the engine does not start with this budget."""
+        return self.budget in self.refusals
+
+    @property
+    def like_the_engine(self) -> bool:
+        """Whether the reader's functions do what the engine's own do, as far as this budget shows."""
+        return self.twin is None or self.twin == self.points[self.budget]
+
+    @property
+    def budgets(self) -> list[int]:
+        """Those that have been run."""
+        return sorted(self.points)
+
+    def waited(self, budget: int) -> float:
+        """Seconds for a next token, as they are judged."""
+        point = self.points[budget]
+        return point.longest_gap(CLIENTS) if self.judged == "clients" else point.gap(ALL_GAPS)
+
+    def first(self, budget: int) -> float:
+        """Seconds within which nine of ten long prompts have their first token."""
+        return within(self.points[budget].long_ttft, CLIENTS)
+
+    def causes(self, budget: int) -> list[str]:
+        """What is wrong at a budget that has been run: "queue", "chunks" or "turn"; and "stall"."""
+        found = []
+        if self.serving.load > self.capacity[budget]:
+            found.append("queue")
+        elif self.first(budget) > self.ttft:
+            found.append("chunks" if self.alone[budget] > self.ttft else "turn")
+        return [*found, *["stall"] * (self.waited(budget) > self.gap)]
+
+    @property
+    def late(self) -> list[Span]:
+        """Where long prompts wait too long for their first token, or the queue grows."""
+        budgets = self.budgets
+        ratios = [max(self.first(one) / self.ttft, self.serving.load / self.capacity[one]) for one in budgets]
+        return self._allowed(spans(budgets, ratios))
+
+    @property
+    def stalled(self) -> list[Span]:
+        """Where a next token comes too late."""
+        return self._allowed(spans(self.budgets, [self.waited(one) / self.gap for one in self.budgets]))
+
+    @property
+    def stopped(self) -> list[Span]:
+        """Where the engine does not start: with the least budgets of the axis, with the largest ones, or with any."""
+        allowed = [one for one in BUDGETS if one not in self.refusals]
+        if not allowed:
+            return [(None, None)]
+        below = [(None, float(min(self.serving.longest, allowed[0])))] if allowed[0] > BUDGETS[0] else []
+        above = [(float(BUDGETS[BUDGETS.index(allowed[-1]) + 1]), None)] if allowed[-1] < BUDGETS[-1] else []
+        return [*below, *above]
+
+    def _allowed(self, found: list[Span]) -> list[Span]:
+        """Spans that end where the engine does not start."""
+        least = max((high for low, high in self.stopped if low is None and high), default=None)
+        most = min((low for low, _ in self.stopped if low), default=None)
+        return [(low or least, high or most) for low, high in found]
+
+
+def spans(xs: Sequence[float], ratios: Sequence[float]) -> list[Span]:
+    """Where a curve lies above 1. Between two values it is a line, along the logarithms of both.
+
+    Returns:
+        Pairs of ends; None where it is above 1 at the first or at the last value.
+    """
+    if not xs:
+        return []
+    found: list[Span] = []
+    low, above = None, ratios[0] > 1
+    for (x, before), (next_x, after) in pairwise(zip(xs, ratios, strict=True)):
+        if (after > 1) == above:
+            continue
+        edge = x * (next_x / x) ** (math.log(max(before, 1e-9)) / math.log(max(before, 1e-9) / max(after, 1e-9)))
+        if above:
+            found.append((low, edge))
+        low, above = edge, not above
+    return [*found, (low, None)] if above else found
+
+
+def sweep(
+    budget: int = START["budget"],
+    threshold: int = START["threshold"],
+    policy: str = START["policy"],
+    load: float = START["load"],
+    long: float = START["long"],
+    prompt: int = START["prompt"],
+    gap: float = START["gap"],
+    ttft: float = START["ttft"],
+    judged: str = START["judged"],
+    model: str = START["model"],
+    gpu: str = START["gpu"],
+    chunk_limit: ChunkLimit | None = None,
+    running_tokens: RunningTokens | None = None,
+    admitted_tokens: AdmittedTokens | None = None,
+) -> Iterator[State]:
+    """Serve chats and long prompts with budgets from 64 to 16,384 tokens; each state knows more of the curves.
+
+    Args:
+        budget: max_num_batched_tokens: where the reader stands.
+        threshold: long_prefill_token_threshold; 0 is off.
+        policy: one of POLICIES.
+        load: requests a second.
+        long: the share of long ones among them.
+        prompt: tokens of a long request, its answer included.
+        gap: seconds that a client may wait for a next token.
+        ttft: seconds within which long prompts must have their first token.
+        judged: "clients": the longest gap of nine in ten clients; "gaps": 99 % of all gaps, whosesoever.
+        model, gpu: names of `known_models` and `hardware`.
+        chunk_limit, running_tokens, admitted_tokens: the reader's own, as in exercise 10.
+
+    Raises:
+        MinivllmError: a value makes no sense, or the reader's functions give what cannot be carried out.
+    """
+    require_numbers(MOST, budget=budget, threshold=threshold, load=load, long=long, prompt=prompt, gap=gap, ttft=ttft)
+    sensible = min(load, gap, ttft) > 0 and budget >= BUDGETS[0] and threshold >= 0 and prompt >= 1024 and long >= 0.05
+    require(
+        sensible,
+        f"load, gap and ttft are above 0, long is from 0.05, budget from {BUDGETS[0]}, prompt from 1,024; load is "
+        f"{load}, gap {gap}, ttft {ttft}, long {long}, budget {budget}, prompt {prompt}, threshold {threshold}",
+    )
+    for name, value, allowed in (
+        ("policy", policy, POLICIES), ("judged", judged, JUDGED), ("model", model, MODELS), ("gpu", gpu, GPUS)
+    ):  # fmt: skip
+        require(isinstance(value, str) and value in allowed, f"{name} is one of {', '.join(allowed)}, not {value!r}")
+    own = (chunk_limit, running_tokens, admitted_tokens)
+    setting = model, gpu, load, long, prompt, threshold, policy
+    decides = any(own) and policy != "first"
+    runs = experiment(*setting, own if decides else None)
+    twin = experiment(*setting, one_by_one=True) if decides else None
+    return _Sweep(runs, twin, budget, gap, ttft, judged).states()
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """A sweep under way."""
+
+    runs: Experiment
+    twin: Experiment | None
+    budget: int
+    gap: float
+    ttft: float
+    judged: str
+
+    def states(self) -> Iterator[State]:
+        """Ever more complete states: this budget first, then the others, the nearest before."""
+        state = self._now()
+        yield state
+        for wanted in self._wanted():
+            for _ in wanted:
+                yield state
+            if not state.complete:
+                state = self._now()
+                yield state
+
+    def _wanted(self) -> Iterator[Iterator[None]]:
+        """Runs that are still to be done, one after another."""
+        for other in sorted({*BUDGETS, self.budget}, key=lambda other: abs(math.log(other / self.budget))):
+            if not self.runs.refusal(other):
+                yield self.runs.runs.run(other)
+                if self.twin and other == self.budget:
+                    yield self.twin.runs.run(other)
+            median_error()
+
+    def _now(self) -> State:
+        budgets = sorted({*BUDGETS, self.budget})
+        refusals = {one: why for one in budgets if (why := self.runs.refusal(one))}
+        allowed = [one for one in budgets if one not in refusals]
+        return State(
+            budget=self.budget,
+            gap=self.gap,
+            ttft=self.ttft,
+            judged=self.judged,
+            serving=self.runs.serving,
+            points={one: self.runs.runs.found[one] for one in allowed if one in self.runs.runs.found},
+            refusals=refusals,
+            capacity={one: self.runs.capacity(one) for one in allowed},
+            alone={one: self.runs.alone(one) for one in allowed},
+            own=self.twin is not None,
+            twin=self.twin.runs.found.get(self.budget) if self.twin else None,
+            error=median_error() if published_checks.cache_info().currsize else None,
+        )
