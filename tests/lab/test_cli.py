@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 
 import pytest
@@ -41,8 +42,10 @@ def test_a_script_logs_warnings_only_unless_more_is_asked_for(asked, level, monk
     if asked is None:
         monkeypatch.delenv(LEVEL_VARIABLE)
     logger.setLevel("INFO")
+    seen = []
     try:
-        run(lambda arguments: None, Parser())
-        assert logging.getLevelName(logger.level) == level
+        run(lambda arguments: seen.append((logging.getLevelName(logger.level), os.environ[LEVEL_VARIABLE])), Parser())
+        assert seen == [(level, asked or "WARNING")]
+        assert (logger.level, os.environ.get(LEVEL_VARIABLE)) == (logging.INFO, asked), "a caller keeps its own level"
     finally:
         logger.setLevel(before)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from minivllm.errors import MinivllmError
@@ -76,11 +77,11 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     Output files are checked for writability before the work starts.
     """
     arguments = parser.parse_args()
-    _quieten()
     try:
         for path in filter(None, (getattr(arguments, "plot", None), getattr(arguments, "json", None))):
             ensure_writable(path)
-        main(arguments)
+        with _warnings_only():
+            main(arguments)
     except MinivllmError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -88,8 +89,18 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         raise SystemExit(130) from None
 
 
-def _quieten() -> None:
+@contextmanager
+def _warnings_only() -> Iterator[None]:
     """Log warnings only, unless the environment sets a level: start-up lines would clutter the tables."""
-    if LEVEL_VARIABLE not in os.environ:
-        os.environ[LEVEL_VARIABLE] = "WARNING"  # for subprocesses
-        init_logger("minivllm").setLevel("WARNING")  # for this process, already configured when the engine was imported
+    if LEVEL_VARIABLE in os.environ:
+        yield
+        return
+    logger = init_logger("minivllm")
+    level = logger.level
+    os.environ[LEVEL_VARIABLE] = "WARNING"  # for subprocesses
+    logger.setLevel("WARNING")  # for this process, already configured when the engine was imported
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        del os.environ[LEVEL_VARIABLE]
