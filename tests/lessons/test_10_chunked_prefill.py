@@ -310,6 +310,7 @@ MUTANTS = {
         f"if {ALONE}: ...",
         "if num_requests == 1 or not (threshold or adaptive):\n    return token_budget",
     ),
+    "a budget of 8,192 at most": (LIMIT, "return token_budget", "return min(token_budget, 8192)"),
     "the budget and the threshold": (LIMIT, f"return {ADAPT}", f"return min(token_budget - 1, {ADAPT})"),
     # the two loops
     "running: no limit": (RUNNING, "min(missing, limit, budget_left)", "min(missing, budget_left)"),
@@ -320,6 +321,11 @@ MUTANTS = {
         RUNNING,
         "return min(missing, limit, budget_left)",
         "return min(missing, limit) if min(missing, limit) <= budget_left else 0",
+    ),
+    "running: decodes are free": (
+        RUNNING,
+        "return ...",
+        "return min(missing, limit, budget_left) if missing > 1 else missing",
     ),
     "running: one at least": (RUNNING, "min(missing, limit, budget_left)", "max(1, min(missing, limit, budget_left))"),
     "waiting: no limit": (ADMITTED, "min(missing, limit)", "missing"),
@@ -353,12 +359,18 @@ MUTANTS = {
     "steps: decodes cost nothing": (STEPS, "token_budget - num_decodes", "token_budget"),
     "steps: rounded down": (STEPS, "math.ceil(prompt_tokens / left)", "prompt_tokens // left"),
     "steps: one more": (STEPS, "math.ceil(prompt_tokens / left)", "prompt_tokens // left + 1"),
+    "steps: no whole number": (STEPS, "math.ceil(prompt_tokens / left)", "float(math.ceil(prompt_tokens / left))"),
     "steps: never is none": (STEPS, "math.inf", "0"),
     "steps: nothing left is enough": (STEPS, "left > 0", "left >= 0"),
     "again: the first read counts": (
         AGAIN,
         "sum(range(0, prompt_tokens, chunk))",
         "sum(range(0, prompt_tokens, chunk)) + prompt_tokens",
+    ),
+    "again: no whole number": (
+        AGAIN,
+        "sum(range(0, prompt_tokens, chunk))",
+        "chunk * math.ceil(prompt_tokens / chunk) * (math.ceil(prompt_tokens / chunk) - 1) / 2",
     ),
     "again: only the chunk before": (AGAIN, "sum(range(0, prompt_tokens, chunk))", "max(0, prompt_tokens - chunk)"),
     "again: whole chunks only": (
@@ -396,6 +408,14 @@ MUTANTS = {
         "(gap - parameters * bytes_per_parameter / bandwidth) * flops / (2 * parameters)",
     ),
     "budget: one operation a parameter": (BUDGET, "gap * flops / (2 * parameters)", "gap * flops / parameters"),
+    "budget: rounded to the nearest": (BUDGET, "math.floor(...)", "round(...)"),
+    "budget: two bytes in any case": (BUDGET, "parameters * bytes_per_parameter", "parameters * 2"),
+    "budget: the bytes for the operations": (
+        BUDGET,
+        "gap * flops / (2 * parameters)",
+        "gap * flops / (bytes_per_parameter * parameters)",
+    ),
+    "budget: one at least": (BUDGET, "math.floor(...)", "max(1, math.floor(...))"),
     "budget: rounded up": (BUDGET, "math.floor(...)", "math.ceil(...)"),
     "budget: not a whole number": (
         BUDGET,
@@ -417,6 +437,11 @@ MUTANTS = {
         "find_tile",
         "(tile - (start - num_decodes) // BLOCK_Q - request) * BLOCK_Q",
         "tile - (start - num_decodes) // BLOCK_Q - request",
+    ),
+    "tile: one entry after the other": (
+        "find_tile",
+        "while low < high: ...",
+        "while (low < num_seqs) & ((tl.load(query_start_loc + low) - num_decodes) // BLOCK_Q + low <= tile): low += 1",
     ),
     "tile: looks at every entry": (
         "find_tile",
