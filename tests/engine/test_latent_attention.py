@@ -284,7 +284,7 @@ def config_with(**changes) -> ModelConfig:
         ({"first_k_dense_replace": 1}, "experts from layer 1 on"),
         ({"first_k_dense_replace": 0}, "experts from layer 0 on"),
         ({"attention_bias": True}, "biases"),
-        ({"qk_rope_head_dim": 3}, "rotates 3 numbers of a head; .* must be an even number"),
+        ({"qk_rope_head_dim": 3}, "rotates 3 numbers of a head; .* must be an even count"),
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "n_routed_experts": None},
             "outside DeepSeek-V2",

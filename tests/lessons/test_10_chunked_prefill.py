@@ -224,6 +224,13 @@ def test_the_steps_of_a_prompt_are_those_that_the_engine_takes():
     assert lesson.steps_of_a_prompt(20, 3, 3) == math.inf
 
 
+def test_the_knee_is_found_in_a_sweep():
+    """Small steps over what a token adds to large ones, whatever one of the small ones or those between do."""
+    sweep = {size: max(0.025, 0.005 + 0.002 * size) for size in report.SIZES}
+    assert report.sweep_knee(sweep) == pytest.approx(12.5)
+    assert report.sweep_knee({**sweep, 1: 0.1, 8: 0.2, 16: 0.2}) == pytest.approx(12.5)
+
+
 def test_the_knee_by_data_sheets():
     found = report.show_gpus(lesson.knee, lesson.budget_for)
     knees = {name: round(one["knee"]) for name, one in found["gpus"].items()}

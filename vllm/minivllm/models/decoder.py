@@ -243,7 +243,7 @@ def _check_supported(config: ModelConfig) -> None:
             raise UnsupportedModelError(f"{name} has latent attention with biases, which the decoder does not compute")
     if config.rotary_dim % 2:
         raise UnsupportedModelError(
-            f"{name} rotates {config.rotary_dim} numbers of a head; positions rotate pairs, so it must be an even number"
+            f"{name} rotates {config.rotary_dim} numbers of a head; positions rotate pairs, so it must be an even count"
         )
     if config.cache_exception:
         raise UnsupportedModelError(f"{name} cannot be run: {config.cache_exception}")

@@ -108,7 +108,7 @@ def show_models(
 def own_heads(config: ModelConfig) -> int:
     """Numbers that a layer would keep of a token if every query head had a key and a value of its own."""
     if config.kv_lora_rank:
-        width = config.qk_nope_head_dim + (config.qk_rope_head_dim or 0) + config.v_head_dim
+        width = config.qk_nope_head_dim + config.rotary_dim + config.v_head_dim
     else:
         width = 2 * config.head_dim
     return config.num_attention_heads * width
@@ -195,7 +195,7 @@ def latent_shape(name: str) -> dict[str, int]:
     """Heads and widths of a model with latent attention."""
     config = known_model(name)
     return {
-        "heads": config.num_attention_heads, "rank": config.kv_lora_rank or 0, "rope": config.qk_rope_head_dim or 0,
+        "heads": config.num_attention_heads, "rank": config.kv_lora_rank or 0, "rope": config.rotary_dim,
         "nope": config.qk_nope_head_dim, "v": config.v_head_dim,
     }  # fmt: skip
 

@@ -382,52 +382,58 @@ def measure_knee(knee: Callable[[float, float, float], float], arguments: argpar
     """Steps of a model that is larger than any cache, by their tokens; the knee foretold, and found in them.
 
     Foretold of two rates of one matrix product: of many rows its operations a second, of one row its bytes a second.
-    Found: see `sweep_knee`. All are timed in turns, since a shared machine's memory is not always equally fast; medians
-    count, and every turn by itself foretells and finds, which gives the spread. The tokens are those of as many
-    requests, since of a prompt's tokens the engine takes only those that sample through all of the last layer.
+    Found: see `sweep_knee`. The medians of all turns count; each turn by itself also foretells and finds, which gives
+    the spread.
     """
-    shape = LARGE | ({"num_hidden_layers": 1} if arguments.quick else {})
-    config, device = ModelConfig.from_dict(shape), arguments.device
-    parameters = num_parameters(config) - config.vocab_size * config.hidden_size
-    with tempfile.TemporaryDirectory() as folder, one_thread():
-        (Path(folder) / "config.json").write_text(json.dumps(shape))
-        blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=2 * SIZES[-1], enable_prefix_caching=False)
-        sizes = {"max_model_len": 256, "max_num_seqs": SIZES[-1], "max_num_batched_tokens": SIZES[-1]}
-        core = bare_engine(folder, device, blocks, load_format="dummy", dtype="float32", **sizes)
-        model: Any = runner_of(core).model
-        product = model.layers[0].mlp.down_proj
-        x = torch.randn(ROWS, config.intermediate_size, device=device)
-        # The one row first: the step before it has left nothing of this matrix in a cache.
-        calls: dict[str, Callable[[], object]] = {"row": lambda: product(x[:1]), "rows": lambda: product(x)}
-        calls |= {str(size): partial(record_run, core, [(1, 1)] * size, warm_up=False) for size in SIZES}
-        turns = in_turns(calls, 1 if arguments.quick else 7, device, own_clock(core))
-    numbers = config.intermediate_size * config.hidden_size
+    config = ModelConfig.from_dict(LARGE | ({"num_hidden_layers": 1} if arguments.quick else {}))
+    turns, numbers = _turns_of_steps(config, arguments), config.intermediate_size * config.hidden_size
 
-    def both(seconds: Mapping[str, float]) -> tuple[float, float, float, float]:
+    def judged(seconds: Mapping[str, float]) -> dict[str, float]:
         flops, bandwidth = 2 * ROWS * numbers / seconds["rows"], 4 * numbers / seconds["row"]
-        return flops, bandwidth, knee(flops, bandwidth, 4), sweep_knee({size: seconds[str(size)] for size in SIZES})
+        foretold, found = knee(flops, bandwidth, 4), sweep_knee({size: seconds[str(size)] for size in SIZES})
+        rates = {"flops": flops, "bandwidth": bandwidth}
+        return {**rates, "foretold": foretold, "found": found, "off": foretold / found - 1}
 
     seconds = {name: statistics.median(times) for name, times in turns.items()}
-    flops, bandwidth, foretold, found = both(seconds)
-    each = [both(dict(zip(turns, one, strict=True))) for one in zip(*turns.values(), strict=True)]
-    off = sorted(foretold_then / found_then - 1 for *_, foretold_then, found_then in each)
+    one = judged(seconds)
+    each = [judged(dict(zip(turns, times, strict=True)))["off"] for times in zip(*turns.values(), strict=True)]
+    parameters = num_parameters(config) - config.vocab_size * config.hidden_size
     rows = [
         (size, ms(seconds[str(size)]), ms(seconds[str(size)] / size), f"{seconds[str(size)] / seconds['1']:.2f} ×")
         for size in SIZES
     ]
     caption = (
         f"{parameters / 1e6:.0f} million parameters, {4 * parameters / 1e6:.0f} MB, one thread. One product alone: "
-        f"{flops / 1e9:.0f} billion operations a second with {ROWS} rows, {bandwidth / 1e9:.1f} GB/s with one."
+        f"{one['flops'] / 1e9:.0f} billion operations a second with {ROWS} rows, {one['bandwidth'] / 1e9:.1f} GB/s "
+        "with one."
     )
     table("A step by its tokens", ("tokens", "ms", "ms a token", "of one token"), rows, caption)
     console.print(
-        f"The knee: {foretold:.1f} tokens foretold, {found:.1f} found ({foretold / found - 1:+.0%}; "
-        f"from turn to turn {off[0]:+.0%} to {off[-1]:+.0%})."
+        f"The knee: {one['foretold']:.1f} tokens foretold, {one['found']:.1f} found ({one['off']:+.0%}; from turn to "
+        f"turn {min(each):+.0%} to {max(each):+.0%})."
     )
     steps = {str(size): 1e3 * seconds[str(size)] for size in SIZES}
-    rates = {"flops": flops, "bandwidth": bandwidth, "megabytes": 4 * parameters / 1e6}
-    spread = {"off": foretold / found - 1, "least": off[0], "most": off[-1]}
-    return {"steps_ms": steps, **rates, "foretold": foretold, "found": found, **spread}
+    return {"steps_ms": steps, "megabytes": 4 * parameters / 1e6, **one, "least": min(each), "most": max(each)}
+
+
+def _turns_of_steps(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of steps by their tokens, and of the last product of an MLP with one row and with many, in turns.
+
+    A shared machine's memory is not always equally fast; in turns that affects all alike. The tokens are those of as
+    many requests, since of a prompt's tokens the engine takes only those that sample through all of the last layer.
+    """
+    device = arguments.device
+    with tempfile.TemporaryDirectory() as folder, one_thread():
+        (Path(folder) / "config.json").write_text(json.dumps(LARGE | {"num_hidden_layers": config.num_hidden_layers}))
+        blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=2 * SIZES[-1], enable_prefix_caching=False)
+        sizes = {"max_model_len": 256, "max_num_seqs": SIZES[-1], "max_num_batched_tokens": SIZES[-1]}
+        core = bare_engine(folder, device, blocks, load_format="dummy", dtype="float32", **sizes)
+        model: Any = runner_of(core).model
+        product, x = model.layers[0].mlp.down_proj, torch.randn(ROWS, config.intermediate_size, device=device)
+        # The one row first: the step before it has left nothing of this matrix in a cache.
+        calls: dict[str, Callable[[], object]] = {"row": lambda: product(x[:1]), "rows": lambda: product(x)}
+        calls |= {str(size): partial(record_run, core, [(1, 1)] * size, warm_up=False) for size in SIZES}
+        return in_turns(calls, 1 if arguments.quick else 7, device, own_clock(core))
 
 
 def sweep_knee(seconds: Mapping[int, float]) -> float:
