@@ -183,7 +183,7 @@ def check_budget_for(module):
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
-GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DECODE_M, CHUNK_M, BLOCK_T = 3, 2, 20, 4, 4, 16, 8
+GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DECODE_M, CHUNK_M, BLOCK_T = 3, 2, 20, 4, 4, 16, 16
 QUERIES, LENGTHS, DECODES = [1, 1, 7, 5, 1, 11], [9, 30, 7, 18, 21, 25], 2
 """Two decodes, then chunks: a whole prompt, a later chunk, a chunk of one token, one of several tiles."""
 
@@ -300,9 +300,9 @@ def check_a_tile_attends_for_a_whole_group(module):
 def _traced(module, decode_rows=DECODE_M):
     q, caches, table, expected = _case()
     out, tile = torch.full_like(q, float("nan")), CHUNK_M // GROUP
-    grid = DECODES + (len(q) - DECODES) // tile + len(QUERIES) - DECODES, KV_HEADS
+    tiles = DECODES + (len(q) - DECODES) // tile + len(QUERIES) - DECODES if decode_rows == DECODE_M else DECODES
     trace = trace_kernel(
-        module.mixed_kernel, grid, out, q, *caches, _starts(QUERIES), torch.tensor(LENGTHS, dtype=torch.int32), table,
+        module.mixed_kernel, (tiles, KV_HEADS), out, q, *caches, _starts(QUERIES), torch.tensor(LENGTHS, dtype=torch.int32), table,
         DECODES, len(QUERIES), table.shape[1], HEAD_DIM**-0.5, DECODE_M=decode_rows, CHUNK_M=CHUNK_M, **SIZES,
     )  # fmt: skip
     return trace, out, expected

@@ -315,9 +315,8 @@ def verify_kernels(
     for heads, kv_heads, head_dim in track(HEAD_CASES, "verifying the grouped kernel"):
         case = head_case(heads, kv_heads, head_dim)
         found = decode(*(one.to(device) for one in case))
-        errors[f"{heads} query heads, {kv_heads} KV heads of {head_dim}"] = furthest(
-            found, one_by_one(grouped_attention, case)
-        )
+        words = f"{heads} query heads, {kv_heads} KV head{'s' * (kv_heads > 1)} of {head_dim}"
+        errors[words] = furthest(found, one_by_one(grouped_attention, case))
     largest = show_errors("The grouped kernel", errors, 2e-3)
     errors = {}
     for shape in track(LATENT_CASES, "verifying the latent kernel"):
