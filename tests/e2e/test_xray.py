@@ -20,7 +20,7 @@ from minivllm.entrypoints.xray.page import script, style
 from minivllm.entrypoints.xray.recorder import STEPS_KEPT, is_key
 from minivllm.lab.step_recording import ReplayedState
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 STEPS = 300
 
 
