@@ -1,4 +1,4 @@
-"""How the workers of xdist share the tests: a file at a time, so that what its tests share is made once; longest first."""
+"""How the workers of xdist share the tests: file by file, so that what tests share is made once; the longest first."""
 
 from __future__ import annotations
 

@@ -6,16 +6,18 @@ import io
 import itertools
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import pytest
 import torch
 
 from minivllm.lab.cli import run
@@ -115,6 +117,37 @@ def checks_that_catch(number: str, mutant: Mutant) -> list[str]:
 def problems_of(number: str, mutant: Mutant) -> Iterator[str]:
     """What each check that fails on the mutant says. Checks run as far as one asks, and once in a process."""
     return (result.problem or "" for result in _failures(number, mutant))
+
+
+def exercise_tests(
+    number: str, mutants: Mapping[str, Mutant], messages: Mapping[str, str | re.Pattern[str]]
+) -> tuple[Callable, Callable]:
+    """Two tests for the file of a lesson, with a case for each mistake:
+
+        test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("13", MUTANTS, MESSAGES)
+
+    Args:
+        mutants: the wrong variants of the script, each of which a check must catch.
+        messages: for some of them, a part of what a check then says (or a pattern).
+    """
+    interpreted = pytest.mark.interpreted
+    quietly = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some mistakes make NaN
+
+    @interpreted
+    @quietly
+    @pytest.mark.parametrize("mistake", mutants)
+    def test_the_checks_catch(mistake: str) -> None:
+        assert checks_that_catch(number, mutants[mistake])
+
+    @interpreted
+    @quietly
+    @pytest.mark.parametrize("mistake", messages)
+    def test_the_message_recognises_the_mistake(mistake: str) -> None:
+        expected = messages[mistake]
+        says = re.compile(re.escape(expected)) if isinstance(expected, str) else expected
+        assert any(says.search(problem) for problem in problems_of(number, mutants[mistake]))
+
+    return test_the_checks_catch, test_the_message_recognises_the_mistake
 
 
 _checks = cache(checks_of)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from e2e.browser import Seen
+from e2e.browser import ColorScheme, Seen, emptied_page
 from filelock import FileLock
 from playwright.sync_api import Browser, Page
 from sphinx.deprecation import RemovedInSphinx11Warning
@@ -76,11 +76,11 @@ def opened(site: Path, browser: Browser):
     """`opened("lessons/01_kv_cache.html", width=400)` as a context manager."""
 
     @contextmanager
-    def opening(name: str, width: int = 1366, theme: str = "light") -> Iterator[Opened]:
-        with browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme) as context:
-            page, seen = context.new_page(), Seen()
-            seen.watch(page)
-            page.goto(f"{site.as_uri()}/{name}")
-            yield Opened(page, seen)
+    def opening(name: str, width: int = 1366, theme: ColorScheme = "light") -> Iterator[Opened]:
+        page, seen = emptied_page(browser, width, 800, theme), Seen()
+        unwatch = seen.watch(page)
+        page.goto(f"{site.as_uri()}/{name}")
+        yield Opened(page, seen)
+        unwatch()
 
     return opening
