@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import itertools
 import json
+import math
 import os
 import re
 import runpy
@@ -21,7 +23,7 @@ import pytest
 import torch
 
 from minivllm.lab.cli import run
-from minivllm.lab.exercise import CheckResult, checks_of, exercise_path, load, run_checks
+from minivllm.lab.exercise import Check, CheckResult, checks_of, exercise_path, load, run_checks
 from minivllm.lab.mutants import Mutant, load_mutant
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
@@ -33,6 +35,12 @@ noted: list[tuple[str, object]] = []
 def script_path(number: str) -> Path:
     """`vllm/NN_*.py`."""
     (path,) = (REPOSITORY / "vllm").glob(f"{number}_*.py")
+    return path
+
+
+def checks_path(number: str) -> Path:
+    """`lessons/exercises/checks/NN_*.py`."""
+    (path,) = (REPOSITORY / "lessons" / "exercises" / "checks").glob(f"{number}_*.py")
     return path
 
 
@@ -153,6 +161,32 @@ def exercise_tests(
 _checks = cache(checks_of)
 
 
+def nearest_first(number: str, function: str) -> list[Check]:
+    """The lesson's checks, those first that lead to this function of the script in the fewest calls.
+
+    They are the likeliest to catch a mistake in it; what leads elsewhere only takes time.
+    """
+    return sorted(_checks(number), key=lambda check: _calls_from(number, check.__name__).get(function, math.inf))
+
+
+@cache
+def _calls_from(number: str, check: str) -> dict[str, int]:
+    """How many functions lie nearer to a check than each that it leads to, in its own file and in the script."""
+    named = _names(checks_path(number)) | _names(script_path(number))
+    found, latest = {}, {check}
+    while latest:
+        found |= dict.fromkeys(latest, len(found))
+        latest = set().union(*(named[name] for name in latest)) & named.keys() - found.keys()
+    return found
+
+
+@cache
+def _names(path: Path) -> dict[str, set[str]]:
+    """All names and attributes in each function and class of a file."""
+    parts = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {part.name: {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(part)} for part in parts}
+
+
 def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:
     found, left = _tried(number, mutant)
     for index in itertools.count():
@@ -167,5 +201,6 @@ def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:
 def _tried(number: str, mutant: Mutant) -> tuple[list[CheckResult], Iterator[CheckResult]]:
     """The checks that have failed on the mutant so far, and an iterator over those that still will."""
     module = load_mutant(script_path(number), mutant)
-    results = (result for check in _checks(number) for result in run_checks(module, [check]))
+    checks = nearest_first(number, mutant[0].partition(".")[0])
+    results = (result for check in checks for result in run_checks(module, [check]))
     return [], (result for result in results if not result.passed)
