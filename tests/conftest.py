@@ -63,7 +63,7 @@ def browser() -> Iterator[Browser]:
 
 
 def compute_on_one_thread() -> None:
-    """Here and in the processes that tests start: three workers of xdist share two cores, and the models are small."""
+    """Here and in the processes that tests start: four workers of xdist share two cores, and the models are small."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 

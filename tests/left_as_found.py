@@ -26,7 +26,8 @@ SIGNALS = (
     signal.SIGCHLD, signal.SIGPIPE,
 )  # fmt: skip
 OURS = {"minivllm", "widgets"}
-OF_PYTEST = {"PYTEST_CURRENT_TEST"}
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+"""Variables that pytest sets for each test, and torch when its compiler is first asked for."""
 ABSENT = "nothing"
 
 
@@ -64,7 +65,7 @@ def put_back(before: dict[str, dict[Any, Any]]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in OF_PYTEST}
+    return {name: value for name, value in os.environ.items() if name not in NOT_OURS}
 
 
 def _restore_environment(was: dict[str, str]) -> None:
