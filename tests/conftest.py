@@ -9,12 +9,13 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from cluster.hosts import why_not_here
 from e2e.chromium import HOW_TO_GET_IT, find_chromium
+from left_as_found import changes, put_back, seed_everything, state
 
 from minivllm.kv_connector.nixl_agent import is_nixl_installed
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
@@ -23,9 +24,21 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
+AS_FOUND = pytest.StashKey[dict[str, dict[Any, Any]]]()
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
 NIXL_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_NIXL"))
 """Then the tests that need it are not left out, and fail where it is not installed."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in another order")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from distribution import ByFile
+
+    return ByFile(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +63,7 @@ def browser() -> Iterator[Browser]:
 
 
 def compute_on_one_thread() -> None:
-    """Here and in the processes that tests start: three workers of xdist share two cores, and the models are small."""
+    """Here and in the processes that tests start: four workers of xdist share two cores, and the models are small."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
@@ -105,6 +118,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_out(mark, reason, config, items)
     if any(item.get_closest_marker("browser") for item in items):
         leave_out("without_browser", "do without a browser what others do in one", config, items)
+    put_in_order(config, items)
+
+
+def put_in_order(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order in which the workers of xdist are given files; alone, as they stand."""
+    seed = config.getoption("shuffle")
+    if seed is None and not hasattr(config, "workerinput"):
+        return
+    from distribution import longest_first, shuffle  # xdist is not on every machine that runs `make gpu`
+
+    longest_first(items) if seed is None else shuffle(items, seed)
 
 
 def refuse_names_that_change(items: list[pytest.Item]) -> None:
@@ -165,6 +189,25 @@ def mutation_scores(reporter: pytest.TerminalReporter) -> list[str]:
     rows = [(number, len(found), sum(found.values())) for number, found in sorted(caught_in.items())]
     lines = [f"{number:>6} {tried:>8} {caught:>7} {caught / tried:>6.0%}" for number, tried, caught in rows]
     return ["lesson  mutants  caught  score", *lines] if lines else []
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Note the state of the process before any fixture of the test."""
+    item.stash[AS_FOUND] = state()
+    seed_everything()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """A test that leaves the process changed fails itself, in place of another one after it."""
+    result = yield
+    before = item.stash[AS_FOUND]
+    if left := changes(before, state()):
+        put_back(before)
+        pytest.fail("left behind for the tests after it:\n" + "\n".join(left), pytrace=False)
+    return result
 
 
 @pytest.hookimpl(wrapper=True)

@@ -29,7 +29,7 @@ from minivllm.lab.marks import pages_of
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = "100"
 QUOTE = re.compile(
-    r"(<!-- output: (?P<command>[^|\n]+?)(?P<parts>(?: \|[^|\n]+)*) -->\n\n```text\n).*?(\n```)", re.DOTALL
+    r"(<!-- output: (?P<command>[^|\n]+?)(?P<parts>(?: \|[^|\n]+)*) -->\n\n```text\n)(?:.*?\n)??(```)", re.DOTALL
 )
 HEADING = re.compile(r"(\d.*?\. .*|What you saw)")
 
@@ -76,7 +76,7 @@ def filled(text: str, outputs: dict[str, str]) -> str:
             outputs[command] = output_of(command, [])
         parts = [part.strip() for part in match["parts"].split("|") if part.strip()]
         shown = "\n\n…\n\n".join(part_of(outputs[command], part) for part in parts) if parts else outputs[command]
-        return f"{match[1]}{shown}{match[4]}"
+        return f"{match[1]}{shown}\n{match[4]}"
 
     return QUOTE.sub(quote, text)
 

@@ -134,6 +134,6 @@ def decode_kernel(
 
     Traps: several programs may belong to one KV head: which one is `tl.program_id(1) * HEADS // GROUP`. Nothing is
     divided by a sum of no weights. ROWS may exceed HEADS. A cache may have more than 2**31 elements: make
-    `tl.program_id(0)` an int64 before anything is multiplied.
+    `tl.program_id(0)` an int64 before anything is multiplied. (No check sees that: it would take gigabytes.)
     """
     raise NotImplementedError("step 2, with the request's own beginning and length, and a mask over HEAD_DIM")

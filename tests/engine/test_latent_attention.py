@@ -264,8 +264,8 @@ def test_the_cache_takes_the_bytes_that_the_calculator_gives(folder):
     ("settings", "message"),
     [
         ({"kv_cache_dtype": "int8"}, r"keeps latents \(MLA\): leave it out"),
-        ({"quantization": "int8"}, r"not quantized here; bfloat16 works"),
-        ({"attention_backend": "naive"}, r"takes neither .* nor attention_backend"),
+        ({"quantization": "int8"}, r"leave quantization out, or give the ordinary"),
+        ({"attention_backend": "naive"}, r"no attention_backend 'naive': leave it out"),
     ],
 )
 def test_what_does_not_combine_is_refused_in_one_line(folder, settings, message):
@@ -284,6 +284,7 @@ def config_with(**changes) -> ModelConfig:
         ({"first_k_dense_replace": 1}, "experts from layer 1 on"),
         ({"first_k_dense_replace": 0}, "experts from layer 0 on"),
         ({"attention_bias": True}, "biases"),
+        ({"qk_rope_head_dim": 3}, "rotates 3 numbers of a head; .* must be an even count"),
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "n_routed_experts": None},
             "outside DeepSeek-V2",

@@ -25,13 +25,12 @@ from widgets.theme import COLOURS
 complete = widget.SPEC.complete
 SLOTS = [value for _, value in widget.SPEC.flat()["slots"].options]
 SPREADS = [value for _, value in widget.SPREADS]
-ALL = {
-    "load": st.sampled_from(LOADS),
+RUNS = {
     "slots": st.sampled_from(SLOTS),
     "spread": st.sampled_from(SPREADS),
     "burstiness": st.sampled_from([value for _, value in widget.BURSTS]),
-    "limit": st.sampled_from([value for _, value in widget.LIMITS]),
 }
+LIMITS = st.sampled_from([value for _, value in widget.LIMITS])
 
 
 def here(**knobs) -> widget.State:
@@ -205,25 +204,31 @@ def test_a_service_level_that_is_missed_is_never_rounded_to_one_that_is_met(in_t
 # ---- the picture
 
 
-@given(**ALL)
-@settings(max_examples=6, deadline=None)
-def test_every_position_of_the_knobs_is_drawn(**knobs):
-    states = list(widget.sweep(**knobs))
-    for state, width in ((states[0], 640), (states[-1], 400), (states[-1], 640)):
-        picture = widget.figure(state, width)
-        root = ET.fromstring(picture)
-        assert "nan" not in picture.lower().replace("finance", "")
-        assert len(picture) < 64_000
-        assert not re.search(r'width="-|height="-|d="[^"]*--|h-[^z]*v', picture), "no shape runs backwards"
-        assert float(root.get("height", 0)) <= (470 if width >= 600 else 900)
-        used = {value for part in root.iter() for key in ("fill", "stroke") if (value := part.get(key))}
-        assert used - {"none", "transparent"} <= COLOURS
-        assert min(float(part.get("font-size", 12)) for part in root.iter() if part.tag.endswith("text")) >= 12
-    last, said = states[-1], widget.verdict(states[-1])
-    broken = [curve.broken(last.load) for curve in last.curves]
-    assert said.tone == ("fine" if not any(broken) else "broken" if all(broken) or broken[1] else "tight")
-    assert last.complete
-    assert "nan" not in said.words
+@given(**RUNS, positions=st.lists(st.tuples(st.sampled_from(LOADS), LIMITS), min_size=3, max_size=3))
+@settings(max_examples=3, deadline=None)
+def test_every_position_of_the_knobs_is_drawn(positions, **knobs):
+    """Loads and service levels need no other runs than those that are there."""
+    for load, limit in positions:
+        states = list(widget.sweep(**knobs, load=load, limit=limit))
+        for state, width in ((states[0], 640), (states[-1], 400), (states[-1], 640)):
+            assert_is_drawn(state, width)
+        last, said = states[-1], widget.verdict(states[-1])
+        broken = [curve.broken(last.load) for curve in last.curves]
+        assert said.tone == ("fine" if not any(broken) else "broken" if all(broken) or broken[1] else "tight")
+        assert last.complete
+        assert "nan" not in said.words
+
+
+def assert_is_drawn(state: widget.State, width: int) -> None:
+    picture = widget.figure(state, width)
+    root = ET.fromstring(picture)
+    assert "nan" not in picture.lower().replace("finance", "")
+    assert len(picture) < 64_000
+    assert not re.search(r'width="-|height="-|d="[^"]*--|h-[^z]*v', picture), "no shape runs backwards"
+    assert float(root.get("height", 0)) <= (470 if width >= 600 else 900)
+    used = {value for part in root.iter() for key in ("fill", "stroke") if (value := part.get(key))}
+    assert used - {"none", "transparent"} <= COLOURS
+    assert min(float(part.get("font-size", 12)) for part in root.iter() if part.tag.endswith("text")) >= 12
 
 
 def test_the_hidden_answer_is_the_static_curve_and_every_broken_region():

@@ -8,14 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
-from lessons.harness import (
-    REPOSITORY,
-    assert_refuses,
-    checks_that_catch,
-    figures_of_quick_run,
-    problems_of,
-    script_path,
-)
+from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, ModelConfig
 from minivllm.errors import MinivllmError
@@ -322,6 +315,11 @@ MISTAKES = {
         ),
         "softmax over the group": "weights = scores.masked_fill(ahead, -1e9).softmax(dim=1)",
         "zero is no mask": "weights = scores.masked_fill(ahead, 0).softmax(dim=-1)",
+        "a mask that scores reach": "weights = scores.masked_fill(ahead, -10000.0).softmax(dim=-1)",
+        "the latest 64 keys": (
+            "weights = scores.masked_fill(ahead | (torch.arange(positions) <= position[:, None] - 64), -math.inf)"
+            ".softmax(dim=-1)"
+        ),
         "in float32 always": (
             "weights = scores.masked_fill(ahead, -math.inf).float().softmax(dim=-1)\nvalues = values.float()"
         ),
@@ -336,6 +334,10 @@ MISTAKES = {
         "makes the keys": (
             "torch.einsum('hn,phn->hp', q_nope, torch.einsum('pr,hnr->phn', latents, w_uk)) + q_rope @ k_rope.T"
         ),
+        "makes a quarter of the keys": (
+            "torch.cat([torch.einsum('hn,phn->hp', q_nope, torch.einsum('pr,hnr->phn', latents[:len(latents) // 4], "
+            "w_uk)), q_latent @ latents[len(latents) // 4:].T], dim=1) + q_rope @ k_rope.T"
+        ),
         "makes a head's keys": (
             "torch.stack([(latents @ w.T) @ q for q, w in zip(q_nope, w_uk)]) + q_rope @ k_rope.T"
         ),
@@ -347,6 +349,11 @@ MISTAKES = {
     },
     ("absorbed_attention", "torch.einsum('hr,hvr->hv', weights @ latents, w_uv)"): {
         "makes the values": "torch.einsum('hp,phv->hv', weights, torch.einsum('pr,hvr->phv', latents, w_uv))",
+        "makes the values of a short cache": (
+            "torch.einsum('hr,hvr->hv', weights @ latents, w_uv) if len(latents) > 100 else "
+            "torch.einsum('hp,phv->hv', weights, torch.einsum('pr,hvr->phv', latents, w_uv))"
+        ),
+        "the latest 64 latents": "torch.einsum('hr,hvr->hv', weights[:, -64:] @ latents[-64:], w_uv)",
         "one head's w_uv": "(weights @ latents) @ w_uv[0].T",
     },
     ("absorbed_attention", "weights = ..."): {
@@ -355,6 +362,9 @@ MISTAKES = {
     ("kv_heads_of_rank", "if num_kv_heads % tp and tp % num_kv_heads: ..."): {
         "divides whatever it is": "",
         "no replication": "if num_kv_heads % tp: raise ValueError('uneven')",
+        "refused to the first rank": (
+            "if rank == 0 and num_kv_heads % tp and tp % num_kv_heads: raise ValueError('uneven')"
+        ),
         "replicas may be uneven": "if tp < num_kv_heads and num_kv_heads % tp: raise ValueError('uneven')",
         "shares may be uneven": "if tp > num_kv_heads and tp % num_kv_heads: raise ValueError('uneven')",
     },
@@ -362,6 +372,7 @@ MISTAKES = {
         "copies dealt round": "[rank % num_kv_heads]",
         "all heads on each": "list(range(num_kv_heads))",
         "a number": "rank // (tp // num_kv_heads)",
+        "a number with a point": "[rank / (tp // num_kv_heads) // 1]",
         "none for the copies": "[rank] if rank < num_kv_heads else []",
         "the first for all": "[0]",
     },
@@ -370,6 +381,9 @@ MISTAKES = {
         "all heads": "range(num_kv_heads)",
         "one too few": "range(rank * share, (rank + 1) * share - 1)",
         "from the rank on": "range(rank, rank + share)",
+    },
+    ("kv_heads_of_rank", "num_kv_heads // tp"): {
+        "16 heads at most": "min(16, num_kv_heads) // tp",
     },
     ("scores_kernel", "kv_head * GROUP + row"): {
         "step 1: the first group's rows": "row",
@@ -404,6 +418,11 @@ MISTAKES = {
     ("group_kernel", "tl.where((token < tokens)[None, :], found, -float('inf'))"): {
         "step 2: what is not there counts": "found",
         "step 2: what is not there is zero": "tl.where((token < tokens)[None, :], found, 0.0)",
+        "step 2: what is not there is -10,000": "tl.where((token < tokens)[None, :], found, -1e4)",
+    },
+    ("group_kernel", "tl.full([ROWS], -float('inf'), tl.float32)"): {
+        "step 2: the maximum begins at 0": "tl.zeros([ROWS], tl.float32)",
+        "step 2: the maximum begins at -100": "tl.full([ROWS], -100.0, tl.float32)",
     },
     ("group_kernel", "tl.dot(queries, tl.trans(key), input_precision='ieee') * scale"): {
         "step 2: without the scale": "tl.dot(queries, tl.trans(key), input_precision='ieee')",
@@ -425,6 +444,13 @@ MISTAKES = {
     },
     ("group_kernel", "range(0, tokens, TILE)"): {
         "step 2: whole tiles only": "range(0, tokens // TILE * TILE, TILE)",
+    },
+    ("decode_kernel", "tl.full([ROWS], -float('inf'), tl.float32)"): {
+        "step 3: the maximum begins at 0": "tl.zeros([ROWS], tl.float32)",
+    },
+    ("decode_kernel", "tl.maximum(m, tl.max(found, axis=1))"): {
+        "step 3: the tile's maximum": "tl.max(found, axis=1)",
+        "step 3: a maximum for all rows": "tl.maximum(m, tl.max(found))",
     },
     ("decode_kernel", "part * HEADS // GROUP"): {
         "step 3: a program is a KV head": "part",
@@ -476,17 +502,7 @@ MESSAGES = {
     "step 3: reads beyond the request": "NaN",
 }
 
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_the_checks_catch(mistake):
-    assert checks_that_catch("09", MUTANTS[mistake])
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MESSAGES)
-def test_the_message_recognises_the_mistake(mistake):
-    assert any(MESSAGES[mistake] in problem for problem in problems_of("09", MUTANTS[mistake]))
+test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("09", MUTANTS, MESSAGES)
 
 
 @pytest.mark.interpreted

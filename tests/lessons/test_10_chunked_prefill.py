@@ -9,14 +9,7 @@ from functools import partial
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles
-from lessons.harness import (
-    REPOSITORY,
-    assert_refuses,
-    checks_that_catch,
-    figures_of_quick_run,
-    problems_of,
-    script_path,
-)
+from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import NO_PARTS, CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
@@ -151,8 +144,16 @@ def test_a_cap_that_cannot_be_is_one_line(parts, about):
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 80), (8, 1, 32)])
-@pytest.mark.parametrize("name", report.AWKWARD)
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads", "head_dim"),
+    [
+        ("decodes and chunks", 6, 2, 80),
+        ("decodes and chunks", 8, 1, 32),
+        ("decodes only", 4, 4, 64),
+        ("chunks only", 8, 1, 32),
+        ("one token in a chunk's place", 6, 2, 80),
+    ],
+)
 def test_one_launch_and_two_are_right(name, heads, kv_heads, head_dim, device):
     case = report.mixed_case(*report.AWKWARD[name], heads, kv_heads, head_dim, torch.float32)
     expected, decodes = report.exact(case), report.num_decodes_of(report.AWKWARD[name][0], name)
@@ -224,6 +225,13 @@ def test_the_steps_of_a_prompt_are_those_that_the_engine_takes():
     assert lesson.steps_of_a_prompt(20, 3, 3) == math.inf
 
 
+def test_the_knee_is_found_in_a_sweep():
+    """Small steps over what a token adds to large ones, whatever one of the small ones or those between do."""
+    sweep = {size: max(0.025, 0.005 + 0.002 * size) for size in report.SIZES}
+    assert report.sweep_knee(sweep) == pytest.approx(12.5)
+    assert report.sweep_knee({**sweep, 1: 0.1, 8: 0.2, 16: 0.2}) == pytest.approx(12.5)
+
+
 def test_the_knee_by_data_sheets():
     found = report.show_gpus(lesson.knee, lesson.budget_for)
     knees = {name: round(one["knee"]) for name, one in found["gpus"].items()}
@@ -244,11 +252,13 @@ def test_a_step_within_the_budget_ends_in_time():
 
 
 def test_quick_run(tmp_path):
-    figures = figures_of_quick_run("10", tmp_path)
+    figures = figures_of_quick_run("10", tmp_path, "--prompt", "600")
     chats = figures["chats"]
     assert list(chats) == list(report.WAYS)
     assert [one["chat_tokens"] for one in chats.values()] == [0, 4, 4, 4, 4]
-    assert [one["steps"] for one in chats.values()] == [1, 1, 4, 15, 65]
+    assert [one["steps"] for one in chats.values()] == [
+        1, *(lesson.steps_of_a_prompt(600, budget, 4) for budget in (2048, 512, 128, 32))
+    ]  # fmt: skip
     broken = figures["broken"]["budgets"]
     assert broken["8"] == {"cut": 6, "whole": None, "foretold": 6}
     assert [broken[budget]["whole"] for budget in ("24", "28")] == [30, 1], "a prompt as long as a step waits for all"
@@ -310,6 +320,7 @@ MUTANTS = {
         f"if {ALONE}: ...",
         "if num_requests == 1 or not (threshold or adaptive):\n    return token_budget",
     ),
+    "a budget of 8,192 at most": (LIMIT, "return token_budget", "return min(token_budget, 8192)"),
     "the budget and the threshold": (LIMIT, f"return {ADAPT}", f"return min(token_budget - 1, {ADAPT})"),
     # the two loops
     "running: no limit": (RUNNING, "min(missing, limit, budget_left)", "min(missing, budget_left)"),
@@ -320,6 +331,11 @@ MUTANTS = {
         RUNNING,
         "return min(missing, limit, budget_left)",
         "return min(missing, limit) if min(missing, limit) <= budget_left else 0",
+    ),
+    "running: decodes are free": (
+        RUNNING,
+        "return ...",
+        "return min(missing, limit, budget_left) if missing > 1 else missing",
     ),
     "running: one at least": (RUNNING, "min(missing, limit, budget_left)", "max(1, min(missing, limit, budget_left))"),
     "waiting: no limit": (ADMITTED, "min(missing, limit)", "missing"),
@@ -353,12 +369,18 @@ MUTANTS = {
     "steps: decodes cost nothing": (STEPS, "token_budget - num_decodes", "token_budget"),
     "steps: rounded down": (STEPS, "math.ceil(prompt_tokens / left)", "prompt_tokens // left"),
     "steps: one more": (STEPS, "math.ceil(prompt_tokens / left)", "prompt_tokens // left + 1"),
+    "steps: no whole number": (STEPS, "math.ceil(prompt_tokens / left)", "float(math.ceil(prompt_tokens / left))"),
     "steps: never is none": (STEPS, "math.inf", "0"),
     "steps: nothing left is enough": (STEPS, "left > 0", "left >= 0"),
     "again: the first read counts": (
         AGAIN,
         "sum(range(0, prompt_tokens, chunk))",
         "sum(range(0, prompt_tokens, chunk)) + prompt_tokens",
+    ),
+    "again: no whole number": (
+        AGAIN,
+        "sum(range(0, prompt_tokens, chunk))",
+        "chunk * math.ceil(prompt_tokens / chunk) * (math.ceil(prompt_tokens / chunk) - 1) / 2",
     ),
     "again: only the chunk before": (AGAIN, "sum(range(0, prompt_tokens, chunk))", "max(0, prompt_tokens - chunk)"),
     "again: whole chunks only": (
@@ -396,6 +418,14 @@ MUTANTS = {
         "(gap - parameters * bytes_per_parameter / bandwidth) * flops / (2 * parameters)",
     ),
     "budget: one operation a parameter": (BUDGET, "gap * flops / (2 * parameters)", "gap * flops / parameters"),
+    "budget: rounded to the nearest": (BUDGET, "math.floor(...)", "round(...)"),
+    "budget: two bytes in any case": (BUDGET, "parameters * bytes_per_parameter", "parameters * 2"),
+    "budget: the bytes for the operations": (
+        BUDGET,
+        "gap * flops / (2 * parameters)",
+        "gap * flops / (bytes_per_parameter * parameters)",
+    ),
+    "budget: one at least": (BUDGET, "math.floor(...)", "max(1, math.floor(...))"),
     "budget: rounded up": (BUDGET, "math.floor(...)", "math.ceil(...)"),
     "budget: not a whole number": (
         BUDGET,
@@ -417,6 +447,11 @@ MUTANTS = {
         "find_tile",
         "(tile - (start - num_decodes) // BLOCK_Q - request) * BLOCK_Q",
         "tile - (start - num_decodes) // BLOCK_Q - request",
+    ),
+    "tile: one entry after the other": (
+        "find_tile",
+        "while low < high: ...",
+        "while (low < num_seqs) & ((tl.load(query_start_loc + low) - num_decodes) // BLOCK_Q + low <= tile): low += 1",
     ),
     "tile: looks at every entry": (
         "find_tile",
@@ -493,17 +528,7 @@ MESSAGES = {
 }
 """What a check says of the usual mistakes."""
 
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_the_checks_catch(mistake):
-    assert checks_that_catch("10", MUTANTS[mistake])
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MESSAGES)
-def test_the_message_recognises_the_mistake(mistake):
-    assert any(MESSAGES[mistake] in problem for problem in problems_of("10", MUTANTS[mistake]))
+test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("10", MUTANTS, MESSAGES)
 
 
 @pytest.mark.parametrize("mistake", ["no exception for one alone", "waiting: always cut", "running: no limit"])

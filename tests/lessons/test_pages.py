@@ -58,13 +58,24 @@ def test_output_is_filled_on_both_pages_from_one_run(folder, monkeypatch):
     for page in pages_of(folder, "01"):
         page.write_text(
             "<!-- output: vllm/01_a.py | 1. One -->\n\n```text\nold\n```\n\n"
-            "<!-- output: vllm/01_a.py --break | 1. One -->\n\n```text\nold\n```\n"
+            "<!-- output: vllm/01_a.py --break | 1. One -->\n\n```text\nold\n```\n\n"
+            "<!-- output: vllm/01_a.py | 1. One -->\n\n```text\n```\n\nText.\n\n```text\nno output\n```\n"
         )
     assert measure.main() == 0
     assert [command for command, _ in ran] == ["vllm/01_a.py", "vllm/01_a.py --break"]
     assert all(
-        page.read_text().count("1. One\nnew") == 2 and "old" not in page.read_text() for page in pages_of(folder, "01")
+        page.read_text().count("1. One\nnew\n```") == 3 and "old" not in page.read_text()
+        for page in pages_of(folder, "01")
     )
+    assert all("Text.\n\n```text\nno output" in page.read_text() for page in pages_of(folder, "01"))
+
+
+def test_no_quoted_output_is_empty():
+    for page in (*LESSONS.glob("*.md"), *NOTES):
+        for quote in measure.QUOTE.finditer(page.read_text()):
+            assert quote[0].strip().count("\n") > 3, (
+                f"{page.name}: nothing is quoted of {quote['command']}{quote['parts']}"
+            )
 
 
 TEXT = """# Title of four words

@@ -104,7 +104,7 @@ def check_heads_of_a_group_ask_the_same_keys(module):
 
 def check_queries_stand_at_the_last_positions(module):
     """Several queries: a prompt, a chunk of one, drafts. None sees what lies ahead of it."""
-    for queries, positions in ((7, 7), (3, 10), (2, 33)):
+    for queries, positions in ((7, 7), (3, 10), (2, 300)):
         q, keys, values = vectors(queries, positions, 6, 2, 8, seed=queries)
         all_seen, first = (attention(q, keys, values, offset=offset) for offset in (positions, 0))
         mistakes = [(all_seen, "every query sees every key, those ahead of it too")]
@@ -121,6 +121,10 @@ def check_large_scores_do_not_overflow(module):
     q *= 1000
     found = module.grouped_attention(q, keys, values)
     agrees(found, attention(q, keys, values), "with scores of some thousands, the output")
+    low, falling = torch.full_like(q, 4096.0), torch.zeros_like(keys)
+    falling[..., 0] = -8.0 - torch.arange(9.0)[:, None]
+    found, expected = (act(low, falling, values) for act in (module.grouped_attention, attention))
+    agrees(found, expected, "with scores from -11,000 down, the output")
     doubled = module.grouped_attention(q.double(), keys.double(), values.double())
     assert doubled.dtype == torch.float64, f"float64 goes in, and {doubled.dtype} comes out"
 
@@ -148,7 +152,7 @@ def latents(heads, nope, rope, rank, v, positions, seed=0):
 
 def check_absorbed_is_latent_attention(module):
     """Scores and sums over latents give what keys and values that are made of them give."""
-    for heads, nope, rope, rank, v, positions in ((1, 2, 4, 3, 2, 1), (3, 8, 4, 16, 6, 9), (4, 16, 8, 12, 20, 33)):
+    for heads, nope, rope, rank, v, positions in ((1, 2, 4, 3, 2, 1), (3, 8, 4, 16, 6, 9), (4, 16, 8, 12, 20, 300)):
         given = latents(heads, nope, rope, rank, v, positions, seed=heads)
         by_rank, by_nope, unscaled = (latent(*given, width=width) for width in (rank + rope, nope, 1))
         mistakes = [
@@ -168,19 +172,21 @@ def check_absorbed_is_latent_attention(module):
 
 
 def check_no_key_is_made(module):
-    """Over 400 latents, no key or value of a head is made."""
-    heads, nope, positions = 8, 48, 400
-    given = latents(heads, nope, 8, 32, 48, positions)
-    made, keys = numbers_made(lambda: module.absorbed_attention(*given)), heads * nope * positions
-    assert made < keys / 2, (
-        f"it makes {made:,} numbers on the way, and all heads' keys are {keys:,}: w_uk must go to the query, and w_uv "
-        "to the sum of latents"
-    )
+    """Over 24 latents or 400, no key or value of a head is made."""
+    for positions, share in ((24, 2), (400, 4)):
+        heads, nope = 8, 48
+        given = latents(heads, nope, 8, 32, 48, positions)
+        made, keys = numbers_made(lambda given=given: module.absorbed_attention(*given)), heads * nope * positions
+        assert made < keys / share, (
+            f"over {positions} latents it makes {made:,} numbers on the way, and all heads' keys are {keys:,}: w_uk "
+            "must go to the query, and w_uv to the sum of latents"
+        )
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 SIZES = [(tp, n) for tp, n in product(range(1, 17), range(1, 17)) if n % tp == 0 or tp % n == 0]
+SIZES += [(8, 128), (32, 32), (64, 8)]
 
 
 def held_by(rank, tp, num_kv_heads):
@@ -210,6 +216,7 @@ def compare_ranks(module, rank, tp, heads):
     """The rank keeps what its query heads ask."""
     found, expected = module.kv_heads_of_rank(rank, tp, heads), held_by(rank, tp, heads)
     assert isinstance(found, list), f"it returns {type(found).__name__}, not a list"
+    assert all(type(head) is int for head in found), f"it returns {found}; the numbers of heads are whole numbers"
     hint = ""
     if found == [rank % heads] and tp > heads:
         hint = f": its query heads are neighbours of those of rank {rank - 1}, and ask the same KV head"
@@ -223,11 +230,13 @@ def compare_ranks(module, rank, tp, heads):
 def check_uneven_divisions_are_refused(module):
     """Six KV heads on four ranks, or four on six, raise ValueError."""
     for tp, heads in ((4, 6), (6, 4), (3, 8), (5, 2), (8, 12)):
-        try:
-            found = module.kv_heads_of_rank(0, tp, heads)
-        except ValueError:
-            continue
-        raise AssertionError(f"{heads} KV heads on {tp} ranks cannot be divided evenly; it returns {found}")
+        for rank in range(tp):
+            try:
+                found = module.kv_heads_of_rank(rank, tp, heads)
+            except ValueError:
+                continue
+            where = f"{heads} KV heads on {tp} ranks cannot be divided evenly"
+            raise AssertionError(f"{where}; for rank {rank} it returns {found}")
 
 
 def check_ranks_together_are_the_whole(module):
@@ -263,6 +272,16 @@ def clean(trace, **most):
         assert moved <= size, f"{moved:,} bytes of {name} moved, and {size:,} are enough. {words}".strip()
 
 
+def stretched(q, keys, large):
+    """Queries and keys [..., tokens, kv_heads, head_dim] whose scores are `large` times as far apart.
+
+    The largest score rises from tile to tile. With a `large` below 0 it falls, and all scores are far below 0.
+    """
+    tokens = keys.shape[-3]
+    later = torch.arange(tokens)[:, None, None] / tokens
+    return (q * large, keys + later) if large > 0 else (q.abs() * -large, -6 - keys.abs() - later)
+
+
 def check_kernel_1_scores(module):
     """Stretch: scores_kernel: a group's rows in one product, every key read once."""
     for heads, kv_heads, head_dim, tokens, tile in ((4, 2, 16, 7, 16), (6, 1, 32, 33, 16), (3, 3, 16, 16, 16)):
@@ -281,9 +300,10 @@ def check_kernel_2_attends(module):
     """Stretch: group_kernel: the running softmax for all rows of a group, each key and value read once."""
     for heads, kv_heads, head_dim, tokens, large in (
         (4, 2, 16, 7, 1), (6, 1, 32, 33, 1), (3, 3, 16, 16, 1), (20, 1, 16, 40, 1), (4, 2, 16, 40, 600),
+        (4, 2, 16, 20, -600),
     ):  # fmt: skip
         q, keys, values = vectors(1, tokens, heads, kv_heads, head_dim, seed=heads)
-        q, keys = q * large, keys + torch.arange(tokens)[:, None, None] / tokens  # the maximum rises from tile to tile
+        q, keys = stretched(q, keys, large)
         out, group = torch.full((heads, head_dim), math.nan), heads // kv_heads
         sizes = {"GROUP": group, "HEAD_DIM": head_dim, "ROWS": rows_of(group), "TILE": 16}
         given = q[0].contiguous(), keys, values, tokens, head_dim**-0.5
@@ -297,11 +317,12 @@ def check_kernel_2_attends(module):
 
 def check_kernel_3_many_requests(module):
     """Stretch: decode_kernel: requests of any length, any head dim, and any part of a group in a program."""
-    for heads, kv_heads, head_dim, mine in ((6, 2, 24, 3), (6, 2, 24, 1), (8, 1, 16, 4)):
+    for heads, kv_heads, head_dim, mine, large in ((6, 2, 24, 3, 1), (6, 2, 24, 1, -600), (8, 1, 16, 4, 600)):
         lengths, slots, scale = (0, 1, 16, 21), 23, head_dim**-0.5
         draw = torch.Generator().manual_seed(heads * mine)
         q = torch.randn(len(lengths), heads, head_dim, generator=draw)
         keys, values = torch.randn(2, len(lengths), slots, kv_heads, head_dim, generator=draw)
+        q, keys = stretched(q, keys, large)
         for request, length in enumerate(lengths):
             keys[request, length:], values[request, length:] = math.nan, math.nan
         out, group = torch.full_like(q, math.nan), heads // kv_heads

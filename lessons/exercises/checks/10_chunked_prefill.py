@@ -65,7 +65,7 @@ def _limits(module, expected, hints=()):
 
 def check_the_threshold_limits(module):
     """With others there, one request gets the threshold at most; without a threshold, the whole budget."""
-    cases = (((8192, 512, 3), 512), ((64, 5, 2), 5), ((100, 0, 7), 100), ((1, 0, 1), 1), ((16, 1, 200), 1))
+    cases = (((8192, 512, 3), 512), ((64, 5, 2), 5), ((65_536, 0, 7), 65_536), ((1, 0, 1), 1), ((16, 1, 200), 1))
     _limits(module, cases, [(lambda a: 0, ": 0 means no threshold"), (lambda a: a[0] // a[2], ": it is not adaptive")])
 
 
@@ -97,7 +97,7 @@ def check_running_requests_get_what_is_left(module):
     """A running request gets what it lacks, up to the limit and what is left of the budget."""
     for arguments, right in (
         ((1000, 512, 8192), 512), ((1000, 512, 300), 300), ((200, 512, 300), 200), ((1, 512, 8), 1), ((7, 5, 0), 0),
-        ((9, 9, 9), 9),
+        ((9, 9, 9), 9), ((1, 5, 0), 0), ((100_000, 20_000, 30_000), 20_000),
     ):  # fmt: skip
         found = _number(module.running_tokens(*arguments), f"running_tokens{arguments}")
         assert found == right, f"running_tokens{arguments} is {found}, and {right} is right"
@@ -136,9 +136,11 @@ def check_steps_of_a_prompt(module):
     """A prompt takes what decodes leave of each step; if they leave nothing, it is never computed."""
     for arguments, right in (
         ((1000, 256, 56), 5), ((1000, 1000, 0), 1), ((1001, 1000, 0), 2), ((8, 9, 8), 8), ((1, 256, 255), 1),
-        ((1, 64, 64), math.inf), ((100, 64, 70), math.inf),
+        ((1, 64, 64), math.inf), ((100, 64, 70), math.inf), ((100_000, 16_384, 0), 7),
     ):  # fmt: skip
         found = module.steps_of_a_prompt(*arguments)
+        whole = found == math.inf or isinstance(found, int)
+        assert whole, f"steps_of_a_prompt{arguments} is {found!r}, and a whole number is asked for"
         assert found == right, f"steps_of_a_prompt{arguments} is {found}, and {right} is right"
 
 
@@ -146,7 +148,7 @@ def check_keys_read_again(module):
     """Each chunk reads all keys before it: c · N(N − 1)/2 in N whole chunks, and the last one may be smaller."""
     for prompt, chunk in ((8, 8), (8, 4), (10, 4), (9, 3), (1, 1), (5, 1), (1000, 64), (64, 1000)):
         right = sum(start for start in range(0, prompt, chunk))
-        found = module.keys_read_again(prompt, chunk)
+        found = _number(module.keys_read_again(prompt, chunk), f"keys_read_again({prompt}, {chunk})")
         hint = ". The first read of a key does not count" if found == right + prompt else ""
         hint = ". A smaller last chunk reads the keys before it, too" if prompt % chunk and found < right else hint
         assert found == right, f"keys_read_again({prompt}, {chunk}) is {found}, and {right} is right{hint}"
@@ -169,6 +171,8 @@ def check_budget_for(module):
     for arguments, right in (
         ((0.5, 10, 2, 1000, 100), 25), ((0.1, 10, 2, 1000, 100), 0), ((0.2, 10, 2, 1000, 100), 10),
         ((0.05, 8e9, 2, 900e12, 3e12), 2812), ((0.005, 8e9, 2, 900e12, 3e12), 0), ((0.01, 8e9, 2, 900e12, 3e12), 562),
+        ((0.5, 10, 4, 996, 100), 24), ((0.3, 10, 4, 1000, 100), 0), ((0.06, 10, 0.5, 1000, 100), 3),
+        ((0.5, 1e9, 2, 900e12, 3e12), 225_000), ((0.5, 10, 2, 10, 100), 0),
     ):  # fmt: skip
         found = _number(module.budget_for(*arguments), f"budget_for{arguments}")
         gap, parameters, size, flops, bandwidth = arguments
@@ -179,7 +183,7 @@ def check_budget_for(module):
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
-GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DECODE_M, CHUNK_M, BLOCK_T = 3, 2, 20, 4, 4, 16, 8
+GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DECODE_M, CHUNK_M, BLOCK_T = 3, 2, 20, 4, 4, 16, 16
 QUERIES, LENGTHS, DECODES = [1, 1, 7, 5, 1, 11], [9, 30, 7, 18, 21, 25], 2
 """Two decodes, then chunks: a whole prompt, a later chunk, a chunk of one token, one of several tiles."""
 
@@ -226,7 +230,7 @@ def _tiles(queries, decodes, tile):
 
 def check_tiles_find_their_request(module):
     """Stretch: a decode's tile is its own; a chunk's tile is found by halving, among the chunks alone."""
-    mixed = ([1, 1, 7, 3], 2), ([1, 17], 1), ([1, 1, 1, 5, 1, 8], 3), ([1] * 9 + [3] * 9, 9)
+    mixed = ([1, 1, 7, 3], 2), ([1, 17], 1), ([1, 1, 1, 5, 1, 8], 3), ([1] * 5 + [3] * 24, 5)
     cases = *mixed, ([1, 1, 1], 3), ([9, 4, 4], 0)
     for queries, decodes in cases:
         expected = _tiles(queries, decodes, 4)
@@ -296,9 +300,9 @@ def check_a_tile_attends_for_a_whole_group(module):
 def _traced(module, decode_rows=DECODE_M):
     q, caches, table, expected = _case()
     out, tile = torch.full_like(q, float("nan")), CHUNK_M // GROUP
-    grid = DECODES + (len(q) - DECODES) // tile + len(QUERIES) - DECODES, KV_HEADS
+    tiles = DECODES + (len(q) - DECODES) // tile + len(QUERIES) - DECODES if decode_rows == DECODE_M else DECODES
     trace = trace_kernel(
-        module.mixed_kernel, grid, out, q, *caches, _starts(QUERIES), torch.tensor(LENGTHS, dtype=torch.int32), table,
+        module.mixed_kernel, (tiles, KV_HEADS), out, q, *caches, _starts(QUERIES), torch.tensor(LENGTHS, dtype=torch.int32), table,
         DECODES, len(QUERIES), table.shape[1], HEAD_DIM**-0.5, DECODE_M=decode_rows, CHUNK_M=CHUNK_M, **SIZES,
     )  # fmt: skip
     return trace, out, expected

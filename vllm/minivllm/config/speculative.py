@@ -86,7 +86,8 @@ class SpeculativeConfig:
             settings = {**settings, "num_speculative_tokens": depth}
         require("num_speculative_tokens" in settings, "speculative_config lacks num_speculative_tokens, such as 4")
         by_default = "ngram" if settings.get("model") is None else "draft_model"
-        return cls(**{**settings, "method": settings.get("method") or by_default})
+        method = settings.get("method")
+        return cls(**{**settings, "method": by_default if method is None else method})
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, f"unknown speculative method {self.method!r}; known are {', '.join(METHODS)}")
@@ -138,7 +139,8 @@ class SpeculativeConfig:
         )
         if rates is None:
             return
-        right = f"it must be {most} numbers from 1 down to 0, such as {[0.7**place for place in range(1, most + 1)]}"
+        some = ", ".join(f"{0.7**place:.2g}" for place in range(1, min(most, 3) + 1))
+        right = f"it must be {most} numbers from 1 down to 0, such as [{some}{', ...' * (most > 3)}]"
         require(
             isinstance(rates, list | tuple) and len(rates) == most and all(map(is_number, rates)),
             f"synthetic_acceptance_rates is {rates!r}; {right}",

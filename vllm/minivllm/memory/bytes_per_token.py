@@ -57,8 +57,7 @@ def kv_bytes_per_token(model: Model, kv_dtype: str = "auto", tp: int = 1) -> int
     if config.kv_lora_rank is not None:
         if kv_dtype not in DTYPE_BYTES:
             raise MinivllmError(f"a latent cache has no heads, so {kv_dtype!r} does not apply to it")
-        width = config.kv_lora_rank + (config.qk_rope_head_dim or 0)
-        return config.num_hidden_layers * width * DTYPE_BYTES[kv_dtype]
+        return config.num_hidden_layers * config.latent_width * DTYPE_BYTES[kv_dtype]
     return config.num_hidden_layers * 2 * heads * _head_bytes(config.head_dim, kv_dtype)
 
 

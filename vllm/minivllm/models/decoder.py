@@ -241,6 +241,10 @@ def _check_supported(config: ModelConfig) -> None:
         config.require("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         if config.attention_bias:
             raise UnsupportedModelError(f"{name} has latent attention with biases, which the decoder does not compute")
+    if config.rotary_dim % 2:
+        raise UnsupportedModelError(
+            f"{name} rotates {config.rotary_dim} numbers of a head; positions rotate pairs, so it must be an even count"
+        )
     if config.cache_exception:
         raise UnsupportedModelError(f"{name} cannot be run: {config.cache_exception}")
     if config.layer_types and len(set(config.layer_types)) > 1:

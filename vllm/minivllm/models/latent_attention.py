@@ -107,7 +107,10 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, index: int, group: GroupCoordinator, method: LoadableLinearMethod):
         super().__init__()
         if method is not UNQUANTIZED:
-            raise UnsupportedModelError("the weights of latent attention (MLA) are not quantized here; bfloat16 works")
+            raise UnsupportedModelError(
+                "the weights of latent attention (MLA) cannot be quantized here: leave quantization out, or give the "
+                "ordinary checkpoint"
+            )
         assert config.kv_lora_rank is not None
         self.index, self.group = index, group
         self.heads, self.rank = config.num_attention_heads, config.kv_lora_rank

@@ -67,7 +67,7 @@ def rotary_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     kind = scaling["rope_type"]
     if kind not in ("linear", "llama3", "yarn") or scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
-            f"rotary positions of the type {scaling} are not supported; linear, llama3, yarn are"
+            f"rotary positions of the type {scaling} are not supported; linear, llama3 and yarn are, over whole heads"
         )
     if kind == "linear":
         return frequencies / _parameter(scaling, "factor"), 1.0

@@ -61,7 +61,7 @@ def decode_flops_per_key(model: ModelConfig, tp: int = 1) -> float:
     """
     per_head = 4 * model.head_dim
     if model.kv_lora_rank is not None:
-        per_head = 2 * (model.kv_lora_rank + (model.qk_rope_head_dim or 0)) + 2 * model.kv_lora_rank
+        per_head = 2 * (model.latent_width + model.kv_lora_rank)
     return model.num_hidden_layers * model.num_attention_heads / tp * per_head
 
 

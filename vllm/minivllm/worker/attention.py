@@ -37,7 +37,8 @@ def make_attention(
         return attention(kv_caches, scale, window) if attention else PagedAttention(kv_caches, scale, window, backend)
     if attention is not None or backend == "naive":
         raise MinivllmError(
-            "a model with latent attention (MLA) takes neither Parts(attention=...) nor attention_backend"
+            "a model with latent attention (MLA) takes no Parts(attention=...), and no attention_backend 'naive': "
+            "leave it out"
         )
     return PagedLatentAttention(kv_caches, config, backend)
 

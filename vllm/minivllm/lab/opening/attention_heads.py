@@ -162,7 +162,7 @@ def _latents(step: int) -> str:
     parts.append(line((16, BARS - 18), (WIDTH - 16, BARS - 18), RULE))
     for row, words in enumerate(("kept of a token", "in DeepSeek-V3's layer")):
         parts.append(text(16, BARS + 12 + 16 * row, words, size=12, colour=QUIET))
-    for index, (numbers, words) in enumerate(((40960, "with keys and values for 128 heads"), (576, "latent and key"))):
+    for index, (numbers, words) in enumerate(((40960, "with 128 KV heads"), (576, "latent and key"))):
         y, wide = BARS - 4 + index * 24, numbers * SCALE / 80
         parts.append(rect(GRID, y, wide, 16, VERMILLION if index else tint(BLUE, 0.3), radius=2))
         parts.append(text(GRID + 8 + wide, y + 12.5, f"{numbers:,} {words}", size=11.5, bold=index == 1))

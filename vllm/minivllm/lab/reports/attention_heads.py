@@ -108,7 +108,7 @@ def show_models(
 def own_heads(config: ModelConfig) -> int:
     """Numbers that a layer would keep of a token if every query head had a key and a value of its own."""
     if config.kv_lora_rank:
-        width = config.qk_nope_head_dim + (config.qk_rope_head_dim or 0) + config.v_head_dim
+        width = config.qk_nope_head_dim + config.rotary_dim + config.v_head_dim
     else:
         width = 2 * config.head_dim
     return config.num_attention_heads * width
@@ -195,7 +195,7 @@ def latent_shape(name: str) -> dict[str, int]:
     """Heads and widths of a model with latent attention."""
     config = known_model(name)
     return {
-        "heads": config.num_attention_heads, "rank": config.kv_lora_rank or 0, "rope": config.qk_rope_head_dim or 0,
+        "heads": config.num_attention_heads, "rank": config.kv_lora_rank or 0, "rope": config.rotary_dim,
         "nope": config.qk_nope_head_dim, "v": config.v_head_dim,
     }  # fmt: skip
 
@@ -315,9 +315,8 @@ def verify_kernels(
     for heads, kv_heads, head_dim in track(HEAD_CASES, "verifying the grouped kernel"):
         case = head_case(heads, kv_heads, head_dim)
         found = decode(*(one.to(device) for one in case))
-        errors[f"{heads} query heads, {kv_heads} KV heads of {head_dim}"] = furthest(
-            found, one_by_one(grouped_attention, case)
-        )
+        words = f"{heads} query heads, {kv_heads} KV head{'s' * (kv_heads > 1)} of {head_dim}"
+        errors[words] = furthest(found, one_by_one(grouped_attention, case))
     largest = show_errors("The grouped kernel", errors, 2e-3)
     errors = {}
     for shape in track(LATENT_CASES, "verifying the latent kernel"):
@@ -336,11 +335,11 @@ def count_bytes(decode: Callable[..., Tensor], latent_decode: Callable[..., Tens
     Raises:
         AssertionError: a program with all heads of a group reads more than there is.
     """
-    heads, lengths, found = 32, (48, 48), {}
+    heads, lengths, found = 32, (48,), {}
     for kv_heads in (8, 1):
         case = head_case(heads, kv_heads, 32, lengths)
         by_heads = {}
-        for mine in (1, 4, heads // kv_heads):
+        for mine in sorted({1, 4, heads // kv_heads}):
             trace = traced(decode, *case, heads_a_program=mine)
             by_heads[str(mine)] = sum(trace.arguments[name].bytes_read for name in ("keys", "values"))
         cached = 2 * 2 * kv_heads * 32 * sum(lengths)
@@ -364,7 +363,7 @@ def count_bytes(decode: Callable[..., Tensor], latent_decode: Callable[..., Tens
         "read, 1 head\na program",
         *(f"{count} heads" for count in shown[1:]),
     )
-    table(f"Bytes of keys and values read: {len(lengths)} requests, {lengths[0]} tokens each", columns, rows)
+    table(f"Bytes of keys and values read: a request of {lengths[0]} tokens", columns, rows)
     return found
 
 

@@ -375,48 +375,78 @@ LARGE = {
 }  # fmt: skip
 """A model whose weights, 487 MB, fit into no cache: only then are they read from memory in every step."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+FEW, MANY, ROWS = 4, 32, 256
 
 
 def measure_knee(knee: Callable[[float, float, float], float], arguments: argparse.Namespace) -> dict[str, Any]:
     """Steps of a model that is larger than any cache, by their tokens; the knee foretold, and found in them.
 
-    Foretold of two rates that are measured apart: a product of 256 rows, and reading memory. Found: where the time of
-    one token meets the line of many. The tokens are those of as many requests, since of a prompt's tokens the engine
-    takes only those that sample through all of the last layer.
+    Foretold of two rates of one matrix product: of many rows its operations a second, of one row its bytes a second.
+    Found: see `sweep_knee`. The medians of all turns count; each turn by itself also foretells and finds, which gives
+    the spread.
     """
-    shape = LARGE | ({"num_hidden_layers": 1} if arguments.quick else {})
-    config, device = ModelConfig.from_dict(shape), arguments.device
+    config = ModelConfig.from_dict(LARGE | ({"num_hidden_layers": 1} if arguments.quick else {}))
+    turns, numbers = _turns_of_steps(config, arguments), config.intermediate_size * config.hidden_size
+
+    def judged(seconds: Mapping[str, float]) -> dict[str, float]:
+        flops, bandwidth = 2 * ROWS * numbers / seconds["rows"], 4 * numbers / seconds["row"]
+        foretold, found = knee(flops, bandwidth, 4), sweep_knee({size: seconds[str(size)] for size in SIZES})
+        rates = {"flops": flops, "bandwidth": bandwidth}
+        return {**rates, "foretold": foretold, "found": found, "off": foretold / found - 1}
+
+    seconds = {name: statistics.median(times) for name, times in turns.items()}
+    one = judged(seconds)
+    each = [judged(dict(zip(turns, times, strict=True)))["off"] for times in zip(*turns.values(), strict=True)]
     parameters = num_parameters(config) - config.vocab_size * config.hidden_size
-    with tempfile.TemporaryDirectory() as folder, one_thread():
-        (Path(folder) / "config.json").write_text(json.dumps(shape))
-        blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=2 * SIZES[-1], enable_prefix_caching=False)
-        sizes = {"max_model_len": 256, "max_num_seqs": SIZES[-1], "max_num_batched_tokens": SIZES[-1]}
-        core = bare_engine(folder, device, blocks, load_format="dummy", dtype="float32", **sizes)
-        model: Any = runner_of(core).model
-        product, rows_of_x = model.layers[0].mlp.down_proj, 256
-        x, memory = torch.randn(rows_of_x, config.intermediate_size, device=device), torch.ones(2**25, device=device)
-        calls: dict[str, Callable[[], object]] = {"read": memory.sum, "product": lambda: product(x)}
-        calls |= {str(size): partial(record_run, core, [(1, 1)] * size, warm_up=False) for size in SIZES}
-        turns = in_turns(calls, 1 if arguments.quick else 5, device, own_clock(core))
-    seconds = {name: min(times) for name, times in turns.items()}  # others can only slow a turn down
-    flops = 2 * rows_of_x * config.intermediate_size * config.hidden_size / seconds["product"]
-    bandwidth = memory.nbytes / seconds["read"]
-    few, many = SIZES[-3], SIZES[-1]
-    slope = (seconds[str(many)] - seconds[str(few)]) / (many - few)
-    foretold, found = knee(flops, bandwidth, 4), seconds["1"] / slope
     rows = [
         (size, ms(seconds[str(size)]), ms(seconds[str(size)] / size), f"{seconds[str(size)] / seconds['1']:.2f} ×")
         for size in SIZES
     ]
     caption = (
-        f"{parameters / 1e6:.0f} million parameters, {4 * parameters / 1e6:.0f} MB, one thread. Measured apart: "
-        f"{flops / 1e9:.0f} billion operations a second, {bandwidth / 1e9:.1f} GB/s."
+        f"{parameters / 1e6:.0f} million parameters, {4 * parameters / 1e6:.0f} MB, one thread. One product alone: "
+        f"{one['flops'] / 1e9:.0f} billion operations a second with {ROWS} rows, {one['bandwidth'] / 1e9:.1f} GB/s "
+        "with one."
     )
     table("A step by its tokens", ("tokens", "ms", "ms a token", "of one token"), rows, caption)
-    console.print(f"The knee: {foretold:.1f} tokens foretold, {found:.1f} found ({foretold / found - 1:+.0%}).")
+    console.print(
+        f"The knee: {one['foretold']:.1f} tokens foretold, {one['found']:.1f} found ({one['off']:+.0%}; from turn to "
+        f"turn {min(each):+.0%} to {max(each):+.0%})."
+    )
     steps = {str(size): 1e3 * seconds[str(size)] for size in SIZES}
-    rates = {"flops": flops, "bandwidth": bandwidth, "megabytes": 4 * parameters / 1e6}
-    return {"steps_ms": steps, **rates, "foretold": foretold, "found": found, "off": foretold / found - 1}
+    return {"steps_ms": steps, "megabytes": 4 * parameters / 1e6, **one, "least": min(each), "most": max(each)}
+
+
+def _turns_of_steps(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of steps by their tokens, and of the last product of an MLP with one row and with many, in turns.
+
+    A shared machine's memory is not always equally fast; in turns that affects all alike. The tokens are those of as
+    many requests, since of a prompt's tokens the engine takes only those that sample through all of the last layer.
+    """
+    device = arguments.device
+    with tempfile.TemporaryDirectory() as folder, one_thread():
+        (Path(folder) / "config.json").write_text(json.dumps(LARGE | {"num_hidden_layers": config.num_hidden_layers}))
+        blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=2 * SIZES[-1], enable_prefix_caching=False)
+        sizes = {"max_model_len": 256, "max_num_seqs": SIZES[-1], "max_num_batched_tokens": SIZES[-1]}
+        core = bare_engine(folder, device, blocks, load_format="dummy", dtype="float32", **sizes)
+        model: Any = runner_of(core).model
+        product, x = model.layers[0].mlp.down_proj, torch.randn(ROWS, config.intermediate_size, device=device)
+        # The one row first: the step before it has left nothing of this matrix in a cache.
+        calls: dict[str, Callable[[], object]] = {"row": lambda: product(x[:1]), "rows": lambda: product(x)}
+        calls |= {str(size): partial(record_run, core, [(1, 1)] * size, warm_up=False) for size in SIZES}
+        return in_turns(calls, 1 if arguments.quick else 7, device, own_clock(core))
+
+
+def sweep_knee(seconds: Mapping[int, float]) -> float:
+    """The knee in a sweep of steps by their tokens: the time of a small step over what a token adds to a large one.
+
+    The former is the median of the steps of up to `FEW` tokens, the latter the slope of the line through those from
+    `MANY` on with the least squares of relative errors. Where the line begins does not matter.
+    """
+    few = statistics.median(time for size, time in seconds.items() if size <= FEW)
+    large = [size for size in seconds if size >= MANY]
+    relative = torch.tensor([[1 / seconds[size], size / seconds[size]] for size in large], dtype=torch.float64)
+    _, slope = torch.linalg.lstsq(relative, torch.ones(len(large), 1, dtype=torch.float64)).solution.flatten().tolist()
+    return few / slope
 
 
 GPUS = ("L4", "A100-80", "H100", "H200", "B200")
@@ -534,13 +564,13 @@ def draw(found: dict, path: str) -> None:
                 bottom = 0
                 for who, tokens in given.items():
                     colour = palette.ORANGE if who == "L" else palette.BLUE
-                    left.bar(number + 0.45 * row, tokens, 0.42, bottom=bottom, color=colour, alpha=1 - 0.45 * row)
+                    left.bar(1 + number + 0.45 * row, tokens, 0.42, bottom=bottom, color=colour, alpha=1 - 0.45 * row)
                     bottom += tokens
         left.set(title="Tokens of each step", xlabel="step (full: prefill first, pale: mixed)", ylabel="tokens")
         names = list(found["chats"])
         longest = [found["chats"][name]["itl_max_ms"] for name in names]
         middle.barh(range(len(names)), longest, color=palette.ORANGE)
-        middle.set(title="Longest gap of a chat", xlabel="ms", xscale="log")
+        middle.set(title="Longest gap of a chat", xlabel="ms", xscale="log", xlim=(1, None))
         middle.set_yticks(range(len(names)), names)
         middle.invert_yaxis()
         one = found["knee"]
@@ -548,7 +578,11 @@ def draw(found: dict, path: str) -> None:
         right.plot(sizes, list(one["steps_ms"].values()), "o-", color=palette.BLUE)
         right.axvline(one["foretold"], color=palette.GREY, linestyle="--")
         right.text(one["foretold"], max(one["steps_ms"].values()), " foretold", va="top", fontsize=9)
-        right.set(title="A step by its tokens", xlabel="tokens", ylabel="ms", xscale="log", yscale="log")
+        right.set(title="A step by its tokens", xlabel="tokens", ylabel="ms")
+        right.set_xscale("log", base=2)
+        right.set_yscale("log", base=2)
+        for axis in (right.xaxis, right.yaxis):
+            axis.set_major_formatter("{x:g}")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
