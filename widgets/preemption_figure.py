@@ -158,7 +158,7 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
     most = max([state.serving.demand, *(one.computed / one.seconds for one in known)])
     axes = Axes(drawing, box, POOL, Scale(0, 1.12 * most))
     ticks = [tick for tick in axes.y.ticks(3) if tick]
-    axes.frame("", "tokens a second: computed, and new", x_ticks=(), y_ticks=ticks, y_format=short)
+    axes.frame("", "tokens/s: all, and new ones", x_ticks=(), y_ticks=ticks, y_format=short)
     with drawing.answer():
         ratios = [max(one.wasted, 1e-9) / THRASH for one in known]
         for span in spans(pools, ratios):
@@ -192,8 +192,8 @@ def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
     )  # fmt: skip
     dearer = spans(rates, [one / found.recompute for one in swaps])
     for span in dearer:
-        axes.broken(*span, "swap is dearer")
-    axes.mark_y(found.recompute, "computed again", ORANGE, dash="", below=axes.y.share(found.recompute) > 0.6)
+        axes.broken(*span, "swap dearer")
+    axes.mark_y(found.recompute, "computed again", ORANGE, dash="", below=axes.y.share(found.recompute) > 0.85)
     axes.line(rates, swaps, BLUE)
     tip = (
         f"{serving.link.name}: {found.bandwidth / 1e9:.3g} GB/s in pieces of "

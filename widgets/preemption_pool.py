@@ -37,7 +37,7 @@ def draw_pool(drawing: Drawing, state: State, y: float) -> float:
         return drawing.paragraph((MARGIN, y + 20), words, wide)
     swaps = state.serving.policy != "recompute"
     keys = [
-        Segment("runs", 0, BLUE), Segment("back again", 0, SKY), Segment("preempted", 0, MISSED, hatched=True),
+        Segment("runs", 0, BLUE), Segment("back", 0, SKY), Segment("preempted", 0, MISSED, hatched=True),
         Segment("copied back" if swaps else "computed again", 0, ORANGE),
     ]  # fmt: skip
     after = MARGIN + text_width(title, 14.5) * 1.08 + 16
