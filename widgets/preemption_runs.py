@@ -328,9 +328,7 @@ class Serving:
             policy="priority" if priority else "fcfs",
             scheduler_reserve_full_isl=self.admission == "whole",
         )
-        cache = CacheConfig(
-            num_gpu_blocks=1 + pool // BLOCK_SIZE, block_size=BLOCK_SIZE, enable_prefix_caching=False
-        )
+        cache = CacheConfig(num_gpu_blocks=1 + pool // BLOCK_SIZE, block_size=BLOCK_SIZE, enable_prefix_caching=False)
         kind = scheduler_with("" if priority else self.rule, swaps=self.policy != "recompute")
         return (scheduler_with_victims(own, kind) if own else kind)(config, cache)
 
