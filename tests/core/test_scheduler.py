@@ -340,6 +340,19 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     assert b.num_cached_tokens == 0, "told to the client: the hit of the first admission"
     counts = d.scheduler.make_stats().prefix_cache_stats
     assert (counts.preempted_requests, counts.preempted_queries, counts.preempted_hits) == (1, 8, 4)
+    assert d.scheduler.make_stats().num_recomputed_tokens == 3, "7 were computed, and 4 of them are found"
+
+
+def test_tokens_that_are_computed_again_are_counted_when_a_request_resumes() -> None:
+    d = drive(num_gpu_blocks=5, max_model_len=16, enable_prefix_caching=False)
+    d.add("a", 8, max_tokens=2)
+    d.add("b", 7, max_tokens=5)
+    d.step()
+    assert d.step() == {"a": 1}
+    assert d.scheduler.make_stats().num_recomputed_tokens == 0, "b may never come back"
+    assert d.step() == {"b": 8}
+    assert d.step() == {"b": 1}
+    assert d.scheduler.make_stats().num_recomputed_tokens == 7
 
 
 def test_fcfs_a_request_may_preempt_itself() -> None:

@@ -77,6 +77,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_external_computed_tokens",
+        "num_lost_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -146,6 +147,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_external_computed_tokens = 0
         self.num_preemptions = 0
+        self.num_lost_tokens = 0  # computed when it was last preempted, and not admitted again since
         self.spec_token_ids: list[int] = []
         self.is_prefill_chunk = True
 

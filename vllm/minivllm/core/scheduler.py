@@ -75,6 +75,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.finished_req_ids: set[str] = set()
         self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
         self.spec_decoding_stats = SpecDecodingStats()
         self._drafts_snapshot = self.spec_decoding_stats.copy()
         self._failed: list[EngineCoreOutput] = []
@@ -130,6 +131,7 @@ class Scheduler:
             prefix_cache_stats=self.kv_cache_manager.prefix_cache_stats,
             spec_decoding_stats=self._drafts_snapshot,
             num_preemptions=self.num_preemptions,
+            num_recomputed_tokens=self.num_recomputed_tokens,
             connector_prefix_cache_stats=self.remote.connector_prefix_cache_stats if self.remote else None,
             kv_fetch_stats=self.remote.fetch_stats() if self.remote else KVFetchStats(),
         )
@@ -257,18 +259,21 @@ class Scheduler:
         request.spec_token_ids = []
 
     def _preempt_one(self, step: Step) -> Request:
-        """Preempts the last running request (FCFS), or the one with the greatest `sort_key` (priority); returns it."""
-        if self.config.policy == "fcfs":
-            victim = self.running.pop()
-        else:
-            # Ids break ties, as in the waiting queue. Otherwise two equal requests could preempt each other forever.
-            victim = max(self.running, key=Request.sort_key)
-            position = self.running.index(victim)
-            del self.running[position]
-            if position < step.position:
-                step.position -= 1
+        """Preempts a running request and returns it."""
+        victim = self._choose_victim()
+        position = len(self.running) - 1 if victim is self.running[-1] else self.running.index(victim)
+        del self.running[position]
+        if position < step.position:
+            step.position -= 1
         self._preempt_request(victim, step)
         return victim
+
+    def _choose_victim(self) -> Request:
+        """Returns the last running request (FCFS), or the one with the greatest `sort_key` (priority)."""
+        if self.config.policy == "fcfs":
+            return self.running[-1]
+        # Ids break ties, as in the waiting queue. Otherwise two equal requests could preempt each other forever.
+        return max(self.running, key=Request.sort_key)
 
     def _preempt_request(self, request: Request, step: Step) -> None:
         """Frees a request's blocks and puts it back into the waiting queue (FCFS: at the head). It keeps its tokens."""
@@ -277,7 +282,7 @@ class Scheduler:
             self.remote.lost_its_blocks(request)
         self.kv_cache_manager.free(request, withdraw_uncomputed=was_scheduled)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
+        request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
         request.spec_token_ids = []
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -382,6 +387,9 @@ class Scheduler:
                 return True
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = prefix.num_tokens
+        else:
+            self.num_recomputed_tokens += max(0, request.num_lost_tokens - prefix.num_tokens)
+            request.num_lost_tokens = 0
         request.num_computed_tokens = prefix.num_tokens
         request.status = RequestStatus.RUNNING
         self.running.append((self.waiting if queue is None else queue).pop_request())

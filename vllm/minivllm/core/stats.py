@@ -110,6 +110,8 @@ class SchedulerStats:
     prefix_cache_stats: PrefixCacheStats
     spec_decoding_stats: SpecDecodingStats
     num_preemptions: int
+    num_recomputed_tokens: int = 0
+    """Tokens of preempted requests that were computed before, and are not found anywhere when these resume."""
     connector_prefix_cache_stats: PrefixCacheStats | None = None
     """Lookups with a KV connector: of what the prefix cache did not have; None without one."""
     kv_fetch_stats: KVFetchStats = KVFetchStats()
@@ -131,6 +133,7 @@ def summed_stats(engines: Sequence[SchedulerStats]) -> SchedulerStats:
         _summed_lookups([engine.prefix_cache_stats for engine in engines]),
         _summed_drafts([engine.spec_decoding_stats for engine in engines]),
         sum(engine.num_preemptions for engine in engines),
+        sum(engine.num_recomputed_tokens for engine in engines),
         _summed_lookups(
             [engine.connector_prefix_cache_stats for engine in engines if engine.connector_prefix_cache_stats]
         )

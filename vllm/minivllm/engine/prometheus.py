@@ -38,6 +38,7 @@ COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "prompt_tokens_cached": "Tokens of prompts that were cached.",
     "generation_tokens": "Tokens generated.",
+    "minivllm:recomputed_tokens": "Tokens of preempted requests that were computed once more.",
 }
 SPECULATIVE_COUNTERS = {
     "spec_decode_num_drafts": "Drafts that were verified.",
@@ -127,6 +128,7 @@ class _EngineMetrics:
             self._raise_to("external_prefix_cache_queries", external.queries)
             self._raise_to("external_prefix_cache_hits", external.hits)
         self._raise_to("num_preemptions", scheduler_stats.num_preemptions)
+        self._raise_to("minivllm:recomputed_tokens", scheduler_stats.num_recomputed_tokens)
         if self._accepted_per_pos:
             self._record_drafts(scheduler_stats.spec_decoding_stats)
 
@@ -279,11 +281,12 @@ class _EngineMetrics:
         return self._family(kind, name, text, [*self._labels, *labels])
 
     def _family(self, kind: type[Metric], name: str, text: str, labels: Sequence[str], **settings: Any) -> Metric:
-        """The metric of this name, which all cores share."""
+        """The metric of this name, which all cores share; vLLM's unless it says whose it is."""
         if kind is Gauge:
             settings["multiprocess_mode"] = "mostrecent"
         if name not in self._families:
-            self._families[name] = kind(f"vllm:{name}", text, labels, registry=self.registry, **settings)
+            full_name = name if ":" in name else f"vllm:{name}"
+            self._families[name] = kind(full_name, text, labels, registry=self.registry, **settings)
         found = self._families[name]
         assert isinstance(found, kind)
         return found

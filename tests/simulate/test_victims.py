@@ -1,0 +1,110 @@
+"""Rules for victims, and swap: who goes, what is computed again, and that nobody is lost."""
+
+import itertools
+import random
+
+import pytest
+
+from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import Request
+from minivllm.errors import MinivllmError
+from minivllm.simulate.victims import RULES, VictimScheduler, scheduler_with
+
+BLOCK = 4
+
+
+def made(victim: str, blocks: int, swaps: bool = False, policy: str = "fcfs", budget: int = 64) -> VictimScheduler:
+    config = SchedulerConfig(max_model_len=32, max_num_seqs=8, max_num_batched_tokens=budget, policy=policy)
+    cache = CacheConfig(num_gpu_blocks=1 + blocks, block_size=BLOCK, enable_prefix_caching=False)
+    return scheduler_with(victim, swaps=swaps)(config, cache)
+
+
+def step(scheduler: VictimScheduler) -> tuple[int, set[str]]:
+    """One step in which everybody who has caught up samples; the tokens computed, and who was preempted."""
+    output = scheduler.schedule()
+    live = scheduler.requests
+    sampled = {
+        name: [0] for name in output.num_scheduled_tokens if live[name].num_computed_tokens >= live[name].num_tokens
+    }
+    scheduler.update_from_output(output, ModelRunnerOutput(sampled))
+    return output.total_num_scheduled_tokens, output.preempted_req_ids
+
+
+def first_victim(victim: str, policy: str = "fcfs") -> str:
+    """Of three requests that fill a pool of 8 blocks: a has 1 token and much to come, b has most, c has 2 to come."""
+    scheduler = made(victim, 8, policy=policy)
+    for name, prompt, answer, priority in (("a", 4, 24, 1), ("b", 14, 9, 2), ("c", 8, 6, 0)):
+        scheduler.add_request(Request(name, [1] * prompt, max_tokens=answer, arrival_time=ord(name), priority=priority))
+    for _ in range(20):
+        _, preempted = step(scheduler)
+        if preempted:
+            return min(preempted)
+    raise AssertionError("the pool was to be too small")
+
+
+@pytest.mark.parametrize(
+    ("victim", "name"),
+    [("last in", "c"), ("first in", "a"), ("most blocks", "b"), ("fewest left", "c"), ("least computed", "a")],
+)
+def test_each_rule_takes_another(victim: str, name: str):
+    assert set(RULES) == {"last in", "first in", "most blocks", "fewest left", "least computed"}
+    assert first_victim(victim) == name
+
+
+def test_without_a_rule_the_policy_decides():
+    assert first_victim("") == "c"
+    assert first_victim("", "priority") == "b"
+
+
+def run(victim: str, swaps: bool, seed: int, budget: int = 64) -> tuple[VictimScheduler, list[Request], int, list[int]]:
+    """Random requests in a pool that is too small; the scheduler, they, tokens computed, blocks out and back."""
+    draw = random.Random(seed)
+    scheduler = made(victim, 10, swaps, budget=budget)
+    requests = [Request(str(index), [1] * draw.randint(1, 12), max_tokens=draw.randint(1, 20)) for index in range(16)]
+    for request in requests:
+        scheduler.add_request(request)
+    computed, copied = 0, [0, 0]
+    for _ in range(4000):
+        if not scheduler.has_unfinished_requests():
+            break
+        computed += step(scheduler)[0]
+        copied = [total + now for total, now in zip(copied, scheduler.take_copied_blocks(), strict=True)]
+    assert not scheduler.has_unfinished_requests(), "nobody waits for ever"
+    assert scheduler.kv_cache_manager.usage == 0
+    return scheduler, requests, computed, copied
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("victim", ["", *RULES])
+def test_all_is_computed_once_and_what_is_lost_once_more(victim: str, swaps: bool):
+    preempted = 0
+    for seed, budget in itertools.product(range(12), (64, 8)):
+        scheduler, requests, computed, copied = run(victim, swaps, seed, budget)
+        assert all(one.num_output_tokens == one.max_tokens for one in requests)
+        useful = sum(one.num_tokens - 1 for one in requests)
+        assert computed == useful + scheduler.num_recomputed_tokens
+        preempted += scheduler.num_preemptions
+        assert copied[0] == copied[1], "what goes out comes back"
+        assert (copied[0] > 0) == (swaps and scheduler.num_preemptions > 0)
+        assert not scheduler.on_host
+        assert scheduler.num_recomputed_tokens == 0 or not swaps
+        assert scheduler.num_recomputed_tokens > 0 or swaps or not scheduler.num_preemptions
+    assert preempted > 24
+
+
+def test_a_swap_copies_the_blocks_of_what_was_computed():
+    scheduler = made("last in", 4, swaps=True)
+    for name in "ab":
+        scheduler.add_request(Request(name, [1] * 6, max_tokens=6))
+    copied = []
+    while scheduler.has_unfinished_requests():
+        step(scheduler)
+        copied.append(scheduler.take_copied_blocks())
+    # Both have 8 tokens in 2 blocks each when a needs a third one; b goes with 8 computed tokens.
+    assert [one for one in copied if any(one)] == [(2, 0), (0, 2)]
+
+
+def test_a_rule_that_nobody_knows_is_refused():
+    with pytest.raises(MinivllmError, match="victim is one of last in"):
+        scheduler_with("random")
