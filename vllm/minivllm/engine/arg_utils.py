@@ -331,6 +331,14 @@ class EngineArgs:
         return with_offloading(self.kv_transfer_config, self.kv_offloading_size)
 
     @property
+    def host_tier_bytes(self) -> int:
+        """Bytes of `kv_offloading_size`, or of what stands for it; 0 without."""
+        transfer = self.kv_transfer
+        if self.kv_offloading_size is not None:
+            return int(self.kv_offloading_size * GIB)
+        return int((is_tier(transfer) and transfer and transfer.get_from_extra_config("cpu_bytes_to_use")) or 0)
+
+    @property
     def speculation(self) -> SpeculativeConfig | None:
         """The speculative configuration, validated."""
         return SpeculativeConfig.of(self.speculative_config)

@@ -371,6 +371,9 @@ class EngineCore:
         if args.num_gpu_blocks_override is not None:
             check_override(args.num_gpu_blocks_override, args.block_size, config.max_model_len)
             return None
+        uses = self.executor.collective_rpc("memory_use")
+        on_cpu = pick_device(args.device).type == "cpu"  # then the tier lies in the same memory
+        host_tier = args.host_tier_bytes // len(uses) if on_cpu else 0
         ledgers = [
             profile_memory(
                 self._stage_configs[rank // args.tensor_parallel_size],
@@ -382,8 +385,9 @@ class EngineCore:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 gpu_memory_utilization=args.gpu_memory_utilization,
+                host_tier=host_tier,
             )
-            for rank, use in enumerate(self.executor.collective_rpc("memory_use"))
+            for rank, use in enumerate(uses)
         ]
         return min(ledgers, key=lambda ledger: ledger.num_blocks)
 

@@ -35,9 +35,7 @@ class HostCopies:
         self._on_gpu = regions.device.type == "cuda"
         if self._on_gpu:
             self._capacity = max(1, STAGING_BYTES // regions.record_bytes)
-            self._staging = torch.empty(
-                self._capacity * regions.record_bytes, dtype=torch.uint8, device=regions.device
-            )
+            self._staging = torch.empty(self._capacity * regions.record_bytes, dtype=torch.uint8, device=regions.device)
             self._stream = torch.cuda.Stream(regions.device)
 
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int], after: Any = None) -> None:

@@ -226,7 +226,8 @@ class MultiConnector(KVConnectorBase_V1):
 
     def release_gpu_blocks(self) -> bool:
         """All give back what they can."""
-        return any([one.release_gpu_blocks() for one in self.connectors])
+        freed = [one.release_gpu_blocks() for one in self.connectors]
+        return any(freed)
 
     def take_stats(self) -> dict[str, Any] | None:
         """Those of all, as one."""

@@ -54,6 +54,7 @@ class _Hit:
 
     @property
     def disk_keys(self) -> list[BlockHash]:
+        """See `KVConnectorBase_V1`."""
         return [key for key in self.keys if key not in self.cpu_block_ids]
 
 
@@ -125,11 +126,13 @@ class OffloadScheduler:
         return f"KV cache in host memory ({num_blocks:,} blocks)", num_blocks * self.block_bytes
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
+        """Keeps it."""
         self.gpu_pool = block_pool
 
     # Loads
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Whole blocks, of all tokens but the last; they are pinned until the step is made."""
         size = self.config.block_size
         self._release_hit(request.request_id)
         if num_computed_tokens % size:
@@ -159,6 +162,7 @@ class OffloadScheduler:
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
+        """Orders what was promised to be loaded; follows the request from now on."""
         name = request.request_id
         self._followed[name] = _Followed(request)
         self.manager.touch(request.block_hashes)
@@ -200,11 +204,12 @@ class OffloadScheduler:
     # Stores
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> OffloadMetadata:
+        """Adds what is to be stored after this step."""
         for name in list(self._hits):  # promised in this step, to a request that did not fit
             self._release_hit(name)
-        if self.settings.lazy_offload:
+        if self.settings.lazy_offload and scheduler_output.num_scheduled_tokens:
             self._store(self._blocks_to_be_evicted(), is_lazy=True)
-        else:
+        elif not self.settings.lazy_offload:
             self._store(self._computed_blocks(scheduler_output.num_scheduled_tokens))
         metadata, self._metadata = self._metadata, self._no_orders()
         return metadata
@@ -238,24 +243,28 @@ class OffloadScheduler:
         return True
 
     def _blocks_to_be_evicted(self) -> "dict[BlockHash, KVCacheBlock]":
-        """Blocks near the head of the free queue, as many as two steps of full size could take."""
+        """Blocks near the head of the free queue, as many as two steps of full size could take.
+
+        No more than the tier has room for: else each one stored would evict another one.
+        """
         num_near = 2 * -(-self.config.max_num_batched_tokens // self.config.block_size)
-        wanted: dict[BlockHash, KVCacheBlock] = {}
+        num_near = min(num_near, self.manager.num_blocks - self.manager.num_pending_blocks)
+        near: dict[BlockHash, KVCacheBlock] = {}
         for block in self.gpu_pool.free_block_queue.first(num_near):
-            key = block.block_hash
-            if key is not None and self.manager.lookup(key) is LookupResult.MISS:
-                wanted.setdefault(key, block)
-        return wanted
+            if block.block_hash is not None:
+                near.setdefault(block.block_hash, block)
+        return near
 
     def _store(self, wanted: "dict[BlockHash, KVCacheBlock]", is_lazy: bool = False) -> None:
-        """Orders these blocks to be stored, as far as the tier has room."""
-        if not wanted:
+        """Orders these blocks to be stored, as far as the tier has room; those that it has stay there."""
+        num_missing = sum(self.manager.lookup(key) is LookupResult.MISS for key in wanted)
+        if not num_missing:
             return
         prepared = self.manager.prepare_store(wanted)
         num_stored = 0 if prepared is None else len(prepared.keys_to_store)
-        if num_stored < len(wanted):
+        if num_stored < num_missing:
             self._counts["kv_offload_allocation_failure"] += 1
-            self._counts["simple_kv_offload_save_outcomes.dropped_cpu_full"] += len(wanted) - num_stored
+            self._counts["simple_kv_offload_save_outcomes.dropped_cpu_full"] += num_missing - num_stored
         if prepared is None:
             return
         blocks = [wanted[key] for key in prepared.keys_to_store]
@@ -269,6 +278,7 @@ class OffloadScheduler:
         self._metadata.store = StoreJob(number, block_ids, prepared.block_ids, spills)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Ends loads, and stores that all ranks have ended."""
         if connector_output.invalid_block_ids:  # of another connector's, perhaps, with which a step has computed
             for store in self._stores.values():
                 store.is_valid = False
@@ -310,21 +320,26 @@ class OffloadScheduler:
         return bool(freed)
 
     def release_gpu_blocks(self) -> bool:
+        """Those of stores under way, which the ranks end first then."""
         stores = [store for store in self._stores.values() if store.blocks]
         if stores:
             self._metadata.need_flush = True
-        return any([self._let_go(store) for store in stores])
+        freed = [self._let_go(store) for store in stores]
+        return any(freed)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Follows it no more. Its keys are touched once more, as it used all of them until now."""
         self._release_hit(request.request_id)
         self._followed.pop(request.request_id, None)
         self.manager.touch(request.block_hashes)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
+        """Whether stores are under way."""
         return bool(self._stores)
 
     def reset_cache(self) -> bool:
+        """Forgets both tiers; False while a copy is under way."""
         if not self.manager.reset():
             return False
         self.disk.clear()
@@ -371,6 +386,7 @@ class OffloadScheduler:
         return counts or None
 
     def shutdown(self) -> None:
+        """Lets other engines have the folder."""
         if self.folder is not None:
             self.folder.close()
 
@@ -391,6 +407,6 @@ def check_room(num_bytes: int) -> None:
     available = available_memory()
     if available is not None and num_bytes > available:
         raise MinivllmError(
-            f"the host tier takes {num_bytes / GIB:,.2f} GiB, and this machine has {available / GIB:,.2f} left: give it "
-            "less (kv_offloading_size)"
+            f"the host tier takes {num_bytes / GIB:,.2f} GiB, and this machine has {available / GIB:,.2f} left: give "
+            "it less (kv_offloading_size)"
         )

@@ -75,8 +75,11 @@ def profile_memory(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     gpu_memory_utilization: float,
+    host_tier: int = 0,
 ) -> MemoryLedger:
     """Budgets the memory of one of `tp` ranks. `config` is the whole model's.
+
+    `host_tier`: bytes of a second tier of the cache that lies in this memory, too.
 
     Activations are estimated if `use.activation_peak` is None. The pool never gets more blocks than `max_num_seqs`
     requests of `max_model_len` tokens could fill: on a CPU, spare memory is left to other programs.
@@ -101,6 +104,7 @@ def profile_memory(
         cuda_graphs=None if use.cuda_graphs else 0,
         drafter=use.drafter and _without_window(use.drafter),
         drafter_bytes=use.drafter_bytes,
+        host_tier=host_tier,
     )
     most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1
     return _with_at_most(ledger, most_blocks * block_size * ledger.bytes_per_token)
