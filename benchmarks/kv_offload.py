@@ -90,7 +90,7 @@ def documents(count: int, seed: int) -> list[tuple[list[int], list[list[int]]]]:
 
 
 def one_turn(llm: LLM, prompt: list[int], name: str) -> tuple[float, float, list[int]]:
-    """Seconds to the first token, and to the last; the tokens."""
+    """Seconds to the first token, and until nothing is left to do; the tokens."""
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     start, first = time.perf_counter(), 0.0
     llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -99,6 +99,8 @@ def one_turn(llm: LLM, prompt: list[int], name: str) -> tuple[float, float, list
         for output in llm.llm_engine.step():
             tokens = list(output.outputs[0].token_ids)
             first = first or time.perf_counter() - start
+    while core_of(llm).has_unfinished_requests():
+        llm.llm_engine.step()  # until what is stored is there
     return first, time.perf_counter() - start, tokens
 
 
@@ -226,6 +228,7 @@ def main(arguments: argparse.Namespace) -> None:
         figures = {
             "chats": chats(CHATS // 2 if arguments.quick else CHATS, 1 if arguments.quick else arguments.rounds, 0)
         }
+    torch.set_num_threads(1)  # a tier has one thread for each direction
     with control.watch():
         figures["copies"] = {
             f"{blocks} of {kib} KiB": copies(blocks, kib, 10 if arguments.quick else 200, device)

@@ -4,6 +4,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from core.connector_double import config_double
 from core.invariants import check_scheduler
@@ -19,10 +20,12 @@ from minivllm.core.kv_connector import KVConnectorOutput, KVConnectorRole
 from minivllm.core.kv_offload import LookupResult
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.step_events import KeyLine, StepLine, StepRecorder
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.disk_index import DiskIndex
 from minivllm.kv_connector.offload_scheduler import OffloadScheduler
 from minivllm.kv_connector.simple_cpu_offload_connector import SimpleCPUOffloadConnector
+from minivllm.lab.step_recording import ReplayedState
 
 SIZE = 4
 
@@ -282,6 +285,24 @@ def test_a_step_that_fails_makes_the_tier_forget_all() -> None:
     run.worker.reset()  # pyright: ignore[reportAttributeAccessIssue]
     assert not any(run.has(first))
     run.finish()
+
+
+def test_the_steps_tell_of_the_tier() -> None:
+    run = OffloadRun(connector_of(), most_steps=3)
+    recorder = StepRecorder(run.scheduler)
+    state = ReplayedState.of(msgspec.json.decode(recorder.take()[0], type=KeyLine))
+    run.add("r", prompt_of(0, 12), 4)
+    seen = []
+    while run.scheduler.has_unfinished_requests():
+        output = run.schedule()
+        run.update()
+        recorder.observe(output, [])
+        for line in recorder.take():
+            state.apply(msgspec.json.decode(line, type=StepLine))
+        assert state.tier == list(run.tier.state().values())
+        seen.append(state.tier)
+    assert seen[0] == [30, 0, 0, 3, 0]
+    assert seen[-1] == [30, 3, 0, 0, 0]
 
 
 def test_reset_cache_forgets_all_unless_a_copy_is_under_way() -> None:

@@ -352,8 +352,6 @@ class EngineCore:
         if self.ledger is not None:
             for row in self.ledger.rows:
                 logger.info("Memory: %.3f GiB %s%s", row.bytes / GIB, row.name, " (estimated)" if row.estimated else "")
-        if self.scheduler.remote and (host := self.scheduler.remote.connector.host_memory()):
-            logger.info("Memory: %.3f GiB %s", host[1] / GIB, host[0])
         cache = self.scheduler.cache_config
         tokens, max_model_len = cache.num_gpu_blocks * cache.block_size, self.scheduler.config.max_model_len
         logger.info("KV cache size: %s tokens in %s blocks", f"{tokens:,}", f"{cache.num_gpu_blocks:,}")
@@ -371,9 +369,6 @@ class EngineCore:
         if args.num_gpu_blocks_override is not None:
             check_override(args.num_gpu_blocks_override, args.block_size, config.max_model_len)
             return None
-        uses = self.executor.collective_rpc("memory_use")
-        on_cpu = pick_device(args.device).type == "cpu"  # then the tier lies in the same memory
-        host_tier = args.host_tier_bytes // len(uses) if on_cpu else 0
         ledgers = [
             profile_memory(
                 self._stage_configs[rank // args.tensor_parallel_size],
@@ -385,9 +380,9 @@ class EngineCore:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 gpu_memory_utilization=args.gpu_memory_utilization,
-                host_tier=host_tier,
+                host_tier=args.host_tier_bytes,
             )
-            for rank, use in enumerate(uses)
+            for rank, use in enumerate(self.executor.collective_rpc("memory_use"))
         ]
         return min(ledgers, key=lambda ledger: ledger.num_blocks)
 

@@ -233,10 +233,6 @@ class MultiConnector(KVConnectorBase_V1):
         """Those of all, as one."""
         return joined_stats([one.take_stats() for one in self.connectors])
 
-    def host_memory(self) -> tuple[str, int] | None:
-        """That of the first that has any."""
-        return next((known for one in self.connectors if (known := one.host_memory()) is not None), None)
-
     def tier_state(self) -> dict[str, int] | None:
         """That of the first that has a tier."""
         return next((known for one in self.connectors if (known := one.tier_state()) is not None), None)

@@ -25,6 +25,7 @@ from minivllm.errors import MinivllmError
 from minivllm.kv_connector.disk_index import HEADER_BYTES, DiskFolder, DiskIndex
 from minivllm.kv_connector.offload_metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from minivllm.kv_connector.offload_settings import OffloadSettings
+from minivllm.logger import init_logger
 from minivllm.platforms.device_memory import available_memory
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from minivllm.core.output import SchedulerOutput
     from minivllm.core.request import Request
 
+logger = init_logger(__name__)
 MOST_COUNTED = 64_000
 """Of how many keys `store_threshold` remembers how often they have come."""
 
@@ -112,6 +114,9 @@ class OffloadScheduler:
         self.block_bytes = record
         self.manager = CPUOffloadingManager(num_blocks, settings.eviction_policy)
         self.disk = DiskIndex(num_disk_blocks)
+        logger.info(
+            "Memory: %.3f GiB KV cache in host memory (%s blocks)", num_blocks * record / GIB, f"{num_blocks:,}"
+        )
         self._metadata = self._no_orders()
         if self.folder is not None:
             self._metadata.removals = self.disk.found(self.folder.keys(self.num_ranks))
@@ -119,11 +124,6 @@ class OffloadScheduler:
     def _no_orders(self) -> OffloadMetadata:
         folder = None if self.folder is None else str(self.folder.path)
         return OffloadMetadata(num_cpu_blocks=self.manager.num_blocks, disk_folder=folder)
-
-    def host_memory(self) -> tuple[str, int]:
-        """What the tier is called in the report of memory, and its bytes on all ranks."""
-        num_blocks = self.manager.num_blocks
-        return f"KV cache in host memory ({num_blocks:,} blocks)", num_blocks * self.block_bytes
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
         """Keeps it."""

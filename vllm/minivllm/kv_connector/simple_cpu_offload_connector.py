@@ -163,10 +163,6 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1):
         """See `KVConnectorBase_V1`."""
         return self.scheduler_side.take_stats()
 
-    def host_memory(self) -> tuple[str, int]:
-        """See `KVConnectorBase_V1`."""
-        return self.scheduler_side.host_memory()
-
     def tier_state(self) -> dict[str, int]:
         """See `KVConnectorBase_V1`."""
         return self.scheduler_side.state()
