@@ -23,6 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from same_tokens import ENOUGH_BLOCKS, SAME_NUMBERS, SETTINGS, generated, random_batch
 from speculation import WAYS
 
@@ -279,6 +280,7 @@ def storm(workloads: int, seed: int, processes: bool = True) -> dict[str, Tally]
 
 def main(arguments: argparse.Namespace) -> None:
     """Serves the workloads, and exits with 1 if anything differs."""
+    torch.set_num_threads(1)  # steps are small, and threads would wait for each other
     began = time.process_time()
     tallies = storm(40 if arguments.quick else arguments.workloads, arguments.seed)
     columns = ["tiers below the pool", "workloads", "requests", "preempted", "preemptions", "tokens", "loaded"]

@@ -61,17 +61,15 @@ class OffloadRun(Run):
         cache = CacheConfig(num_gpu_blocks=num_gpu_blocks, block_size=SIZE)
         config = SchedulerConfig(**({"max_model_len": 40, "async_scheduling": ahead} | rest))
         self.scheduler = (AsyncScheduler if ahead else Scheduler)(config, cache)
-        self.connector = connector  # pyright: ignore[reportAttributeAccessIssue]
+        self.connector = connector
         self.scheduler.use_connector(connector, recompute_kv_load_failures=True)
-        self.worker = OffloadingWorkerDouble(  # pyright: ignore[reportAttributeAccessIssue]
-            SIZE, toy_model, rng or Random(0), most_steps
-        )
+        self.worker = OffloadingWorkerDouble(SIZE, toy_model, rng or Random(0), most_steps)
         self.requests, self.received, self.last, self.in_flight = {}, {}, {}, []
         self.depth = 1 + ahead
 
     @property
     def tier(self) -> OffloadScheduler:
-        return self.connector.scheduler_side  # pyright: ignore[reportAttributeAccessIssue]
+        return self.connector.scheduler_side
 
     def serve(self, name: str, prompt: list[int], max_tokens: int = 1, **arguments: Any) -> Request:
         """Adds a request and steps until nothing is left."""
@@ -206,8 +204,8 @@ def test_chunked_prefill_stores_the_blocks_that_each_chunk_fills() -> None:
     while run.scheduler.has_unfinished_requests():
         output = run.schedule()
         table = run.scheduler.kv_cache_manager.get_block_ids("r")
-        if output.kv_connector_metadata.store:  # pyright: ignore
-            job = output.kv_connector_metadata.store  # pyright: ignore
+        if output.kv_connector_metadata.store:
+            job = output.kv_connector_metadata.store
             stored.append([table.index(block_id) for block_id in job.block_ids])
         run.update()
     assert stored == [[0], [1, 2], [3], [4]]
@@ -260,7 +258,7 @@ def test_store_threshold_waits_for_a_second_request() -> None:
     assert run.has(first) == [False] * 3
     run.serve("second", [*prompt_of(0, 8), 1, 2, 3])
     assert run.has(first) == [True, True, False]
-    assert run.connector.take_stats()["kv_offload_stores_skipped"] == 3  # pyright: ignore
+    assert run.connector.take_stats()["kv_offload_stores_skipped"] == 3
 
 
 def test_blocks_that_wait_for_a_copy_are_given_back_before_anybody_is_preempted() -> None:
@@ -271,7 +269,7 @@ def test_blocks_that_wait_for_a_copy_are_given_back_before_anybody_is_preempted(
     run.add("long", prompt_of(1, 20), 12)
     run.finish()
     assert run.scheduler.num_preemptions == 0
-    assert run.worker.num_flushes > 0  # pyright: ignore[reportAttributeAccessIssue]
+    assert run.worker.num_flushes > 0
 
 
 def test_a_step_that_fails_makes_the_tier_forget_all() -> None:
@@ -282,7 +280,7 @@ def test_a_step_that_fails_makes_the_tier_forget_all() -> None:
     run.step()
     run.in_flight.clear()
     run.scheduler.start_over(())
-    run.worker.reset()  # pyright: ignore[reportAttributeAccessIssue]
+    run.worker.reset()
     assert not any(run.has(first))
     run.finish()
 
@@ -323,7 +321,7 @@ def test_what_was_computed_from_another_connectors_invalid_blocks_is_not_kept() 
     run.tier.update_connector_output(KVConnectorOutput(invalid_block_ids={1}))
     run.finish()
     assert not any(run.has(request))
-    assert run.connector.take_stats()["simple_kv_offload_save_outcomes.dropped_invalid"] == 3  # pyright: ignore
+    assert run.connector.take_stats()["simple_kv_offload_save_outcomes.dropped_invalid"] == 3
 
 
 def test_disk_takes_what_host_memory_evicts_and_gives_it_back(tmp_path: Path) -> None:
@@ -335,15 +333,15 @@ def test_disk_takes_what_host_memory_evicts_and_gives_it_back(tmp_path: Path) ->
     again = run.serve("again", [*first.prompt_token_ids, 1], 2)
     assert again.num_external_computed_tokens == 12
     assert run.tier.state()["on_disk"] <= 6
-    assert set(run.worker.files) == set(run.tier.disk._order), "each file can be found, and no other is left"  # pyright: ignore
+    assert set(run.worker.files) == set(run.tier.disk._order), "each file can be found, and no other is left"
 
 
 def test_a_lost_file_costs_its_tokens_and_no_request(tmp_path: Path) -> None:
     run = OffloadRun(connector_of(num_cpu_blocks=3, disk_path=str(tmp_path), disk_bytes_to_use=20 * 132))
     first = run.serve("first", prompt_of(0, 12))
     run.serve("second", prompt_of(1, 37))
-    run.worker.loses_files = True  # pyright: ignore[reportAttributeAccessIssue]
-    run.worker.files.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    run.worker.loses_files = True
+    run.worker.files.clear()
     again = run.serve("again", [*first.prompt_token_ids, 1], 2)
     assert again.num_external_computed_tokens == 0
     assert run.last["again"].error is None
@@ -353,7 +351,7 @@ def test_a_full_disk_takes_nothing_more_and_what_is_there_stays(tmp_path: Path) 
     run = OffloadRun(connector_of(num_cpu_blocks=3, disk_path=str(tmp_path), disk_bytes_to_use=20 * 132))
     run.serve("first", prompt_of(0, 12))
     run.serve("second", prompt_of(1, 12))
-    run.worker.disk_is_full = True  # pyright: ignore[reportAttributeAccessIssue]
+    run.worker.disk_is_full = True
     for number in range(2, 6):
         run.serve(f"r{number}", prompt_of(number, 12))
     assert run.tier.state()["on_disk"] == 3
@@ -419,7 +417,7 @@ def test_whatever_the_workload_the_tiers_change_no_token_and_leak_no_block(seed:
         scheduler_reserve_full_isl=rng.random() < 0.5,
         num_speculative_tokens=num_drafts,
     )
-    run.worker.loses_files = rng.random() < 0.5  # pyright: ignore[reportAttributeAccessIssue]
+    run.worker.loses_files = rng.random() < 0.5
     heads = [[rng.randrange(4) for _ in range(30)] for _ in range(3)]
     for index in range(rng.randint(2, 12)):
         name = f"r{index}"
@@ -435,10 +433,10 @@ def test_whatever_the_workload_the_tiers_change_no_token_and_leak_no_block(seed:
         if rng.random() < 0.05:
             run.in_flight.clear()
             run.scheduler.start_over(())
-            run.worker.reset()  # pyright: ignore[reportAttributeAccessIssue]
+            run.worker.reset()
             check_scheduler(run.scheduler)
-        if run.worker.disk_is_full is False and rng.random() < 0.05:  # pyright: ignore[reportAttributeAccessIssue]
-            run.worker.disk_is_full = True  # pyright: ignore[reportAttributeAccessIssue]
+        if run.worker.disk_is_full is False and rng.random() < 0.05:
+            run.worker.disk_is_full = True
     run.finish()
     assert all(output.error is None for output in run.last.values())
     run.connector.shutdown()

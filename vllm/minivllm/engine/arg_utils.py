@@ -332,11 +332,12 @@ class EngineArgs:
 
     @property
     def host_tier_bytes(self) -> int:
-        """Bytes of `kv_offloading_size`, or of what stands for it; 0 without."""
+        """Bytes of host memory that a tier may take; 0 without one, or where its size is given in blocks."""
         transfer = self.kv_transfer
-        if self.kv_offloading_size is not None:
-            return int(self.kv_offloading_size * GIB)
-        return int((is_tier(transfer) and transfer and transfer.get_from_extra_config("cpu_bytes_to_use")) or 0)
+        if transfer is None or not is_tier(transfer):
+            return int((self.kv_offloading_size or 0) * GIB)
+        in_blocks = transfer.get_from_extra_config("num_cpu_blocks")
+        return 0 if in_blocks else int(transfer.get_from_extra_config("cpu_bytes_to_use") or 0)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

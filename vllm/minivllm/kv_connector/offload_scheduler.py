@@ -93,25 +93,18 @@ class OffloadScheduler:
         """Is told the bytes of a block on each rank, and makes the tier.
 
         Raises:
-            MinivllmError: not one block fits.
+            MinivllmError: not one block fits, or this machine has not that much.
         """
-        settings, record = self.settings, sum(block_bytes)
-        num_blocks = settings.num_cpu_blocks or int((settings.cpu_bytes_to_use or 0) // record)
-        if num_blocks < 1:
-            raise MinivllmError(
-                f"the host tier has {settings.cpu_bytes_to_use:,.0f} bytes, and a block of {self.config.block_size} "
-                f"tokens takes {record:,}: give it more (kv_offloading_size is in GiB)"
-            )
+        settings, record, size = self.settings, sum(block_bytes), self.config.block_size
+        num_blocks = settings.num_cpu_blocks
+        if num_blocks is None:
+            num_blocks = blocks_within("cpu_bytes_to_use", settings.cpu_bytes_to_use, record, size)
         check_room(num_blocks * record)
-        num_disk_blocks = int((settings.disk_bytes_to_use or 0) // (record + HEADER_BYTES * self.num_ranks))
-        if settings.disk_path is not None and num_disk_blocks < 1:
-            raise MinivllmError(
-                f"disk_bytes_to_use is {settings.disk_bytes_to_use:,.0f}, and a block of {self.config.block_size} "
-                f"tokens takes {record:,}: give it more"
-            )
+        num_disk_blocks = 0
         if settings.disk_path is not None:
+            in_files = record + HEADER_BYTES * self.num_ranks
+            num_disk_blocks = blocks_within("disk_bytes_to_use", settings.disk_bytes_to_use, in_files, size)
             self.folder = DiskFolder(settings.disk_path, kind_of(self.config))
-        self.block_bytes = record
         self.manager = CPUOffloadingManager(num_blocks, settings.eviction_policy)
         self.disk = DiskIndex(num_disk_blocks)
         logger.info(
@@ -396,6 +389,20 @@ def kind_of(config: KVConnectorConfig) -> str:
     parts = (config.model_fingerprint, config.block_size, config.kv_cache_dtype, config.num_layers, config.head_dim)
     sizes = (config.num_kv_heads, config.tensor_parallel_size, config.pipeline_parallel_size, config.use_eagle)
     return hashlib.sha256(repr((parts, sizes)).encode()).hexdigest()[:16]
+
+
+def blocks_within(name: str, num_bytes: float | None, block_bytes: int, block_size: int) -> int:
+    """How many blocks of so many bytes have room in what this option gives.
+
+    Raises:
+        MinivllmError: not one.
+    """
+    num_blocks = int((num_bytes or 0) // block_bytes)
+    if num_blocks < 1:
+        raise MinivllmError(
+            f"{name} is {num_bytes:,.0f}, and a block of {block_size} tokens takes {block_bytes:,}: give it more"
+        )
+    return num_blocks
 
 
 def check_room(num_bytes: int) -> None:
