@@ -30,10 +30,11 @@ from minivllm.lab.step_recording import ReplayedState
 SIZE = 4
 
 
-def connector_of(use_eagle: bool = False, **extra: Any) -> SimpleCPUOffloadConnector:
+def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: Any) -> SimpleCPUOffloadConnector:
+    """A tier of so many blocks besides the null block, of 100 bytes each."""
     transfer = KVTransferConfig(
         kv_connector="SimpleCPUOffloadConnector",
-        kv_connector_extra_config={"num_cpu_blocks": 30} | extra,
+        kv_connector_extra_config={"num_cpu_blocks": num_usable and num_usable + 1} | extra,
         kv_load_failure_policy="recompute",
     )
     config = config_double(SIZE)
@@ -152,7 +153,7 @@ def test_lazy_store_and_load_roundtrip() -> None:
 
 def test_lazy_stores_come_to_an_end_where_the_tier_is_smaller_than_what_stands_near_the_head() -> None:
     """Each block stored would evict another one that is looked at, for ever."""
-    run = OffloadRun(connector_of(lazy_offload=True, num_cpu_blocks=2), most_steps=3)
+    run = OffloadRun(connector_of(lazy_offload=True, num_usable=2), most_steps=3)
     for number in range(4):
         run.serve(f"r{number}", prompt_of(number, 21), 5)
     assert run.tier._num_stores < 30
@@ -170,7 +171,7 @@ def test_eager_duplicate_store_skipped() -> None:
 
 
 def test_lru_eviction_order_takes_the_oldest_request_from_its_tail() -> None:
-    run = OffloadRun(connector_of(num_cpu_blocks=6))
+    run = OffloadRun(connector_of(num_usable=6))
     first, second = run.serve("first", prompt_of(0, 12)), run.serve("second", prompt_of(1, 12))
     run.serve("third", prompt_of(2, 8))
     assert (run.has(first), run.has(second)) == ([True, False, False], [True] * 3)
@@ -179,7 +180,7 @@ def test_lru_eviction_order_takes_the_oldest_request_from_its_tail() -> None:
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_touched_blocks_survive_eviction(policy: str) -> None:
     """A request that comes again makes its blocks young, though it finds them in the pool and loads nothing."""
-    run = OffloadRun(connector_of(num_cpu_blocks=6, eviction_policy=policy), num_gpu_blocks=30)
+    run = OffloadRun(connector_of(num_usable=6, eviction_policy=policy), num_gpu_blocks=30)
     first, second = run.serve("first", prompt_of(0, 12)), run.serve("second", prompt_of(1, 12))
     run.serve("first again", prompt_of(0, 12))
     run.serve("third", prompt_of(2, 8))
@@ -189,7 +190,7 @@ def test_touched_blocks_survive_eviction(policy: str) -> None:
 
 def test_preemption_leaves_no_block_of_the_tier_pinned() -> None:
     """Two requests that do not fit together, each loading and storing when it is preempted."""
-    run = OffloadRun(connector_of(num_cpu_blocks=30, offload_prompt_only=False), num_gpu_blocks=9, most_steps=3)
+    run = OffloadRun(connector_of(num_usable=30, offload_prompt_only=False), num_gpu_blocks=9, most_steps=3)
     for name in ("a", "b", "c"):
         run.add(name, prompt_of(ord(name), 13), 20)
     run.finish()
@@ -227,7 +228,7 @@ def test_partial_gpu_prefix_plus_cpu_load() -> None:
 
 def test_toctou_what_was_promised_is_pinned_until_the_step_is_made() -> None:
     """The tier is asked, and before the blocks are there it would evict what it has promised."""
-    run = OffloadRun(connector_of(num_cpu_blocks=2))
+    run = OffloadRun(connector_of(num_usable=2))
     run.serve("first", prompt_of(0, 8))
     asking = Request("asking", [*prompt_of(0, 8), 1], max_tokens=1)
     asking.enable_block_hashes(SIZE)
@@ -263,7 +264,7 @@ def test_store_threshold_waits_for_a_second_request() -> None:
 
 def test_blocks_that_wait_for_a_copy_are_given_back_before_anybody_is_preempted() -> None:
     """Stores take long, and the pool is just large enough without the blocks that they hold."""
-    run = OffloadRun(connector_of(num_cpu_blocks=40), num_gpu_blocks=9, most_steps=50, rng=Random(3))
+    run = OffloadRun(connector_of(num_usable=40), num_gpu_blocks=9, most_steps=50, rng=Random(3))
     run.add("short", prompt_of(0, 8), 1)
     run.step()
     run.add("long", prompt_of(1, 20), 12)
@@ -325,7 +326,7 @@ def test_what_was_computed_from_another_connectors_invalid_blocks_is_not_kept() 
 
 
 def test_disk_takes_what_host_memory_evicts_and_gives_it_back(tmp_path: Path) -> None:
-    run = OffloadRun(connector_of(num_cpu_blocks=3, disk_path=str(tmp_path), disk_bytes_to_use=6 * 132))
+    run = OffloadRun(connector_of(num_usable=3, disk_path=str(tmp_path), disk_bytes_to_use=6 * 132))
     first = run.serve("first", prompt_of(0, 12))
     run.serve("second", prompt_of(1, 12))
     assert run.tier.state()["on_disk"] == 3
@@ -337,7 +338,7 @@ def test_disk_takes_what_host_memory_evicts_and_gives_it_back(tmp_path: Path) ->
 
 
 def test_a_lost_file_costs_its_tokens_and_no_request(tmp_path: Path) -> None:
-    run = OffloadRun(connector_of(num_cpu_blocks=3, disk_path=str(tmp_path), disk_bytes_to_use=20 * 132))
+    run = OffloadRun(connector_of(num_usable=3, disk_path=str(tmp_path), disk_bytes_to_use=20 * 132))
     first = run.serve("first", prompt_of(0, 12))
     run.serve("second", prompt_of(1, 37))
     run.worker.loses_files = True
@@ -348,7 +349,7 @@ def test_a_lost_file_costs_its_tokens_and_no_request(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_takes_nothing_more_and_what_is_there_stays(tmp_path: Path) -> None:
-    run = OffloadRun(connector_of(num_cpu_blocks=3, disk_path=str(tmp_path), disk_bytes_to_use=20 * 132))
+    run = OffloadRun(connector_of(num_usable=3, disk_path=str(tmp_path), disk_bytes_to_use=20 * 132))
     run.serve("first", prompt_of(0, 12))
     run.serve("second", prompt_of(1, 12))
     run.worker.disk_is_full = True
@@ -374,15 +375,16 @@ def test_the_disk_index_keeps_its_bound_and_what_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"num_cpu_blocks": None}, "has no size"),
+        ({"num_usable": None}, "has no size"),
         ({"eviction_policy": "fifo"}, "unknown eviction_policy"),
         ({"color": 1}, "no key 'color'"),
         ({"lazy_offload": True, "store_threshold": 2}, "does not know whose"),
         ({"disk_path": "/x"}, "go together"),
-        ({"num_cpu_blocks": None, "cpu_bytes_to_use": 99}, "a block of 4 tokens takes 100"),
-        ({"num_cpu_blocks": 10**16}, "this machine has"),
+        ({"num_usable": None, "cpu_bytes_to_use": 99}, "a block of 4 tokens takes 100"),
+        ({"num_usable": 10**16}, "this machine has"),
         ({"disk_path": "/proc/x", "disk_bytes_to_use": 10**6}, "cannot be used"),
-        ({"disk_path": "/x", "disk_bytes_to_use": 10}, "give it more"),
+        ({"disk_path": "/x", "disk_bytes_to_use": 10}, "give it 2 at least"),
+        ({"num_cpu_blocks": 1}, "at least 2"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(extra: dict[str, Any], message: str) -> None:
@@ -397,13 +399,13 @@ def test_whatever_the_workload_the_tiers_change_no_token_and_leak_no_block(seed:
     """Small pools, copies that take long, priorities, chunks, drafts, aborts, failed steps, files that are lost."""
     rng = Random(seed)
     ahead = rng.random() < 0.4
-    extra: dict[str, Any] = {"num_cpu_blocks": rng.choice([1, 3, 8, 40]), "lazy_offload": rng.random() < 0.3}
+    extra: dict[str, Any] = {"num_usable": rng.choice([1, 3, 8, 40]), "lazy_offload": rng.random() < 0.3}
     extra["eviction_policy"] = rng.choice(["lru", "arc"])
     if not extra["lazy_offload"]:
         extra |= {"offload_prompt_only": rng.random() < 0.4, "store_threshold": rng.choice([0, 0, 2])}
     if rng.random() < 0.4:
         folder = tmp_path_factory.mktemp("disk")
-        extra |= {"disk_path": str(folder), "disk_bytes_to_use": 132 * rng.choice([1, 4, 30])}
+        extra |= {"disk_path": str(folder), "disk_bytes_to_use": 132 * rng.choice([2, 4, 30])}
     num_drafts = 0 if ahead else rng.choice([0, 0, 2])
     run = OffloadRun(
         connector_of(**extra),

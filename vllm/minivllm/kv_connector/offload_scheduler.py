@@ -99,6 +99,7 @@ class OffloadScheduler:
         num_blocks = settings.num_cpu_blocks
         if num_blocks is None:
             num_blocks = blocks_within("cpu_bytes_to_use", settings.cpu_bytes_to_use, record, size)
+        num_blocks -= 1  # the null block, which takes no memory here
         check_room(num_blocks * record)
         num_disk_blocks = 0
         if settings.disk_path is not None:
@@ -395,12 +396,12 @@ def blocks_within(name: str, num_bytes: float | None, block_bytes: int, block_si
     """How many blocks of so many bytes have room in what this option gives.
 
     Raises:
-        MinivllmError: not one.
+        MinivllmError: fewer than 2.
     """
     num_blocks = int((num_bytes or 0) // block_bytes)
-    if num_blocks < 1:
+    if num_blocks < 2:
         raise MinivllmError(
-            f"{name} is {num_bytes:,.0f}, and a block of {block_size} tokens takes {block_bytes:,}: give it more"
+            f"{name} is {num_bytes:,.0f}, and a block of {block_size} tokens takes {block_bytes:,}: give it 2 at least"
         )
     return num_blocks
 
