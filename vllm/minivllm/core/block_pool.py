@@ -108,9 +108,13 @@ class FreeKVCacheBlockQueue:
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """Returns the free blocks from head to tail. O(n): for tests and figures."""
+        return self.first(self.num_free_blocks)
+
+    def first(self, n: int) -> list[KVCacheBlock]:
+        """Returns up to `n` blocks from the head, which stay where they are."""
         blocks: list[KVCacheBlock] = []
         block = self._head.next_free_block
-        while block is not None and block is not self._tail:
+        while block is not None and block is not self._tail and len(blocks) < n:
             blocks.append(block)
             block = block.next_free_block
         return blocks

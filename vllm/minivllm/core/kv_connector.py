@@ -61,7 +61,9 @@ class KVConnectorConfig:
     - `block_size` in tokens, `num_gpu_blocks` of the pool, the null block (id 0) included.
     - `num_layers`, `num_kv_heads`, `head_dim`: of the whole model; a rank holds
       max(1, num_kv_heads // tensor_parallel_size) heads. `kv_cache_dtype`: what the cache stores, such as "float32".
-    - `tensor_parallel_rank`: 0 on the scheduler's side. `data_parallel_rank`: which of several cores.
+    - `tensor_parallel_rank`, `pipeline_parallel_rank`: 0 on the scheduler's side. `data_parallel_rank`: which of
+      several cores.
+    - `max_num_batched_tokens`: of a step. `use_eagle`: as in `SchedulerConfig`.
     - `device`: "cpu" or "cuda".
     """
 
@@ -78,8 +80,11 @@ class KVConnectorConfig:
     tensor_parallel_size: int = 1
     tensor_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
+    pipeline_parallel_rank: int = 0
     data_parallel_rank: int = 0
     num_threads: int = 1
+    max_num_batched_tokens: int = 2048
+    use_eagle: bool = False
 
 
 class KVConnectorMetadata:
@@ -195,7 +200,7 @@ class KVConnectorBase_V1(ABC):
         return set()
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
-        """Returns the counts since the last call, for metrics; None for none."""
+        """Returns the counts since the last call, for metrics; None for none. Of a rank; see also `take_stats`."""
         return None
 
     def build_connector_worker_meta(self) -> Any:
@@ -277,6 +282,26 @@ class KVConnectorBase_V1(ABC):
         They go on in any case while a request waits for keys and values, or blocks wait to be sent.
         """
         return False
+
+    def release_gpu_blocks(self) -> bool:
+        """Gives back at once the blocks that it holds for copies out of the cache; returns whether any is free now.
+
+        Asked where a running request finds no block, before another one loses its own. The ranks end these copies
+        before the next forward pass. Not in vLLM, where requests are preempted although blocks are about to be free.
+        """
+        return False
+
+    def take_stats(self) -> dict[str, Any] | None:
+        """Returns what the scheduler's side has counted since the last call; None for nothing."""
+        return None
+
+    def host_memory(self) -> tuple[str, int] | None:
+        """What it keeps in host memory, by a name, and its bytes, for the report of memory; None: nothing."""
+        return None
+
+    def tier_state(self) -> dict[str, int] | None:
+        """Blocks of a tier of its own, for those who watch: "blocks", "used", "loading", "storing", "on_disk"."""
+        return None
 
     def reset_cache(self) -> bool | None:
         """Forgets what is stored elsewhere, with `reset_prefix_cache`. Returns whether it did; None: nothing to do."""

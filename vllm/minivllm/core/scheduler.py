@@ -226,7 +226,11 @@ class Scheduler:
                 new_blocks = self.kv_cache_manager.allocate_slots(
                     request, num_new_tokens, num_lookahead_tokens=self.config.num_lookahead_tokens
                 )
-                if new_blocks is not None or self._preempt_one(step) is request:
+                if new_blocks is not None:
+                    break
+                if self.remote is not None and self.remote.connector.release_gpu_blocks():
+                    continue
+                if self._preempt_one(step) is request:
                     break
             if new_blocks is None:
                 continue  # It preempted itself. The next request, if any, is at its position now.

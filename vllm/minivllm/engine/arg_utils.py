@@ -22,6 +22,7 @@ from minivllm.config import (
 from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import is_count, is_number, require, require_flags
 from minivllm.config.flags import add_flags, add_unlisted_flags, words_of
+from minivllm.config.kv_offloading import check_offloading, is_tier, with_offloading
 from minivllm.config.profiler import ProfilerConfig
 from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.config.units import GIB
@@ -48,7 +49,7 @@ FLAG_GROUPS = {
     ),
     "CacheConfig": (
         "block_size", "gpu_memory_utilization", "num_gpu_blocks_override", "kv_cache_dtype", "enable_prefix_caching",
-        "use_kv_cache",
+        "use_kv_cache", "kv_offloading_size", "kv_offloading_backend",
     ),
     "SchedulerConfig": (
         "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold",
@@ -113,6 +114,10 @@ class EngineArgs:
     - `profiler_config`: what `start_profile` records, such as {"profiler": "torch", "torch_profiler_dir": "traces"}.
     - `kv_transfer_config`: the connector that moves keys and values to and from other engines, such as
       {"kv_connector": "NixlConnector", "kv_role": "kv_both"} (`config.kv_transfer`).
+    - `kv_offloading_size`: GiB of host memory for a second tier of the KV cache, which extends the prefix cache; those
+      of all ranks together, and of each core its own. `kv_offloading_backend`: "native", the only one. Further options,
+      such as an eviction policy or a folder for a third tier, stand in `kv_transfer_config`'s
+      `kv_connector_extra_config` (`kv_connector.offload_settings`).
     - `parts`: what takes the place of the engine's own parts (`config.parts`). Not in vLLM; it serves the exercises.
     - `skip_tokenizer_init`: prompts must be token ids, and outputs have no text.
     """
@@ -159,6 +164,8 @@ class EngineArgs:
     disable_log_stats: bool = False
     profiler_config: Mapping[str, Any] | ProfilerConfig | None = None
     kv_transfer_config: Mapping[str, Any] | KVTransferConfig | None = None
+    kv_offloading_size: float | None = None
+    kv_offloading_backend: str = "native"
     parts: Parts = NO_PARTS
 
     def __post_init__(self) -> None:
@@ -176,7 +183,9 @@ class EngineArgs:
         self._check_parts()
         SpeculativeConfig.of(self.speculative_config)
         self.profiler_config = ProfilerConfig.of(self.profiler_config)
-        self.kv_transfer_config = KVTransferConfig.of(self.kv_transfer_config)
+        check_offloading(self.kv_offloading_size, self.kv_offloading_backend)
+        if self.kv_offloading_size is None:
+            self.kv_transfer_config = KVTransferConfig.of(self.kv_transfer_config)
         self._check_numbers()
         self._check_pipeline()
         self._check_kv_transfer()
@@ -275,11 +284,17 @@ class EngineArgs:
         )
 
     def _check_kv_transfer(self) -> None:
-        if self.kv_transfer_config is None:
+        transfer = self.kv_transfer
+        if transfer is None:
             return
+        alone = is_tier(transfer)
+        require(
+            self.enable_prefix_caching or not (alone or self.kv_offloading_size),
+            "a second tier of the KV cache extends the prefix cache: leave enable_prefix_caching on",
+        )
         for name, fits, instead in (
-            ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "use tensor_parallel_size"),
-            ("data_parallel_size", self.data_parallel_size == 1, "start a server for each core"),
+            ("pipeline_parallel_size", alone or self.pipeline_parallel_size == 1, "use tensor_parallel_size"),
+            ("data_parallel_size", alone or self.data_parallel_size == 1, "start a server for each core"),
             ("use_kv_cache", self.use_kv_cache, "leave it True"),
             ("parts.scheduler", self.parts.scheduler is None, "leave it out"),
         ):
@@ -309,6 +324,11 @@ class EngineArgs:
         sizes = (self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size)
         elsewhere = self.data_parallel_backend == "ray" or self.distributed_executor_backend in ("mp", "ray")
         return max(sizes) > 1 or elsewhere
+
+    @property
+    def kv_transfer(self) -> KVTransferConfig | None:
+        """The KV connector's settings, those of `kv_offloading_size` included; None: there is none."""
+        return with_offloading(self.kv_transfer_config, self.kv_offloading_size)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -391,7 +411,7 @@ class EngineArgs:
             num_threads=num_threads,
             enforce_eager=self.enforce_eager,
             async_scheduling=scheduler.async_scheduling,
-            kv_transfer_config=KVTransferConfig.of(self.kv_transfer_config),
+            kv_transfer_config=self.kv_transfer,
             kv_connector=self.parts.kv_connector,
         )
 

@@ -22,7 +22,7 @@ import torch
 from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.config.units import GIB
 from minivllm.core.async_scheduler import AsyncScheduler
-from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole
+from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole, joined_stats
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import RequestStatus
@@ -87,7 +87,7 @@ class EngineCore:
             num_blocks = self.ledger.num_blocks if self.ledger else args.num_gpu_blocks_override
             assert num_blocks is not None
             self.executor.collective_rpc("initialize_kv_cache", num_blocks)
-            connector = self._make_connector(args) if args.kv_transfer_config is not None else None
+            connector = self._make_connector(args) if args.kv_transfer is not None else None
         except BaseException:
             self.executor.shutdown()
             raise
@@ -223,8 +223,10 @@ class EngineCore:
         if not scheduler_output.num_scheduled_tokens and self.scheduler.remote is not None:
             time.sleep(SECONDS_BETWEEN_EMPTY_STEPS)
         delivered = self._delivered(outputs, admitted, timestamp)
-        if model_runner_output.kv_connector_output is not None:
-            delivered.kv_connector_stats = model_runner_output.kv_connector_output.kv_connector_stats
+        if self.scheduler.remote is not None:
+            told = model_runner_output.kv_connector_output
+            counted = (told and told.kv_connector_stats, self.scheduler.remote.connector.take_stats())
+            delivered.kv_connector_stats = joined_stats(counted)
         return delivered
 
     def _tell_time(self, scheduler_output: SchedulerOutput, outputs: list[EngineCoreOutput], timestamp: float) -> None:
@@ -350,6 +352,8 @@ class EngineCore:
         if self.ledger is not None:
             for row in self.ledger.rows:
                 logger.info("Memory: %.3f GiB %s%s", row.bytes / GIB, row.name, " (estimated)" if row.estimated else "")
+        if self.scheduler.remote and (host := self.scheduler.remote.connector.host_memory()):
+            logger.info("Memory: %.3f GiB %s", host[1] / GIB, host[0])
         cache = self.scheduler.cache_config
         tokens, max_model_len = cache.num_gpu_blocks * cache.block_size, self.scheduler.config.max_model_len
         logger.info("KV cache size: %s tokens in %s blocks", f"{tokens:,}", f"{cache.num_gpu_blocks:,}")

@@ -33,7 +33,7 @@ HARMLESS = (
     "enable_mamba_shared_prefix_checkpoint", "enable_mixed_moe_lora_format", "enable_mm_embeds",
     "enable_moe_shared_loras", "enable_nccl_comm_suspend", "enable_tower_connector_lora", "eplb_config",
     "expert_placement_strategy", "fault_tolerance_config", "fully_sharded_loras", "interleave_mm_strings",
-    "kv_offloading_backend", "language_model_only", "limit_mm_per_prompt", "lora_dtype", "lora_target_modules",
+    "language_model_only", "limit_mm_per_prompt", "lora_dtype", "lora_target_modules",
     "mamba_backend", "mamba_block_size", "mamba_cache_dtype", "mamba_cache_mode", "mamba_cache_philox_rounds",
     "mamba_config", "mamba_ssm_cache_dtype", "mamba_ssu_algorithm", "master_addr", "master_port", "max_cpu_loras",
     "max_lora_cls_labels", "max_lora_rank", "max_loras", "media_io_kwargs", "mm_device_do_normalize",
@@ -80,8 +80,7 @@ NOT_SERVED = not_served(
             "enable_cumem_allocator": False,
         },
         "another memory for the KV cache": {
-            "kv_offloading_size": None, "kv_events_config": None,
-            "ec_transfer_config": None,
+            "kv_events_config": None, "ec_transfer_config": None,
         },
         "a size of the KV cache in bytes; give num_gpu_blocks_override": {"kv_cache_memory_bytes": None},
         "a KV cache of several kinds": {

@@ -13,6 +13,8 @@ CONNECTORS = {
     "ExampleConnector": "minivllm.kv_connector.example_connector",
     "MultiConnector": "minivllm.kv_connector.multi_connector",
     "NixlConnector": "minivllm.kv_connector.nixl_connector",
+    "OffloadingConnector": "minivllm.kv_connector.simple_cpu_offload_connector",
+    "SimpleCPUOffloadConnector": "minivllm.kv_connector.simple_cpu_offload_connector",
     "TCPConnector": "minivllm.kv_connector.tcp_connector",
 }
 """The module of each connector, which is imported only when it is used."""

@@ -161,8 +161,11 @@ class Worker:
             tensor_parallel_size=group.size,
             tensor_parallel_rank=group.rank,
             pipeline_parallel_size=group.stage.size,
+            pipeline_parallel_rank=group.stage.rank,
             data_parallel_rank=settings.data_parallel_rank,
             num_threads=max(1, settings.num_threads // group.world_size),
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            use_eagle=settings.speculative_config is not None and settings.speculative_config.use_eagle,
         )
         connector = create_connector(told, KVConnectorRole.WORKER, Parts(kv_connector=settings.kv_connector))
         self.runner.kv_connector = KVConnectorRunner(connector, kv_caches, self.runner.config.num_hidden_layers)

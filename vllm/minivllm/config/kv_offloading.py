@@ -1,0 +1,63 @@
+"""From `kv_offloading_size` to the connector that keeps a second tier of the KV cache in host memory. No torch.
+
+In vLLM v0.33.0: `_post_init_kv_transfer_config` in `vllm/config/vllm.py`; `kv_offloading_size` and
+`kv_offloading_backend` in `vllm/config/cache.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from minivllm.config.checks import is_number, require
+from minivllm.config.kv_transfer import KVTransferConfig
+from minivllm.config.units import GIB
+
+OFFLOADING_CONNECTORS = ("SimpleCPUOffloadConnector", "OffloadingConnector")
+OFFLOADING_BACKENDS = ("native",)
+
+
+def check_offloading(size: Any, backend: Any) -> None:
+    """Rejects what cannot be.
+
+    Raises:
+        MinivllmError: the size is not above 0, or the backend is not this engine's own.
+    """
+    require(
+        size is None or (is_number(size) and size > 0),
+        f"kv_offloading_size is {size!r}; it must be a number of GiB above 0",
+    )
+    require(
+        backend in OFFLOADING_BACKENDS,
+        f'kv_offloading_backend {backend!r} is not served: "native" is this engine\'s own',
+    )
+
+
+def with_offloading(
+    transfer: "Mapping[str, Any] | KVTransferConfig | None", size: float | None
+) -> KVTransferConfig | None:
+    """The connector that an engine has: the one of `kv_transfer_config`, the tier, or both as one (MultiConnector).
+
+    A `kv_transfer_config` without a connector, or with the tier's, has further options of the tier.
+
+    Raises:
+        MinivllmError: as `KVTransferConfig.of`.
+    """
+    if size is None:
+        return KVTransferConfig.of(transfer)
+    if transfer is None or (isinstance(transfer, Mapping) and "kv_connector" not in transfer):
+        transfer = {"kv_connector": OFFLOADING_CONNECTORS[0], **(transfer or {})}
+    if isinstance(transfer, Mapping) and transfer["kv_connector"] in OFFLOADING_CONNECTORS:
+        transfer = {"kv_load_failure_policy": "recompute", **transfer}
+    given = KVTransferConfig.of(transfer)
+    assert given is not None
+    extra = {"cpu_bytes_to_use": int(size * GIB)}
+    if is_tier(given):
+        return replace(given, kv_connector_extra_config={**extra, **given.kv_connector_extra_config})
+    tier = {"kv_connector": OFFLOADING_CONNECTORS[0], "kv_connector_extra_config": extra}
+    both = {"connectors": [asdict(given), tier]}
+    return replace(given, kv_connector="MultiConnector", kv_connector_extra_config=both)
+
+
+def is_tier(transfer: KVTransferConfig | None) -> bool:
+    """Whether it is a tier of the engine's own cache, and nothing else."""
+    return transfer is not None and transfer.kv_connector in OFFLOADING_CONNECTORS

@@ -1,0 +1,95 @@
+"""Copies between a rank's cache and a buffer of host memory in which each block is one contiguous record.
+
+On a CPU the kernel of `kernels/copy_blocks.py` moves the blocks of all layers straight to where they belong, in one
+call. On a GPU it gathers them into a staging buffer of the device, in one launch, and from there they cross the bus in
+pieces as large as consecutive records allow, on a stream beside that of the forward pass.
+
+In vLLM v0.33.0: `vllm/v1/simple_kv_offload/copy_backend.py`, `vllm/v1/kv_offload/worker/cpu_gpu.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
+
+STAGING_BYTES = 64 * 2**20
+
+
+def host_buffer(num_records: int, record_bytes: int, pinned: bool) -> torch.Tensor:
+    """Uint8 [records × bytes]. Unless it is pinned, the system gives the pages only when they are first written."""
+    if pinned:
+        return torch.empty(num_records * record_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.from_numpy(np.zeros(num_records * record_bytes, np.uint8))
+
+
+class HostCopies:
+    """One thread's copies."""
+
+    def __init__(self, regions: BlockRegions) -> None:
+        self.regions = regions
+        self._on_gpu = regions.device.type == "cuda"
+        if self._on_gpu:
+            self._capacity = max(1, STAGING_BYTES // regions.record_bytes)
+            self._staging = torch.empty(
+                self._capacity * regions.record_bytes, dtype=torch.uint8, device=regions.device
+            )
+            self._stream = torch.cuda.Stream(regions.device)
+
+    def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int], after: Any = None) -> None:
+        """Copies these blocks into these records; returns when they are there. `after`: an event to wait for."""
+        if not self._on_gpu:
+            gather_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
+            return
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            for first in range(0, len(block_ids), self._capacity):
+                chosen, places = block_ids[first : first + self._capacity], slots[first : first + self._capacity]
+                gather_blocks(self.regions, self._on_device(chosen), self._room(len(chosen)), block_major=True)
+                for staged, there in self._pieces(host, places):
+                    there.copy_(staged, non_blocking=True)
+        self._stream.synchronize()
+
+    def from_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> None:
+        """The way back: copies these records into these blocks."""
+        if not self._on_gpu:
+            scatter_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
+            return
+        with torch.cuda.stream(self._stream):
+            for first in range(0, len(block_ids), self._capacity):
+                chosen, places = block_ids[first : first + self._capacity], slots[first : first + self._capacity]
+                for staged, there in self._pieces(host, places):
+                    staged.copy_(there, non_blocking=True)
+                scatter_blocks(self.regions, self._on_device(chosen), self._room(len(chosen)), block_major=True)
+        self._stream.synchronize()
+
+    def _room(self, count: int) -> torch.Tensor:
+        return self._staging[: count * self.regions.record_bytes]
+
+    def _on_device(self, block_ids: Sequence[int]) -> torch.Tensor:
+        return _ids(block_ids).to(self.regions.device)
+
+    def _pieces(self, host: torch.Tensor, slots: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pieces of the staging buffer, from its start on, and where they lie in host memory."""
+        record = self.regions.record_bytes
+        for first, slot, count in runs(slots):
+            staged = self._staging[first * record : (first + count) * record]
+            yield staged, host[slot * record : (slot + count) * record]
+
+
+def runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Consecutive slots: the place of the first one in the list, that slot, and how many they are."""
+    first = 0
+    for place in range(1, len(slots) + 1):
+        if place == len(slots) or slots[place] != slots[place - 1] + 1:
+            yield first, slots[first], place - first
+            first = place
+
+
+def _ids(block_ids: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(block_ids, dtype=torch.int64)

@@ -1,0 +1,396 @@
+"""The scheduler's side of the offloading connector: what is stored, what is loaded, and which blocks wait for a copy.
+
+A step's store begins when its forward pass is over, so whatever the scheduler has published by then can be stored.
+The blocks that it reads are held by one more reference until all ranks have ended it. Where memory is short they are
+given back at once, and the ranks end the store before the next forward pass (`release_gpu_blocks`).
+
+*Eager* stores take each full block as soon as it is computed; *lazy* ones only those that stand near the head of the
+free queue, so would be evicted soon. What the tier evicts may go to files.
+
+In vLLM v0.33.0: `vllm/v1/simple_kv_offload/manager.py` (`SimpleCPUOffloadScheduler`).
+"""
+
+import hashlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from minivllm.config.units import GIB
+from minivllm.core.block_hash import BlockHash
+from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorOutput
+from minivllm.core.kv_offload import CPUOffloadingManager, LookupResult
+from minivllm.errors import MinivllmError
+from minivllm.kv_connector.disk_index import HEADER_BYTES, DiskFolder, DiskIndex
+from minivllm.kv_connector.offload_metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from minivllm.kv_connector.offload_settings import OffloadSettings
+from minivllm.platforms.device_memory import available_memory
+
+if TYPE_CHECKING:
+    from minivllm.core.block_pool import BlockPool, KVCacheBlock
+    from minivllm.core.output import SchedulerOutput
+    from minivllm.core.request import Request
+
+MOST_COUNTED = 64_000
+"""Of how many keys `store_threshold` remembers how often they have come."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A running request, and how many of its blocks were offered to the tier."""
+
+    request: "Request"
+    num_offered: int = 0
+
+
+@dataclass(slots=True)
+class _Hit:
+    """What was promised to a request: keys from its block `first` on. Those in host memory are pinned there."""
+
+    first: int
+    keys: list[BlockHash]
+    cpu_block_ids: dict[BlockHash, int]
+
+    @property
+    def disk_keys(self) -> list[BlockHash]:
+        return [key for key in self.keys if key not in self.cpu_block_ids]
+
+
+@dataclass(slots=True)
+class _Store:
+    """A store under way: its keys, the blocks of the cache that it holds, and which ranks have not ended it."""
+
+    keys: list[BlockHash]
+    blocks: list["KVCacheBlock"]
+    num_ranks_left: int
+    spilled: set[BlockHash]
+    is_lazy: bool
+    is_valid: bool = True
+
+
+class OffloadScheduler:
+    """See `KVConnectorBase_V1` for the methods that have no words here."""
+
+    def __init__(self, config: KVConnectorConfig, settings: OffloadSettings) -> None:
+        self.config, self.settings = config, settings
+        self.num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+        self._followed: dict[str, _Followed] = {}
+        self._hits: dict[str, _Hit] = {}
+        self._loads: dict[str, _Hit] = {}
+        self._stores: dict[int, _Store] = {}
+        self._num_stores = 0
+        self._seen: OrderedDict[BlockHash, int] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+        self._lookup_seconds: list[float] = []
+        self._told_state: dict[str, int] = {}
+        self.folder: DiskFolder | None = None
+
+    def set_block_bytes(self, block_bytes: Sequence[int]) -> None:
+        """Is told the bytes of a block on each rank, and makes the tier.
+
+        Raises:
+            MinivllmError: not one block fits.
+        """
+        settings, record = self.settings, sum(block_bytes)
+        num_blocks = settings.num_cpu_blocks or int((settings.cpu_bytes_to_use or 0) // record)
+        if num_blocks < 1:
+            raise MinivllmError(
+                f"the host tier has {settings.cpu_bytes_to_use:,.0f} bytes, and a block of {self.config.block_size} "
+                f"tokens takes {record:,}: give it more (kv_offloading_size is in GiB)"
+            )
+        check_room(num_blocks * record)
+        num_disk_blocks = int((settings.disk_bytes_to_use or 0) // (record + HEADER_BYTES * self.num_ranks))
+        if settings.disk_path is not None and num_disk_blocks < 1:
+            raise MinivllmError(
+                f"disk_bytes_to_use is {settings.disk_bytes_to_use:,.0f}, and a block of {self.config.block_size} "
+                f"tokens takes {record:,}: give it more"
+            )
+        if settings.disk_path is not None:
+            self.folder = DiskFolder(settings.disk_path, kind_of(self.config))
+        self.block_bytes = record
+        self.manager = CPUOffloadingManager(num_blocks, settings.eviction_policy)
+        self.disk = DiskIndex(num_disk_blocks)
+        self._metadata = self._no_orders()
+        if self.folder is not None:
+            self._metadata.removals = self.disk.found(self.folder.keys(self.num_ranks))
+
+    def _no_orders(self) -> OffloadMetadata:
+        folder = None if self.folder is None else str(self.folder.path)
+        return OffloadMetadata(num_cpu_blocks=self.manager.num_blocks, disk_folder=folder)
+
+    def host_memory(self) -> tuple[str, int]:
+        """What the tier is called in the report of memory, and its bytes on all ranks."""
+        num_blocks = self.manager.num_blocks
+        return f"KV cache in host memory ({num_blocks:,} blocks)", num_blocks * self.block_bytes
+
+    def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
+        self.gpu_pool = block_pool
+
+    # Loads
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        size = self.config.block_size
+        self._release_hit(request.request_id)
+        if num_computed_tokens % size:
+            return 0, False
+        start = time.perf_counter()
+        first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
+        keys = self._found(request.block_hashes[first:most])
+        if self.config.use_eagle:
+            keys = keys[:-1]
+        self._lookup_seconds.append(time.perf_counter() - start)
+        if not keys:
+            return 0, False
+        cpu_keys = [key for key in keys if self.manager.lookup(key) is LookupResult.HIT]
+        cpu_block_ids = dict(zip(cpu_keys, self.manager.prepare_load(cpu_keys), strict=True))
+        self._hits[request.request_id] = _Hit(first, keys, cpu_block_ids)
+        return len(keys) * size, True
+
+    def _found(self, keys: Iterable[BlockHash]) -> list[BlockHash]:
+        """The first of these keys that lie in either tier, without a gap."""
+        found: list[BlockHash] = []
+        for key in keys:
+            if self.manager.lookup(key) is not LookupResult.HIT and key not in self.disk:
+                break
+            found.append(key)
+        return found
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
+    ) -> None:
+        name = request.request_id
+        self._followed[name] = _Followed(request)
+        self.manager.touch(request.block_hashes)
+        self._count_seen(request.block_hashes)
+        hit = self._hits.get(name)
+        if hit is None or not num_external_tokens:
+            self._release_hit(name)
+            return
+        self.disk.pin(hit.disk_keys)
+        self._loads[name] = self._hits.pop(name)
+        self._metadata.loads[name] = job = LoadJob()
+        num_blocks = num_external_tokens // self.config.block_size
+        for key, block in zip(hit.keys[:num_blocks], blocks[hit.first :], strict=False):
+            if key in hit.cpu_block_ids:
+                job.block_ids.append(block.block_id)
+                job.cpu_block_ids.append(hit.cpu_block_ids[key])
+            else:
+                job.disk_block_ids.append(block.block_id)
+                job.disk_keys.append(key)
+
+    def _release_hit(self, name: str) -> None:
+        if (hit := self._hits.pop(name, None)) is not None:
+            self.manager.complete_load(hit.cpu_block_ids)
+
+    def _complete_load(self, name: str) -> None:
+        if (hit := self._loads.pop(name, None)) is not None:
+            self.manager.complete_load(hit.cpu_block_ids)
+            self.disk.unpin(hit.disk_keys)
+            self._counts["simple_kv_offload_load_blocks"] += len(hit.keys)
+
+    def _count_seen(self, keys: Sequence[BlockHash]) -> None:
+        if self.settings.store_threshold < 2:
+            return
+        for key in keys:
+            self._seen[key] = self._seen.pop(key, 0) + 1
+        while len(self._seen) > MOST_COUNTED:
+            self._seen.popitem(last=False)
+
+    # Stores
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> OffloadMetadata:
+        for name in list(self._hits):  # promised in this step, to a request that did not fit
+            self._release_hit(name)
+        if self.settings.lazy_offload:
+            self._store(self._blocks_to_be_evicted(), is_lazy=True)
+        else:
+            self._store(self._computed_blocks(scheduler_output.num_scheduled_tokens))
+        metadata, self._metadata = self._metadata, self._no_orders()
+        return metadata
+
+    def _computed_blocks(self, num_scheduled_tokens: Mapping[str, int]) -> "dict[BlockHash, KVCacheBlock]":
+        """The blocks that this step fills, or an earlier one has, of requests in it."""
+        wanted: dict[BlockHash, KVCacheBlock] = {}
+        size = self.config.block_size
+        for name, num_tokens in num_scheduled_tokens.items():
+            if (followed := self._followed.get(name)) is None:
+                continue
+            request = followed.request
+            most = request.num_prompt_tokens if self.settings.stores_prompts_only else request.num_tokens
+            num_full = min(request.num_computed_tokens + num_tokens, most) // size
+            for place in range(followed.num_offered, min(num_full, len(request.block_hashes))):
+                key = request.block_hashes[place]
+                block = self.gpu_pool.get_cached_block(key)
+                if block is None:
+                    break  # published when its last token is known
+                followed.num_offered = place + 1
+                if self._is_wanted(key):
+                    wanted[key] = block
+        return wanted
+
+    def _is_wanted(self, key: BlockHash) -> bool:
+        if self.manager.lookup(key) is not LookupResult.MISS:
+            return False
+        if self.settings.store_threshold > 1 and self._seen.get(key, 0) < self.settings.store_threshold:
+            self._counts["kv_offload_stores_skipped"] += 1
+            return False
+        return True
+
+    def _blocks_to_be_evicted(self) -> "dict[BlockHash, KVCacheBlock]":
+        """Blocks near the head of the free queue, as many as two steps of full size could take."""
+        num_near = 2 * -(-self.config.max_num_batched_tokens // self.config.block_size)
+        wanted: dict[BlockHash, KVCacheBlock] = {}
+        for block in self.gpu_pool.free_block_queue.first(num_near):
+            key = block.block_hash
+            if key is not None and self.manager.lookup(key) is LookupResult.MISS:
+                wanted.setdefault(key, block)
+        return wanted
+
+    def _store(self, wanted: "dict[BlockHash, KVCacheBlock]", is_lazy: bool = False) -> None:
+        """Orders these blocks to be stored, as far as the tier has room."""
+        if not wanted:
+            return
+        prepared = self.manager.prepare_store(wanted)
+        num_stored = 0 if prepared is None else len(prepared.keys_to_store)
+        if num_stored < len(wanted):
+            self._counts["kv_offload_allocation_failure"] += 1
+            self._counts["simple_kv_offload_save_outcomes.dropped_cpu_full"] += len(wanted) - num_stored
+        if prepared is None:
+            return
+        blocks = [wanted[key] for key in prepared.keys_to_store]
+        self.gpu_pool.touch(blocks)
+        spills, removals = self.disk.take(prepared.evicted)
+        self._metadata.removals += removals
+        number, self._num_stores = self._num_stores, self._num_stores + 1
+        keys = prepared.keys_to_store
+        self._stores[number] = _Store(keys, blocks, self.num_ranks, {key for key, _ in spills}, is_lazy)
+        block_ids = [block.block_id for block in blocks]
+        self._metadata.store = StoreJob(number, block_ids, prepared.block_ids, spills)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if connector_output.invalid_block_ids:  # of another connector's, perhaps, with which a step has computed
+            for store in self._stores.values():
+                store.is_valid = False
+        for name in connector_output.finished_recving:
+            self._complete_load(name)
+        for told in connector_output.kv_connector_worker_meta or ():
+            assert isinstance(told, OffloadWorkerMetadata)
+            lost = told.unreadable | told.unwritten
+            self.disk.forget(lost)
+            self._metadata.removals += lost
+            if told.disk_failed:
+                self.disk.stop()
+            for number in told.completed_stores:
+                self._complete_store(number)
+
+    def _complete_store(self, number: int) -> None:
+        """One more rank has ended a store; after the last one its keys are hits."""
+        if (store := self._stores.get(number)) is None:
+            return  # it was begun before the engine had to start over
+        store.num_ranks_left -= 1
+        if store.num_ranks_left:
+            return
+        del self._stores[number]
+        self._let_go(store)
+        self.manager.complete_store(store.keys, store.is_valid)
+        self.disk.written(store.spilled)
+        outcome = "stored" if store.is_valid else "dropped_invalid"
+        self._counts[f"simple_kv_offload_save_outcomes.{outcome}"] += len(store.keys)
+
+    def _let_go(self, store: _Store) -> bool:
+        """Drops the references of a store to blocks of the cache; returns whether any of them is free now."""
+        blocks, store.blocks = store.blocks, []
+        self.gpu_pool.free_blocks(reversed(blocks))
+        freed = [block for block in blocks if block.ref_cnt == 0]
+        if store.is_lazy:  # they were next to be evicted, and still are
+            for block in freed:
+                self.gpu_pool.free_block_queue.remove(block)
+            self.gpu_pool.free_block_queue.prepend_n(freed)
+        return bool(freed)
+
+    def release_gpu_blocks(self) -> bool:
+        stores = [store for store in self._stores.values() if store.blocks]
+        if stores:
+            self._metadata.need_flush = True
+        return any([self._let_go(store) for store in stores])
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._release_hit(request.request_id)
+        self._followed.pop(request.request_id, None)
+        self.manager.touch(request.block_hashes)
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        return bool(self._stores)
+
+    def reset_cache(self) -> bool:
+        if not self.manager.reset():
+            return False
+        self.disk.clear()
+        self._metadata.clear_disk = True
+        return True
+
+    def start_over(self) -> None:
+        """Forgets all keys, too: a failed step may have stored anything."""
+        self._hits.clear()
+        self._loads.clear()
+        self._stores.clear()
+        self._followed.clear()
+        self.disk.clear()
+        self.manager = CPUOffloadingManager(self.manager.num_blocks, self.settings.eviction_policy)
+        self._metadata = self._no_orders()
+        self._metadata.clear_disk = True
+
+    def state(self) -> dict[str, int]:
+        """How many blocks the tier has, holds, loads and stores now, and how many lie in files."""
+        return {
+            "blocks": self.manager.num_blocks,
+            "used": self.manager.num_used_blocks,
+            "loading": sum(len(hit.keys) for hit in self._loads.values()),
+            "storing": self.manager.num_pending_blocks,
+            "on_disk": len(self.disk),
+        }
+
+    def take_stats(self) -> dict[str, Any] | None:
+        """What was counted since the last call, and the tier's state if it has changed."""
+        counts: dict[str, Any] = dict(self._counts)
+        self._counts.clear()
+        if self._lookup_seconds:
+            counts["kv_offload_lookup_sync_delay_seconds"], self._lookup_seconds = self._lookup_seconds, []
+        state = self.state()
+        if state != self._told_state:
+            self._told_state = state
+            num_blocks, num_pinned = state["blocks"], self.manager.num_pinned_blocks
+            counts["kv_offload_cpu_cache_usage_perc"] = (state["used"] + state["storing"]) / num_blocks
+            counts["kv_offload_cpu_cache_read_usage_perc"] = (num_pinned - state["storing"]) / num_blocks
+            counts["kv_offload_cpu_cache_write_usage_perc"] = state["storing"] / num_blocks
+            counts["simple_kv_offload_used_blocks"] = state["used"]
+            counts["simple_kv_offload_pending_store_blocks"] = state["storing"]
+            counts["simple_kv_offload_disk_blocks"] = state["on_disk"]
+        return counts or None
+
+    def shutdown(self) -> None:
+        if self.folder is not None:
+            self.folder.close()
+
+
+def kind_of(config: KVConnectorConfig) -> str:
+    """A hash of all that engines must have in common to read each other's files."""
+    parts = (config.model_fingerprint, config.block_size, config.kv_cache_dtype, config.num_layers, config.head_dim)
+    sizes = (config.num_kv_heads, config.tensor_parallel_size, config.pipeline_parallel_size, config.use_eagle)
+    return hashlib.sha256(repr((parts, sizes)).encode()).hexdigest()[:16]
+
+
+def check_room(num_bytes: int) -> None:
+    """Rejects a tier that is larger than what this machine has left.
+
+    Raises:
+        MinivllmError: it is.
+    """
+    available = available_memory()
+    if available is not None and num_bytes > available:
+        raise MinivllmError(
+            f"the host tier takes {num_bytes / GIB:,.2f} GiB, and this machine has {available / GIB:,.2f} left: give it "
+            "less (kv_offloading_size)"
+        )
