@@ -12,18 +12,20 @@ pool is too small, and which of the two ways is the cheaper one.
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minivllm.core.block_pool import BlockPool, KVCacheBlock
+from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import RequestQueue, create_request_queue
 from minivllm.errors import MinivllmError
+from minivllm.lab.block_tables import BlockTables
 from minivllm.lab.cli import run
 from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
+from minivllm.lab.paged_model import PagedModel
 from minivllm.lab.proof import prove
 from minivllm.lab.reports import preemption as report
 from minivllm.lab.tables import heading
@@ -32,16 +34,8 @@ from minivllm.platforms.triton_utils import tl, triton
 # %% 1. The pain: answers grow, and nobody knows how far
 
 
-class Memory:
+class Memory(BlockTables):
     """Who holds which blocks of lesson 02's pool. A request gets blocks when it needs them, one after another."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.pool, self.block_size = BlockPool(num_blocks), block_size
-        self.tables: dict[str, list[KVCacheBlock]] = {}
-
-    def ids(self, request: Request) -> list[int]:
-        """A request's block table; empty if it holds no blocks."""
-        return [block.block_id for block in self.tables.get(request.request_id, ())]
 
     def wanted(self, request: Request) -> int:
         """Tokens that a request has not computed: one if it decodes."""
@@ -56,25 +50,6 @@ class Memory:
         self.pool.touch(hits)
         self.tables[request.request_id] = [*table, *hits, *self.pool.get_new_blocks(max(0, missing))]
         return True
-
-    def free(self, request: Request) -> None:
-        """Takes all its blocks away, the last one first. They keep their names for as long as nobody needs them."""
-        self.pool.free_blocks(reversed(self.tables.pop(request.request_id, [])))
-
-    def publish(self, request: Request) -> None:
-        """Lets others, and itself later, find the blocks that are full and computed."""
-        table, num_full = self.tables[request.request_id], request.num_computed_tokens // self.block_size
-        num_cached = sum(block.block_hash is not None for block in table)
-        self.pool.cache_full_blocks(table, request.block_hashes, num_cached, max(num_cached, num_full))
-
-    def find(self, request: Request) -> list[KVCacheBlock]:
-        """The blocks of its beginning that still have their names."""
-        found: list[KVCacheBlock] = []
-        for block_hash in request.block_hashes:
-            if (block := self.pool.get_cached_block(block_hash)) is None:
-                break
-            found.append(block)
-        return found
 
 
 # %% 2. The idea: somebody gives everything back, keeps the tokens, and computes them again later
@@ -94,7 +69,7 @@ def victim(running: Sequence[Request], policy: str) -> Request:
 # region: preempt
 def preempt(request: Request, waiting: RequestQueue, memory: Memory) -> None:
     """By recompute. The request keeps its tokens, and nothing else; it waits before all who have not run."""
-    memory.free(request)
+    memory.free(request.request_id)
     request.status = RequestStatus.PREEMPTED
     request.num_computed_tokens = 0
     request.spec_token_ids = []
@@ -173,25 +148,14 @@ def schedule_waiting(
 # endregion
 
 
-class Model(Protocol):
-    """`lab.paged_model.PagedModel`, or what stands in for it."""
-
-    num_blocks: int
-    block_size: int
-    cache: Tensor
-
-    def forward(self, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> Tensor:
-        """Logits after the last of these tokens, of which `start` stand before."""
-        ...
-
-
 class Engine:
     """Lesson 04's loop with blocks that run out. `computed` counts tokens, those that are computed again among them."""
 
-    def __init__(self, model: Model, policy: str = "fcfs", token_budget: int = 64, max_num_seqs: int = 8) -> None:
+    def __init__(self, model: PagedModel, policy: str = "fcfs", token_budget: int = 64, max_num_seqs: int = 8) -> None:
         self.model, self.policy, self.token_budget, self.max_num_seqs = model, policy, token_budget, max_num_seqs
         self.memory = Memory(model.num_blocks, model.block_size)
         self.waiting, self.running = create_request_queue(policy), list[Request]()
+        self.swapped: list[Request] = []
         self.computed, self.caching = 0, False
 
     def add(self, request: Request) -> Request:
@@ -223,12 +187,12 @@ class Engine:
                 if request.num_output_tokens == request.max_tokens:
                     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
                     self.running.remove(request)
-                    self.memory.free(request)
+                    self.memory.free(request.request_id)
         return given, [request.request_id for request in preempted]
 
     def steps(self) -> Iterator[tuple[dict[str, int], list[str]]]:
         """Steps until all have ended."""
-        while self.running or self.waiting:
+        while self.running or self.waiting or self.swapped:
             yield self.step()
 
 
@@ -272,14 +236,14 @@ class SwapSpace:
 class SwappingEngine(Engine):
     """A preempted request keeps its computed tokens, and waits with its blocks elsewhere until as many are free here."""
 
-    def __init__(self, model: Model, space: SwapSpace, **settings: Any) -> None:
+    def __init__(self, model: PagedModel, space: SwapSpace, **settings: Any) -> None:
         super().__init__(model, **settings)
-        self.space, self.swapped = space, list[Request]()
+        self.space = space
 
     def swap_out(self, request: Request, waiting: RequestQueue, memory: Memory) -> None:
         """Takes the place of `preempt`."""
         self.space.swap_out(request.request_id, memory.ids(request))
-        memory.free(request)
+        memory.free(request.request_id)
         request.status, request.num_preemptions = RequestStatus.PREEMPTED, request.num_preemptions + 1
         self.swapped.insert(0, request)
 
@@ -358,22 +322,17 @@ def launch(tensors: Sequence[Tensor], blocks: Tensor, slots: Tensor, staging: Te
 
 
 def swap_gathered(cache: Tensor, host: Tensor, block_ids: list[int], slots: list[int], to_host: bool) -> int:
-    """All blocks by way of one staging buffer on the device: one launch, and one copy for each run of slots."""
-    if not cache.is_cuda:  # no other memory to copy to: torch's own indexing does both
-        pieces = (host, slots, cache[:, block_ids].transpose(0, 1)) if to_host else None
-        if pieces:
-            host[slots] = pieces[2]
-        else:
-            cache[:, block_ids] = host[slots].transpose(0, 1)
-        return 1
-    staging = torch.empty(len(slots), len(cache), *cache.shape[2:], dtype=cache.dtype, device=cache.device)
-    ids = torch.tensor([block_ids, range(len(slots))], dtype=torch.int32, device=cache.device)
-    words = staging.view(torch.int32).view(len(slots), len(cache), -1)
-    if not to_host:
-        staging.copy_(host[slots])
-    launch(list(cache), ids[0], ids[1], words, to_host)
-    if to_host:
-        host[slots] = staging.cpu()
+    """All blocks by way of one piece: one launch, and one copy. On a CPU torch's own indexing gathers."""
+    if not cache.is_cuda and to_host:
+        host[slots] = cache[:, block_ids].transpose(0, 1)
+    elif not cache.is_cuda:
+        cache[:, block_ids] = host[slots].transpose(0, 1)
+    else:
+        staging = torch.empty_like(host[slots], device=cache.device) if to_host else host[slots].to(cache.device)
+        ids = torch.tensor([block_ids, list(range(len(slots)))], dtype=torch.int32, device=cache.device)
+        launch(list(cache), ids[0], ids[1], staging.view(torch.int32).view(len(slots), len(cache), -1), to_host)
+        if to_host:
+            host[slots] = staging.cpu()
     return 1
 
 
