@@ -196,6 +196,15 @@ class Engine:
             yield self.step()
 
 
+
+def first_steps() -> tuple[list[list[str]], int]:
+    """The exercise on paper: who is preempted in each step, and how many tokens are computed twice."""
+    engine = Engine(report.NoModel(6, 2), token_budget=8)
+    everybody = [engine.add(Request(name, [1, 1, 1], max_tokens=count)) for name, count in (("A", 5), ("B", 4))]
+    steps = [preempted for _, preempted in engine.steps()]
+    return steps, engine.computed - sum(request.num_tokens - 1 for request in everybody)
+
+
 # %% 3. Before: V0's swap. The same loop, another way to give up
 
 

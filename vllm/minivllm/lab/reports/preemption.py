@@ -77,6 +77,17 @@ def paged_model(arguments: argparse.Namespace, num_blocks: int, block_size: int 
     return PagedModel(_decoder(arguments.model, str(arguments.device)), num_blocks + 1, block_size)
 
 
+class NoModel(PagedModel):
+    """Stands in for a model where only steps are counted: the same token for ever."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+
+    def forward(self, token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> Tensor:
+        """Logits of a vocabulary of two."""
+        return torch.tensor([0.0, 1.0])
+
+
 @cache
 def _prompts(model: str) -> dict[str, list[int]]:
     tokenizer = load_tokenizer(model)
