@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 from minivllm.lab.drawing import text_width, wrapped
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
 from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.load_sweep import within
+from minivllm.simulate.load_sweep import Span, within
 from widgets.chunked_prefill_runs import ANSWER, CHAT
-from widgets.chunked_prefill_state import ALL_GAPS, BUDGETS, CLIENTS, Span, State
+from widgets.chunked_prefill_state import ALL_GAPS, BUDGETS, CLIENTS, State
 from widgets.chunked_prefill_steps import draw_steps, seconds
 from widgets.plot import LEAST_ROOM, MARGIN, Axes, Scale, short, three_boxes, tokens
 from widgets.svg import QUIET, SMALL, Box, Drawing
@@ -214,7 +213,7 @@ def cause_words(state: State, cause: str, budget: int) -> str:
 
 def _draw_tips(axes: Axes, state: State) -> None:
     """What the pointer asks for: the figures of the nearest budget, anywhere in the plot."""
-    for budget, strip in _strips(axes, state.budgets):
+    for budget, strip in axes.strips(state.budgets):
         point = state.points[budget]
         said = (
             f"Budget {budget:,}: {CLIENTS:.0%} of the clients never wait over {seconds(point.longest_gap(CLIENTS))} "
@@ -222,14 +221,6 @@ def _draw_tips(axes: Axes, state: State) -> None:
             f"{CLIENTS:.0%} of the long prompts have their first token within {seconds(state.first(budget))}."
         )
         axes.drawing.rect(strip, "transparent", tip=said)
-
-
-def _strips(axes: Axes, budgets: Sequence[int]) -> Iterator[tuple[int, Box]]:
-    """Each budget with the part of the plot that is nearest to it."""
-    edges = [BUDGET.low, *(math.sqrt(low * high) for low, high in pairwise(budgets)), BUDGET.high]
-    for budget, low, high in zip(budgets, edges, edges[1:], strict=False):
-        left, right = (axes.at(edge, axes.y.low)[0] for edge in (low, high))
-        yield budget, Box(left, axes.box.y, max(0.0, right - left), axes.box.height)
 
 
 # ---- what a step is worth, and how chats begin
@@ -250,7 +241,7 @@ def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
         place = (axes.at(serving.knee, axes.y.low)[0] + 5, box.bottom - 5)
         drawing.text(place, f"knee {serving.knee:.0f}", size=SMALL, colour=QUIET, halo=True)
     _draw_line_here(axes, state)
-    for budget, strip in _strips(axes, list(rates)):
+    for budget, strip in axes.strips(list(rates)):
         step = seconds(serving.cost.seconds(StepShape.of([(budget, 0)])))
         said = f"Steps of {budget:,} tokens: {rates[budget]:,.0f} prompt tokens a second; the first takes {step}."
         drawing.rect(strip, "transparent", tip=said)
@@ -265,7 +256,7 @@ def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
     axes.frame("budget", label, x_ticks=TICKS, x_format=tokens, y_ticks=_powers(axes.y), y_format=seconds)
     axes.line(list(firsts), list(firsts.values()), SKY)
     _draw_line_here(axes, state)
-    for budget, strip in _strips(axes, list(firsts)):
+    for budget, strip in axes.strips(list(firsts)):
         said = f"Budget {budget:,}: {CLIENTS:.0%} of the chats have their first token within {seconds(firsts[budget])}"
         drawing.rect(strip, "transparent", tip=said)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 from minivllm.config.checks import require
 from minivllm.lab.capping_scheduler import AdmittedTokens, ChunkLimit, RunningTokens
 from minivllm.simulate.lever_checks import median_error, published_checks
-from minivllm.simulate.load_sweep import within
+from minivllm.simulate.load_sweep import Span, spans, within
 from widgets.chunked_prefill_runs import POLICIES, Experiment, Point, Serving, experiment
 from widgets.spec import require_numbers
 
@@ -33,9 +32,6 @@ START = {
     "budget": 2048, "threshold": 0, "policy": "mixed", "load": 10.0, "long": 0.1, "prompt": 8192, "gap": 0.025,
     "ttft": 0.5, "judged": "clients", "model": "Llama-3.1-8B", "gpu": "H100",
 }  # fmt: skip
-Span = tuple[float | None, float | None]
-"""From where to where; None: from or to the end of the axis."""
-
 
 @dataclass(frozen=True)
 class State:
@@ -133,26 +129,6 @@ class State:
         least = max((high for low, high in self.stopped if low is None and high), default=None)
         most = min((low for low, _ in self.stopped if low), default=None)
         return [(low or least, high or most) for low, high in found]
-
-
-def spans(xs: Sequence[float], ratios: Sequence[float]) -> list[Span]:
-    """Where a curve lies above 1. Between two values it is a line, along the logarithms of both.
-
-    Returns:
-        Pairs of ends; None where it is above 1 at the first or at the last value.
-    """
-    if not xs:
-        return []
-    found: list[Span] = []
-    low, above = None, ratios[0] > 1
-    for (x, before), (next_x, after) in pairwise(zip(xs, ratios, strict=True)):
-        if (after > 1) == above:
-            continue
-        edge = x * (next_x / x) ** (math.log(max(before, 1e-9)) / math.log(max(before, 1e-9) / max(after, 1e-9)))
-        if above:
-            found.append((low, edge))
-        low, above = edge, not above
-    return [*found, (low, None)] if above else found
 
 
 def sweep(

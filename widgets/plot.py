@@ -7,8 +7,9 @@ which service level is missed. A handle says "you are here": the pointer drags i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from minivllm.lab.drawing import QUIET, Point, number, text_width, wrapped
 from minivllm.lab.palette import INK, VERMILLION
@@ -136,6 +137,13 @@ class Axes:
         for point, tip in zip(points, tips, strict=bool(tips)):
             if self.box.y - 1 <= point[1] <= self.box.bottom + 1:
                 self.drawing.circle(point, HIT, "transparent", stroke="none", tip=tip, group=group)
+
+    def strips(self, xs: Sequence[float]) -> Iterator[tuple[float, Box]]:
+        """Each of some values along a logarithmic axis with the part of the plot that is nearest to it: for tips."""
+        edges = [self.x.low, *(math.sqrt(low * high) for low, high in pairwise(xs)), self.x.high]
+        for value, low, high in zip(xs, edges, edges[1:], strict=False):
+            left, right = (self.at(edge, self.y.low)[0] for edge in (low, high))
+            yield value, Box(left, self.box.y, max(0.0, right - left), self.box.height)
 
     def points(
         self, xs: Sequence[float], ys: Sequence[float], colour: str, *, radius: float = 4.5, tips: Sequence[str] = ()

@@ -11,10 +11,11 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.simulate.cost_model import StepShape
+from minivllm.simulate.load_sweep import spans
 from minivllm.simulate.virtual_clock import SimulatedRequest, StepRecord, percentile, simulate
 from widgets import chunked_prefill as widget
 from widgets import chunked_prefill_runs as runs
-from widgets.chunked_prefill_state import BUDGETS, spans
+from widgets.chunked_prefill_state import BUDGETS
 
 
 @pytest.fixture

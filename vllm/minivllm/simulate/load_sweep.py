@@ -1,6 +1,6 @@
 """A load that is swept: runs that can be left and taken up again, what they found, and where a system breaks.
 
-The widgets of lessons 04 and 06 stand on it. A run is a generator that pauses every few milliseconds of work, so that
+The widgets of several lessons stand on it. A run is a generator that pauses every few milliseconds of work, so that
 a page on which somebody drags the load stays alive.
 """
 
@@ -16,6 +16,8 @@ from minivllm.errors import MinivllmError
 
 Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
+Span = tuple[float | None, float | None]
+"""From where to where along an axis; None: from or to its end."""
 
 
 class Runs(Generic[Key, Found]):
@@ -72,3 +74,23 @@ def crossing(loads: Sequence[float], values: Sequence[float], limit: float, *, l
             share = math.log(limit / before) / math.log(after / before)
             return low * (high / low) ** share if log else low + (high - low) * share
     return loads[0]
+
+
+def spans(xs: Sequence[float], ratios: Sequence[float]) -> list[Span]:
+    """Where a curve lies above 1. Between two values it is a line, along the logarithms of both.
+
+    Returns:
+        Pairs of ends; None where it is above 1 at the first or at the last value.
+    """
+    if not xs:
+        return []
+    found: list[Span] = []
+    low, above = None, ratios[0] > 1
+    for (x, before), (next_x, after) in pairwise(zip(xs, ratios, strict=True)):
+        if (after > 1) == above:
+            continue
+        edge = x * (next_x / x) ** (math.log(max(before, 1e-9)) / math.log(max(before, 1e-9) / max(after, 1e-9)))
+        if above:
+            found.append((low, edge))
+        low, above = edge, not above
+    return [*found, (low, None)] if above else found

@@ -195,7 +195,8 @@ class Stretches:
     def steps_alike(self, running: Sequence[Request]) -> int:
         """Number of coming steps that give each running request one token, without admissions or preemptions."""
         scheduler = self.scheduler
-        joins = bool(scheduler.waiting) and not self.settled
+        # Where a chunk is enough to be admitted, a smaller one may fit where a larger one did not.
+        joins = bool(scheduler.waiting) and not (self.settled and scheduler.config.scheduler_reserve_full_isl)
         if joins or not running or scheduler.config.num_speculative_tokens:
             return 1
         if any(request.num_computed_tokens != request.num_tokens - 1 for request in running):

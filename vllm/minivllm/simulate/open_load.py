@@ -19,7 +19,7 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.simulate.cost_model import Cost, StepShape
-from minivllm.simulate.offline import Stretches
+from minivllm.simulate.offline import Stretch, Stretches
 from minivllm.simulate.virtual_clock import Acceptance, SimulatedRequest, to_request
 from minivllm.simulate.workloads import RequestLengths
 
@@ -85,6 +85,10 @@ class OpenLoad:
     counted: int
     at_start: int
     seed: int = 0
+    to_the_end: bool = False
+    """Serve the counted ones until their last token, also when nobody else comes; else a queue is left as it is."""
+    priorities: Sequence[int] = ()
+    """Of those who come, as long as `lengths`; empty: all are alike."""
 
     def there_at_start(self, budget: int) -> list[SimulatedRequest]:
         """Requests somewhere in their answers. What they have so far counts as their prompt.
@@ -130,7 +134,7 @@ class OpenEngine(Stretches):
         self.unended = load.counted
 
     def serve(self) -> Generator[None, None, OpenRun]:
-        """Run until the last counted request has ended, or nobody else comes."""
+        """Run until the last counted request has ended, or nobody else comes (see `OpenLoad.to_the_end`)."""
         work = 0
         for request in self.requests:
             self.scheduler.add_request(request)
@@ -142,7 +146,7 @@ class OpenEngine(Stretches):
                 work = 0
                 yield
         self.timed = True
-        while self.unended and self.come < len(self.load.arrivals):
+        while self.unended and (self.load.to_the_end or self.come < len(self.load.arrivals)):
             work += self._step()
             if work > PAUSE:
                 work = 0
@@ -157,8 +161,14 @@ class OpenEngine(Stretches):
             return steps
         if any(not request.num_output_tokens for request in running):  # its first token would seem to come late
             return 1
+        if self.come == len(self.load.arrivals):
+            return steps
         gap = self.load.arrivals[self.come] - self.now
         return max(1, min(steps, math.ceil(gap / self.step_seconds)))
+
+    def seconds_of(self, stretch: Stretch) -> float:
+        """What a stretch takes."""
+        return stretch.seconds(self.cost)
 
     def _work(self) -> int:
         self.stretch()
@@ -170,7 +180,7 @@ class OpenEngine(Stretches):
         self._let_in()
         inside = len(self.scheduler.requests)
         stretch = self.stretch()
-        seconds = stretch.seconds(self.cost)
+        seconds = self.seconds_of(stretch)
         self.step_seconds = seconds / stretch.steps
         self.now += seconds
         self.result.request_seconds += inside * seconds
@@ -182,7 +192,8 @@ class OpenEngine(Stretches):
         arrivals, load = self.load.arrivals, self.load
         while self.come < len(arrivals) and arrivals[self.come] <= self.now:
             at, one = arrivals[self.come], load.lengths[self.come]
-            spec = SimulatedRequest(one.prompt_tokens, one.output_tokens, at)
+            priority = load.priorities[self.come] if load.priorities else 0
+            spec = SimulatedRequest(one.prompt_tokens, one.output_tokens, at, priority)
             self.scheduler.add_request(to_request(load.at_start + self.come, spec, at))
             self.come += 1
             self.settled = False

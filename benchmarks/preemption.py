@@ -1,0 +1,220 @@
+"""A pool that is too small: what is computed twice by pool and victim, and where a live server's p99 leaves its floor.
+
+    uv run python benchmarks/preemption.py --json benchmarks/results/preemption.cpu.json      # 4 minutes
+    uv run python benchmarks/preemption.py --quick
+
+- waste: the engine's scheduler alone, no model: 300 requests at once, the pools and shares that vllm#54644 has
+  published, its lengths guessed (`simulate/preemption_checks.py`); who is the victim, and what must fit for a request
+  to be admitted.
+- cliff: `minivllm serve` with the embedded model, fp32, and an open load of real clients through `minivllm.benchmarks`
+  at a share of what the server can do; a server for each `--num-gpu-blocks-override`, the same requests at the same
+  moments. Preemptions and tokens computed again are the server's `/metrics`; so is how full the pool is, asked a few
+  times a second.
+
+The tables are followed by one line of JSON.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from serving import Serving
+
+from minivllm.benchmarks.client import SampleRequest
+from minivllm.benchmarks.datasets import random_requests
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.lab.cli import Parser, positive_int, run
+from minivllm.lab.disturbance import Control
+from minivllm.lab.progress import track
+from minivllm.lab.results import record, write_record
+from minivllm.lab.tables import console, table
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.simulate.preemption_checks import AT_ONCE, PUBLISHED, REQUESTS, SEED, STEP, waste
+from minivllm.simulate.victims import RULES
+
+NAME, MAX_MODEL_LEN, BLOCK_SIZE = "tiny-python", 512, 16
+POOLS = (768, 384, 288, 224, 176, 128, 80)
+QUICK_POOLS = (768, 128)
+"""Blocks that requests can use; a server gets one more, the null block."""
+INPUT_LEN, OUTPUT_LEN, RANGE_RATIO = 64, 192, 0.75
+LOADED, CLIENTS, SHARE_OF_CAPACITY = 240, 32, 0.6
+ASK_EVERY = 0.1
+"""Seconds between two looks at how full the pool is."""
+COUNTERS = {"preemptions": "vllm:num_preemptions_total", "recomputed_tokens": "minivllm:recomputed_tokens_total"}
+USAGE = "vllm:kv_cache_usage_perc"
+KEPT = ("p99_e2el_ms", "median_e2el_ms", "p99_ttft_ms", "median_ttft_ms", "p99_itl_ms", "output_throughput")
+SHOWN = ("p99_e2el_ms", "p99_ttft_ms", "output_throughput")
+
+
+# ---- what is computed twice
+
+
+def measure_waste(quick: bool) -> dict[str, Any]:
+    """Share of all computed tokens that had been computed before: by pool, victim and rule of admission."""
+    rules = ("last in", "least computed") if quick else tuple(RULES)
+    pools = [one for one in PUBLISHED if not quick or one in (2800, 400)]
+    wanted = [(victim, whole, blocks) for victim in rules for whole in (False, True) for blocks in pools]
+    found: dict[str, Any] = {"published": {str(blocks): PUBLISHED[blocks].wasted for blocks in pools}, "rules": {}}
+    for victim, whole, blocks in track(wanted, "replaying"):
+        one = waste(blocks, whole, victim)
+        admission = found["rules"].setdefault(victim, {}).setdefault("whole" if whole else "first_chunk", {})
+        admission[str(blocks)] = {"share": one.share, "recomputed": one.recomputed, "preemptions": one.preemptions}
+    found["conditions"] = {"requests": REQUESTS, "at_once": AT_ONCE, "step": STEP, "seed": SEED}
+    return found
+
+
+def show_waste(found: dict[str, Any]) -> None:
+    """The table, published row first."""
+    pools = list(found["published"])
+    rows = [("published, last in", *(f"{found['published'][blocks]:.1%}" for blocks in pools))]
+    for words, admission in (("first chunk", "first_chunk"), ("all of it", "whole")):
+        for victim, kinds in found["rules"].items():
+            cells = [f"{kinds[admission][blocks]['share']:.1%}" for blocks in pools]
+            rows.append((f"{victim}; admitted if {words} fits", *cells))
+    caption = (
+        f"Published: vllm#54644, lengths not given. Ours: {REQUESTS} requests, {AT_ONCE} at once, steps of {STEP} tokens; "
+        "lengths guessed."
+    )
+    table("Computed a second time, of all computed tokens", ("victim", *(f"{one} blocks" for one in pools)), rows, caption)
+
+
+# ---- the cliff on a live server
+
+
+def metrics(port: int) -> dict[str, float]:
+    """Counts since the start, and how full the pool is."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        text = page.read().decode()
+    return {name: counted(text, full) for name, full in (*COUNTERS.items(), ("usage", USAGE))}
+
+
+def counted(text: str, name: str) -> float:
+    """The sum of a metric's values in Prometheus's text; 0 where it is not there."""
+    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE))
+
+
+@contextmanager
+def watched(port: int) -> Iterator[list[float]]:
+    """How full the pool is, asked again and again while something else runs."""
+    seen: list[float] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.wait(ASK_EVERY):
+            seen.append(metrics(port)["usage"])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()
+
+
+def loaded(server: Serving, samples: Sequence[SampleRequest], rate: float) -> dict[str, float]:
+    """The figures of one pool under the open load, what the server has counted meanwhile included."""
+    before = metrics(server.port)
+    with watched(server.port) as usage:
+        found = server.loaded(samples, request_rate=rate, seed=1)
+    after = metrics(server.port)
+    figures = {name: found[name] for name in (*KEPT, "duration", "total_input_tokens", "total_output_tokens")}
+    figures |= {name: after[name] - before[name] for name in COUNTERS}
+    useful = figures["total_input_tokens"] + figures["total_output_tokens"] - len(samples)
+    figures["wasted"] = figures["recomputed_tokens"] / (useful + figures["recomputed_tokens"])
+    figures["mean_usage"], figures["most_usage"] = statistics.mean(usage), max(usage)
+    return figures
+
+
+def measure_cliff(pools: Sequence[int], number: int) -> dict[str, Any]:
+    """The same load on servers whose pools differ; the largest first, which says how much load that is."""
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    samples = random_requests(
+        tokenizer, number, input_len=INPUT_LEN, output_len=OUTPUT_LEN, range_ratio=RANGE_RATIO, seed=1
+    )
+    found: dict[str, Any] = {"pools": {}}
+    rate = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        for blocks in track(sorted(pools, reverse=True), "serving"):
+            with serving(blocks, Path(name)) as server:
+                server.loaded(samples[:CLIENTS], max_concurrency=CLIENTS)  # to warm up
+                if not rate:
+                    closed = server.loaded(samples, max_concurrency=CLIENTS)
+                    rate = SHARE_OF_CAPACITY * closed["request_throughput"]
+                    found |= {"capacity": closed["request_throughput"], "rate": rate}
+                found["pools"][str(blocks)] = loaded(server, samples, rate)
+    largest = max(pools)
+    found["filled"] = found["pools"][str(largest)]["mean_usage"] * largest
+    found["most_filled"] = found["pools"][str(largest)]["most_usage"] * largest
+    found["work"] = {"requests": number, "input": INPUT_LEN, "output": OUTPUT_LEN, "range_ratio": RANGE_RATIO}
+    return found
+
+
+def serving(blocks: int, folder: Path) -> Serving:
+    """A server whose requests can use so many blocks."""
+    flags = (
+        "--host", "127.0.0.1", "--dtype", "float32", "--served-model-name", NAME, "--max-model-len", str(MAX_MODEL_LEN),
+        "--max-num-seqs", "64", "--no-enable-prefix-caching", "--block-size", str(BLOCK_SIZE),
+        "--num-gpu-blocks-override", str(blocks + 1),
+    )  # fmt: skip
+    return Serving(f"pool_{blocks}", [sys.executable, "-P", "-m", "minivllm"], os.environ, folder, flags)
+
+
+def show_cliff(found: dict[str, Any]) -> None:
+    """The table, the largest pool first."""
+    rows = []
+    for blocks, one in found["pools"].items():
+        times = [f"{one[name]:,.0f}" for name in SHOWN]
+        counts = [f"{one['preemptions']:.0f}", f"{one['wasted']:.1%}", f"{one['mean_usage']:.0%}"]
+        rows.append((blocks, f"{int(blocks) / found['filled']:.2f}", *times, *counts))
+    columns = ("blocks", "of filled", "p99 ms", "p99 first", "tokens/s", "preempted", "twice", "full")
+    work = found["work"]
+    caption = (
+        f"{work['requests']} requests at {found['rate']:.1f} a second, {SHARE_OF_CAPACITY:.0%} of what {CLIENTS} clients "
+        f"get; with the largest pool they fill {found['filled']:.0f} blocks on average, {found['most_filled']:.0f} at most. "
+        "Twice: tokens computed again, of all computed. Full: on average."
+    )
+    table("A live server by the size of its pool", columns, rows, caption)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, show, keep."""
+    began = time.perf_counter()
+    pools = arguments.pools or (QUICK_POOLS if arguments.quick else POOLS)
+    control = Control()
+    with control.watch():
+        cliff = measure_cliff(pools, 60 if arguments.quick else LOADED)
+    show_cliff(cliff)
+    tokens = measure_waste(arguments.quick)
+    show_waste(tokens)
+    figures = {"cliff": cliff, "waste": tokens, "disturbance": control.record()}
+    if words := control.disturbance():
+        console.print(f"This machine was disturbed ({words}).")
+    found = record("preemption", figures | {"seconds": time.perf_counter() - began})
+    print(json.dumps(found))
+    if arguments.json:
+        write_record(arguments.json, found)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--pools", type=positive_int, nargs="+", help="blocks that requests can use (default: 768 to 80)")
+    flags.add_argument("--quick", action="store_true", help="two pools, two victims, fewer requests")
+    flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    return flags
+
+
+if __name__ == "__main__":
+    run(main, parser())

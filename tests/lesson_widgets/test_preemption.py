@@ -1,0 +1,367 @@
+"""Lesson 11's widget says of every pool what closed formulas say, and counts as a plain simulation does."""
+
+import itertools
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from collections import Counter
+from functools import lru_cache
+
+import pytest
+
+from minivllm.errors import MinivllmError
+from minivllm.memory import kv_bytes_per_token, memory_ledger, num_parameters
+from minivllm.simulate.cost_model import StepShape
+from minivllm.simulate.victims import VictimScheduler
+from minivllm.simulate.virtual_clock import SimulatedRequest, percentile, simulate
+from widgets import preemption as widget
+from widgets import preemption_runs as runs
+from widgets import preemption_state
+from widgets.preemption_state import POOLS
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch):
+    """Of a few requests, all of which are looked at, for many settings; the other tests' runs are left alone."""
+    monkeypatch.setattr(preemption_state, "experiment", lru_cache(runs.experiment.__wrapped__))
+    monkeypatch.setattr(runs, "COUNTED", 14)
+    monkeypatch.setattr(runs, "AFTER", 0)
+
+
+def here(**knobs) -> widget.State:
+    """The first state that knows what becomes of the reader's own pool."""
+    return next(state for state in widget.sweep(**knobs) if state.known)
+
+
+def swept(**knobs) -> widget.State:
+    *_, last = widget.sweep(**knobs)
+    return last
+
+
+# ---- verdicts against theory
+
+
+SETTINGS = [
+    {
+        "pool": pool, "load": load, "prompt": prompt, "answer": answer, "gpu": gpu, "model": model, "limit": limit,
+        "policy": policy, "link": link, "rule": rule, "admission": admission,
+    }
+    for (index, pool), (load, prompt, answer), (gpu, model, limit, policy, link) in itertools.product(
+        enumerate((8192, 16384, 49152, 262144)),
+        [(1.0, 512, 128), (6.0, 256, 512), (14.0, 1024, 64), (25.0, 2048, 128), (30.0, 128, 256)],
+        [("H100", "Llama-3.1-8B", 5.0, "recompute", "PCIe 5"), ("H100", "Llama-3.1-8B", 20.0, "small", "PCIe 4"),
+         ("L4", "Llama-3.1-8B", 15.0, "large", "10 Gb/s"), ("L4", "Llama-3.2-1B", 10.0, "recompute", "25 Gb/s"),
+         ("B200", "Llama-3.1-8B", 3.0, "small", "PCIe 5"), ("B200", "Qwen3-32B", 30.0, "large", "PCIe 5"),
+         ("A100-80", "Qwen3-14B", 10.0, "small", "100 Gb/s"), ("A100-80", "Qwen3-32B", 10.0, "recompute", "PCIe 4"),
+         ("H200", "Qwen3-32B", 60.0, "recompute", "NVLink 4"), ("MI300X", "Llama-3.2-3B", 2.0, "recompute", "PCIe 5")],
+    )
+    for rule, admission in [(runs.RULES[(index + prompt // 128) % 6], ("whole", "chunk")[answer > 200])]
+]  # fmt: skip
+
+
+def swap_by_hand(state: widget.State) -> tuple[float, float]:
+    """Seconds for each token: to compute it again, and to copy it out and back."""
+    serving = state.serving
+    recompute = 2 * num_parameters(serving.model) / (0.5 * serving.gpu.flops_of("bfloat16"))
+    each = kv_bytes_per_token(serving.model)
+    copies = 2 * serving.model.num_hidden_layers if serving.policy == "small" else 1
+    return recompute, 2 * (each / serving.link.bandwidth + copies * 2.3e-6 / 16)
+
+
+def check_crossover(state: widget.State, words: str, said: Counter) -> None:
+    recompute, swap = swap_by_hand(state)
+    found = state.serving.crossover
+    assert (found.recompute, found.swap) == pytest.approx((recompute, swap))
+    assert ("Swapping costs less" in words) == (swap < recompute)
+    assert ("Computing again costs less" in words) == (swap > recompute)
+    said["swap" if swap < recompute else "recompute"] += 1
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_no_verdict_contradicts_the_formulas():
+    """Of 200 settings: what cannot fit, what fills the pool, who cannot be in time; tokens and crossover exactly."""
+    assert len(SETTINGS) >= 200
+    said = Counter()
+    for knobs in SETTINGS:
+        state = here(**knobs)
+        found, serving, pool = widget.verdict(state), state.serving, state.pool
+        said[found.tone] += 1
+        longest = round(1.75 * serving.prompt) + round(1.75 * serving.answer)
+        try:
+            room = memory_ledger(
+                serving.model, serving.gpu, max_model_len=longest, max_num_batched_tokens=512, max_num_seqs=256
+            )
+            fits = longest <= pool <= room.usable_blocks * 16
+        except MinivllmError:
+            fits = False
+        assert state.refused == (not fits), knobs
+        if state.refused:
+            said["refused"] += 1
+            assert "does not start" in found.words
+            continue
+        check_crossover(state, found.words, said)
+        point, cause = state.points[pool], state.cause(pool)
+        assert (found.tone == "broken") == bool(cause)
+
+        useful = sum(one.total - 1 for one in serving.lengths)
+        assert point.computed - point.recomputed == useful, knobs
+        assert (point.copied > 0) == (serving.policy != "recompute" and point.preemptions > 0)
+        assert point.recomputed == 0 or serving.policy == "recompute"
+        blocks = sum(-(-one.total // 16) for one in serving.lengths)
+        if blocks <= pool // 16:
+            said["room for all"] += 1
+            assert point.preemptions == 0
+        if serving.load * serving.least_block_seconds() > 1.05 * pool / 16:
+            said["full"] += 1
+            assert cause == "queue", knobs
+            assert "Full: " in found.words
+        step = serving.cost.seconds(StepShape.of([(1, 1)]))
+        if step * max(one.output_tokens for one in serving.lengths) > state.limit:
+            said["too slow alone"] += 1
+            assert cause, knobs
+        if not cause:
+            assert state.latency(pool) <= state.limit
+            assert widget.seconds(state.latency(pool)) in found.words
+        if cause == "thrash":
+            said["thrash"] += 1
+            assert point.recomputed / point.computed >= 0.05
+    expected = ("fine", "broken", "refused", "room for all", "full", "too slow alone", "swap", "recompute")
+    assert min(said[one] for one in expected) >= 10, said
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"pool": 16384},
+        {"pool": 12288, "admission": "chunk", "rule": "least computed"},
+        {"pool": 12288, "rule": "worst priority"},
+        {"pool": 16384, "rule": "most blocks", "prompt": 1024, "load": 6.0},
+    ],
+)
+@pytest.mark.usefixtures("short_runs")
+def test_latencies_and_counts_are_those_of_a_plain_simulation(knobs: dict, monkeypatch: pytest.MonkeyPatch):
+    """Step by step to the last digit; many alike at a time, as widgets run it, within a fiftieth."""
+    monkeypatch.setattr(runs, "COUNTED", 40)
+    state = here(**knobs)
+    serving, pool = state.serving, state.pool
+    engine = serving.scheduler(pool, None)
+    assert isinstance(engine, VictimScheduler)
+    work = [
+        SimulatedRequest(one.prompt_tokens, one.output_tokens, at, int(index % runs.URGENT != 0))
+        for index, (one, at) in enumerate(zip(serving.lengths, serving.arrivals, strict=True))
+    ]
+    plain = simulate(work, engine.config, engine.cache_config, serving.cost, scheduler=lambda *_: engine)
+    one_by_one = runs.Experiment(serving, None, one_by_one=True)
+    list(one_by_one.runs.run(pool))
+    exact = one_by_one.runs.found[pool]
+    assert exact.preemptions == plain.num_preemptions > 0
+    assert exact.recomputed == engine.num_recomputed_tokens
+    assert exact.latencies == pytest.approx(sorted(one.latency for one in plain.requests))
+    out = Counter(span.request for span in exact.spans if span.kind == runs.OUT)
+    assert out == +Counter({index: one.num_preemptions for index, one in enumerate(plain.requests)})
+
+    point = state.points[pool]
+    for share in (0.5, 0.99):
+        assert point.latency(share) == pytest.approx(percentile(exact.latencies, share), rel=0.02)
+    assert point.computed - point.recomputed == exact.computed - exact.recomputed
+
+
+def test_a_swap_waits_for_its_copies():
+    """What a copy costs is in the clock: block seconds by hand, and nothing is computed twice."""
+    state = here(policy="small", link="10 Gb/s", load=8.0)
+    point = state.points[state.pool]
+    by_hand = 2**21 / 1.25e9 + 64 * 2.3e-6
+    assert state.serving.block_seconds == pytest.approx(by_hand)
+    assert point.copying == pytest.approx(point.copied * by_hand)
+    assert point.recomputed == 0
+    assert state.cause(state.pool) == "copies"
+    assert "copies: steps wait for them" in widget.verdict(state).words.lower()
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_a_region_is_shaded_where_the_pools_are_wrong():
+    for knobs in ({}, {"admission": "chunk", "limit": 2.0}, {"gpu": "L4"}, {"model": "Qwen3-32B", "gpu": "H100"}):
+        state = swept(**knobs)
+        assert state.complete
+        regions = [*state.stopped, *state.late]
+        for pool in POOLS:
+            inside = any((low or 0) <= pool and (high is None or pool < high) for low, high in regions)
+            assert inside == (pool in state.refusals or bool(state.cause(pool))), (knobs, pool)
+
+
+def test_the_edge_lies_where_the_load_fills_the_pool():
+    """Little's law: requests inside times what each holds."""
+    state = swept()
+    (_, edge), *_ = state.late
+    assert edge == pytest.approx(state.saturation, rel=0.02)
+    inside = state.saturation / state.serving.held
+    step = state.serving.steady().step_seconds(inside)
+    assert inside == pytest.approx(14 * state.serving.answer * step, rel=0.02)
+    first = min(pool for pool in state.pools if not state.points[pool].preemptions)
+    assert edge < first < 2 * edge
+    assert [state.latency(pool) > state.latency(first) for pool in state.pools] == [
+        pool < edge for pool in state.pools
+    ]
+
+
+def test_a_pool_that_is_never_full_is_not_run_again():
+    state = here(pool=98304)
+    kept, fresh = (runs.Experiment(state.serving, None) for _ in range(2))
+    for pool in (98304, 262144):
+        list(kept.runs.run(pool))
+    list(fresh.runs.run(262144))
+    assert kept.runs.found[262144] is kept.runs.found[98304]
+    assert fresh.runs.found[262144] == kept.runs.found[98304]
+
+
+# ---- what is said
+
+
+def test_the_right_guess_is_what_is_computed_again():
+    state = here(pool=24576)
+    assert f"{state.points[24576].wasted:.0%}" == "28%"
+    assert widget.GUESS.options[widget.GUESS.right] == "over a quarter"
+    assert "28 %" in widget.GUESS.because
+    assert "55K" in widget.GUESS.question
+    assert state.saturation == pytest.approx(55e3, rel=0.02)
+
+
+SOLUTIONS = (
+    {"pool": 65536},
+    {"pool": 32768, "load": 8.0, "admission": "chunk", "rule": "least computed"},
+    {"gpu": "B200", "policy": "large"},
+)
+
+
+def solved(index: int, **knobs) -> widget.Progress:
+    """The check of a challenge, as soon as it knows the reader's pool and those around it."""
+    for state in widget.sweep(**knobs):
+        smaller = [one for one in state.pools if one < state.pool]
+        if state.known and smaller and max(smaller) * 2 >= state.pool:
+            break
+    return widget.CHALLENGES[index].check(state)
+
+
+@pytest.mark.parametrize(
+    ("index", "wrong"),
+    [(0, {"pool": 49152}), (0, {"pool": 131072}), (1, {"rule": "last in"}), (1, {"rule": "most blocks"}),
+     (2, {"policy": "small"}), (2, {"policy": "recompute"}), (2, {"link": "10 Gb/s"})],
+)  # fmt: skip
+def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: dict):
+    right = solved(index, **SOLUTIONS[index])
+    assert right.met, right
+    assert not right.advice
+    missed = solved(index, **{**SOLUTIONS[index], **wrong})
+    assert not missed.met
+    assert any(widget.SPEC.flat()[name].label in missed.advice for name in wrong)
+
+
+@pytest.mark.parametrize(
+    ("index", "knobs", "named"),
+    [
+        (0, {"gpu": "H200"}, "Model, GPU"),
+        (0, {"load": 5.0}, "Load"),
+        (0, {"limit": 60.0}, "Answered in"),
+        (0, {"prompt": 128}, "Prompts"),
+        (1, {"answer": 64}, "Answers"),
+        (1, {}, "Admitted if"),
+        (1, {"admission": "chunk", "policy": "large"}, "A victim is"),
+        (1, {"admission": "chunk", "pool": 65536}, "Pool"),
+        (2, {}, "GPU"),
+        (2, {"gpu": "B200", "model": "Qwen3-14B"}, "Model"),
+    ],
+)
+def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
+    first = next(iter(widget.sweep(**knobs)))  # what is asked for needs no run
+    assert widget.CHALLENGES[index].check(first).advice.startswith(named)
+
+
+@pytest.mark.parametrize("preset", widget.SPEC.presets)
+def test_no_preset_meets_a_challenge(preset: str):
+    state = here(**widget.SPEC.presets[preset])
+    assert [challenge.check(state).met for challenge in widget.CHALLENGES] == [False, False, False]
+    assert widget.verdict(state).tone == "broken"
+
+
+def test_the_command_is_a_server_and_its_load():
+    state = next(iter(widget.sweep(pool=16384, rule="worst priority", admission="chunk", policy="large")))
+    lines = widget.command(state).splitlines()
+    words = shlex.split(lines[-1])
+    assert words[:2] == ["vllm", "serve"]
+    for flag, value in (
+        ("--num-gpu-blocks-override", "1025"), ("--max-model-len", "1792"), ("--scheduling-policy", "priority")
+    ):  # fmt: skip
+        assert words[words.index(flag) + 1] == value
+    assert "--no-scheduler-reserve-full-isl" in words
+    assert any("--kv-offloading-size" in line for line in lines)
+    assert "--request-rate 14" in lines[1]
+    assert "refuses to start" in widget.command(next(iter(widget.sweep(gpu="L4", model="Qwen3-32B"))))
+
+
+def test_what_breaks_is_shaded_with_its_cause():
+    def regions(state: widget.State) -> list[str]:
+        drawn = ET.fromstring(widget.figure(state))
+        return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
+
+    assert regions(swept()) == ["full: 13 requests a second at most, and 14 come", "thrash", "swap dearer"]
+    said = regions(next(iter(widget.sweep(gpu="L4"))))
+    assert any(re.match(r"does not start: L4 has room for [\d,]+ tokens", words) for words in said)
+    slow = regions(here(policy="small", link="10 Gb/s", load=8.0))
+    assert any(words.startswith("copies: steps wait") for words in slow)
+
+
+def test_the_strip_shows_who_is_preempted():
+    state = here(pool=16384)
+    drawn = widget.figure(state)
+    tips = " ".join(part.get("data-tip", "") for part in ET.fromstring(drawn).iter())
+    assert re.search(r"request \d+ preempted: [\d.]+ m?s", tips)
+    assert re.search(r"request \d+ comes back", tips)
+    captions = ET.fromstring(drawn).get("data-frames", "")
+    assert re.search(r"wait preempted \(\d+", captions)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"pool": 1}, {"load": 0}, {"limit": -1}, {"prompt": 3}, {"answer": 0}, {"policy": "x"}, {"rule": 7},
+     {"admission": "x"}, {"link": "x"}, {"model": "x"}, {"gpu": None}],
+)  # fmt: skip
+def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
+    with pytest.raises(MinivllmError, match=next(iter(knobs))):
+        list(widget.sweep(**knobs))
+
+
+# ---- the reader's own choice
+
+
+def right_victim(running, policy):
+    if policy == "fcfs":
+        return running[-1]
+    return max(running, key=lambda one: (one.priority, one.arrival_time, one.request_id))
+
+
+@pytest.mark.parametrize("rule", ["last in", "worst priority"])
+def test_the_right_victim_changes_nothing(rule: str):
+    yours, ours = here(rule=rule, pool=16384, victim=right_victim), here(rule=rule, pool=16384)
+    assert yours.like_the_engine
+    assert yours.points[16384] == ours.points[16384]
+    assert widget.verdict(yours) == widget.verdict(ours)
+    assert "your function chooses" in " ".join(ET.fromstring(widget.figure(yours)).itertext())
+
+
+@pytest.mark.parametrize("rule", ["last in", "worst priority"])
+def test_another_victim_is_told_so(rule: str):
+    found = widget.verdict(here(rule=rule, victim=lambda running, policy: running[0]))
+    assert found.tone == "broken"
+    assert found.words.startswith("Your function takes other victims")
+
+
+def endless(*_):
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(("own", "about"), [(lambda *_: None, "your victim says None"), (endless, "never end")])
+def test_a_choice_that_cannot_be_carried_out_is_refused(own, about: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runs, "PATIENCE", 0.3)
+    with pytest.raises(MinivllmError, match=about):
+        here(victim=own)

@@ -1,0 +1,213 @@
+"""The picture of lesson 11's widget: latency over the size of the pool, and below it the pool, step by step."""
+
+from __future__ import annotations
+
+import math
+
+from minivllm.lab.drawing import text_width
+from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE
+from minivllm.simulate.kv_links import LINKS, Link
+from minivllm.simulate.load_sweep import Span, spans
+from widgets.plot import MARGIN, Axes, Scale, short, three_boxes, tokens
+from widgets.preemption_pool import draw_pool, seconds
+from widgets.preemption_state import HOST_LINKS, POOLS, SHARE, State
+from widgets.svg import QUIET, SMALL, Box, Drawing
+
+POOL = Scale(POOLS[0], POOLS[-1], log=True)
+TICKS = tuple(float(2**power) for power in range(13, 19))
+THRASH = 0.25
+"""Share of the work that is done twice, from which on the widget says so."""
+LINK = Scale(1e9, 5e11, log=True)
+RULE_WORDS = {
+    "last in": "the last one in goes", "worst priority": "the worst priority goes", "first in": "the first one in goes",
+    "most blocks": "who has most blocks goes", "fewest left": "who is nearly done goes",
+    "least computed": "who has least computed goes",
+}  # fmt: skip
+POLICY_WORDS = {
+    "recompute": "and is computed again", "small": "and is swapped in small pieces",
+    "large": "and is swapped in large pieces",
+}  # fmt: skip
+
+
+def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
+    """Latency over the pool; beside it what the GPU's work is worth, and what a victim costs; below, the pool."""
+    serving = state.serving
+    drawing = Drawing(width, 0, "When the pool is too small", f"Latency over the pool, {state.pool} tokens here")
+    y = drawing.heading((MARGIN, 23), f"How long {SHARE:.0%} of the requests take at most")
+    off = f", a step off by {state.error:.0%} (median)" if state.error else ""
+    who = "your function chooses who goes" if state.own else RULE_WORDS[serving.rule]
+    note = (
+        f"{serving.name} on one {serving.gpu.name}: {serving.load:g} requests a second, {serving.prompt} tokens in and "
+        f"{serving.answer} out on average; {who}, {POLICY_WORDS[serving.policy]}; modelled{off}"
+    )
+    y = _draw_keys(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19)
+    main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
+    _draw_latency(Axes(drawing, main, POOL, _scale(state)), state, pinned)
+    _draw_work(drawing, upper, state)
+    _draw_crossover(drawing, lower, state)
+    drawing.height = draw_pool(drawing, state, max(main.bottom, lower.bottom) + 60) + 8
+    return drawing.render()
+
+
+def _draw_keys(drawing: Drawing, state: State, y: float) -> float:
+    """Colours and dashes, in as many rows as they need; returns the y of the last."""
+    x: float = MARGIN
+    for words, colour, dash, wide in (
+        (f"{SHARE:.0%} answered within", BLUE, "", 2.5),
+        ("half of them", BLUE, "2 4", 1.8),
+        (f"asked: {seconds(state.limit)}", GREEN, "4 3", 1.5),
+        ("filled by this load", QUIET, "2 3", 1.5),
+    ):
+        room = 22 + text_width(words, SMALL)
+        if x > MARGIN and x + room > drawing.width - MARGIN:
+            x, y = MARGIN, y + 17
+        drawing.line((x, y - 4), (x + 18, y - 4), colour=colour, dash=dash, width=wide)
+        drawing.text((x + 22, y), words, size=SMALL, colour=QUIET)
+        x += room + 9
+    return y
+
+
+# ---- latency over the pool
+
+
+def _scale(state: State) -> Scale:
+    """Around what is asked and what a mean answer takes alone, so that it changes seldom."""
+    alone = state.serving.answer * state.serving.step_alone
+    return _span(0.7 * min(alone, state.limit), 12 * max(alone, state.limit))
+
+
+def _span(least: float, most: float) -> Scale:
+    """A logarithmic scale with round ends, three to a decade."""
+    low, high = math.floor(3 * math.log10(least)), math.ceil(3 * math.log10(most))
+    return Scale(10 ** (low / 3), 10 ** (high / 3), log=True)
+
+
+def _draw_latency(axes: Axes, state: State, pinned: State | None) -> None:
+    axes.frame(
+        "tokens that the pool holds",
+        "seconds to the last token",
+        x_ticks=TICKS,
+        x_format=tokens,
+        y_format=seconds,
+    )
+    with axes.drawing.answer():
+        _draw_broken(axes, state)
+    if pinned and pinned.points:
+        axes.pinned(pinned.pools, [pinned.latency(one) for one in pinned.pools])
+    axes.mark_y(state.limit, "", GREEN)
+    if axes.x.low < state.saturation < axes.x.high:
+        axes.mark_x(state.saturation, QUIET, dash="2 3")
+    pools = state.pools
+    with axes.drawing.answer():
+        axes.line(pools, [state.points[one].latency(0.5) for one in pools], BLUE, width=1.8, dash="2 4")
+        axes.line(pools, [state.latency(one) for one in pools], BLUE)
+    axes.here(state.pool, "pool", f"pool {tokens(state.pool)}")
+    with axes.drawing.answer():
+        for pool, strip in axes.strips(pools):
+            axes.drawing.rect(strip, "transparent", tip=_tip(state, int(pool)))
+
+
+def _draw_broken(axes: Axes, state: State) -> None:
+    """Where the engine does not start, and where answers come too late."""
+    late = state.late
+    for span in late:
+        axes.broken(*span, late_words(state, span))
+    for span in state.stopped:
+        inside = [one for one in state.refusals if (span[0] or 0) <= one < (span[1] or math.inf)]
+        axes.broken(*span, f"does not start: {state.refusals[inside[0]]}", down=4 * bool(late))
+
+
+def late_words(state: State, span: Span) -> str:
+    """Why answers come late in a region, by what is wrong at its edge, or here if it has none."""
+    low, high = span
+    inside = [one for one in state.pools if (low or 0) <= one < (high or math.inf)]
+    if not inside:
+        return ""
+    nearest = max(inside) if high is not None else state.pool if state.pool in inside else min(inside)
+    return cause_words(state, state.cause(nearest), nearest)
+
+
+def cause_words(state: State, cause: str, pool: int) -> str:
+    """What goes wrong with a pool."""
+    point = state.points[pool]
+    return {
+        "queue": f"full: {state.capacity[pool]:.3g} requests a second at most, and {state.serving.load:g} come",
+        "thrash": f"thrash: {point.wasted:.0%} of the work is done twice",
+        "copies": f"copies: steps wait for them {point.copying / point.seconds:.0%} of the time",
+        "wait": f"too slow: over {seconds(state.limit)}, though little is done twice",
+        "": "",
+    }[cause]
+
+
+def _tip(state: State, pool: int) -> str:
+    point = state.points[pool]
+    return (
+        f"Pool {pool:,}: {SHARE:.0%} within {seconds(state.latency(pool))}, half within {seconds(point.latency(0.5))}; "
+        f"{point.preemptions:,} preemptions, {point.recomputed:,} tokens computed again ({point.wasted:.0%} of all), "
+        f"{point.copied:,} blocks copied"
+    )
+
+
+# ---- what the GPU's work is worth, and what a victim costs
+
+
+def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
+    """Tokens a second that are computed, and those of them that were not computed before."""
+    pools = state.pools
+    known = [state.points[one] for one in pools]
+    most = max([state.serving.demand, *(one.computed / one.seconds for one in known)])
+    axes = Axes(drawing, box, POOL, Scale(0, 1.12 * most))
+    ticks = [tick for tick in axes.y.ticks(3) if tick]
+    axes.frame("", "tokens/s: all, and new ones", x_ticks=(), y_ticks=ticks, y_format=short)
+    with drawing.answer():
+        ratios = [max(one.wasted, 1e-9) / THRASH for one in known]
+        for span in spans(pools, ratios):
+            axes.broken(*span, "thrash", down=0)
+        axes.line(pools, [one.computed / one.seconds for one in known], ORANGE, width=1.8, dash="4 3")
+        axes.line(pools, [(one.computed - one.recomputed) / one.seconds for one in known], BLUE)
+    _draw_here(axes, state)
+    with drawing.answer():
+        for pool, strip in axes.strips(pools):
+            point = state.points[int(pool)]
+            new = (point.computed - point.recomputed) / point.seconds
+            said = f"Pool {int(pool):,}: {point.computed / point.seconds:,.0f} tokens a second, {new:,.0f} of them new"
+            drawing.rect(strip, "transparent", tip=f"{said}; {point.tokens / point.seconds:,.0f} are of answers")
+
+
+def _draw_here(axes: Axes, state: State) -> None:
+    x = axes.at(state.pool, axes.y.low)[0]
+    axes.drawing.line((x, axes.box.y), (x, axes.box.bottom), colour=INK, width=1.5)
+
+
+def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
+    """Seconds for each token of a victim: computed again, and copied out and back over links of any speed."""
+    serving, found = state.serving, state.serving.crossover
+    rates = [LINK.low * (LINK.high / LINK.low) ** (index / 24) for index in range(25)]
+    swaps = [serving.crossover_of(Link("any", rate, 0, "swept")).swap for rate in rates]
+    axes = Axes(drawing, box, LINK, _span(0.7 * min(found.recompute, *swaps), 1.4 * max(found.recompute, *swaps)))
+    low, high = math.ceil(math.log10(axes.y.low) - 1e-9), math.floor(math.log10(axes.y.high) + 1e-9)
+    axes.frame(
+        "link to the host, bytes a second", "a victim's token", x_ticks=(1e9, 1e10, 1e11), x_format=short,
+        y_ticks=[10.0**power for power in range(low, high + 1)], y_format=micro,
+    )  # fmt: skip
+    dearer = spans(rates, [one / found.recompute for one in swaps])
+    for span in dearer:
+        axes.broken(*span, "swap dearer")
+    axes.mark_y(found.recompute, "computed again", ORANGE, dash="", below=axes.y.share(found.recompute) > 0.85)
+    axes.line(rates, swaps, BLUE)
+    tip = (
+        f"{serving.link.name}: {found.bandwidth / 1e9:.3g} GB/s in pieces of "
+        f"{serving.pieces.bytes_of_copy(serving.model) / 1024:,.0f} KiB; out and back {micro(found.swap)} a token, "
+        f"computed again {micro(found.recompute)}"
+    )
+    axes.points([serving.link.bandwidth], [found.swap], INK, tips=[tip])
+    for rate, strip in axes.strips([LINKS[name].bandwidth for name in reversed(HOST_LINKS)]):
+        name = next(name for name in HOST_LINKS if LINKS[name].bandwidth == rate)
+        each = serving.crossover_of(LINKS[name])
+        said = f"{name}: out and back {micro(each.swap)} a token, computed again {micro(each.recompute)}"
+        drawing.rect(strip, "transparent", tip=said)
+
+
+def micro(value: float) -> str:
+    """A time for a token."""
+    return f"{value * 1e6:.3g} µs" if value < 0.9995e-3 else f"{value * 1e3:.3g} ms"
