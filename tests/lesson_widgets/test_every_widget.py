@@ -33,7 +33,7 @@ MOST_HEIGHT = 470
 """Of a picture that stands beside its controls, so that both are seen at once on a screen of 1366 × 768."""
 LEAST_TEXT = 11.9
 MOST_BYTES = 100_000
-LESSON_TO_COME: set[str] = set()
+LESSON_TO_COME: set[str] = {"preemption"}
 """Widgets whose lesson is still being written."""
 NONSENSE = (None, math.nan, "nonsense", 10**9, -(10**9))
 
