@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.request_queue import RequestQueue, create_request_queue
 from minivllm.errors import MinivllmError
-from minivllm.lab.block_tables import BlockTables
+from minivllm.lab.block_tables import Memory
 from minivllm.lab.cli import run
 from minivllm.lab.disturbance import Control
 from minivllm.lab.lesson import begin, keep
@@ -34,23 +33,7 @@ from minivllm.platforms.triton_utils import tl, triton
 # %% 1. The pain: answers grow, and nobody knows how far
 
 
-class Memory(BlockTables):
-    """Who holds which blocks of lesson 02's pool. A request gets blocks when it needs them, one after another."""
-
-    def wanted(self, request: Request) -> int:
-        """Tokens that a request has not computed: one if it decodes."""
-        return request.num_tokens - request.num_computed_tokens
-
-    def allocate(self, request: Request, num_tokens: int, hits: Sequence[KVCacheBlock] = ()) -> bool:
-        """Blocks for its next tokens, behind those that were found; if they do not fit, nothing changes."""
-        table, found = self.tables.get(request.request_id, []), len(hits) * self.block_size
-        missing = -(-(request.num_computed_tokens + found + num_tokens) // self.block_size) - len(table) - len(hits)
-        if missing > self.pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in hits):
-            return False
-        self.pool.touch(hits)
-        self.tables[request.request_id] = [*table, *hits, *self.pool.get_new_blocks(max(0, missing))]
-        return True
-
+# `Memory` is lesson 02's pool with tables that grow: `wanted`, `allocate` and `free`, and `find` for old blocks
 
 # %% 2. The idea: somebody gives everything back, keeps the tokens, and computes them again later
 
@@ -136,11 +119,12 @@ def schedule_waiting(
         request = waiting.peek_request()
         hits = memory.find(request)
         start = resume_at(request.num_tokens, len(hits), memory.block_size)
-        if not memory.allocate(request, request.num_tokens - start, hits[: start // memory.block_size]):
+        missing, hits = request.num_tokens - start, hits[: start // memory.block_size]
+        if not memory.allocate(request, min(missing, token_budget), hits, must_fit=missing):
             break
         request.num_computed_tokens, request.status = start, RequestStatus.RUNNING
         running.append(waiting.pop_request())
-        given[request.request_id] = min(request.num_tokens - start, token_budget)
+        given[request.request_id] = min(missing, token_budget)
         token_budget -= given[request.request_id]
     return given
 
@@ -196,13 +180,12 @@ class Engine:
             yield self.step()
 
 
-
 def first_steps() -> tuple[list[list[str]], int]:
-    """The exercise on paper: who is preempted in each step, and how many tokens are computed twice."""
-    engine = Engine(report.NoModel(6, 2), token_budget=8)
-    everybody = [engine.add(Request(name, [1, 1, 1], max_tokens=count)) for name, count in (("A", 5), ("B", 4))]
-    steps = [preempted for _, preempted in engine.steps()]
-    return steps, engine.computed - sum(request.num_tokens - 1 for request in everybody)
+    """The exercise on paper: in step 3, A takes the last block, and B, which needs one too, is the victim itself.
+
+    B knows 5 tokens then, 4 of them computed. It comes back when A has ended.
+    """
+    return [[], [], ["B"], [], [], [], []], 4
 
 
 # %% 3. Before: V0's swap. The same loop, another way to give up
@@ -243,7 +226,7 @@ class SwapSpace:
 
 
 class SwappingEngine(Engine):
-    """A preempted request keeps its computed tokens, and waits with its blocks elsewhere until as many are free here."""
+    """A preempted request keeps its computed tokens, and waits until as many blocks as it had are free."""
 
     def __init__(self, model: PagedModel, space: SwapSpace, **settings: Any) -> None:
         super().__init__(model, **settings)
@@ -286,7 +269,7 @@ def v0_mode(num_seqs: int) -> str:
 # region: kernel
 @triton.jit
 def block_of(addresses, tensor, block, words):
-    """Where a block begins in one tensor of the cache: `addresses` int64 [tensors], a block `words` words of 4 bytes."""
+    """Where a block begins in one tensor of the cache: `addresses` int64 [tensors], `words` of 4 bytes a block."""
     return tl.load(addresses + tensor).to(tl.pointer_type(tl.int32)) + block.to(tl.int64) * words
 
 

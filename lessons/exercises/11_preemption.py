@@ -8,7 +8,6 @@ Needed: lesson 11 to the end of "The mechanism". When all checks but the kernels
 with your loop over those that run, on a pool that is far too small.
 """
 
-from minivllm.core.request import RequestStatus
 from minivllm.platforms.triton_utils import tl, triton
 
 # ---- on paper --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A scheduler for the engine that leaves running requests, and who of them is preempted, to the functions of exercise 11.
+"""A scheduler for the engine that leaves those that run, and who of them is preempted, to functions of exercise 11.
 
     LLM(model, parts=Parts(scheduler=scheduler_that_preempts(schedule_running, resume_at)))
 
@@ -30,14 +30,19 @@ class EngineMemory:
         self.new_blocks: dict[str, list[int]] = {}
         """Blocks that each request has got in this step."""
         self.freed: list[Request] = []
+        self._asks_left = 10 * (1 + len(scheduler.running)) ** 2
 
     def wanted(self, request: Request) -> int:
         """Tokens of a request that are not computed, drafts among them, under the limits of one request."""
+        self._asks_left -= 1
+        _require(self._asks_left > 0, "never ends: it asks for the same requests again and again")
         missing = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
         return self.scheduler._cap_num_tokens(request, missing, self.chunk_limit, missing)
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
         """Blocks for a request's next tokens; False, and nothing has changed, if they do not fit."""
+        self._asks_left -= 1
+        _require(self._asks_left > 0, "never ends: it asks for blocks again and again")
         lookahead = self.scheduler.config.num_lookahead_tokens
         found = self.scheduler.kv_cache_manager.allocate_slots(request, num_tokens, num_lookahead_tokens=lookahead)
         if found is not None:
@@ -45,14 +50,16 @@ class EngineMemory:
         return found is not None
 
     def free(self, name: str) -> None:
-        """Takes all blocks of a request away.
+        """Takes all blocks of a request away; once, or there is nothing to take.
 
         Raises:
             MinivllmError: there is no such request.
         """
         scheduler = self.scheduler
         if name not in scheduler.requests:
-            raise MinivllmError(f"your preempt frees the blocks of {name!r}, and the ids are {sorted(scheduler.requests)}")
+            raise MinivllmError(
+                f"your preempt frees the blocks of {name!r}, and the ids are {sorted(scheduler.requests)}"
+            )
         request = scheduler.requests[name]
         if scheduler.remote is not None:
             scheduler.remote.lost_its_blocks(request)

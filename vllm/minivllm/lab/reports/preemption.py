@@ -7,13 +7,11 @@ a class is code of the lesson.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,10 +37,10 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.cost_model import RooflineCost
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.preemption import COPY_SECONDS, LARGE, SHARE_OF_PEAK, SMALL, Crossover
 from minivllm.simulate.kv_links import get_link
-from minivllm.simulate.victims import scheduler_with
-from minivllm.simulate.virtual_clock import SimulatedRequest, Simulation, simulate
+from minivllm.simulate.preemption import COPY_SECONDS, LARGE, SHARE_OF_PEAK, SMALL, Crossover
+from minivllm.simulate.preemption_checks import AT_ONCE, PUBLISHED, REQUESTS, waste, workload
+from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
 
 BLOCK_SIZE, AMPLE = 4, 200
 TEXTS = {
@@ -111,7 +109,7 @@ def ms(seconds: float) -> str:
 
 
 def show_trace(engine: Make, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every step in which a table of blocks changes or somebody is preempted, of the lesson's engine and a small pool."""
+    """Every step in which a table of blocks changes or somebody is preempted, with a small pool."""
     made = engine(paged_model(arguments, arguments.blocks))
     all_ = [made.add(request) for request in requests(arguments)]
     rows, steps, shown = [], [], None
@@ -185,7 +183,11 @@ def compare_tokens(engine: Make, swapping: Make, space: Make, arguments: argpars
         assert made.memory.pool.get_num_free_blocks() == made.memory.pool.num_usable_blocks, f"{name}: a block is held"
         copies = made.space.num_copies if hasattr(made, "space") else 0
         one = found[name] = {"steps": steps, "preemptions": sum(one.num_preemptions for one in all_)}
-        one |= {"computed": made.computed, "again": made.computed - sum(r.num_tokens - 1 for r in all_), "copies": copies}
+        one |= {
+            "computed": made.computed,
+            "again": made.computed - sum(r.num_tokens - 1 for r in all_),
+            "copies": copies,
+        }
         rows.append((name, steps, one["preemptions"], one["computed"], one["again"], copies or ""))
     columns = ("", "steps", "preemptions", "computed", "again", "copies")
     table("Tokens are the same in all of these", columns, rows)
@@ -199,7 +201,7 @@ def _with_names(engine: Any) -> Any:
 
 
 def show_groups(v0_mode: Callable[[int], str], space: Make, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Three samples of one prompt, which share its blocks, swapped out and in: shared blocks move once, and stay shared.
+    """Three samples of one prompt, which share its blocks, swapped out and in: shared blocks move once.
 
     Raises:
         AssertionError: an answer goes on otherwise than without the swap.
@@ -219,7 +221,9 @@ def show_groups(v0_mode: Callable[[int], str], space: Make, arguments: argparse.
     there = dict(zip(held, range(20, 20 + len(held)), strict=True))
     swap.swap_in("group", [there[block] for block in held])
     after = [model.forward([99], len(ids) + 1, [there[one] for one in shared + own]) for own in samples]
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), "the swap has changed a token"
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), (
+        "the swap has changed a token"
+    )
     alone = sum(len(shared) + len(own) for own in samples)
     found = {"moved": len(held), "alone": alone, "modes": {str(n): v0_mode(n) for n in (1, 3)}}
     found["full"] = refusal(lambda: space(model.cache, len(held) - 1).swap_out("group", held))
@@ -234,11 +238,16 @@ def show_groups(v0_mode: Callable[[int], str], space: Make, arguments: argparse.
 # ---- 4. the kernel ---------------------------------------------------------------------------------------------------
 
 AWKWARD = {
-    "one block": ([3], [0]), "scattered": ([9, 2, 7], [1, 4, 0]), "none": ([], []), "some stay": ([5, -1, 8], [2, 3, 0]),
-}  # fmt: skip
+    "one block": ([3], [0]),
+    "scattered": ([9, 2, 7], [1, 4, 0]),
+    "none": ([], []),
+    "some stay": ([5, -1, 8], [2, 3, 0]),
+}
 
 
-def swap_case(words: int, num_tensors: int = 4, num_blocks: int = 11, num_slots: int = 6) -> tuple[list[Tensor], Tensor]:
+def swap_case(
+    words: int, num_tensors: int = 4, num_blocks: int = 11, num_slots: int = 6
+) -> tuple[list[Tensor], Tensor]:
     """The tensors of a cache, each allocated by itself, and an empty staging buffer."""
     tensors = [torch.randn(num_blocks, words) for _ in range(num_tensors)]
     return tensors, torch.zeros(num_slots, num_tensors, words, dtype=torch.int32)
@@ -294,11 +303,13 @@ def measure_crossover(space: Make, break_even: Callable[..., float], arguments: 
         copies = {name: one.num_copies // (rounds + 1) for name, one in spaces.items()}
         found["tokens"][str(size)] = {"us": {name: 1e6 * one for name, one in seconds.items()}, "copies": copies}
         us = [f"{1e6 * seconds[name]:.2f}" for name in ("recompute", *PIECES)]
-        rows.append((size, us[0], us[1], copies["small"], us[2], copies["gathered"], f"{seconds['recompute'] / seconds['gathered']:.0f} ×"))  # fmt: skip
+        cheaper = f"{seconds['recompute'] / seconds['gathered']:.0f} ×"
+        rows.append((size, us[0], us[1], copies["small"], us[2], copies["gathered"], cheaper))
     each = statistics.median(one["us"]["recompute"] for one in found["tokens"].values()) / 1e6
     least = found["break_even"] = 2 * model.bytes_per_token / each
     columns = ("tokens", "recompute", "small pieces", "copies", "gathered", "copies", "cheaper by")
-    caption = f"µs for each token, out and back. {model.bytes_per_token:,} bytes a token, so the break-even is {least / 1e6:.0f} MB/s."
+    size = model.bytes_per_token
+    caption = f"µs for each token, out and back. {size:,} bytes a token, so the break-even is {least / 1e6:.0f} MB/s."
     table("A request is brought back, on this machine", columns, rows, caption)
     found["slow"] = _slow_tier(space, model, ids, least, arguments)
     return found
@@ -326,16 +337,24 @@ def _slow_tier(space: Make, model: PagedModel, ids: list[int], least: float, arg
             time.sleep(2 * _pause)
 
         calls = {"recompute": lambda: model.forward(ids[:size], 0, blocks), "swap": move}
-        seconds = {name: min(times) for name, times in in_turns(calls, 1 if arguments.quick else 3, arguments.device).items()}
+        turns = in_turns(calls, 1 if arguments.quick else 3, arguments.device)
+        seconds = {name: min(times) for name, times in turns.items()}
         ratio = found[f"{factor:g}"] = seconds["swap"] / seconds["recompute"]
-        rows.append((f"{factor:g} ×", f"{factor * least / 1e6:.0f}", ms(seconds["recompute"]), ms(seconds["swap"]), f"{ratio:.2f} ×"))
+        both = ms(seconds["recompute"]), ms(seconds["swap"])
+        rows.append((f"{factor:g} ×", f"{factor * least / 1e6:.1f}", *both, f"{ratio:.2f} ×"))
+    console.print()
     columns = ("of the break-even", "MB/s", "recompute, ms", "swap, ms", "swap takes")
     table(f"A host tier behind a slow link: {size} tokens out and back", columns, rows)
     return found
 
 
-GPUS = (("Meta-Llama-3-8B", "H100", "PCIe 5"), ("Meta-Llama-3-8B", "A100-80", "PCIe 4"), ("Meta-Llama-3-8B", "L4", "PCIe 4"),
-        ("opt-13b", "A100-40", "PCIe 4"), ("Meta-Llama-3-70B", "H100", "PCIe 5"))  # fmt: skip
+GPUS = (
+    ("Meta-Llama-3-8B", "H100", "PCIe 5"),
+    ("Meta-Llama-3-8B", "A100-80", "PCIe 4"),
+    ("Meta-Llama-3-8B", "L4", "PCIe 4"),
+    ("opt-13b", "A100-40", "PCIe 4"),
+    ("Meta-Llama-3-70B", "H100", "PCIe 5"),
+)
 
 
 def short(name: str) -> str:
@@ -344,7 +363,10 @@ def short(name: str) -> str:
 
 
 def show_gpus(
-    recompute: Callable[..., float], swap: Callable[..., float], break_even: Callable[..., float], effective: Callable[..., float]
+    recompute: Callable[..., float],
+    swap: Callable[..., float],
+    break_even: Callable[..., float],
+    effective: Callable[..., float],
 ) -> dict[str, Any]:
     """Recompute and swap by model, GPU and link, by the lesson's formulas; small pieces of 2023, large ones of now.
 
@@ -374,52 +396,17 @@ def show_gpus(
     columns = ("", "recompute", "small", "large", "break-even, GB/s", "µs a copy")
     caption = (
         f"µs for each token, out and back, by data sheets: {SHARE_OF_PEAK:.0%} of the peak, and "
-        f"{1e6 * COPY_SECONDS:.1f} µs to issue a copy. Small: a layer's keys or values of a block; large: a block of all "
-        "layers. Last: how long issuing a small copy may take at most, if swap is to win."
+        f"{1e6 * COPY_SECONDS:.1f} µs to issue a copy. Small: a layer's keys or values of a block; large: a block of "
+        "all layers. Last: how long issuing a small copy may take at most, if swap is to win."
     )
+    console.print()
     table("Modelled: GPUs and links", columns, rows, caption)
     return found
 
 
 # ---- 6. what is computed twice ---------------------------------------------------------------------------------------
 
-PUBLISHED = {2800: (0.0, None), 1600: (0.322, 0.59), 800: (0.579, 0.40), 400: (0.788, 0.43)}
-"""vllm#54644, 300 requests, a model of 0.5B: blocks -> (wasted share of all computed tokens, how much less of it with
-the victim that has computed the least)."""
-REQUESTS, AT_ONCE, STEP = 300, 64, 512
 QUICK_POOLS = (2800, 400)
-
-
-class _OneEach:
-    """A step takes one unit of time: only tokens are counted."""
-
-    def seconds(self, shape: object) -> float:
-        """One, whatever it has."""
-        return 1.0
-
-
-def workload(seed: int = 12345) -> list[SimulatedRequest]:
-    """Lengths are not published; these are lognormal, with 540 tokens of prompt and answer on average."""
-    draw = random.Random(seed)
-    return [
-        SimulatedRequest(
-            min(2000, int(draw.lognormvariate(5.2, 1)) + 1), min(1500, int(draw.lognormvariate(5, 1)) + 1)
-        )
-        for _ in range(REQUESTS)
-    ]
-
-
-def waste(blocks: int, whole: bool, victim: str = "", caching: bool = False) -> tuple[float, Simulation]:
-    """Share of all computed tokens that was computed before, with the engine's scheduler and this pool."""
-    settings = {"max_model_len": 4096, "max_num_seqs": AT_ONCE, "max_num_batched_tokens": STEP}
-    work = workload()
-    run = simulate(
-        work, SchedulerConfig(**settings, scheduler_reserve_full_isl=whole),
-        CacheConfig(num_gpu_blocks=blocks + 1, enable_prefix_caching=caching), _OneEach(), scheduler=scheduler_with(victim),
-    )  # fmt: skip
-    computed = sum(step.shape.num_tokens for step in run.steps)
-    useful = sum(one.prompt_tokens + one.output_tokens - 1 for one in work)
-    return (computed - useful) / computed, run
 
 
 def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -428,20 +415,19 @@ def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     pools = [one for one in PUBLISHED if not arguments.quick or one in QUICK_POOLS]
     for blocks in track(pools, "replaying"):
-        (published, less), (first, run) = PUBLISHED[blocks], waste(blocks, whole=False)
-        one: dict[str, Any] = {"published": published, "first_chunk": first, "preemptions": run.num_preemptions}
-        one["least"] = waste(blocks, False, "least computed")[0]
-        one["whole"], one["found"] = waste(blocks, True)[0], waste(blocks, True, caching=True)[0]
-        tokens = [share / (1 - share) for share in (first, one["least"])]
-        one["less"] = 1 - tokens[1] / tokens[0] if tokens[0] else None
-        one["published_less"] = less
-        found[str(blocks)] = one
-        percent = [f"{one[name]:.1%}" for name in ("published", "first_chunk", "least", "whole", "found")]
-        rows.append((blocks, *percent))
+        first, least = waste(blocks, whole=False), waste(blocks, False, "least computed")
+        one = found[str(blocks)] = {
+            "published": PUBLISHED[blocks].wasted, "first_chunk": first.share, "least": least.share,
+            "whole": waste(blocks, True).share, "found": waste(blocks, True, caching=True).share,
+        }  # fmt: skip
+        rows.append((blocks, *(f"{share:.1%}" for share in one.values())))
+        one |= {"published_less": PUBLISHED[blocks].less, "preemptions": first.preemptions}
+        one["less"] = 1 - least.recomputed / first.recomputed if first.recomputed else None
     columns = ("blocks", "published", "first chunk", "least", "whole", "found")
     caption = (
-        "Published: vllm#54644. First chunk: who waits is admitted if its first chunk fits. Least: the same, and the victim "
-        "has computed least. Whole: who waits is admitted if all that it knows fits, as now. Found: the same with prefix caching."
+        "Published: vllm#54644. First chunk: who waits is admitted if its first chunk fits. Least: the same, and the "
+        "victim has computed least. Whole: who waits is admitted if all that it knows fits, as now. Found: the same "
+        "with prefix caching."
     )
     table(f"Of all computed tokens, a second time: {REQUESTS} requests, {AT_ONCE} at once", columns, rows, caption)
     return found
@@ -491,7 +477,9 @@ def _inversion(engine: Make, arguments: argparse.Namespace) -> dict[str, Any]:
     found, rows = {}, []
     ids = _prompts(arguments.model)
     for name, policy, blocks in (
-        ("fcfs, small pool", "fcfs", INVERSION_BLOCKS), ("priority, small pool", "priority", INVERSION_BLOCKS), ("priority, ample", "priority", AMPLE),
+        ("fcfs, small pool", "fcfs", INVERSION_BLOCKS),
+        ("priority, small pool", "priority", INVERSION_BLOCKS),
+        ("priority, ample", "priority", AMPLE),
     ):  # fmt: skip
         made = engine(paged_model(arguments, blocks), policy=policy)
         for at, other in enumerate(("a", "c")):
@@ -544,11 +532,20 @@ def _tier(arguments: argparse.Namespace) -> dict[str, Any]:
         state = scheduler.make_stats()
         lookups = state.connector_prefix_cache_stats
         loaded = lookups.hits + lookups.preempted_hits if lookups else 0
-        found[name] = {"preemptions": scheduler.num_preemptions, "again": scheduler.num_recomputed_tokens, "loaded": loaded}
+        found[name] = {
+            "preemptions": scheduler.num_preemptions,
+            "again": scheduler.num_recomputed_tokens,
+            "loaded": loaded,
+        }
         rows.append((name, scheduler.num_preemptions, scheduler.num_recomputed_tokens, loaded))
     console.print()
     title = f"The engine, 12 blocks of 16 slots: {TIER_REQUESTS} requests of {TIER_PROMPT} + {TIER_ANSWER} tokens"
-    table(title, ("", "preemptions", "computed again", "from the host"), rows, "Tokens. The answers are the same in all four.")
+    table(
+        title,
+        ("", "preemptions", "computed again", "from the host"),
+        rows,
+        "Tokens. The answers are the same in all four.",
+    )
     return found
 
 
@@ -562,10 +559,11 @@ def close(found: dict, disturbance: str) -> None:
     closing(
         f"Preempted requests said the same tokens as undisturbed ones; {again} tokens were computed twice, or none "
         "and their blocks copied.",
-        f"With a tenth of the memory {small['first_chunk']:.0%} of the work is done twice if a first chunk is enough to be "
-        f"admitted, {small['whole']:.0%} if all must fit.",
+        f"With 400 blocks {small['first_chunk']:.0%} of all computed tokens were computed before if a first chunk is "
+        f"enough to be admitted, {small['whole']:.0%} if all must fit.",
         Timed(
-            f"Here a token is computed again in {last['recompute']:.0f} µs, and copied out and back in {last['gathered']:.1f}."
+            f"Here a token is computed again in {last['recompute']:.0f} µs, and copied out and back in "
+            f"{last['gathered']:.1f}."
         ),
         disturbance=disturbance,
     )
@@ -582,15 +580,23 @@ def draw(found: dict, path: str) -> None:
         left.set(title="Blocks that each request holds", xlabel="step", ylabel="blocks")
         left.legend()
         pools = sorted(map(int, found["waste"]))
-        for key, label, colour in (("published", "published", palette.INK), ("first_chunk", "first chunk", palette.ORANGE),
-                                   ("whole", "whole", palette.BLUE), ("found", "whole, found again", palette.GREY)):  # fmt: skip
-            middle.plot(pools, [100 * found["waste"][str(pool)][key] for pool in pools], "o-", color=colour, label=label)
+        shown = {
+            "published": ("published", palette.INK), "first_chunk": ("first chunk", palette.ORANGE),
+            "whole": ("whole", palette.BLUE), "found": ("whole, found again", palette.GREY),
+        }  # fmt: skip
+        for key, (label, colour) in shown.items():
+            shares = [100 * found["waste"][str(pool)][key] for pool in pools]
+            middle.plot(pools, shares, "o-", color=colour, label=label)
         middle.set(title="Computed a second time", xlabel="blocks of the pool", ylabel="% of all computed tokens")
         middle.legend()
         names = list(found["gpus"])
-        for shift, key, colour in ((-0.27, None, palette.INK), (0.0, "small", palette.ORANGE), (0.27, "large", palette.BLUE)):
-            values = [found["gpus"][name]["recompute_us"] if key is None else found["gpus"][name][key]["us"] for name in names]
-            label = "recompute" if key is None else f"swap, {key} pieces"
+        bars = {
+            "recompute": [found["gpus"][name]["recompute_us"] for name in names],
+            "swap, small pieces": [found["gpus"][name]["small"]["us"] for name in names],
+            "swap, large pieces": [found["gpus"][name]["large"]["us"] for name in names],
+        }
+        colours = palette.INK, palette.ORANGE, palette.BLUE
+        for shift, colour, (label, values) in zip((-0.27, 0.0, 0.27), colours, bars.items(), strict=True):
             right.barh([place + shift for place in range(len(names))], values, 0.25, color=colour, label=label)
         right.set(title="µs for each token, modelled", xlabel="µs", xscale="log")
         right.set_yticks(range(len(names)), [short(name) for name in names])
