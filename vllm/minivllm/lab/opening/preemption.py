@@ -35,7 +35,13 @@ def frames() -> Frames:
         _still(run, f"{NAME} is preempted: its blocks are free, its tokens stay", without, known, 0, freed=True),
         _still(run, f"{OTHER} goes on, {NAME} waits", run.steps[back - 1], known, 0),
         _still(run, f"{OTHER} has ended: {NAME} comes back", resumed, known, again, computes=new),
-        _still(run, "And goes on as if nothing had been", run.steps[-1], len(run.request.tokens), _row(run.steps[-1]).seq_len),
+        _still(
+            run,
+            "And goes on as if nothing had been",
+            run.steps[-1],
+            len(run.request.tokens),
+            _row(run.steps[-1]).seq_len,
+        ),
     ]
     said = run.request.output[known - len(run.request.prompt) - 1].shown
     captions = [
@@ -53,7 +59,7 @@ def frames() -> Frames:
     return Frames(stills, captions)
 
 
-def _row(step: Step):  # noqa: ANN202
+def _row(step: Step):
     row = step.row()
     assert row is not None
     return row

@@ -7,11 +7,13 @@ a class is code of the lesson.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -323,12 +325,16 @@ def _there_and_back(space: Any, blocks: list[int]) -> None:
     space.swap_in("one", blocks)
 
 
+SLOW = {"double": 2.0, "half": 0.5, "eighth": 0.125}
+"""Bandwidths of a host tier, as shares of the break-even."""
+
+
 def _slow_tier(space: Make, model: PagedModel, ids: list[int], least: float, arguments: argparse.Namespace) -> dict:
     """The same copies over links that are slower than memory: twice the break-even, half of it, an eighth."""
     size = 64 if arguments.quick else 256
     blocks = list(range(1, 1 + size // CROSSOVER_BLOCK))
     found, rows = {}, []
-    for factor in (2.0, 0.5, 0.125):
+    for name, factor in SLOW.items():
         one = space(model.cache, model.num_blocks, True)
         pause = size * model.bytes_per_token / (factor * least)
 
@@ -338,8 +344,8 @@ def _slow_tier(space: Make, model: PagedModel, ids: list[int], least: float, arg
 
         calls = {"recompute": lambda: model.forward(ids[:size], 0, blocks), "swap": move}
         turns = in_turns(calls, 1 if arguments.quick else 3, arguments.device)
-        seconds = {name: min(times) for name, times in turns.items()}
-        ratio = found[f"{factor:g}"] = seconds["swap"] / seconds["recompute"]
+        seconds = {way: min(times) for way, times in turns.items()}
+        ratio = found[name] = seconds["swap"] / seconds["recompute"]
         both = ms(seconds["recompute"]), ms(seconds["swap"])
         rows.append((f"{factor:g} ×", f"{factor * least / 1e6:.1f}", *both, f"{ratio:.2f} ×"))
     console.print()
@@ -431,6 +437,41 @@ def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     table(f"Of all computed tokens, a second time: {REQUESTS} requests, {AT_ONCE} at once", columns, rows, caption)
     return found
+
+
+CLIFF = Path(__file__).resolve().parents[4] / "benchmarks" / "results" / "preemption.cpu.json"
+CLIFF_COLUMNS = {"p99_e2el_ms": "p99 ms", "p99_ttft_ms": "p99 first", "output_throughput": "tokens/s"}
+
+
+def recall_cliff() -> None:
+    """The live server by the size of its pool, as the benchmark has measured it last; nothing is measured here."""
+    console.print("\nThe live server, pool by pool, as benchmarks/preemption.py has measured it", style="bold")
+    if CLIFF.is_file():
+        show_cliff(json.loads(CLIFF.read_text())["figures"]["cliff"])
+    else:
+        console.print(f"not measured yet: uv run python benchmarks/preemption.py --json {CLIFF.name}")
+
+
+def show_cliff(found: Mapping[str, Any]) -> None:
+    """The table, the largest pool first."""
+    rows = [
+        (
+            blocks,
+            f"{int(blocks) / found['filled']:.2f}",
+            *(f"{one[name]:,.0f}" for name in CLIFF_COLUMNS),
+            f"{one['preemptions']:.0f}",
+            f"{one['wasted']:.1%}",
+            f"{one['mean_usage']:.0%}",
+        )
+        for blocks, one in found["pools"].items()
+    ]
+    work = found["work"]
+    columns = ("blocks", "of wanted", *CLIFF_COLUMNS.values(), "preempted", "twice", "full")
+    caption = (
+        f"{work['requests']} requests, {found['rate']:.1f} a second; with the largest pool they hold "
+        f"{found['filled']:.0f} blocks on average. p99: of whole answers, and of first tokens."
+    )
+    table("A live server by the size of its pool", columns, rows, caption)
 
 
 # ---- 7. break it -----------------------------------------------------------------------------------------------------
