@@ -239,7 +239,7 @@ def test_it_compiles():
 
 
 def test_the_published_example():
-    """Llama-3-8B on an H100: 32 µs to compute a token again, 2.6 to fetch it, 12 times cheaper; break-even 4 and 8 GB/s."""
+    """Llama-3-8B on an H100: 32 µs to compute a token again, 2.6 to fetch it; break-even 4 and 8 GB/s."""
     parameters, flops, size = 8.03e9, 0.5 * 989e12, 131_072
     again, fetch = lesson.recompute_seconds(1, parameters, flops), lesson.swap_seconds(1, size, 50e9, 1)
     assert round(1e6 * again) == 32
@@ -355,7 +355,8 @@ MUTANTS = {
     "loop: one victim at most": (
         LOOP,
         "if loser is request:\n    break",
-        "if loser is request or not memory.allocate(request, num_tokens):\n    position += loser is not request\n    break",
+        "if loser is request or not memory.allocate(request, num_tokens):\n"
+        "    position += loser is not request\n    break",
     ),
     "loop: always the last": (LOOP, "victim(running, policy)", "running[-1]"),
     "loop: positions do not move": (LOOP, "if running.index(loser) < position:\n    position -= 1", ""),

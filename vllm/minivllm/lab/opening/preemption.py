@@ -29,6 +29,7 @@ def frames() -> Frames:
     assert taken is not None
     block, new = taken.block_table[-1], _row(resumed).num_scheduled_tokens
     known = len(run.request.prompt) + sum(step.row() is not None for step in run.steps[1:gone])
+    last = run.steps[-1]
     stills = [
         _still(run, "Two requests, and a pool that is full", before, known, lost),
         _still(run, f"{OTHER} needs one more block", before, known, lost, wants=True),
@@ -45,14 +46,16 @@ def frames() -> Frames:
     ]
     said = run.request.output[known - len(run.request.prompt) - 1].shown
     captions = [
-        f"{OTHER} was admitted first, {NAME} last. {NAME} has said its second token, {said}. Each holds three of six blocks.",
-        f"The 13th token of {OTHER} begins a new block, and none is free. First come, first served: whoever was admitted "
-        f"last gives everything back. That is {NAME}.",
+        f"{OTHER} was admitted first, {NAME} last. {NAME} has said its second token, {said}. Each holds three blocks of "
+        "six.",
+        f"The 13th token of {OTHER} begins a new block, and none is free. First come, first served: whoever was "
+        f"admitted last gives everything back. That is {NAME}.",
         f"Computed tokens of {NAME}: {lost} before, 0 now. Block {block}, which was not full, is {OTHER}'s already. "
-        f"The others are free, and keep their names.",
-        f"{OTHER} says its last token. {NAME} has waited at the head of the queue; no client has noticed but for a pause.",
-        f"{NAME} looks for its names: {again // run.block_size} blocks are still there. {again} tokens are not computed "
-        f"again; the {new} others are, in one step, as a chunk of a prompt is.",
+        "The others are free, and keep their names.",
+        f"{OTHER} says its last token. {NAME} has waited at the head of the queue; no client has noticed but for a "
+        "pause.",
+        f"{NAME} looks for its names: {again // run.block_size} blocks are still there. {again} tokens are not "
+        f"computed again; the {new} others are, in one step, as a chunk of a prompt is.",
         f"The same words as without the preemption. Of {lost} computed tokens {lost - again} were computed twice. Had "
         "somebody taken the named blocks, it would have been all of them.",
     ]
