@@ -375,6 +375,7 @@ def main(arguments: Namespace) -> None:
     found["gpus"] = report.show_gpus(recompute_seconds, swap_seconds, break_even_bandwidth, effective_bandwidth)
     heading("6. What is computed twice")
     found["waste"] = report.show_waste(arguments)
+    found["cliff"] = report.show_pools(arguments)
     report.recall_cliff()
     heading("7. Break it")
     found["broken"] = report.break_it(Engine, arguments)

@@ -1014,12 +1014,12 @@ def by_priority() -> Seen:
 
 def in_turn() -> Seen:
     """Four requests, first come, first served, in 12 blocks of 4 slots, and short ones behind them in the queue."""
-    asks = {name: (9, 14, 0) for name in "abcd"} | {f"short {number}": (6, 2, 0) for number in range(3)}
+    asks = dict.fromkeys("abcd", (9, 14, 0)) | {f"short {number}": (6, 2, 0) for number in range(3)}
     return _tight_steps("fcfs", 13, asks)
 
 
 def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int, int]]) -> Seen:
-    """When each request (prompt, answer, priority) ended, how often it was preempted, in how many steps it had no token."""
+    """When each request (prompt, answer, priority) ended, how often it was preempted, who had a step without a token."""
     limits = SchedulerConfig(max_model_len=24, max_num_batched_tokens=32, max_num_seqs=8, policy=policy)
     pool = CacheConfig(num_gpu_blocks=num_blocks, block_size=4, enable_prefix_caching=False)
     scheduler, ends, preempted, idle = Scheduler(limits, pool), {}, dict.fromkeys(asks, 0), dict.fromkeys(asks, 0)

@@ -39,15 +39,15 @@ def frames() -> Frames:
         _still(
             run,
             "And goes on as if nothing had been",
-            run.steps[-1],
+            last,
             len(run.request.tokens),
-            _row(run.steps[-1]).seq_len,
+            _row(last).seq_len,
         ),
     ]
     said = run.request.output[known - len(run.request.prompt) - 1].shown
     captions = [
-        f"{OTHER} was admitted first, {NAME} last. {NAME} has said its second token, {said}. Each holds three blocks of "
-        "six.",
+        f"{OTHER} was admitted first, {NAME} last. {NAME} has said its second token, {said}. Each holds three of "
+        "six blocks.",
         f"The 13th token of {OTHER} begins a new block, and none is free. First come, first served: whoever was "
         f"admitted last gives everything back. That is {NAME}.",
         f"Computed tokens of {NAME}: {lost} before, 0 now. Block {block}, which was not full, is {OTHER}'s already. "

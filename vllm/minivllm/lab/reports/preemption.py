@@ -42,7 +42,7 @@ from minivllm.simulate.known_models import known_model
 from minivllm.simulate.kv_links import get_link
 from minivllm.simulate.preemption import COPY_SECONDS, LARGE, SHARE_OF_PEAK, SMALL, Crossover
 from minivllm.simulate.preemption_checks import AT_ONCE, PUBLISHED, REQUESTS, waste, workload
-from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
+from minivllm.simulate.virtual_clock import SimulatedRequest, percentile, simulate
 
 BLOCK_SIZE, AMPLE = 4, 200
 TEXTS = {
@@ -264,10 +264,8 @@ def verify_kernel(launch: Callable[..., Tensor], device: torch.device) -> dict[s
     errors: dict[str, float] = {}
     for words in track((1, 8, 129), "verifying the kernel"):
         for name, (blocks, slots) in AWKWARD.items():
-            tensors, staging = (
-                [one.to(device) for one in part] if isinstance(part, list) else part.to(device)
-                for part in swap_case(words)
-            )
+            parts, empty_staging = swap_case(words)
+            tensors, staging = [one.to(device) for one in parts], empty_staging.to(device)
             ids = [torch.tensor(one, dtype=torch.int32, device=device) for one in (blocks, slots)]
             launch(tensors, *ids, staging, True)
             expected, empty = torch.zeros_like(staging), [torch.zeros_like(one) for one in tensors]
@@ -436,6 +434,41 @@ def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
         "with prefix caching."
     )
     table(f"Of all computed tokens, a second time: {REQUESTS} requests, {AT_ONCE} at once", columns, rows, caption)
+    return found
+
+
+RATE, OPEN_POOLS, QUICK_OPEN_POOLS = 10, (2000, 1000, 800, 600, 500, 400), (1000, 800, 500)
+"""Requests a second, and the pools that they come to."""
+
+
+def show_pools(arguments: argparse.Namespace) -> dict[str, Any]:
+    """p99 of answers and first tokens by pool, under an open load that would fill 430 blocks. Modelled: 8B, H100."""
+    cost, draw, now, work = (
+        RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100")),
+        random.Random(1),
+        0.0,
+        [],
+    )
+    for one in workload():
+        now += draw.expovariate(RATE)
+        work.append(SimulatedRequest(one.prompt_tokens, one.output_tokens, now))
+    limits = SchedulerConfig(max_model_len=3500, max_num_seqs=256, max_num_batched_tokens=2048)
+    found, rows = {}, []
+    for blocks in track(QUICK_OPEN_POOLS if arguments.quick else OPEN_POOLS, "sweeping pools"):
+        run = simulate(work, limits, CacheConfig(num_gpu_blocks=blocks + 1, enable_prefix_caching=False), cost)
+        busy = sum(step.seconds for step in run.steps)
+        latencies = [request.latency for request in run.requests]
+        one = found[str(blocks)] = {
+            "mean": sum(step.kv_cache_usage * step.seconds for step in run.steps) / busy,
+            "most": max(step.kv_cache_usage for step in run.steps), "preemptions": run.num_preemptions,
+            "ttft": percentile(run.ttfts, 0.99), "p50": percentile(latencies, 0.5), "p99": percentile(latencies, 0.99),
+        }  # fmt: skip
+        full = f"{one['mean']:.0%}", f"{one['most']:.0%}", one["preemptions"]
+        rows.append((blocks, *full, *(f"{one[name]:.2f}" for name in ("ttft", "p50", "p99"))))
+    columns = ("blocks", "full", "at most", "preemptions", "first, p99", "answer, p50", "p99")
+    caption = "Full: on average. Seconds until the first token, and until the last. Modelled: Llama-3.1-8B on an H100."
+    console.print()
+    table(f"{REQUESTS} requests, {RATE} a second, by pool", columns, rows, caption)
     return found
 
 
