@@ -5,6 +5,7 @@ from collections import Counter
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
+from minivllm.kv_connector.offload_scheduler import OffloadScheduler
 
 
 def check_pool(pool: BlockPool, holders: Counter[int]) -> None:
@@ -38,6 +39,13 @@ def _remote(scheduler: Scheduler) -> tuple[list[Request], list[Request]]:
     return holding, list(scheduler.remote.releasing.values())
 
 
+def _held_for_copies(scheduler: Scheduler) -> list[int]:
+    """Blocks that are being copied to another tier, once for each copy."""
+    side = getattr(scheduler.remote and scheduler.remote.connector, "scheduler_side", None)
+    stores = side._stores.values() if isinstance(side, OffloadScheduler) else ()
+    return [block.block_id for store in stores for block in store.blocks]
+
+
 def holds_blocks(request: Request) -> bool:
     """Of one that waits: whether blocks are being filled for it, or are filled."""
     return request.status is RequestStatus.WAITING_FOR_REMOTE_KVS or request.num_computed_tokens > 0
@@ -49,7 +57,9 @@ def check_scheduler(scheduler: Scheduler, under_way: bool = False) -> None:
     tables = {request_id: manager.get_block_ids(request_id) for request_id in manager.req_to_blocks}
     for table in tables.values():
         assert len(table) == len(set(table)), "a table holds a block twice"
-    check_pool(manager.block_pool, Counter(block_id for table in tables.values() for block_id in table))
+    holders = Counter(block_id for table in tables.values() for block_id in table)
+    holders.update(_held_for_copies(scheduler))
+    check_pool(manager.block_pool, holders)
 
     running, waiting = scheduler.running, list(scheduler.waiting)
     holding, releasing = _remote(scheduler)

@@ -87,13 +87,33 @@ def told(run: list[bytes], step: int) -> dict[str, Any]:
         }
         for number, one in sorted(state.requests.items())
     ]  # fmt: skip
-    return {"step": step, "cached": sorted(state.cached), "waiting": list(state.waiting), "requests": requests}
+    plain = {"step": step, "cached": sorted(state.cached), "waiting": list(state.waiting), "requests": requests}
+    return plain | ({"tier": state.tier} if state.tier else {})
 
 
 def test_what_is_drawn_is_the_state_at_each_step_forward_and_back(page: Page, run: list[bytes]) -> None:
     for step in (STEPS, 17, 249, 250, 251, 90, 299):
         shown = page.evaluate("step => window.xray.replay.state(step).plain()", step)  # frame 0 is the first key
         assert shown == told(run, step)
+
+
+def test_a_second_tier_is_shown_where_there_is_one(open_page: Callable[..., Page], run: list[bytes]) -> None:
+    steps = [json.loads(line) for line in run[:20]]
+    steps[10]["tier"], steps[15]["tier"] = [40, 12, 3, 2, 0], [40, 14, 0, 0, 7]
+    with served() as server:
+        server.put([json.dumps(line).encode() for line in steps])
+        page = open_page(server.url)
+        at_step(page, 19)
+        numbers = page.locator(".xr-numbers")
+        assert "14 of 40" in numbers.inner_text()
+        assert "7 blocks" in numbers.inner_text()
+        page.evaluate("() => window.xray.go(12)")
+        at_step(page, 12)
+        assert "12 of 40, 3 loading, 2 storing" in numbers.inner_text()
+        assert "on disk" not in numbers.inner_text()
+        page.evaluate("() => window.xray.go(5)")
+        at_step(page, 5)
+        assert "in host memory" not in numbers.inner_text()
 
 
 def test_keys_pause_step_and_go_on(page: Page) -> None:

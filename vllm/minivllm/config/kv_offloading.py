@@ -61,3 +61,8 @@ def with_offloading(
 def is_tier(transfer: KVTransferConfig | None) -> bool:
     """Whether it is a tier of the engine's own cache, and nothing else."""
     return transfer is not None and transfer.kv_connector in OFFLOADING_CONNECTORS
+
+
+def tier_in_host_only(transfer: KVTransferConfig | None) -> bool:
+    """Whether all that it loads comes from host memory."""
+    return transfer is not None and is_tier(transfer) and transfer.get_from_extra_config("disk_path") is None

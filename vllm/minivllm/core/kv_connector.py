@@ -295,10 +295,6 @@ class KVConnectorBase_V1(ABC):
         """Returns what the scheduler's side has counted since the last call; None for nothing."""
         return None
 
-    def host_memory(self) -> tuple[str, int] | None:
-        """What it keeps in host memory, by a name, and its bytes, for the report of memory; None: nothing."""
-        return None
-
     def tier_state(self) -> dict[str, int] | None:
         """Blocks of a tier of its own, for those who watch: "blocks", "used", "loading", "storing", "on_disk"."""
         return None

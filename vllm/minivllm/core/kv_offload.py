@@ -15,8 +15,8 @@ keeps two such orders, T1 of keys stored once and T2 of those that were asked fo
 evicted from either (B1, B2): a key that comes back and is remembered says which of the two was too small.
 
 In vLLM v0.33.0: `vllm/v1/kv_offload/base.py` (`OffloadingManager`), `vllm/v1/kv_offload/cpu/manager.py`
-(`CPUOffloadingManager`), `vllm/v1/kv_offload/cpu/policies/` (`LRUCachePolicy`, `ARCCachePolicy`); the second `BlockPool`
-is as in `vllm/v1/simple_kv_offload/manager.py`. ARC: Megiddo and Modha, FAST 2003. No torch.
+(`CPUOffloadingManager`), `vllm/v1/kv_offload/cpu/policies/` (`LRUCachePolicy`, `ARCCachePolicy`); the second
+`BlockPool` is as in `vllm/v1/simple_kv_offload/manager.py`. ARC: Megiddo and Modha, FAST 2003. No torch.
 """
 
 from abc import ABC, abstractmethod
@@ -60,7 +60,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def evict(self, count: int, evictable: Evictable) -> list[BlockHash]:
-        """Removes and returns up to `count` keys, the next to go first; those that are not evictable keep their place."""
+        """Removes and returns up to `count` keys, the next to go first. Those that are not evictable stay."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -217,7 +217,7 @@ class CPUOffloadingManager:
         self.policy.touch(keys)
 
     def prepare_load(self, keys: Iterable[BlockHash]) -> list[int]:
-        """Pins the blocks of these keys, all of them hits, and returns their ids. May be called again before its end."""
+        """Pins the blocks of these keys, all of them hits, and returns their ids. Several loads may overlap."""
         blocks = self._blocks_of(keys)
         self.block_pool.touch(blocks)
         return [block.block_id for block in blocks]
@@ -266,7 +266,7 @@ class CPUOffloadingManager:
     def _take_blocks(
         self, count: int, protected: set[BlockHash]
     ) -> tuple[list[KVCacheBlock], list[tuple[BlockHash, int]]]:
-        """Up to `count` blocks: those that hold nothing, which stand at the head of the free queue, then evicted ones."""
+        """Up to `count` blocks: those that hold nothing, at the head of the free queue, then evicted ones."""
         num_blank = self.num_blocks - self.num_used_blocks - self.num_pending_blocks
         blank = self.block_pool.get_new_blocks(min(count, num_blank))
         victims = self.policy.evict(count - len(blank), lambda key: key not in protected and self._is_free(key))

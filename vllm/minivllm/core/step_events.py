@@ -87,6 +87,8 @@ class StepLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     - `removed`, `stored`: blocks that cannot be found by a hash any more, and those that can from now on.
     - `ended`: requests and their finish reasons.
     - `waiting`: the queue, if it has changed.
+    - `tier`: a second tier of the cache, if it has changed: its blocks, those that hold something, those being loaded
+      and being stored, and blocks on disk.
 
     A line without a batch that repeats the last step's number tells of what happened while nothing ran.
     """
@@ -103,6 +105,7 @@ class StepLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     stored: list[int] = []
     ended: list[tuple[int, str]] = []
     waiting: Waiting | None = None
+    tier: list[int] = []
 
 
 class RequestState(msgspec.Struct, array_like=True):
@@ -131,6 +134,7 @@ class KeyLine(msgspec.Struct, kw_only=True):
     requests: list[RequestState]
     cached: list[int]
     waiting: Waiting
+    tier: list[int] = []
 
 
 class StepRecorder:
@@ -147,6 +151,7 @@ class StepRecorder:
         self._last_number = 0
         self._cached: set[int] = set()
         self._waiting: Waiting = (0, [])
+        self._tier: list[int] = []
         self._encode = msgspec.json.Encoder().encode
         self._lines: list[bytes] = []
         self._begin()
@@ -223,6 +228,8 @@ class StepRecorder:
         if self._scheduler.finished_req_ids:
             self._note_ended(line, {one.request_id: one.finish_reason for one in outputs})
         self._note_waiting(line)
+        if (tier := self._tier_state()) != self._tier:
+            self._tier = line.tier = tier
         self._lines.append(self._encode(line))
 
     def _numbered(self, request_ids: set[str]) -> list[int]:
@@ -290,6 +297,11 @@ class StepRecorder:
         if waiting != self._waiting:
             self._waiting = line.waiting = waiting
 
+    def _tier_state(self) -> list[int]:
+        remote = self._scheduler.remote
+        state = remote.connector.tier_state() if remote else None
+        return [] if state is None else list(state.values())
+
     def _loading(self) -> list[Request]:
         """Requests whose keys and values come from elsewhere. Those that have them are admitted before all others."""
         remote = self._scheduler.remote
@@ -308,6 +320,7 @@ class StepRecorder:
         self._numbers = {name: number for name, number in self._numbers.items() if name in scheduler.requests}
         length = len(loading) + len(scheduler.waiting)
         self._waiting = (length, [self._numbers[request.request_id] for request in head])
+        self._tier = self._tier_state()
         return KeyLine(
             key=self._step,
             t=self._time(),
@@ -318,6 +331,7 @@ class StepRecorder:
             requests=[self._state(scheduler.requests[name], number) for name, number in self._numbers.items()],
             cached=sorted(self._cached),
             waiting=self._waiting,
+            tier=self._tier,
         )
 
     def _state(self, request: Request, number: int) -> RequestState:

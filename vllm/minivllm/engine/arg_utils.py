@@ -331,6 +331,15 @@ class EngineArgs:
         return with_offloading(self.kv_transfer_config, self.kv_offloading_size)
 
     @property
+    def host_tier_bytes(self) -> int:
+        """Bytes of host memory that a tier may take; 0 without one, or where its size is given in blocks."""
+        transfer = self.kv_transfer
+        if transfer is None or not is_tier(transfer):
+            return int((self.kv_offloading_size or 0) * GIB)
+        in_blocks = transfer.get_from_extra_config("num_cpu_blocks")
+        return 0 if in_blocks else int(transfer.get_from_extra_config("cpu_bytes_to_use") or 0)
+
+    @property
     def speculation(self) -> SpeculativeConfig | None:
         """The speculative configuration, validated."""
         return SpeculativeConfig.of(self.speculative_config)

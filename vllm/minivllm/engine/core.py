@@ -352,8 +352,6 @@ class EngineCore:
         if self.ledger is not None:
             for row in self.ledger.rows:
                 logger.info("Memory: %.3f GiB %s%s", row.bytes / GIB, row.name, " (estimated)" if row.estimated else "")
-        if self.scheduler.remote and (host := self.scheduler.remote.connector.host_memory()):
-            logger.info("Memory: %.3f GiB %s", host[1] / GIB, host[0])
         cache = self.scheduler.cache_config
         tokens, max_model_len = cache.num_gpu_blocks * cache.block_size, self.scheduler.config.max_model_len
         logger.info("KV cache size: %s tokens in %s blocks", f"{tokens:,}", f"{cache.num_gpu_blocks:,}")
@@ -382,6 +380,7 @@ class EngineCore:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 gpu_memory_utilization=args.gpu_memory_utilization,
+                host_tier=args.host_tier_bytes,
             )
             for rank, use in enumerate(self.executor.collective_rpc("memory_use"))
         ]

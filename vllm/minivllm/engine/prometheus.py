@@ -13,11 +13,13 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from minivllm.config.kv_offloading import is_tier, tier_in_host_only
 from minivllm.core.messages import EngineCoreReady
 from minivllm.core.stats import KVFetchStats, SchedulerStats, SpecDecodingStats
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.iteration_stats import FinishedRequestStats, IterationStats
 from minivllm.kv_connector import metrics as kv_connector_metrics
+from minivllm.kv_connector.offload_settings import OffloadSettings
 
 Metric = TypeVar("Metric", bound=MetricWrapperBase)
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -106,6 +108,9 @@ class _EngineMetrics:
         self._families = families
         self._labels = {"model_name": model_name, "engine": engine}
         self._seen = dict.fromkeys((*COUNTERS, *SPECULATIVE_COUNTERS), 0)
+        transfer = args.kv_transfer
+        # Of two tiers, or of other engines, nobody tells which one had how much.
+        self._external_cache = "host" if tier_in_host_only(transfer) else "external_unspecified"
         self._make_gauges(args, ready)
         self._make_counters()
         self._make_speculative_counters(args.speculation.num_speculative_tokens if args.speculation else 0)
@@ -141,6 +146,12 @@ class _EngineMetrics:
         for name in stats.keys() & kv_connector_metrics.COUNTERS.keys():
             counter = self._wrapper(Counter, name, kv_connector_metrics.COUNTERS[name]).labels(**self._labels)
             counter.inc(stats[name])
+        for name in stats.keys() & kv_connector_metrics.GAUGES.keys():
+            self._gauge(name, kv_connector_metrics.GAUGES[name]).set(stats[name])
+        for name, (text, label, values) in kv_connector_metrics.COUNTERS_BY.items():
+            counted = {value: stats[f"{name}.{value}"] for value in values if f"{name}.{value}" in stats}
+            for value, counter in self._counter_by(name, text, label, tuple(counted)).items() if counted else ():
+                counter.inc(counted[value])
 
     def record_rejection(self, reason: str) -> None:
         """See `PrometheusStatLogger`; no core is to blame."""
@@ -167,7 +178,7 @@ class _EngineMetrics:
         self._by_source["local_cache_hit"].inc(local)
         self._by_source["external_kv_transfer"].inc(external)
         self._by_cache["device"].inc(local)
-        self._by_cache["external_unspecified"].inc(cached - local)
+        self._by_cache[self._external_cache].inc(cached - local)
         if stats.num_prompt_tokens or stats.num_generation_tokens:
             self._iteration_tokens.observe(stats.num_prompt_tokens + stats.num_generation_tokens)
         for seconds in stats.time_to_first_tokens:
@@ -239,6 +250,17 @@ class _EngineMetrics:
         }
         info = self._wrapper(Gauge, "cache_config_info", "Settings of the cache.", *facts)
         info.labels(**self._labels, **{name: str(value) for name, value in facts.items()}).set(1)
+        if is_tier(args.kv_transfer):
+            self._show_tier(args)
+
+    def _show_tier(self, args: EngineArgs) -> None:
+        transfer = args.kv_transfer
+        assert transfer is not None
+        settings = OffloadSettings.of(transfer.kv_connector_extra_config)
+        facts = {one.name: str(getattr(settings, one.name)) for one in fields(settings)}
+        for name in ("kv_offload_config_info", "simple_kv_offload_info"):
+            info = self._wrapper(Gauge, name, "Settings of the tiers below the cache.", *facts)
+            info.labels(**self._labels, **facts).set(1)
 
     def _make_counters(self) -> None:
         self._counters = {

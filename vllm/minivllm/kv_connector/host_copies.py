@@ -32,17 +32,19 @@ class HostCopies:
 
     def __init__(self, regions: BlockRegions) -> None:
         self.regions = regions
-        self._on_gpu = regions.device.type == "cuda"
-        if self._on_gpu:
-            self._capacity = max(1, STAGING_BYTES // regions.record_bytes)
-            self._staging = torch.empty(
-                self._capacity * regions.record_bytes, dtype=torch.uint8, device=regions.device
-            )
-            self._stream = torch.cuda.Stream(regions.device)
+        self._stages = False
+        if regions.device.type == "cuda":
+            self._begin_staging()
+
+    def _begin_staging(self) -> None:
+        record, device = self.regions.record_bytes, self.regions.device
+        self._stages, self._capacity = True, max(1, STAGING_BYTES // record)
+        self._staging = torch.empty(self._capacity * record, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device)
 
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int], after: Any = None) -> None:
         """Copies these blocks into these records; returns when they are there. `after`: an event to wait for."""
-        if not self._on_gpu:
+        if not self._stages:
             gather_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
             return
         with torch.cuda.stream(self._stream):
@@ -57,7 +59,7 @@ class HostCopies:
 
     def from_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> None:
         """The way back: copies these records into these blocks."""
-        if not self._on_gpu:
+        if not self._stages:
             scatter_blocks(self.regions, _ids(block_ids), host, _ids(slots), block_major=True)
             return
         with torch.cuda.stream(self._stream):

@@ -226,15 +226,12 @@ class MultiConnector(KVConnectorBase_V1):
 
     def release_gpu_blocks(self) -> bool:
         """All give back what they can."""
-        return any([one.release_gpu_blocks() for one in self.connectors])
+        freed = [one.release_gpu_blocks() for one in self.connectors]
+        return any(freed)
 
     def take_stats(self) -> dict[str, Any] | None:
         """Those of all, as one."""
         return joined_stats([one.take_stats() for one in self.connectors])
-
-    def host_memory(self) -> tuple[str, int] | None:
-        """That of the first that has any."""
-        return next((known for one in self.connectors if (known := one.host_memory()) is not None), None)
 
     def tier_state(self) -> dict[str, int] | None:
         """That of the first that has a tier."""

@@ -25,6 +25,7 @@ from minivllm.errors import MinivllmError
 from minivllm.kv_connector.disk_index import HEADER_BYTES, DiskFolder, DiskIndex
 from minivllm.kv_connector.offload_metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from minivllm.kv_connector.offload_settings import OffloadSettings
+from minivllm.logger import init_logger
 from minivllm.platforms.device_memory import available_memory
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from minivllm.core.output import SchedulerOutput
     from minivllm.core.request import Request
 
+logger = init_logger(__name__)
 MOST_COUNTED = 64_000
 """Of how many keys `store_threshold` remembers how often they have come."""
 
@@ -54,6 +56,7 @@ class _Hit:
 
     @property
     def disk_keys(self) -> list[BlockHash]:
+        """See `KVConnectorBase_V1`."""
         return [key for key in self.keys if key not in self.cpu_block_ids]
 
 
@@ -90,27 +93,24 @@ class OffloadScheduler:
         """Is told the bytes of a block on each rank, and makes the tier.
 
         Raises:
-            MinivllmError: not one block fits.
+            MinivllmError: not one block fits, or this machine has not that much.
         """
-        settings, record = self.settings, sum(block_bytes)
-        num_blocks = settings.num_cpu_blocks or int((settings.cpu_bytes_to_use or 0) // record)
-        if num_blocks < 1:
-            raise MinivllmError(
-                f"the host tier has {settings.cpu_bytes_to_use:,.0f} bytes, and a block of {self.config.block_size} "
-                f"tokens takes {record:,}: give it more (kv_offloading_size is in GiB)"
-            )
+        settings, record, size = self.settings, sum(block_bytes), self.config.block_size
+        num_blocks = settings.num_cpu_blocks
+        if num_blocks is None:
+            num_blocks = blocks_within("cpu_bytes_to_use", settings.cpu_bytes_to_use, record, size)
+        num_blocks -= 1  # the null block, which takes no memory here
         check_room(num_blocks * record)
-        num_disk_blocks = int((settings.disk_bytes_to_use or 0) // (record + HEADER_BYTES * self.num_ranks))
-        if settings.disk_path is not None and num_disk_blocks < 1:
-            raise MinivllmError(
-                f"disk_bytes_to_use is {settings.disk_bytes_to_use:,.0f}, and a block of {self.config.block_size} "
-                f"tokens takes {record:,}: give it more"
-            )
+        num_disk_blocks = 0
         if settings.disk_path is not None:
+            in_files = record + HEADER_BYTES * self.num_ranks
+            num_disk_blocks = blocks_within("disk_bytes_to_use", settings.disk_bytes_to_use, in_files, size)
             self.folder = DiskFolder(settings.disk_path, kind_of(self.config))
-        self.block_bytes = record
         self.manager = CPUOffloadingManager(num_blocks, settings.eviction_policy)
         self.disk = DiskIndex(num_disk_blocks)
+        logger.info(
+            "Memory: %.3f GiB KV cache in host memory (%s blocks)", num_blocks * record / GIB, f"{num_blocks:,}"
+        )
         self._metadata = self._no_orders()
         if self.folder is not None:
             self._metadata.removals = self.disk.found(self.folder.keys(self.num_ranks))
@@ -119,17 +119,14 @@ class OffloadScheduler:
         folder = None if self.folder is None else str(self.folder.path)
         return OffloadMetadata(num_cpu_blocks=self.manager.num_blocks, disk_folder=folder)
 
-    def host_memory(self) -> tuple[str, int]:
-        """What the tier is called in the report of memory, and its bytes on all ranks."""
-        num_blocks = self.manager.num_blocks
-        return f"KV cache in host memory ({num_blocks:,} blocks)", num_blocks * self.block_bytes
-
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
+        """Keeps it."""
         self.gpu_pool = block_pool
 
     # Loads
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Whole blocks, of all tokens but the last; they are pinned until the step is made."""
         size = self.config.block_size
         self._release_hit(request.request_id)
         if num_computed_tokens % size:
@@ -159,6 +156,7 @@ class OffloadScheduler:
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
+        """Orders what was promised to be loaded; follows the request from now on."""
         name = request.request_id
         self._followed[name] = _Followed(request)
         self.manager.touch(request.block_hashes)
@@ -200,11 +198,12 @@ class OffloadScheduler:
     # Stores
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> OffloadMetadata:
+        """Adds what is to be stored after this step."""
         for name in list(self._hits):  # promised in this step, to a request that did not fit
             self._release_hit(name)
-        if self.settings.lazy_offload:
+        if self.settings.lazy_offload and scheduler_output.num_scheduled_tokens:
             self._store(self._blocks_to_be_evicted(), is_lazy=True)
-        else:
+        elif not self.settings.lazy_offload:
             self._store(self._computed_blocks(scheduler_output.num_scheduled_tokens))
         metadata, self._metadata = self._metadata, self._no_orders()
         return metadata
@@ -238,24 +237,28 @@ class OffloadScheduler:
         return True
 
     def _blocks_to_be_evicted(self) -> "dict[BlockHash, KVCacheBlock]":
-        """Blocks near the head of the free queue, as many as two steps of full size could take."""
+        """Blocks near the head of the free queue, as many as two steps of full size could take.
+
+        No more than the tier has room for: else each one stored would evict another one.
+        """
         num_near = 2 * -(-self.config.max_num_batched_tokens // self.config.block_size)
-        wanted: dict[BlockHash, KVCacheBlock] = {}
+        num_near = min(num_near, self.manager.num_blocks - self.manager.num_pending_blocks)
+        near: dict[BlockHash, KVCacheBlock] = {}
         for block in self.gpu_pool.free_block_queue.first(num_near):
-            key = block.block_hash
-            if key is not None and self.manager.lookup(key) is LookupResult.MISS:
-                wanted.setdefault(key, block)
-        return wanted
+            if block.block_hash is not None:
+                near.setdefault(block.block_hash, block)
+        return near
 
     def _store(self, wanted: "dict[BlockHash, KVCacheBlock]", is_lazy: bool = False) -> None:
-        """Orders these blocks to be stored, as far as the tier has room."""
-        if not wanted:
+        """Orders these blocks to be stored, as far as the tier has room; those that it has stay there."""
+        num_missing = sum(self.manager.lookup(key) is LookupResult.MISS for key in wanted)
+        if not num_missing:
             return
         prepared = self.manager.prepare_store(wanted)
         num_stored = 0 if prepared is None else len(prepared.keys_to_store)
-        if num_stored < len(wanted):
+        if num_stored < num_missing:
             self._counts["kv_offload_allocation_failure"] += 1
-            self._counts["simple_kv_offload_save_outcomes.dropped_cpu_full"] += len(wanted) - num_stored
+            self._counts["simple_kv_offload_save_outcomes.dropped_cpu_full"] += num_missing - num_stored
         if prepared is None:
             return
         blocks = [wanted[key] for key in prepared.keys_to_store]
@@ -269,6 +272,7 @@ class OffloadScheduler:
         self._metadata.store = StoreJob(number, block_ids, prepared.block_ids, spills)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Ends loads, and stores that all ranks have ended."""
         if connector_output.invalid_block_ids:  # of another connector's, perhaps, with which a step has computed
             for store in self._stores.values():
                 store.is_valid = False
@@ -310,21 +314,26 @@ class OffloadScheduler:
         return bool(freed)
 
     def release_gpu_blocks(self) -> bool:
+        """Those of stores under way, which the ranks end first then."""
         stores = [store for store in self._stores.values() if store.blocks]
         if stores:
             self._metadata.need_flush = True
-        return any([self._let_go(store) for store in stores])
+        freed = [self._let_go(store) for store in stores]
+        return any(freed)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Follows it no more. Its keys are touched once more, as it used all of them until now."""
         self._release_hit(request.request_id)
         self._followed.pop(request.request_id, None)
         self.manager.touch(request.block_hashes)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
+        """Whether stores are under way."""
         return bool(self._stores)
 
     def reset_cache(self) -> bool:
+        """Forgets both tiers; False while a copy is under way."""
         if not self.manager.reset():
             return False
         self.disk.clear()
@@ -371,6 +380,7 @@ class OffloadScheduler:
         return counts or None
 
     def shutdown(self) -> None:
+        """Lets other engines have the folder."""
         if self.folder is not None:
             self.folder.close()
 
@@ -382,6 +392,20 @@ def kind_of(config: KVConnectorConfig) -> str:
     return hashlib.sha256(repr((parts, sizes)).encode()).hexdigest()[:16]
 
 
+def blocks_within(name: str, num_bytes: float | None, block_bytes: int, block_size: int) -> int:
+    """How many blocks of so many bytes have room in what this option gives.
+
+    Raises:
+        MinivllmError: fewer than 2.
+    """
+    num_blocks = int((num_bytes or 0) // block_bytes)
+    if num_blocks < 2:
+        raise MinivllmError(
+            f"{name} is {num_bytes:,.0f}, and a block of {block_size} tokens takes {block_bytes:,}: give it 2 at least"
+        )
+    return num_blocks
+
+
 def check_room(num_bytes: int) -> None:
     """Rejects a tier that is larger than what this machine has left.
 
@@ -391,6 +415,6 @@ def check_room(num_bytes: int) -> None:
     available = available_memory()
     if available is not None and num_bytes > available:
         raise MinivllmError(
-            f"the host tier takes {num_bytes / GIB:,.2f} GiB, and this machine has {available / GIB:,.2f} left: give it "
-            "less (kv_offloading_size)"
+            f"the host tier takes {num_bytes / GIB:,.2f} GiB, and this machine has {available / GIB:,.2f} left: give "
+            "it less (kv_offloading_size)"
         )

@@ -20,7 +20,8 @@ WITHOUT_EFFECT = ("blocks_per_chunk", "block_size", "spec_name")
 class OffloadSettings:
     """What `kv_connector_extra_config` may say of the tiers.
 
-    - `cpu_bytes_to_use`: bytes of host memory, of all ranks together; `num_cpu_blocks`: blocks, in place of bytes.
+    - `cpu_bytes_to_use`: bytes of host memory, of all ranks together. `num_cpu_blocks`: in place of that, blocks,
+      one of which is a null block, as in the first pool.
     - `eviction_policy`: "lru" or "arc" (`core.kv_offload`).
     - `lazy_offload`: store a block only shortly before it would be evicted, not as soon as it is full.
     - `offload_prompt_only`: store no block that has tokens of an answer. None: True, but for `lazy_offload`, which does
@@ -58,8 +59,8 @@ class OffloadSettings:
             value = getattr(self, name)
             require(value is None or (is_number(value) and value > 0), f"{name} is {value!r}; it must be above 0 bytes")
         require(
-            self.num_cpu_blocks is None or is_count(self.num_cpu_blocks, 1),
-            f"num_cpu_blocks is {self.num_cpu_blocks!r}; it must be a whole number of at least 1",
+            self.num_cpu_blocks is None or is_count(self.num_cpu_blocks, 2),
+            f"num_cpu_blocks is {self.num_cpu_blocks!r}; it must be a whole number of at least 2",
         )
         require(
             self.cpu_bytes_to_use is not None or self.num_cpu_blocks is not None,

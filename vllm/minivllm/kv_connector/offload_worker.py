@@ -56,10 +56,12 @@ class OffloadWorker:
         self._computes = False
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """Makes a table of all tensors."""
         self.regions = BlockRegions.of([tensor for tensors in kv_caches.values() for tensor in tensors])
         self._to_host, self._from_host = HostCopies(self.regions), HostCopies(self.regions)
 
     def start_load_kv(self, metadata: OffloadMetadata) -> None:
+        """Ends what must end first, and begins the step's loads."""
         self._prepare(metadata)
         self._computes = False
         if metadata.need_flush:
@@ -84,6 +86,7 @@ class OffloadWorker:
             self._disk = DiskFiles(Path(metadata.disk_folder), self.rank)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are never within the step."""
         self._computes = True  # loads are never within the step
 
     def wait_for_save(self, metadata: OffloadMetadata) -> None:
@@ -126,21 +129,25 @@ class OffloadWorker:
         stats.setdefault(f"kv_offload_{kind}_size", []).append(copied.num_bytes)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """Those whose files could not be read."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
+        """Bytes and seconds of the copies."""
         stats, self._stats = self._stats, {}
         return stats or None
 
     def build_connector_worker_meta(self) -> OffloadWorkerMetadata | None:
+        """Which stores have ended, and which files are lost."""
         told, self._told = self._told, OffloadWorkerMetadata()
         told.disk_failed = self._disk is not None and self._disk.failed and bool(told.unwritten)
         return None if told.is_empty() else told
 
     def reset(self) -> None:
         """Waits for all copies, and forgets them."""
-        wait([*self._stores.values(), *self._others, *(future for _, future in self._loads.values())])
+        wait(self._others)
+        wait([*self._stores.values(), *(future for _, future in self._loads.values())])
         self._forget_all()
 
     def shutdown(self) -> None:
@@ -171,7 +178,7 @@ class OffloadWorker:
         return Copied(num_blocks * self.regions.record_bytes, time.perf_counter() - start, unreadable)
 
     def _load_files(self, job: LoadJob) -> set[bytes]:
-        """Reads as many files as the bounce buffer has room for, then copies their blocks; returns what was unreadable."""
+        """Reads as many files as the buffer has room for, then copies their blocks; returns what is unreadable."""
         unreadable: set[bytes] = set()
         record = self.regions.record_bytes
         most = len(self._bounce) // record

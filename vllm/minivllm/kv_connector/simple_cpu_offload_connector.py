@@ -1,8 +1,8 @@
 """A second tier of the KV cache in host memory, and a third one on disk: `kv_offloading_size`.
 
 It extends the prefix cache. What the first tier has computed is copied out, and a request whose prefix the first tier
-does not have any more gets it back by a copy, while others run. See `core.kv_offload` for the books, `offload_scheduler`
-for what is copied when, `offload_worker` for how.
+does not have any more gets it back by a copy, while others run. See `core.kv_offload` for the books,
+`offload_scheduler` for what is copied when, `offload_worker` for how.
 
 In vLLM v0.33.0: `vllm/distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py`
 (`SimpleCPUOffloadConnector`). Its `OffloadingConnector` is the same here: options of both are taken.
@@ -64,6 +64,7 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1):
     # The workers' side
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """See `KVConnectorBase_V1`."""
         self.worker_side.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> int:
@@ -71,30 +72,38 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1):
         return self.worker_side.regions.record_bytes
 
     def start_load_kv(self) -> None:
+        """See `KVConnectorBase_V1`."""
         self.worker_side.start_load_kv(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
+        """See `KVConnectorBase_V1`."""
         self.worker_side.wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: "tuple[torch.Tensor, ...]", attn_metadata: Any) -> None:
         """Nothing: blocks are stored whole, after the forward pass."""
 
     def wait_for_save(self) -> None:
+        """See `KVConnectorBase_V1`."""
         self.worker_side.wait_for_save(self._step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """See `KVConnectorBase_V1`."""
         return set(), self.worker_side.get_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `KVConnectorBase_V1`."""
         return self.worker_side.get_block_ids_with_load_errors()
 
     def get_kv_connector_stats(self) -> dict[str, Any] | None:
+        """See `KVConnectorBase_V1`."""
         return self.worker_side.get_kv_connector_stats()
 
     def build_connector_worker_meta(self) -> OffloadWorkerMetadata | None:
+        """See `KVConnectorBase_V1`."""
         return self.worker_side.build_connector_worker_meta()
 
     def reset(self) -> None:
+        """See `KVConnectorBase_V1`."""
         self.worker_side.reset()
 
     @property
@@ -109,49 +118,59 @@ class SimpleCPUOffloadConnector(KVConnectorBase_V1):
         self.scheduler_side.set_block_bytes([metadata[rank] for rank in sorted(metadata)])
 
     def bind_gpu_block_pool(self, block_pool: "BlockPool") -> None:
+        """See `KVConnectorBase_V1`."""
         self.scheduler_side.bind_gpu_block_pool(block_pool)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `KVConnectorBase_V1`."""
         return self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "Sequence[KVCacheBlock]", num_external_tokens: int
     ) -> None:
+        """See `KVConnectorBase_V1`."""
         self.scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """See `KVConnectorBase_V1`."""
         return self.scheduler_side.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See `KVConnectorBase_V1`."""
         self.scheduler_side.update_connector_output(connector_output)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, KVTransferParams | None]:
+        """See `KVConnectorBase_V1`."""
         return self.scheduler_side.request_finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
+        """See `KVConnectorBase_V1`."""
         return self.scheduler_side.has_pending_block_frees()
 
     def release_gpu_blocks(self) -> bool:
+        """See `KVConnectorBase_V1`."""
         return self.scheduler_side.release_gpu_blocks()
 
     def reset_cache(self) -> bool:
+        """See `KVConnectorBase_V1`."""
         return self.scheduler_side.reset_cache()
 
     def start_over(self) -> None:
+        """See `KVConnectorBase_V1`."""
         self.scheduler_side.start_over()
 
     def take_stats(self) -> dict[str, Any] | None:
+        """See `KVConnectorBase_V1`."""
         return self.scheduler_side.take_stats()
 
-    def host_memory(self) -> tuple[str, int]:
-        return self.scheduler_side.host_memory()
-
     def tier_state(self) -> dict[str, int]:
+        """See `KVConnectorBase_V1`."""
         return self.scheduler_side.state()
 
     # Both sides
 
     def shutdown(self) -> None:
+        """See `KVConnectorBase_V1`."""
         side = self.scheduler_side if self.role is KVConnectorRole.SCHEDULER else self.worker_side
         side.shutdown()
 

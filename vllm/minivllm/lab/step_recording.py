@@ -55,6 +55,8 @@ class ReplayedState:
     waiting: Waiting
     batch: list[Scheduled] = field(default_factory=list)
     """Who got tokens in this step."""
+    tier: list[int] = field(default_factory=list)
+    """See `StepLine`."""
 
     @classmethod
     def of(cls, key: KeyLine) -> ReplayedState:
@@ -75,6 +77,7 @@ class ReplayedState:
         state = cls(
             key.key, key.num_blocks, key.block_size, key.max_num_batched_tokens, requests, set(key.cached), key.waiting
         )
+        state.tier = key.tier
         state._check_blocks(key.cached)
         for one in requests.values():
             state._check_blocks(one.blocks)
@@ -112,6 +115,7 @@ class ReplayedState:
             self.requests.pop(number, None)
         if line.waiting is not None:
             self.waiting = line.waiting
+        self.tier = line.tier or self.tier
 
     def holders(self) -> dict[int, list[int]]:
         """Block -> the requests that hold it."""

@@ -20,6 +20,7 @@ SAMPLER_BYTES_PER_LOGIT = 39  # float32 copies, sorted values and 8-byte indices
 NON_TORCH_BYTES = GIB // 10
 NON_TORCH_BYTES_TP = GIB  # with NCCL's buffers
 CUDA_GRAPH_BYTES = GIB // 2
+HOST_TIER = "KV cache, second tier in host memory"
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def memory_ledger(
     cuda_graphs: int | None = None,
     drafter: Model | None = None,
     drafter_bytes: int | None = None,
+    host_tier: int = 0,
     check: bool = True,
 ) -> MemoryLedger:
     """Divide up the memory of one GPU as vLLM does at start-up: whatever the budget has left becomes KV cache.
@@ -126,6 +128,7 @@ def memory_ledger(
         drafter: a model that drafts tokens for this one, if any. All of it lies on this GPU, whatever `tp` is, and so
             does its cache, which has the same blocks.
         drafter_bytes: its bytes without the cache, if known.
+        host_tier: bytes of a second tier of the cache, where it lies in the same memory: on a CPU.
         check: raise if a request of `max_model_len` does not fit; if False, return the ledger anyway.
 
     Raises:
@@ -160,6 +163,7 @@ def memory_ledger(
         ),
         _row("outside torch", non_torch, NON_TORCH_BYTES if tp == 1 else NON_TORCH_BYTES_TP),
         _row("CUDA graphs", cuda_graphs, CUDA_GRAPH_BYTES),
+        *((LedgerRow(HOST_TIER, host_tier),) if host_tier else ()),
     )
     kv_bytes = budget - sum(row.bytes for row in before_cache)
     if kv_bytes < block_bytes:

@@ -27,7 +27,7 @@ class MemoryUse:
     `drafter` is the config of a model that drafts on this rank, None if there is none; `drafter_bytes` are its bytes.
 
     `activation_peak` is what the largest step needs in addition to the weights, None if it could not be measured.
-    Ranks on the same CPU get equal shares of its memory.
+    Ranks on the same CPU get equal shares of its memory: `ranks_in_host_memory`; 0 on a GPU.
     """
 
     device_name: str
@@ -39,6 +39,7 @@ class MemoryUse:
     cuda_graphs: bool
     drafter: ModelConfig | None = None
     drafter_bytes: int = 0
+    ranks_in_host_memory: int = 0
 
 
 def measure_memory(
@@ -60,7 +61,7 @@ def measure_memory(
     if device.type == "cpu" and ranks > 1:
         name = f"{name}, one of {ranks} ranks' share"
     outside = _bytes_outside_torch(device)
-    rest = (weights, activation_peak, dtype, cuda_graphs, drafter, drafter_bytes)
+    rest = (weights, activation_peak, dtype, cuda_graphs, drafter, drafter_bytes, ranks * (device.type == "cpu"))
     return MemoryUse(name, memory, outside, *rest)
 
 
@@ -75,8 +76,11 @@ def profile_memory(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     gpu_memory_utilization: float,
+    host_tier: int = 0,
 ) -> MemoryLedger:
     """Budgets the memory of one of `tp` ranks. `config` is the whole model's.
+
+    `host_tier`: bytes of a second tier of the cache, of all ranks. On a CPU it lies in the same memory.
 
     Activations are estimated if `use.activation_peak` is None. The pool never gets more blocks than `max_num_seqs`
     requests of `max_model_len` tokens could fill: on a CPU, spare memory is left to other programs.
@@ -101,6 +105,7 @@ def profile_memory(
         cuda_graphs=None if use.cuda_graphs else 0,
         drafter=use.drafter and _without_window(use.drafter),
         drafter_bytes=use.drafter_bytes,
+        host_tier=host_tier // use.ranks_in_host_memory if use.ranks_in_host_memory else 0,
     )
     most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1
     return _with_at_most(ledger, most_blocks * block_size * ledger.bytes_per_token)

@@ -29,6 +29,9 @@ const isCount = (value) => Number.isSafeInteger(value) && value >= 0;
 const counts = (list, length) => Array.isArray(list) && (length === undefined || list.length === length) && list.every(isCount);
 const lists = (value, fits) => Array.isArray(value ?? []) && (value ?? []).every(fits);
 
+// A second tier of the cache: its blocks, used ones, those being loaded and stored, those on disk; or nothing.
+const tierOf = (line) => (Array.isArray(line.tier) && [0, 5].includes(line.tier.length) ? line.tier : "tier" in line ? [NaN] : []);
+
 function checkLine(line) {
   ensure(line !== null && typeof line === "object" && typeof line.t === "number" && isFinite(line.t), "no line of a recording");
   const named = (one) => Array.isArray(one) && counts([one[0], one[2], one[3]]) && typeof one[1] === "string";
@@ -39,7 +42,7 @@ function checkLine(line) {
     lists(line.admitted, (one) => blocks(one) && counts(one.slice(0, 3), 3)) && lists(line.blocks, blocks) &&
     lists(line.batch, (one) => isCount(one) || counts(one, 4)) && lists(line.removed, isCount) && lists(line.stored, isCount) &&
     lists(line.ended, (one) => Array.isArray(one) && isCount(one[0]) && typeof one[1] === "string") &&
-    Array.isArray(waiting) && isCount(waiting[0]) && counts(waiting[1]);
+    Array.isArray(waiting) && isCount(waiting[0]) && counts(waiting[1]) && tierOf(line).every(isCount);
   ensure(fits, "a field has another form than it should");
   if (!("key" in line)) return ensure(isCount(line.step), "the step has no number");
   const sizes = [line.key, line.num_blocks, line.block_size, line.max_num_seqs, line.max_num_batched_tokens];
@@ -58,6 +61,7 @@ class State {
     this.budget = key.max_num_batched_tokens;
     this.cached = new Set(this.inPool(key.cached));
     this.waiting = key.waiting;
+    this.tier = tierOf(key);
     this.requests = new Map();
     this.refs = new Map(); // block -> how many requests hold it
     for (const [number, id, prompt, max, tokens, computed, preemptions, running, blocks] of key.requests) {
@@ -119,6 +123,7 @@ class State {
     for (const block of this.inPool(line.stored ?? [])) this.cached.add(block);
     for (const [number] of happened.ended) this.end(number);
     if (line.waiting) this.waiting = line.waiting;
+    if (line.tier) this.tier = line.tier;
     happened.usage = this.usage;
     return happened;
   }
@@ -155,7 +160,7 @@ class State {
   // The same as plain data, for tests.
   plain() {
     const requests = [...this.requests.values()].sort((a, b) => a.number - b.number).map((one) => ({ ...one, blocks: [...one.blocks] }));
-    return { step: this.step, cached: [...this.cached].sort((a, b) => a - b), waiting: this.waiting, requests };
+    return { step: this.step, cached: [...this.cached].sort((a, b) => a - b), waiting: this.waiting, requests, ...(this.tier.length ? { tier: this.tier } : {}) };
   }
 }
 
@@ -292,7 +297,7 @@ class View {
     this.numbers = {};
     const number = (name, words) => make("div", {}, make("dt", {}, words), (this.numbers[name] = make("dd")));
     const numbers = make("dl", { class: "xr-numbers" }, number("tokens", "tokens in step"), number("running", "running"), number("waiting", "waiting"),
-      number("held", "blocks held"), number("cached", "cached and free"), number("free", "free"));
+      number("held", "blocks held"), number("cached", "cached and free"), number("free", "free"), number("host", "in host memory"), number("disk", "on disk"));
 
     const canvas = (name, label, extra = {}) => (this[name] = make("canvas", { role: "img", "aria-label": label, ...extra }));
     const card = (title, legend, ...parts) => make("section", { class: "xr-card", "aria-label": title }, make("header", {}, make("h3", {}, title), legend ?? ""), ...parts);
@@ -582,6 +587,10 @@ class View {
     set("waiting", state.waiting[0], "");
     set("held", holders.size, `${Math.round((100 * holders.size) / usable)} %`);
     set("cached", idle, `${Math.round((100 * idle) / usable)} %`);
+    const [blocks, used, loading, storing, onDisk] = state.tier;
+    for (const name of ["host", "disk"]) this.numbers[name].parentElement.hidden = blocks === undefined || (name === "disk" && !onDisk);
+    if (blocks !== undefined) set("host", used, `of ${blocks.toLocaleString("en")}${loading ? `, ${loading} loading` : ""}${storing ? `, ${storing} storing` : ""}`);
+    if (onDisk) set("disk", onDisk, "blocks");
     set("free", usable - holders.size - idle, `${Math.round((100 * (usable - holders.size - idle)) / usable)} %`);
   }
 

@@ -1,0 +1,121 @@
+"""A worker with tiers below its cache and no model, for tests: it copies what slots hold, at the worst moment."""
+
+from dataclasses import dataclass
+from random import Random
+from typing import cast
+
+from core.worker_double import NextToken, WorkerDouble
+
+from minivllm.core.kv_connector import KVConnectorOutput
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.kv_connector.offload_metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+
+Block = list[int | None]
+
+
+@dataclass
+class UnderWay:
+    """A copy that ends after `num_steps` more steps; `is_late`: it moves its bytes then, not at once."""
+
+    job: LoadJob | StoreJob
+    num_steps: int
+    is_late: bool
+    name: str = ""
+
+
+class OffloadingWorkerDouble(WorkerDouble):
+    """Copies take up to `most_steps`. What the scheduler promises of files may be lost, by `rng`."""
+
+    def __init__(self, block_size: int, next_token: NextToken, rng: Random, most_steps: int = 3) -> None:
+        super().__init__(block_size, next_token)
+        self.rng, self.most_steps = rng, most_steps
+        self.host: dict[int, Block] = {}
+        self.files: dict[bytes, Block] = {}
+        self.copies: list[UnderWay] = []
+        self.loses_files = False
+        self.disk_is_full = False
+        self.num_flushes = 0
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        metadata = cast(OffloadMetadata, output.kv_connector_metadata)
+        told = OffloadWorkerMetadata()
+        self.told, connector_output = told, KVConnectorOutput()
+        if metadata.need_flush:
+            self.num_flushes += 1
+            for copy in [one for one in self.copies if isinstance(one.job, StoreJob)]:
+                self._end(copy, connector_output)
+        if metadata.clear_disk:
+            self.files.clear()
+        for key in metadata.removals:
+            self.files.pop(key, None)
+        for name, load in metadata.loads.items():
+            self._begin(load, name)
+        done = super().execute(output)
+        if metadata.store is not None:
+            self._begin(metadata.store)
+        for copy in list(self.copies):
+            copy.num_steps -= 1
+            if copy.num_steps <= 0:
+                self._end(copy, connector_output)
+        connector_output.kv_connector_worker_meta = None if told.is_empty() else [told]
+        done.kv_connector_output = None if connector_output.is_empty() else connector_output
+        return done
+
+    def reset(self) -> None:
+        """As a rank after a failed step."""
+        self.requests.clear()
+        for copy in self.copies:
+            if copy.is_late and isinstance(copy.job, StoreJob):
+                self._store(copy.job)
+        self.copies.clear()
+
+    def _begin(self, job: LoadJob | StoreJob, name: str = "") -> None:
+        copy = UnderWay(job, self.rng.randint(1, self.most_steps), self.rng.random() < 0.5, name)
+        self.copies.append(copy)
+        if not copy.is_late:
+            self._move(copy)
+
+    def _end(self, copy: UnderWay, output: KVConnectorOutput) -> None:
+        if copy.is_late:
+            self._move(copy)
+        self.copies.remove(copy)
+        if isinstance(copy.job, StoreJob):
+            self.told.completed_stores.append(copy.job.number)
+        else:
+            output.finished_recving.add(copy.name)
+            lost = zip(copy.job.disk_keys, copy.job.disk_block_ids, strict=True)
+            for key, block_id in lost:
+                if key in self.lost_keys:
+                    output.invalid_block_ids.add(block_id)
+                    self.told.unreadable.add(key)
+
+    lost_keys: frozenset[bytes] = frozenset()
+
+    def _move(self, copy: UnderWay) -> None:
+        if isinstance(copy.job, StoreJob):
+            self._store(copy.job)
+            return
+        for block_id, cpu_block_id in zip(copy.job.block_ids, copy.job.cpu_block_ids, strict=True):
+            self._fill(block_id, self.host[cpu_block_id])
+        for key, block_id in zip(copy.job.disk_keys, copy.job.disk_block_ids, strict=True):
+            if key not in self.files or (self.loses_files and self.rng.random() < 0.3):
+                assert self.loses_files or key in self.files, "a file is promised that was removed or never written"
+                self.lost_keys |= {key}
+            else:
+                self._fill(block_id, self.files[key])
+
+    def _store(self, job: StoreJob) -> None:
+        for key, cpu_block_id in job.spills:
+            if self.disk_is_full:
+                self.told.unwritten.add(key)
+                self.told.disk_failed = True
+            else:
+                self.files[key] = list(self.host[cpu_block_id])
+        for block_id, cpu_block_id in zip(job.block_ids, job.cpu_block_ids, strict=True):
+            places = range(self.block_size)
+            self.host[cpu_block_id] = [self.slots.get((block_id, offset)) for offset in places]
+
+    def _fill(self, block_id: int, block: Block) -> None:
+        for offset, content in enumerate(block):
+            assert content is not None, "what was stored was not computed"
+            self.slots[block_id, offset] = content

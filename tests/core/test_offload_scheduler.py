@@ -1,0 +1,457 @@
+"""What the tiers store and load, beside the scheduler: without a model, with copies that take their time."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from core.connector_double import config_double
+from core.invariants import check_scheduler
+from core.offload_double import OffloadingWorkerDouble
+from core.test_random_workloads import toy_model
+from core.test_remote_kv import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.config import CacheConfig, KVTransferConfig, SchedulerConfig
+from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.kv_connector import KVConnectorOutput, KVConnectorRole
+from minivllm.core.kv_offload import LookupResult
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler import Scheduler
+from minivllm.core.step_events import KeyLine, StepLine, StepRecorder
+from minivllm.errors import MinivllmError
+from minivllm.kv_connector.disk_index import DiskIndex
+from minivllm.kv_connector.offload_scheduler import OffloadScheduler
+from minivllm.kv_connector.simple_cpu_offload_connector import SimpleCPUOffloadConnector
+from minivllm.lab.step_recording import ReplayedState
+
+SIZE = 4
+
+
+def connector_of(use_eagle: bool = False, num_usable: int | None = 30, **extra: Any) -> SimpleCPUOffloadConnector:
+    """A tier of so many blocks besides the null block, of 100 bytes each."""
+    transfer = KVTransferConfig(
+        kv_connector="SimpleCPUOffloadConnector",
+        kv_connector_extra_config={"num_cpu_blocks": num_usable and num_usable + 1} | extra,
+        kv_load_failure_policy="recompute",
+    )
+    config = config_double(SIZE)
+    object.__setattr__(config, "kv_transfer_config", transfer)
+    object.__setattr__(config, "max_num_batched_tokens", 8)
+    object.__setattr__(config, "use_eagle", use_eagle)
+    connector = SimpleCPUOffloadConnector(config, KVConnectorRole.SCHEDULER)
+    connector.set_xfer_handshake_metadata({0: 100})
+    return connector
+
+
+class OffloadRun(Run):
+    """A scheduler with a pool of 10 usable blocks of 4 tokens, a tier of 30, and a worker that copies."""
+
+    def __init__(
+        self,
+        connector: SimpleCPUOffloadConnector,
+        *,
+        num_gpu_blocks: int = 11,
+        ahead: bool = False,
+        rng: Random | None = None,
+        most_steps: int = 1,
+        **rest: Any,
+    ) -> None:
+        cache = CacheConfig(num_gpu_blocks=num_gpu_blocks, block_size=SIZE)
+        config = SchedulerConfig(**({"max_model_len": 40, "async_scheduling": ahead} | rest))
+        self.scheduler = (AsyncScheduler if ahead else Scheduler)(config, cache)
+        self.connector = connector
+        self.scheduler.use_connector(connector, recompute_kv_load_failures=True)
+        self.worker = OffloadingWorkerDouble(SIZE, toy_model, rng or Random(0), most_steps)
+        self.requests, self.received, self.last, self.in_flight = {}, {}, {}, []
+        self.depth = 1 + ahead
+
+    @property
+    def tier(self) -> OffloadScheduler:
+        return self.connector.scheduler_side
+
+    def serve(self, name: str, prompt: list[int], max_tokens: int = 1, **arguments: Any) -> Request:
+        """Adds a request and steps until nothing is left."""
+        request = self.add(name, prompt, max_tokens, **arguments)
+        self.finish()
+        return request
+
+    def has(self, request: Request) -> list[bool]:
+        """Which of a request's blocks lie in the tier."""
+        return [self.tier.manager.lookup(key) is LookupResult.HIT for key in request.block_hashes]
+
+    def finish(self) -> None:
+        super().finish()
+        assert self.tier.manager.num_pinned_blocks == 0, "a block of the tier stays pinned"
+        assert not self.tier._loads
+        assert not self.tier._stores
+        assert not self.tier._hits
+        assert not self.tier._followed
+
+
+def prompt_of(number: int, length: int) -> list[int]:
+    """Prompts of different numbers have no block in common."""
+    return [number + 4 * (place % 50) for place in range(length)]
+
+
+def hits(run: OffloadRun) -> int:
+    stats = run.scheduler.make_stats().connector_prefix_cache_stats
+    assert stats is not None
+    return stats.hits + stats.preempted_hits
+
+
+def test_eager_store_and_load_roundtrip() -> None:
+    """The first request's blocks lose their place in the pool; a second one with its prompt gets them back."""
+    run = OffloadRun(connector_of())
+    first = run.serve("first", prompt_of(0, 12))
+    assert run.has(first) == [True] * 3
+    run.serve("other", prompt_of(1, 37))
+    assert run.scheduler.kv_cache_manager.get_computed_blocks(first)[1] == 0
+    again = run.add("again", [*prompt_of(0, 12), 9], 2)
+    assert run.step() == {}, "its blocks are on their way"
+    assert again.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    run.finish()
+    assert again.num_external_computed_tokens == 12
+    assert hits(run) == 12
+
+
+def test_max_hit_len_cap_drops_last_full_block() -> None:
+    """Of a prompt of whole blocks the last token must be computed, so its last block is not loaded."""
+    run = OffloadRun(connector_of())
+    run.serve("first", prompt_of(0, 12))
+    run.serve("other", prompt_of(1, 37))
+    again = run.serve("again", prompt_of(0, 12), 2)
+    assert again.num_external_computed_tokens == 8
+
+
+def test_a_drafter_that_looks_ahead_leaves_out_the_last_block_that_matches() -> None:
+    run = OffloadRun(connector_of(use_eagle=True))
+    first = run.serve("first", prompt_of(0, 12))
+    assert run.tier.get_num_new_matched_tokens(Request("x", first.prompt_token_ids, max_tokens=1), 0) == (0, False)
+    longer = Request("y", [*first.prompt_token_ids, 1], max_tokens=1)
+    longer.enable_block_hashes(SIZE)
+    assert run.tier.get_num_new_matched_tokens(longer, 0) == (8, True)
+    run.tier.request_finished(longer, [])
+
+
+def test_lazy_store_and_load_roundtrip() -> None:
+    """Nothing is stored before it stands near the head of the free queue; then it is, and goes no later for it."""
+    run = OffloadRun(connector_of(lazy_offload=True))
+    first = run.serve("first", prompt_of(0, 12))
+    assert run.has(first) == [False] * 3, "6 free blocks stand before them, and 4 are looked at"
+    run.serve("other", prompt_of(1, 21))
+    assert run.has(first)[1:] == [True, True]
+    manager = run.scheduler.kv_cache_manager
+    assert manager.get_computed_blocks(first)[1] >= 4, "and they are still here"
+    run.serve("large", prompt_of(2, 37))
+    assert manager.get_computed_blocks(first)[1] == 0
+    again = run.serve("again", [*prompt_of(0, 12), 9], 2)
+    assert again.num_external_computed_tokens == 12
+
+
+def test_lazy_stores_come_to_an_end_where_the_tier_is_smaller_than_what_stands_near_the_head() -> None:
+    """Each block stored would evict another one that is looked at, for ever."""
+    run = OffloadRun(connector_of(lazy_offload=True, num_usable=2), most_steps=3)
+    for number in range(4):
+        run.serve(f"r{number}", prompt_of(number, 21), 5)
+    assert run.tier._num_stores < 30
+
+
+def test_eager_duplicate_store_skipped() -> None:
+    run = OffloadRun(connector_of())
+    run.serve("first", prompt_of(0, 12))
+    run.add("a", prompt_of(1, 12))
+    run.add("b", prompt_of(1, 12))
+    run.finish()
+    run.serve("again", prompt_of(0, 12))
+    assert run.tier.manager.num_used_blocks == 6
+    assert run.tier._num_stores == 2, "what is there is not stored again"
+
+
+def test_lru_eviction_order_takes_the_oldest_request_from_its_tail() -> None:
+    run = OffloadRun(connector_of(num_usable=6))
+    first, second = run.serve("first", prompt_of(0, 12)), run.serve("second", prompt_of(1, 12))
+    run.serve("third", prompt_of(2, 8))
+    assert (run.has(first), run.has(second)) == ([True, False, False], [True] * 3)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_touched_blocks_survive_eviction(policy: str) -> None:
+    """A request that comes again makes its blocks young, though it finds them in the pool and loads nothing."""
+    run = OffloadRun(connector_of(num_usable=6, eviction_policy=policy), num_gpu_blocks=30)
+    first, second = run.serve("first", prompt_of(0, 12)), run.serve("second", prompt_of(1, 12))
+    run.serve("first again", prompt_of(0, 12))
+    run.serve("third", prompt_of(2, 8))
+    assert run.has(first) == [True] * 3
+    assert run.has(second) == [True, False, False]
+
+
+def test_preemption_leaves_no_block_of_the_tier_pinned() -> None:
+    """Two requests that do not fit together, each loading and storing when it is preempted."""
+    run = OffloadRun(connector_of(num_usable=30, offload_prompt_only=False), num_gpu_blocks=9, most_steps=3)
+    for name in ("a", "b", "c"):
+        run.add(name, prompt_of(ord(name), 13), 20)
+    run.finish()
+    assert run.scheduler.num_preemptions > 0
+    assert hits(run) > 0, "a preempted request has found its own blocks"
+
+
+def test_chunked_prefill_stores_the_blocks_that_each_chunk_fills() -> None:
+    run = OffloadRun(connector_of(), max_num_batched_tokens=6, num_gpu_blocks=12)
+    request = run.add("r", prompt_of(0, 20))
+    stored = []
+    while run.scheduler.has_unfinished_requests():
+        output = run.schedule()
+        table = run.scheduler.kv_cache_manager.get_block_ids("r")
+        if output.kv_connector_metadata.store:
+            job = output.kv_connector_metadata.store
+            stored.append([table.index(block_id) for block_id in job.block_ids])
+        run.update()
+    assert stored == [[0], [1, 2], [3], [4]]
+    assert run.has(request) == [True] * 5
+
+
+def test_partial_gpu_prefix_plus_cpu_load() -> None:
+    """The pool still has the head of the prefix, the tier has the rest."""
+    run = OffloadRun(connector_of())
+    run.serve("first", prompt_of(0, 20))
+    run.serve("other", prompt_of(1, 29))
+    again = run.add("again", [*prompt_of(0, 20), 9], 2)
+    num_local = run.scheduler.kv_cache_manager.get_computed_blocks(again)[1]
+    assert 0 < num_local < 20
+    run.finish()
+    assert again.num_cached_tokens == 20
+    assert again.num_external_computed_tokens == 20 - num_local
+
+
+def test_toctou_what_was_promised_is_pinned_until_the_step_is_made() -> None:
+    """The tier is asked, and before the blocks are there it would evict what it has promised."""
+    run = OffloadRun(connector_of(num_usable=2))
+    run.serve("first", prompt_of(0, 8))
+    asking = Request("asking", [*prompt_of(0, 8), 1], max_tokens=1)
+    asking.enable_block_hashes(SIZE)
+    assert run.tier.get_num_new_matched_tokens(asking, 0) == (8, True)
+    assert run.tier.get_num_new_matched_tokens(asking, 0) == (8, True), "asked twice, pinned once"
+    assert run.tier.manager.prepare_store([b"another key"]) is None
+    run.tier.build_connector_meta(_no_step())
+    assert run.tier.manager.num_pinned_blocks == 0, "it was not admitted"
+
+
+def test_a_prefix_that_is_no_multiple_of_blocks_is_not_extended() -> None:
+    run = OffloadRun(connector_of())
+    run.serve("first", prompt_of(0, 12))
+    asking = Request("asking", [*prompt_of(0, 12), 1], max_tokens=1)
+    asking.enable_block_hashes(SIZE)
+    assert run.tier.get_num_new_matched_tokens(asking, 5) == (0, False)
+
+
+def test_prompts_only_by_default_and_answers_where_it_is_asked() -> None:
+    for prompt_only, expected in ((True, [True, False, False]), (False, [True, True, True])):
+        run = OffloadRun(connector_of(offload_prompt_only=prompt_only))
+        assert run.has(run.serve("r", prompt_of(0, 6), 7)) == expected
+
+
+def test_store_threshold_waits_for_a_second_request() -> None:
+    run = OffloadRun(connector_of(store_threshold=2))
+    first = run.serve("first", prompt_of(0, 12))
+    assert run.has(first) == [False] * 3
+    run.serve("second", [*prompt_of(0, 8), 1, 2, 3])
+    assert run.has(first) == [True, True, False]
+    assert run.connector.take_stats()["kv_offload_stores_skipped"] == 3
+
+
+def test_blocks_that_wait_for_a_copy_are_given_back_before_anybody_is_preempted() -> None:
+    """Stores take long, and the pool is just large enough without the blocks that they hold."""
+    run = OffloadRun(connector_of(num_usable=40), num_gpu_blocks=9, most_steps=50, rng=Random(3))
+    run.add("short", prompt_of(0, 8), 1)
+    run.step()
+    run.add("long", prompt_of(1, 20), 12)
+    run.finish()
+    assert run.scheduler.num_preemptions == 0
+    assert run.worker.num_flushes > 0
+
+
+def test_a_step_that_fails_makes_the_tier_forget_all() -> None:
+    run = OffloadRun(connector_of(), most_steps=5)
+    first = run.serve("first", prompt_of(0, 12))
+    run.serve("other", prompt_of(1, 37))
+    run.add("again", [*prompt_of(0, 12), 9], 2)
+    run.step()
+    run.in_flight.clear()
+    run.scheduler.start_over(())
+    run.worker.reset()
+    assert not any(run.has(first))
+    run.finish()
+
+
+def test_the_steps_tell_of_the_tier() -> None:
+    run = OffloadRun(connector_of(), most_steps=3)
+    recorder = StepRecorder(run.scheduler)
+    state = ReplayedState.of(msgspec.json.decode(recorder.take()[0], type=KeyLine))
+    run.add("r", prompt_of(0, 12), 4)
+    seen = []
+    while run.scheduler.has_unfinished_requests():
+        output = run.schedule()
+        run.update()
+        recorder.observe(output, [])
+        for line in recorder.take():
+            state.apply(msgspec.json.decode(line, type=StepLine))
+        assert state.tier == list(run.tier.state().values())
+        seen.append(state.tier)
+    assert seen[0] == [30, 0, 0, 3, 0]
+    assert seen[-1] == [30, 3, 0, 0, 0]
+
+
+def test_reset_cache_forgets_all_unless_a_copy_is_under_way() -> None:
+    run = OffloadRun(connector_of(), most_steps=5)
+    run.add("r", prompt_of(0, 12), 9)
+    run.step()
+    assert run.connector.reset_cache() is False
+    run.finish()
+    assert run.connector.reset_cache() is True
+    assert run.tier.state()["used"] == 0
+
+
+def test_what_was_computed_from_another_connectors_invalid_blocks_is_not_kept() -> None:
+    run = OffloadRun(connector_of(), most_steps=4, rng=Random(1))
+    request = run.add("r", prompt_of(0, 12), 9)
+    run.step()
+    assert run.tier._stores
+    run.tier.update_connector_output(KVConnectorOutput(invalid_block_ids={1}))
+    run.finish()
+    assert not any(run.has(request))
+    assert run.connector.take_stats()["simple_kv_offload_save_outcomes.dropped_invalid"] == 3
+
+
+def test_disk_takes_what_host_memory_evicts_and_gives_it_back(tmp_path: Path) -> None:
+    run = OffloadRun(connector_of(num_usable=3, disk_path=str(tmp_path), disk_bytes_to_use=6 * 132))
+    first = run.serve("first", prompt_of(0, 12))
+    run.serve("second", prompt_of(1, 12))
+    assert run.tier.state()["on_disk"] == 3
+    run.serve("large", prompt_of(2, 37))
+    again = run.serve("again", [*first.prompt_token_ids, 1], 2)
+    assert again.num_external_computed_tokens == 12
+    assert run.tier.state()["on_disk"] <= 6
+    assert set(run.worker.files) == set(run.tier.disk._order), "each file can be found, and no other is left"
+
+
+def test_a_lost_file_costs_its_tokens_and_no_request(tmp_path: Path) -> None:
+    run = OffloadRun(connector_of(num_usable=3, disk_path=str(tmp_path), disk_bytes_to_use=20 * 132))
+    first = run.serve("first", prompt_of(0, 12))
+    run.serve("second", prompt_of(1, 37))
+    run.worker.loses_files = True
+    run.worker.files.clear()
+    again = run.serve("again", [*first.prompt_token_ids, 1], 2)
+    assert again.num_external_computed_tokens == 0
+    assert run.last["again"].error is None
+
+
+def test_a_full_disk_takes_nothing_more_and_what_is_there_stays(tmp_path: Path) -> None:
+    run = OffloadRun(connector_of(num_usable=3, disk_path=str(tmp_path), disk_bytes_to_use=20 * 132))
+    run.serve("first", prompt_of(0, 12))
+    run.serve("second", prompt_of(1, 12))
+    run.worker.disk_is_full = True
+    for number in range(2, 6):
+        run.serve(f"r{number}", prompt_of(number, 12))
+    assert run.tier.state()["on_disk"] == 3
+
+
+def test_the_disk_index_keeps_its_bound_and_what_is_pinned() -> None:
+    index = DiskIndex(2)
+    assert index.take([(b"a", 1), (b"b", 2), (b"c", 3)]) == ([(b"a", 1), (b"b", 2)], [])
+    index.written([b"a", b"b"])
+    index.pin([b"a"])
+    assert index.take([(b"c", 1), (b"d", 2)]) == ([(b"c", 1)], [b"b"])
+    index.forget([b"c"])
+    index.written([b"c"])
+    assert b"c" not in index, "it could not be written"
+    index.unpin([b"a"])
+    assert index.take([(b"a", 1)]) == ([], []), "it is there"
+    assert index.found([b"d", b"e"]) == [b"a"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"num_usable": None}, "has no size"),
+        ({"eviction_policy": "fifo"}, "unknown eviction_policy"),
+        ({"color": 1}, "no key 'color'"),
+        ({"lazy_offload": True, "store_threshold": 2}, "does not know whose"),
+        ({"disk_path": "/x"}, "go together"),
+        ({"num_usable": None, "cpu_bytes_to_use": 99}, "a block of 4 tokens takes 100"),
+        ({"num_usable": 10**16}, "this machine has"),
+        ({"disk_path": "/proc/x", "disk_bytes_to_use": 10**6}, "cannot be used"),
+        ({"disk_path": "/x", "disk_bytes_to_use": 10}, "give it 2 at least"),
+        ({"num_cpu_blocks": 1}, "at least 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(MinivllmError, match=message) as raised:
+        connector_of(**extra)
+    assert "\n" not in str(raised.value)
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_the_workload_the_tiers_change_no_token_and_leak_no_block(seed: int, tmp_path_factory: Any) -> None:
+    """Small pools, copies that take long, priorities, chunks, drafts, aborts, failed steps, files that are lost."""
+    rng = Random(seed)
+    ahead = rng.random() < 0.4
+    extra: dict[str, Any] = {"num_usable": rng.choice([1, 3, 8, 40]), "lazy_offload": rng.random() < 0.3}
+    extra["eviction_policy"] = rng.choice(["lru", "arc"])
+    if not extra["lazy_offload"]:
+        extra |= {"offload_prompt_only": rng.random() < 0.4, "store_threshold": rng.choice([0, 0, 2])}
+    if rng.random() < 0.4:
+        folder = tmp_path_factory.mktemp("disk")
+        extra |= {"disk_path": str(folder), "disk_bytes_to_use": 132 * rng.choice([2, 4, 30])}
+    num_drafts = 0 if ahead else rng.choice([0, 0, 2])
+    run = OffloadRun(
+        connector_of(**extra),
+        ahead=ahead,
+        rng=rng,
+        most_steps=rng.choice([1, 2, 6]),
+        num_gpu_blocks=rng.randint(12, 20),
+        max_num_seqs=rng.choice([2, 3, 16]),
+        max_num_batched_tokens=rng.choice([16, 20, 64]),
+        policy=rng.choice(["fcfs", "priority"]),
+        scheduler_reserve_full_isl=rng.random() < 0.5,
+        num_speculative_tokens=num_drafts,
+    )
+    run.worker.loses_files = rng.random() < 0.5
+    heads = [[rng.randrange(4) for _ in range(30)] for _ in range(3)]
+    for index in range(rng.randint(2, 12)):
+        name = f"r{index}"
+        prompt = rng.choice(heads)[: rng.randint(1, 30)] + [rng.randrange(4) for _ in range(rng.randint(1, 4))]
+        run.add(name, prompt, rng.randint(1, 12), priority=rng.randint(0, 2), arrival_time=float(index))
+        for _ in range(rng.choice([0, 0, 1, 6])):
+            run.step()
+            if num_drafts:
+                run.scheduler.update_draft_token_ids({name: drafts_of(run, name, rng) for name in run.requests})
+        if rng.random() < 0.15:
+            run.scheduler.finish_requests([rng.choice(list(run.requests))], RequestStatus.FINISHED_ABORTED)
+            check_scheduler(run.scheduler, under_way=bool(run.in_flight))
+        if rng.random() < 0.05:
+            run.in_flight.clear()
+            run.scheduler.start_over(())
+            run.worker.reset()
+            check_scheduler(run.scheduler)
+        if run.worker.disk_is_full is False and rng.random() < 0.05:
+            run.worker.disk_is_full = True
+    run.finish()
+    assert all(output.error is None for output in run.last.values())
+    run.connector.shutdown()
+
+
+def drafts_of(run: OffloadRun, name: str, rng: Random) -> list[int]:
+    """Two guesses, the first one often right."""
+    tokens = list(run.requests[name].all_token_ids)
+    right = toy_model(tokens)
+    return [right if rng.random() < 0.7 else rng.randrange(4), rng.randrange(4)]
+
+
+def _no_step() -> Any:
+    from minivllm.core.output import CachedRequestData, SchedulerOutput
+
+    return SchedulerOutput([], CachedRequestData(), {}, 0, {}, set(), set())

@@ -1,0 +1,226 @@
+"""Tiers below the pool change no token: in every combination, with pools so small that most requests are preempted."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from minivllm import LLM, SamplingParams
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
+from minivllm.config.units import GIB
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.errors import MinivllmError
+from minivllm.kv_connector.multi_connector import MultiConnector
+from minivllm.lab.inside import core_of
+
+SMALL: dict[str, Any] = {
+    "model": EMBEDDED_MODEL,
+    "device": "cpu",
+    "max_model_len": 96,
+    "block_size": 8,
+    "num_gpu_blocks_override": 15,
+    "max_num_batched_tokens": 40,
+}
+DRAFTS = {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+SECOND_TIER = 0.01
+
+
+def asked(seed: int = 0, count: int = 7) -> list[dict[str, list[int]]]:
+    """Random token ids; many begin alike."""
+    rng = Random(seed)
+    heads = [[rng.randrange(500) for _ in range(rng.randint(30, 60))] for _ in range(3)]
+    tails = [[rng.randrange(500) for _ in range(rng.randint(1, 12))] for _ in range(count)]
+    return [{"prompt_token_ids": rng.choice(heads) + tail} for tail in tails]
+
+
+def answers(llm: LLM, prompts: list[Any] | None = None) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    return [list(one.outputs[0].token_ids) for one in llm.generate(prompts or asked(), params, use_tqdm=False)]
+
+
+def with_tier(size: float = SECOND_TIER, **extra: Any) -> dict[str, Any]:
+    return {"kv_offloading_size": size, "kv_transfer_config": {"kv_connector_extra_config": extra}}
+
+
+def lookups(llm: LLM) -> tuple[int, int]:
+    """Tokens that were found in the tiers, and preemptions."""
+    stats = core_of(llm).scheduler.make_stats()
+    found = stats.connector_prefix_cache_stats
+    return found.hits + found.preempted_hits, stats.num_preemptions
+
+
+def check_nothing_is_held(llm: LLM) -> None:
+    scheduler = core_of(llm).scheduler
+    pool, side = scheduler.kv_cache_manager.block_pool, scheduler.remote.connector.scheduler_side
+    assert pool.get_num_free_blocks() == pool.num_usable_blocks
+    assert side.manager.num_pinned_blocks == 0
+    assert (side.state()["loading"], side.state()["storing"]) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[..., list[list[int]]]:
+    """The tokens of an engine with blocks for everybody, for each dtype of its cache."""
+    known: dict[str, list[list[int]]] = {}
+
+    def of(kv_cache_dtype: str = "auto") -> list[list[int]]:
+        if kv_cache_dtype not in known:
+            plain = SMALL | {"num_gpu_blocks_override": 200, "max_num_batched_tokens": 512}
+            known[kv_cache_dtype] = answers(LLM(**plain, kv_cache_dtype=kv_cache_dtype))
+        return known[kv_cache_dtype]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("settings", "extra"),
+    [
+        ({}, {}),
+        ({"kv_cache_dtype": "int8", "scheduling_policy": "priority"}, {"lazy_offload": True, "eviction_policy": "arc"}),
+        ({"speculative_config": DRAFTS}, {"offload_prompt_only": False}),
+        ({"speculative_config": NGRAM, "async_scheduling": True}, {"num_cpu_blocks": 8, "disk_bytes_to_use": 2**24}),
+        ({"async_scheduling": True, "scheduler_reserve_full_isl": False}, {"offload_prompt_only": False}),
+    ],
+    ids=["eager", "lazy, ARC, int8, priority", "draft model", "n-grams ahead, disk", "ahead"],
+)
+def test_the_same_tokens_with_tiers(
+    tmp_path: Path, expected: Callable[..., Any], settings: dict[str, Any], extra: dict[str, Any]
+) -> None:
+    if "disk_bytes_to_use" in extra:
+        extra = extra | {"disk_path": str(tmp_path)}
+    llm = LLM(**SMALL | settings, **with_tier(**extra))
+    for _ in range(2):
+        assert answers(llm) == expected(settings.get("kv_cache_dtype", "auto"))
+        check_nothing_is_held(llm)
+    found, preempted = lookups(llm)
+    assert found > 100
+    assert preempted > 3
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["TP", "PP"])
+def test_ranks_have_their_parts_of_each_tier(
+    tmp_path: Path, expected: Callable[..., Any], settings: dict[str, Any]
+) -> None:
+    disk = {"num_cpu_blocks": 8, "disk_path": str(tmp_path), "disk_bytes_to_use": 2**24}
+    llm = LLM(**SMALL | settings, **with_tier(**disk))
+    try:
+        assert [answers(llm), answers(llm)] == [expected(), expected()]
+        assert lookups(llm)[0] > 100
+        assert core_of(llm).scheduler.remote.connector.tier_state()["on_disk"] > 0
+        check_nothing_is_held(llm)
+    finally:
+        llm.shutdown()
+    ranks = {path.suffix for path in tmp_path.rglob("*.*")}
+    assert ranks == {".0", ".1"}
+
+
+def test_a_core_in_another_process_counts_and_tells(expected: Callable[..., Any]) -> None:
+    """vLLM's names in the metrics."""
+    llm = LLM(**SMALL, **with_tier(), multiprocess=True, disable_log_stats=False)
+    try:
+        assert [answers(llm), answers(llm)] == [expected(), expected()]
+        told = {one.name: one for one in llm.get_metrics()}
+    finally:
+        llm.shutdown()
+    values = {name.removeprefix("vllm:"): one.value for name, one in told.items() if hasattr(one, "value")}
+    assert values["external_prefix_cache_queries"] > values["external_prefix_cache_hits"] > 100
+    assert values["kv_offload_load_bytes"] > 0
+    assert values["kv_offload_store_bytes"] > 0
+    assert "kv_offload_store_time" in values
+    blocks = values["simple_kv_offload_used_blocks"]
+    assert 0 < values["kv_offload_cpu_cache_usage_perc"] < 1
+    outcomes = told["vllm:simple_kv_offload_save_outcomes"]
+    assert (outcomes.labels["outcome"], outcomes.value) == ("stored", blocks)
+    assert told["vllm:kv_offload_config_info"].labels["eviction_policy"] == "lru"
+    assert told["vllm:kv_offload_store_size"].count > 0
+
+
+def test_tiers_and_another_connector_go_together(tmp_path: Path, expected: Callable[..., Any]) -> None:
+    """The other one is asked first; what both have it loads, what it has not the tier loads."""
+    files = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
+    for ahead in (False, True):
+        llm = LLM(**SMALL, kv_transfer_config=files, kv_offloading_size=SECOND_TIER, async_scheduling=ahead)
+        connector = core_of(llm).scheduler.remote.connector
+        assert isinstance(connector, MultiConnector)
+        assert answers(llm) == expected()
+        for path in tmp_path.rglob("*.safetensors"):
+            path.unlink()
+        assert answers(llm) == expected()
+        assert connector.connectors[1].tier_state()["used"] > 0
+        assert lookups(llm)[0] > 100
+
+
+def test_files_are_found_again_and_damaged_ones_computed(tmp_path: Path, expected: Callable[..., Any]) -> None:
+    disk = with_tier(num_cpu_blocks=4, disk_path=str(tmp_path), disk_bytes_to_use=2**24)
+    first = LLM(**SMALL, **disk)
+    assert answers(first) == expected()
+    first.shutdown()
+    files = sorted(tmp_path.rglob("*.0"))
+    assert len(files) > 8
+    for path in files[::3]:
+        path.write_bytes(path.read_bytes()[:-5])
+    again = LLM(**SMALL, **disk)
+    assert answers(again) == expected()
+    assert lookups(again)[0] > 0
+    assert again.reset_prefix_cache(reset_connector=True)
+    assert answers(again, asked()[:1]) == expected()[:1]
+    again.shutdown()
+
+
+def test_a_failed_step_empties_the_tiers_and_costs_nobody_a_token(expected: Callable[..., Any]) -> None:
+    llm = LLM(**SMALL, **with_tier())
+    assert answers(llm) == expected()
+    core = core_of(llm)
+    assert core.scheduler.remote.connector.tier_state()["used"] > 0
+    assert core.reset_running_requests()
+    assert core.scheduler.remote.connector.tier_state()["used"] == 0
+    assert answers(llm) == expected()
+    check_nothing_is_held(llm)
+
+
+def test_the_tier_is_in_the_report_of_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """On a CPU it lies in the memory that the cache would have."""
+    settings = {name: value for name, value in SMALL.items() if name != "num_gpu_blocks_override"}
+    plain, llm = LLM(**settings), LLM(**settings, **with_tier(0.25))
+    rows = {row.name: row.bytes for row in core_of(llm).ledger.rows}
+    assert rows["KV cache, second tier in host memory"] == GIB // 4
+    assert sum(rows.values()) == core_of(llm).ledger.device.memory_bytes
+    assert core_of(plain).ledger.num_blocks >= core_of(llm).ledger.num_blocks
+    said = [record.getMessage() for record in caplog.records]
+    assert any(re.match(r"Memory: 0\.2\d+ GiB KV cache in host memory \([\d,]+ blocks\)", line) for line in said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_offloading_backend": "lmcache"}, "kv_offloading_backend 'lmcache' is not served: \"native\""),
+        ({"kv_offloading_size": 0}, "must be a number of GiB above 0"),
+        ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "leave enable_prefix_caching on"),
+        ({"kv_offloading_size": 1.0, "use_kv_cache": False}, "leave it True"),
+        ({"kv_transfer_config": {"kv_connector_extra_config": {}}}, "lacks kv_connector"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(MinivllmError, match=re.escape(message)) as raised:
+        EngineArgs(**settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_options_stand_where_vllm_has_them() -> None:
+    explicit = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
+    assert EngineArgs(kv_transfer_config=explicit).host_tier_bytes == 2**20
+    joined = EngineArgs(
+        kv_offloading_size=0.5, kv_transfer_config={"kv_connector_extra_config": {"eviction_policy": "arc"}}
+    )
+    assert joined.kv_transfer is not None
+    assert joined.kv_transfer.kv_connector_extra_config == {"cpu_bytes_to_use": GIB // 2, "eviction_policy": "arc"}
+    assert joined.kv_transfer.recomputes
+    assert EngineArgs(kv_offloading_size=0.5, pipeline_parallel_size=2, data_parallel_size=2).kv_transfer is not None
+    with pytest.raises(MinivllmError, match="does not go with this pipeline_parallel_size"):
+        EngineArgs(
+            kv_offloading_size=0.5, pipeline_parallel_size=2, kv_transfer_config={"kv_connector": "TCPConnector"}
+        )

@@ -1,0 +1,76 @@
+"""Blocks between a cache and host memory: the bytes are right, whatever their order and the pieces they come in."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from minivllm.kernels.copy_blocks import BlockRegions
+from minivllm.kv_connector import host_copies
+from minivllm.kv_connector.host_copies import HostCopies, host_buffer
+
+BLOCKS, RECORDS = 12, 9
+BLOCK_IDS, SLOTS = [3, 11, 1, 7, 2, 5], [4, 5, 6, 0, 8, 2]
+
+
+class StreamDouble:
+    """A stream of a CPU, on which everything is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.waited: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.waited.append(event)
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture(params=["cpu", "staged", pytest.param("cuda", marks=pytest.mark.gpu)])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HostCopies:
+    """On a CPU; on a GPU; and as on a GPU, with memory of the CPU. The staging buffer has room for four blocks."""
+    device = torch.device("cuda" if request.param == "cuda" else "cpu")
+    cache = [torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8, device=device) for size in (64, 64, 12)]
+    regions = BlockRegions.of(cache)
+    monkeypatch.setattr(host_copies, "STAGING_BYTES", 4 * regions.record_bytes + 1)
+    copies = HostCopies(regions)
+    if request.param == "staged":
+        monkeypatch.setattr(torch.cuda, "Stream", StreamDouble)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        copies._begin_staging()
+    return copies
+
+
+def record_of(copies: HostCopies, block: int) -> torch.Tensor:
+    return torch.cat([tensor[block].cpu() for tensor in copies.regions.tensors])
+
+
+def test_blocks_are_where_they_belong_and_nothing_else_is_written(copies: HostCopies) -> None:
+    record = copies.regions.record_bytes
+    host = host_buffer(RECORDS, record, copies.regions.device.type == "cuda").fill_(7)
+    copies.to_host(BLOCK_IDS, host, SLOTS)
+    for slot in range(RECORDS):
+        wanted = record_of(copies, BLOCK_IDS[SLOTS.index(slot)]) if slot in SLOTS else torch.full((record,), 7)
+        assert torch.equal(host.view(RECORDS, record)[slot], wanted.to(torch.uint8))
+
+
+def test_what_comes_back_is_what_was_there(copies: HostCopies) -> None:
+    before = [record_of(copies, block) for block in range(BLOCKS)]
+    host = host_buffer(RECORDS, copies.regions.record_bytes, copies.regions.device.type == "cuda")
+    copies.to_host(BLOCK_IDS, host, SLOTS)
+    for tensor in copies.regions.tensors:
+        tensor[BLOCK_IDS] = 0
+    copies.from_host(BLOCK_IDS, host, SLOTS)
+    for block, wanted in enumerate(before):
+        assert torch.equal(record_of(copies, block), wanted)
+
+
+def test_a_store_waits_for_what_computes_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", StreamDouble)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    copies = HostCopies(BlockRegions.of([torch.ones(2, 8, dtype=torch.uint8)]))
+    copies._begin_staging()
+    event = object()
+    copies.to_host([1], host_buffer(1, 8, pinned=False), [0], event)
+    assert copies._stream.waited == [event]
