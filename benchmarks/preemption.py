@@ -22,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,11 +43,11 @@ from minivllm.simulate.preemption_checks import AT_ONCE, PUBLISHED, REQUESTS, SE
 from minivllm.simulate.victims import RULES
 
 NAME, MAX_MODEL_LEN, BLOCK_SIZE = "tiny-python", 512, 16
-POOLS = (768, 384, 288, 224, 176, 128, 80)
+POOLS = (768, 384, 256, 192, 128, 80)
 QUICK_POOLS = (768, 128)
 """Blocks that requests can use; a server gets one more, the null block."""
 INPUT_LEN, OUTPUT_LEN, RANGE_RATIO = 64, 192, 0.75
-LOADED, CLIENTS, SHARE_OF_CAPACITY = 240, 32, 0.6
+LOADED, CLIENTS, SHARE_OF_CAPACITY = 160, 32, 0.6
 ASK_EVERY = 0.1
 """Seconds between two looks at how full the pool is."""
 COUNTERS = {"preemptions": "vllm:num_preemptions_total", "recomputed_tokens": "minivllm:recomputed_tokens_total"}
@@ -83,10 +82,12 @@ def show_waste(found: dict[str, Any]) -> None:
             cells = [f"{kinds[admission][blocks]['share']:.1%}" for blocks in pools]
             rows.append((f"{victim}; admitted if {words} fits", *cells))
     caption = (
-        f"Published: vllm#54644, lengths not given. Ours: {REQUESTS} requests, {AT_ONCE} at once, steps of {STEP} tokens; "
+        f"Published: vllm#54644, no lengths given. Ours: {REQUESTS} requests, {AT_ONCE} at once, {STEP} tokens a step; "
         "lengths guessed."
     )
-    table("Computed a second time, of all computed tokens", ("victim", *(f"{one} blocks" for one in pools)), rows, caption)
+    table(
+        "Computed a second time, of all computed tokens", ("victim", *(f"{one} blocks" for one in pools)), rows, caption
+    )
 
 
 # ---- the cliff on a live server
@@ -181,36 +182,54 @@ def show_cliff(found: dict[str, Any]) -> None:
     columns = ("blocks", "of filled", "p99 ms", "p99 first", "tokens/s", "preempted", "twice", "full")
     work = found["work"]
     caption = (
-        f"{work['requests']} requests at {found['rate']:.1f} a second, {SHARE_OF_CAPACITY:.0%} of what {CLIENTS} clients "
-        f"get; with the largest pool they fill {found['filled']:.0f} blocks on average, {found['most_filled']:.0f} at most. "
-        "Twice: tokens computed again, of all computed. Full: on average."
+        f"{work['requests']} requests at {found['rate']:.1f} a second, {SHARE_OF_CAPACITY:.0%} of what {CLIENTS} "
+        f"clients get; with the largest pool they fill {found['filled']:.0f} blocks on average, "
+        f"{found['most_filled']:.0f} at most. Twice: tokens computed again, of all computed. Full: on average."
     )
     table("A live server by the size of its pool", columns, rows, caption)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure, show, keep."""
-    began = time.perf_counter()
-    pools = arguments.pools or (QUICK_POOLS if arguments.quick else POOLS)
-    control = Control()
-    with control.watch():
-        cliff = measure_cliff(pools, 60 if arguments.quick else LOADED)
-    show_cliff(cliff)
-    tokens = measure_waste(arguments.quick)
-    show_waste(tokens)
-    figures = {"cliff": cliff, "waste": tokens, "disturbance": control.record()}
-    if words := control.disturbance():
-        console.print(f"This machine was disturbed ({words}).")
-    found = record("preemption", figures | {"seconds": time.perf_counter() - began})
+    figures: dict[str, Any] = {}
+    if arguments.part != "waste":
+        figures = timed_cliff(arguments)
+        show_cliff(figures["cliff"])
+    if arguments.part != "cliff":
+        figures["waste"] = measure_waste(arguments.quick)
+        show_waste(figures["waste"])
+    found = joined(arguments.json, record("preemption", figures))
     print(json.dumps(found))
     if arguments.json:
         write_record(arguments.json, found)
 
 
+def timed_cliff(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The cliff, and whether anything disturbed it."""
+    control, pools = Control(), arguments.pools or (QUICK_POOLS if arguments.quick else POOLS)
+    with control.watch():
+        cliff = measure_cliff(pools, 60 if arguments.quick else LOADED)
+    if words := control.disturbance():
+        console.print(f"This machine was disturbed ({words}).")
+    return {"cliff": cliff, "disturbance": control.record()}
+
+
+def joined(path: str | None, found: dict[str, Any]) -> dict[str, Any]:
+    """The record with what the file has of a part that was not measured now."""
+    try:
+        earlier = json.loads(Path(path or "").read_text())["figures"]
+    except (OSError, ValueError, KeyError):
+        return found
+    return found | {"figures": earlier | found["figures"]}
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--pools", type=positive_int, nargs="+", help="blocks that requests can use (default: 768 to 80)")
+    flags.add_argument(
+        "--pools", type=positive_int, nargs="+", help="blocks that requests can use (default: 768 to 80)"
+    )
+    flags.add_argument("--part", choices=("cliff", "waste"), help="this one alone; FILE keeps what it has of the other")
     flags.add_argument("--quick", action="store_true", help="two pools, two victims, fewer requests")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     return flags

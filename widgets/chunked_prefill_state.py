@@ -33,6 +33,7 @@ START = {
     "ttft": 0.5, "judged": "clients", "model": "Llama-3.1-8B", "gpu": "H100",
 }  # fmt: skip
 
+
 @dataclass(frozen=True)
 class State:
     """One engine at every budget that has been run so far."""

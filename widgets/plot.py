@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from minivllm.lab.drawing import QUIET, Point, number, text_width, wrapped
 from minivllm.lab.palette import INK, VERMILLION
@@ -20,6 +21,7 @@ HIT = 9
 """Radius in pixels within which the pointer meets a value of a curve."""
 LEAST_ROOM = 110
 """Pixels that a broken region is wide at least, for words to stand in it."""
+Number = TypeVar("Number", int, float)
 MARGIN, WIDE = 16, 600
 """Pixels around a picture, and from which width on its parts stand side by side."""
 
@@ -138,7 +140,7 @@ class Axes:
             if self.box.y - 1 <= point[1] <= self.box.bottom + 1:
                 self.drawing.circle(point, HIT, "transparent", stroke="none", tip=tip, group=group)
 
-    def strips(self, xs: Sequence[float]) -> Iterator[tuple[float, Box]]:
+    def strips(self, xs: Sequence[Number]) -> Iterator[tuple[Number, Box]]:
         """Each of some values along a logarithmic axis with the part of the plot that is nearest to it: for tips."""
         edges = [self.x.low, *(math.sqrt(low * high) for low, high in pairwise(xs)), self.x.high]
         for value, low, high in zip(xs, edges, edges[1:], strict=False):

@@ -148,8 +148,8 @@ def _words(state: State) -> str:
         return f"Pool {tokens(state.pool)}."
     point = state.points[state.pool]
     return (
-        f"Pool {tokens(state.pool)}: {SHARE:.0%} within {seconds(state.latency(state.pool))}, {point.wasted:.1%} of the "
-        "work done twice."
+        f"Pool {tokens(state.pool)}: {SHARE:.0%} within {seconds(state.latency(state.pool))}, {point.wasted:.1%} of "
+        "the work done twice."
     )
 
 

@@ -33,7 +33,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Latency over the pool; beside it what the GPU's work is worth, and what a victim costs; below, the pool."""
     serving = state.serving
     drawing = Drawing(width, 0, "When the pool is too small", f"Latency over the pool, {state.pool} tokens here")
-    y = drawing.heading((MARGIN, 23), f"How long {SHARE:.0%} of the requests take at most")
+    y = drawing.heading((MARGIN, 23), "When the pool is too small")
     off = f", a step off by {state.error:.0%} (median)" if state.error else ""
     who = "your function chooses who goes" if state.own else RULE_WORDS[serving.rule]
     note = (
@@ -104,7 +104,7 @@ def _draw_latency(axes: Axes, state: State, pinned: State | None) -> None:
     axes.here(state.pool, "pool", f"pool {tokens(state.pool)}")
     with axes.drawing.answer():
         for pool, strip in axes.strips(pools):
-            axes.drawing.rect(strip, "transparent", tip=_tip(state, int(pool)))
+            axes.drawing.rect(strip, "transparent", tip=_tip(state, pool))
 
 
 def _draw_broken(axes: Axes, state: State) -> None:
@@ -160,17 +160,16 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
     ticks = [tick for tick in axes.y.ticks(3) if tick]
     axes.frame("", "tokens/s: all, and new ones", x_ticks=(), y_ticks=ticks, y_format=short)
     with drawing.answer():
-        ratios = [max(one.wasted, 1e-9) / THRASH for one in known]
-        for span in spans(pools, ratios):
-            axes.broken(*span, "thrash", down=0)
+        for span in state.where([max(one.wasted, 1e-9) / THRASH for one in known]):
+            axes.broken(*span, "thrash")
         axes.line(pools, [one.computed / one.seconds for one in known], ORANGE, width=1.8, dash="4 3")
         axes.line(pools, [(one.computed - one.recomputed) / one.seconds for one in known], BLUE)
     _draw_here(axes, state)
     with drawing.answer():
         for pool, strip in axes.strips(pools):
-            point = state.points[int(pool)]
+            point = state.points[pool]
             new = (point.computed - point.recomputed) / point.seconds
-            said = f"Pool {int(pool):,}: {point.computed / point.seconds:,.0f} tokens a second, {new:,.0f} of them new"
+            said = f"Pool {pool:,}: {point.computed / point.seconds:,.0f} tokens a second, {new:,.0f} of them new"
             drawing.rect(strip, "transparent", tip=f"{said}; {point.tokens / point.seconds:,.0f} are of answers")
 
 
@@ -187,13 +186,14 @@ def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
     axes = Axes(drawing, box, LINK, _span(0.7 * min(found.recompute, *swaps), 1.4 * max(found.recompute, *swaps)))
     low, high = math.ceil(math.log10(axes.y.low) - 1e-9), math.floor(math.log10(axes.y.high) + 1e-9)
     axes.frame(
-        "link to the host, bytes a second", "a victim's token", x_ticks=(1e9, 1e10, 1e11), x_format=short,
+        "link to the host, bytes a second", "a victim's token, swapped", x_ticks=(1e9, 1e10, 1e11), x_format=short,
         y_ticks=[10.0**power for power in range(low, high + 1)], y_format=micro,
     )  # fmt: skip
     dearer = spans(rates, [one / found.recompute for one in swaps])
     for span in dearer:
-        axes.broken(*span, "swap dearer")
-    axes.mark_y(found.recompute, "computed again", ORANGE, dash="", below=axes.y.share(found.recompute) > 0.85)
+        axes.shade(*span, "swap costs more than computing again")
+    below = swaps[-1] > found.recompute or axes.y.share(found.recompute) > 0.85  # beside the curve, not on it
+    axes.mark_y(found.recompute, "computed again", ORANGE, dash="", below=below)
     axes.line(rates, swaps, BLUE)
     tip = (
         f"{serving.link.name}: {found.bandwidth / 1e9:.3g} GB/s in pieces of "

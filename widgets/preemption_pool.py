@@ -24,6 +24,8 @@ KINDS = {OUT: MISSED, AGAIN: ORANGE}
 
 def seconds(value: float) -> str:
     """A time in the unit that people would say."""
+    if value >= 999.5:
+        return f"{value:,.0f} s"
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
@@ -69,11 +71,11 @@ def window(state: State, point: Point) -> tuple[float, float]:
 
 
 def victims(point: Point, start: float, end: float) -> list[int]:
-    """Requests that have a row: those preempted in this time, the first ones first; else those who came last."""
+    """Requests that have a row: those preempted in this time, the first ones first; else those seen longest in it."""
     inside = [span for span in point.spans if span.start < end and span.end > start]
     out = [span.request for span in inside if span.kind == OUT and span.start >= start]
-    others = [span.request for span in reversed(inside)]
-    return sorted(list(dict.fromkeys([*out, *others]))[:ROWS])
+    longest = sorted(inside, key=lambda span: max(span.start, start) - min(span.end, end))
+    return sorted(list(dict.fromkeys([*out, *(span.request for span in longest)]))[:ROWS])
 
 
 def _slices(across: Scale) -> list[tuple[float, float]]:

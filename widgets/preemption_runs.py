@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.lab.bounded import bounded
@@ -27,6 +28,7 @@ from minivllm.simulate.offline import Stretch
 from minivllm.simulate.open_load import OpenEngine, OpenLoad
 from minivllm.simulate.preemption import LARGE, SMALL, Crossover, Pieces, effective_bandwidth
 from minivllm.simulate.victims import VictimScheduler, scheduler_with
+from minivllm.simulate.virtual_clock import SimulatedRequest
 from minivllm.simulate.workloads import RequestLengths, gamma_arrivals
 
 COUNTED, AFTER = 100, 30
@@ -123,6 +125,10 @@ class _Watched(OpenEngine):
     def steps_alike(self, running: Sequence) -> int:
         """One at a time where a test asks for it."""
         return 1 if self.one_by_one else super().steps_alike(running)
+
+    def request(self, index: int, spec: SimulatedRequest) -> Request:
+        """Every so many-th is urgent."""
+        return super().request(index, replace(spec, priority=int(index % URGENT != 0)))
 
     def seconds_of(self, stretch: Stretch) -> float:
         """The steps, and the copies before them."""
@@ -328,16 +334,13 @@ class Serving:
             policy="priority" if priority else "fcfs",
             scheduler_reserve_full_isl=self.admission == "whole",
         )
-        cache = CacheConfig(
-            num_gpu_blocks=1 + pool // BLOCK_SIZE, block_size=BLOCK_SIZE, enable_prefix_caching=False
-        )
+        cache = CacheConfig(num_gpu_blocks=1 + pool // BLOCK_SIZE, block_size=BLOCK_SIZE, enable_prefix_caching=False)
         kind = scheduler_with("" if priority else self.rule, swaps=self.policy != "recompute")
         return (scheduler_with_victims(own, kind) if own else kind)(config, cache)
 
     def work(self) -> OpenLoad:
         """What comes."""
-        priorities = [int(index % URGENT != 0) for index in range(self.come)]
-        return OpenLoad(self.lengths, self.arrivals, COUNTED, 0, to_the_end=True, priorities=priorities)
+        return OpenLoad(self.lengths, self.arrivals, COUNTED, 0, to_the_end=True)
 
 
 class Experiment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from minivllm.config.checks import require
@@ -101,11 +101,16 @@ class State:
     def late(self) -> list[Span]:
         """Where requests take too long, or the queue grows."""
         pools = self.pools
-        ratios = [max(self.latency(one) / self.limit, self.serving.load / self.capacity[one]) for one in pools]
+        return self.where(
+            [max(self.latency(one) / self.limit, self.serving.load / self.capacity[one]) for one in pools]
+        )
+
+    def where(self, ratios: Sequence[float]) -> list[Span]:
+        """Where a ratio, given for each pool that has been run, is above 1; no farther than the engine starts."""
         stopped = self.stopped
         least = max((high for low, high in stopped if low is None and high), default=None)
         most = min((low for low, _ in stopped if low), default=None)
-        return [(low or least, high or most) for low, high in spans(pools, ratios)]
+        return [(low or least, high or most) for low, high in spans(self.pools, ratios)]
 
     @property
     def stopped(self) -> list[Span]:

@@ -1,6 +1,7 @@
 """The benchmark of preemption: what it reads of a server's metrics, and what it says of a pool."""
 
 import contextlib
+import json
 
 import pytest
 
@@ -21,6 +22,13 @@ def test_a_metric_is_the_sum_over_all_cores(benchmark):
     assert benchmark.counted(text, "minivllm:recomputed_tokens_total") == 0
 
 
+def test_a_part_joins_what_the_file_has_of_the_other(benchmark, tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"figures": {"waste": 1, "cliff": 2}}))
+    assert benchmark.joined(str(path), {"figures": {"cliff": 3}}) == {"figures": {"waste": 1, "cliff": 3}}
+    assert benchmark.joined(None, {"figures": {"cliff": 3}}) == {"figures": {"cliff": 3}}
+
+
 class Server:
     """Answers as a server would that computed 40 tokens again."""
 
@@ -34,7 +42,10 @@ class Server:
 def test_what_is_wasted_is_a_share_of_all_that_was_computed(benchmark, monkeypatch):
     """Of two requests with 50 and 52 tokens, 100 are computed at least: a last token never is."""
     counts = iter(
-        [{"preemptions": 1, "recomputed_tokens": 10, "usage": 0}, {"preemptions": 4, "recomputed_tokens": 60, "usage": 0}]
+        [
+            {"preemptions": 1, "recomputed_tokens": 10, "usage": 0},
+            {"preemptions": 4, "recomputed_tokens": 60, "usage": 0},
+        ]
     )
     monkeypatch.setattr(benchmark, "metrics", lambda port: next(counts))
     monkeypatch.setattr(benchmark, "watched", lambda port: contextlib.nullcontext([0.25, 0.75]))

@@ -199,9 +199,7 @@ def test_the_edge_lies_where_the_load_fills_the_pool():
     assert inside == pytest.approx(14 * state.serving.answer * step, rel=0.02)
     first = min(pool for pool in state.pools if not state.points[pool].preemptions)
     assert edge < first < 2 * edge
-    assert [state.latency(pool) > state.latency(first) for pool in state.pools] == [
-        pool < edge for pool in state.pools
-    ]
+    assert [state.latency(pool) > state.latency(first) for pool in state.pools] == [pool < edge for pool in state.pools]
 
 
 def test_a_pool_that_is_never_full_is_not_run_again():
@@ -303,7 +301,11 @@ def test_what_breaks_is_shaded_with_its_cause():
         drawn = ET.fromstring(widget.figure(state))
         return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
 
-    assert regions(swept()) == ["full: 13 requests a second at most, and 14 come", "thrash", "swap dearer"]
+    assert regions(swept()) == [
+        "full: 13 requests a second at most, and 14 come",
+        "thrash",
+        "swap costs more than computing again",
+    ]
     said = regions(next(iter(widget.sweep(gpu="L4"))))
     assert any(re.match(r"does not start: L4 has room for [\d,]+ tokens", words) for words in said)
     slow = regions(here(policy="small", link="10 Gb/s", load=8.0))

@@ -25,7 +25,7 @@ FREE = Pieces("without a cost of their own", per_layer=False, seconds=0)
 
 
 def test_llama_8b_on_an_h100_as_computed_by_hand():
-    """2 x 8.03e9 / (0.5 x 989.4e12) = 32.5 µs to compute a token again; 131,072 bytes / 50 GB/s = 2.62 µs to copy it."""
+    """2 x 8.03e9 / (0.5 x 989.4e12) = 32.5 µs to compute a token again; 131,072 B / 50 GB/s = 2.62 µs to copy it."""
     back, both = (Crossover.of(LLAMA, H100, PCIE5, FREE, directions) for directions in (1, 2))
     assert back.recompute == pytest.approx(2 * 8.03e9 / (0.5 * 989.4e12), rel=1e-3)
     assert back.copy == pytest.approx(2.62e-6, rel=1e-3)

@@ -22,17 +22,19 @@ def test_the_shape_of_the_published_table_is_ours():
     found = {blocks: by_first_chunk(blocks) for blocks in PUBLISHED}
     for blocks, published in PUBLISHED.items():
         assert found[blocks].share == pytest.approx(published.wasted, abs=0.05)
-    assert [found[blocks].share for blocks in sorted(found)] == sorted((one.share for one in found.values()), reverse=True)
+    shares = [found[blocks].share for blocks in sorted(found)]
+    assert shares == sorted(shares, reverse=True)
     assert found[2800].preemptions == 0
 
 
 def test_the_smallest_loss_and_the_whole_sequence_waste_less():
-    """At the published worst case. `least computed` cuts what is computed twice, and so does admitting who fits whole."""
+    """At the published worst case, both `least computed` and admitting only who fits whole compute less twice."""
     useful = sum(one.prompt_tokens + one.output_tokens - 1 for one in workload())
     runs = [by_first_chunk(400), waste(400, False, "least computed"), waste(400, True), waste(400, True, caching=True)]
     for one in runs[:3]:
         assert one.computed - one.recomputed == useful
     last, least, whole, cached = (one.recomputed for one in runs)
-    assert least < (1 - PUBLISHED[400].less) * last
+    assert least < 0.57 * last  # published: down by 43 %
+    assert PUBLISHED[400].less == 0.43
     assert whole < last / 5
     assert cached < whole

@@ -35,9 +35,7 @@ def first_victim(victim: str, policy: str = "fcfs") -> str:
     """Of three requests that fill a pool of 8 blocks: a has 1 token and much to come, b has most, c has 2 to come."""
     scheduler = made(victim, 8, policy=policy)
     for name, prompt, answer, priority in (("a", 4, 24, 1), ("b", 14, 9, 2), ("c", 8, 6, 0)):
-        scheduler.add_request(
-            Request(name, [1] * prompt, max_tokens=answer, arrival_time=ord(name), priority=priority)
-        )
+        scheduler.add_request(Request(name, [1] * prompt, max_tokens=answer, arrival_time=ord(name), priority=priority))
     for _ in range(20):
         _, preempted = step(scheduler)
         if preempted:
@@ -60,12 +58,10 @@ def test_without_a_rule_the_policy_decides():
 
 
 def run(victim: str, swaps: bool, seed: int, budget: int = 64) -> tuple[VictimScheduler, list[Request], int, list[int]]:
-    """Random requests in a pool that is too small; the scheduler, the requests, tokens computed, blocks out and back."""
+    """Random requests in a pool that is too small; the scheduler, they, tokens computed, blocks out and back."""
     draw = random.Random(seed)
     scheduler = made(victim, 10, swaps, budget=budget)
-    requests = [
-        Request(str(index), [1] * draw.randint(1, 12), max_tokens=draw.randint(1, 20)) for index in range(16)
-    ]
+    requests = [Request(str(index), [1] * draw.randint(1, 12), max_tokens=draw.randint(1, 20)) for index in range(16)]
     for request in requests:
         scheduler.add_request(request)
     computed, copied = 0, [0, 0]

@@ -87,8 +87,6 @@ class OpenLoad:
     seed: int = 0
     to_the_end: bool = False
     """Serve the counted ones until their last token, also when nobody else comes; else a queue is left as it is."""
-    priorities: Sequence[int] = ()
-    """Of those who come, as long as `lengths`; empty: all are alike."""
 
     def there_at_start(self, budget: int) -> list[SimulatedRequest]:
         """Requests somewhere in their answers. What they have so far counts as their prompt.
@@ -167,8 +165,12 @@ class OpenEngine(Stretches):
         return max(1, min(steps, math.ceil(gap / self.step_seconds)))
 
     def seconds_of(self, stretch: Stretch) -> float:
-        """What a stretch takes."""
+        """Seconds of the stretch that was just taken."""
         return stretch.seconds(self.cost)
+
+    def request(self, index: int, spec: SimulatedRequest) -> Request:
+        """Arrival `index`, as the scheduler gets it."""
+        return to_request(self.load.at_start + index, spec, spec.arrival)
 
     def _work(self) -> int:
         self.stretch()
@@ -192,9 +194,8 @@ class OpenEngine(Stretches):
         arrivals, load = self.load.arrivals, self.load
         while self.come < len(arrivals) and arrivals[self.come] <= self.now:
             at, one = arrivals[self.come], load.lengths[self.come]
-            priority = load.priorities[self.come] if load.priorities else 0
-            spec = SimulatedRequest(one.prompt_tokens, one.output_tokens, at, priority)
-            self.scheduler.add_request(to_request(load.at_start + self.come, spec, at))
+            spec = SimulatedRequest(one.prompt_tokens, one.output_tokens, at)
+            self.scheduler.add_request(self.request(self.come, spec))
             self.come += 1
             self.settled = False
 

@@ -1,16 +1,16 @@
-"""What it costs to take a request's blocks away and to bring it back: computed again, or copied to the host. *Modelled*.
+"""What it costs to take a request's blocks away and bring it back: computed again, or copied to the host. *Modelled*.
 
     crossover = Crossover.of(known_model("Meta-Llama-3-8B"), get_hardware("H100"), get_link("PCIe 5"), LARGE)
     crossover.recompute, crossover.copy, crossover.ratio      # 32 µs and 2.7 µs for each token, 12 times cheaper
 
-Of T tokens, computing again takes 2 N T / (share of the peak × FLOP/s), and a copy takes T × bytes per token / bandwidth
-and a little for each piece: both grow with T, which cancels. A swap copies twice, out and back; a host tier, which has
-stored the blocks before they are missed, copies back only. What is left out: attention over what stands before, which
-makes computing again dearer the longer a request is (`recompute_seconds` can count it), and the engine's other work
-meanwhile.
+Of T tokens, computing again takes 2 N T / (share of the peak × FLOP/s), and a copy takes T × bytes per token /
+bandwidth, and a little for each piece: both grow with T, which cancels. A swap copies twice, out and back; a host tier,
+which has stored the blocks before they are missed, copies back only. What is left out: attention over what stands
+before, which makes computing again dearer the longer a request is (`recompute_seconds` can count it), and the engine's
+other work meanwhile.
 
-How large the pieces of a copy are decides: vLLM's caches had a place for each layer, keys and values apart, until v0.11;
-since v0.12 a block of all layers is one piece (vllm#27743; vLLM blog, 2026-01-08).
+How large the pieces of a copy are decides: vLLM's caches had a place for each layer, keys and values apart, until
+v0.11; since v0.12 a block of all layers is one piece (vllm#27743; vLLM blog, 2026-01-08).
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def recompute_seconds(
 ) -> float:
     """Seconds until so many tokens are computed again, alone, in steps so large that arithmetic is the limit.
 
-    2 N operations for each token, and with `attention` 4 × layers × query heads × head size for each pair of a token and
-    one before it.
+    2 N operations for each token, and with `attention` 4 × layers × query heads × head size for each pair of a token
+    and one before it, or itself.
 
     Raises:
         MinivllmError: fewer than 0 tokens, a share outside (0, 1], or no units for the model's dtype.

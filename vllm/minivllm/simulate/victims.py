@@ -92,9 +92,7 @@ class VictimScheduler(Scheduler):
         found, kept = super()._find_prefix(request), self.on_host.get(request.request_id, 0)
         return found if found is None or kept <= found.num_tokens else Prefix((), 0, num_external=kept)
 
-    def _admit(
-        self, request: Request, step: Step, chunk_limit: int, queue: RequestQueue | None = None
-    ) -> bool | None:
+    def _admit(self, request: Request, step: Step, chunk_limit: int, queue: RequestQueue | None = None) -> bool | None:
         admitted = super()._admit(request, step, chunk_limit, queue)
         if admitted:
             self._copied[1] += self._blocks(self.on_host.pop(request.request_id, 0))
