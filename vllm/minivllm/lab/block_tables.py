@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.request import Request
 
@@ -50,3 +52,28 @@ class BlockTables:
     def free(self, name: str) -> None:
         """Frees a request's blocks, last block first; one without blocks is no mistake."""
         self.pool.free_blocks(reversed(self.tables.pop(name, [])))
+
+
+class Memory(BlockTables):
+    """Tables that grow: a request gets blocks when it needs them, one after another."""
+
+    def wanted(self, request: Request) -> int:
+        """Tokens that a request has not computed: one if it decodes."""
+        return request.num_tokens - request.num_computed_tokens
+
+    def allocate(self, request: Request, num_tokens: int, hits: Sequence[KVCacheBlock] = (), must_fit: int = 0) -> bool:
+        """Blocks for its next tokens, behind those that were found; False, and nothing changes, if they do not fit.
+
+        `must_fit`: so many tokens, more than it gets now, have to fit.
+        """
+        table = self.tables.get(request.request_id, [])
+        start = request.num_computed_tokens + len(hits) * self.block_size
+        missing, most = (
+            max(0, -(-(start + tokens) // self.block_size) - len(table) - len(hits))
+            for tokens in (num_tokens, max(num_tokens, must_fit))
+        )
+        if most > self.pool.get_num_free_blocks() - sum(block.ref_cnt == 0 for block in hits):
+            return False
+        self.pool.touch(hits)
+        self.tables[request.request_id] = [*table, *hits, *self.pool.get_new_blocks(missing)]
+        return True

@@ -1,4 +1,4 @@
-"""The capstone: a server made of what a learner has written in exercises 01 to 10, and clients that ask it.
+"""The capstone: a server made of what a learner has written in exercises 01 to 11, and clients that ask it.
 
     uv run python -m minivllm.lab.capstone            # which parts are yours, and what the servers do with them
     uv run python -m minivllm.lab.capstone --serve    # and then `minivllm serve` with them, on port 8000
@@ -27,7 +27,7 @@ from minivllm.lab.plugged import Served
 from minivllm.lab.progress import working
 from minivllm.lab.tables import console, table
 
-NUMBERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10")
+NUMBERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11")
 PORT = 8000
 
 
@@ -46,6 +46,7 @@ SMALL_STEPS = {
     "long_prefill_token_threshold": 3,
     "long_prefill_token_threshold_adaptive": True,
 }
+FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 25, "max_model_len": 64}
 SERVERS = (
     Server("paged", ("02", "03", "04", "06"), {"enable_prefix_caching": False, "max_num_batched_tokens": 64}),
     Server("a block for each request", ("01", "06"), {"block_size": 64, "max_model_len": 64}),
@@ -54,7 +55,9 @@ SERVERS = (
         ("05", "06", "07", "10"),
         {"block_size": 4, "kv_cache_dtype": "int8", "speculative_config": DRAFTS, **SMALL_STEPS},
     ),
-    Server("heads in groups, drafts", ("06", "07", "09"), {"speculative_config": DRAFTS}),
+    Server(
+        "heads in groups, drafts, few blocks", ("06", "07", "09", "11"), {"speculative_config": DRAFTS, **FEW_BLOCKS}
+    ),
 )
 PAIR = Server("two engines in a row", ("03", "08"), {})
 ADD = "def add(a, b):\n    return"
@@ -185,7 +188,7 @@ def _parts(number: str) -> str:
     return {
         "01": "attention over contiguous caches", "02": "block pool", "03": "attention in tiles", "04": "scheduler",
         "05": "block names, int8 cache", "06": "collector, stop strings, disconnects", "07": "drafts, their verdict",
-        "08": "which blocks move", "09": "attention in groups", "10": "chunks",
+        "08": "which blocks move", "09": "attention in groups", "10": "chunks", "11": "who runs, who is preempted",
     }[number]  # fmt: skip
 
 

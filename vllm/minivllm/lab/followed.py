@@ -43,12 +43,16 @@ SCENES: dict[str, list[tuple[int, str, str]]] = {
     "company": [(0, NAME, PROMPT), (1, "for", "for i in range("), (1, "class", "class Queue:\n    def __init__(self")],
     "prefix hit": [(0, NAME, PROMPT), (2, "print", "def add(a, b):\n    print")],
     "long prompt": [(0, NAME, PROMPT), (1, "long", "x = 1\ny = 2\nif x < y:\n    x = x + y\n    y = x")],
+    "small pool": [(0, "class", "class Queue:\n    def __init__(self"), (1, NAME, PROMPT)],
 }
 """Scene -> (the step before which it arrives, name, prompt) of each request.
 
 In "company" a decode, a whole prompt and a chunk of a prompt share a step; in "prefix hit" the second request has the
-followed one's first 8 tokens, two full blocks; in "long prompt" a prompt of 25 tokens comes while it decodes.
+followed one's first 8 tokens, two full blocks; in "long prompt" a prompt of 25 tokens comes while it decodes; in
+"small pool" there are blocks for one and a half of two requests.
 """
+POOLS = {"small pool": (7, 16)}
+"""Scenes with another pool: (blocks, the greatest length of a request)."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ def followed(scene: str = "alone") -> Followed:
     if scene not in SCENES:
         raise MinivllmError(f"there is no scene {scene!r} (there are: {', '.join(SCENES)})")
     with without_info():
-        return _Recorder(SCENES[scene]).run()
+        return _Recorder(SCENES[scene], *POOLS.get(scene, (NUM_BLOCKS, 32))).run()
 
 
 @contextmanager
@@ -172,9 +176,9 @@ def without_info() -> Iterator[None]:
 
 
 class _Recorder:
-    def __init__(self, arrivals: Iterable[tuple[int, str, str]]) -> None:
+    def __init__(self, arrivals: Iterable[tuple[int, str, str]], num_blocks: int, max_model_len: int) -> None:
         self.tokenizer = load_tokenizer(EMBEDDED_MODEL)
-        self.core = _engine()
+        self.num_blocks, self.core = num_blocks, _engine(num_blocks, max_model_len)
         self.arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
         self.prompts = {name: self.tokenizer.encode(prompt).ids for _, name, prompt in self.arrivals}
         self.outputs: dict[str, list[int]] = {name: [] for name in self.prompts}
@@ -187,7 +191,7 @@ class _Recorder:
             self._admit_arrivals()
             self._step()
         served = {name: self._served(name) for name in self.prompts}
-        return Followed(served, tuple(self.steps), BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_BATCHED_TOKENS)
+        return Followed(served, tuple(self.steps), BLOCK_SIZE, self.num_blocks, MAX_NUM_BATCHED_TOKENS)
 
     def _admit_arrivals(self) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
@@ -255,12 +259,12 @@ class _Recorder:
         return Token(token_id, self.tokenizer.decode([token_id]))
 
 
-def _engine() -> EngineCore:
+def _engine(num_blocks: int, max_model_len: int) -> EngineCore:
     return bare_engine(
         EMBEDDED_MODEL,
         torch.device("cpu"),
-        CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS, enable_prefix_caching=True),
-        max_model_len=32,
+        CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks, enable_prefix_caching=True),
+        max_model_len=max_model_len,
         max_num_seqs=4,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         dtype="float32",

@@ -1002,3 +1002,41 @@ def _steps_of_tokens(llm: LLMEngine, asks: Mapping[str, Ask]) -> Seen:
                 firsts = firsts or number
                 seen[f"steps to the first and the last token of {name}"] = f"{firsts}, {number}"
     return seen
+
+
+# ---- lesson 11: memory that runs out ---------------------------------------------------------------------------------
+
+
+def by_priority() -> Seen:
+    """Four requests decode in 12 blocks of 4 slots, by priority; blocks run out again and again."""
+    return _tight_steps("priority", 13, {"a": (9, 14, 2), "b": (9, 14, 0), "c": (9, 14, 3), "d": (9, 14, 1)})
+
+
+def in_turn() -> Seen:
+    """Four requests, first come, first served, in 12 blocks of 4 slots, and short ones behind them in the queue."""
+    asks = dict.fromkeys("abcd", (9, 14, 0)) | {f"short {number}": (6, 2, 0) for number in range(3)}
+    return _tight_steps("fcfs", 13, asks)
+
+
+def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int, int]]) -> Seen:
+    """When each request (prompt, answer, priority) ended, its preemptions, and steps in which it ran without a token."""
+    limits = SchedulerConfig(max_model_len=24, max_num_batched_tokens=32, max_num_seqs=8, policy=policy)
+    pool = CacheConfig(num_gpu_blocks=num_blocks, block_size=4, enable_prefix_caching=False)
+    scheduler, ends, preempted, idle = Scheduler(limits, pool), {}, dict.fromkeys(asks, 0), dict.fromkeys(asks, 0)
+    for at, (name, (prompt, output, priority)) in enumerate(asks.items()):
+        request = Request(name, [0] * prompt, max_tokens=output, priority=priority, arrival_time=float(at))
+        scheduler.add_request(request)
+    for number in range(1, MOST_STEPS):
+        step, live = scheduler.schedule(), dict(scheduler.requests)
+        for request in scheduler.running:
+            idle[request.request_id] += request.request_id not in step.num_scheduled_tokens
+        for name in step.preempted_req_ids:
+            preempted[name] += 1
+        done = [name for name in step.num_scheduled_tokens if live[name].num_computed_tokens == live[name].num_tokens]
+        scheduler.update_from_output(step, ModelRunnerOutput({name: [1] for name in done}))
+        ends |= {name: number for name in live if name not in scheduler.requests}
+        if not scheduler.has_unfinished_requests():
+            break
+    seen: Seen = {f"{name} ends in step": ends.get(name, "never") for name in asks}
+    seen |= {f"times that {name} is preempted": count for name, count in preempted.items()}
+    return seen | {"steps without a token for somebody who runs": sum(idle.values())}

@@ -1,0 +1,529 @@
+"""Lesson 11: its steps are the engine's, its kernel and formulas are right, its exercise catches mistakes."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from kernels.harness import assert_compiles
+from lessons.harness import (
+    REPOSITORY,
+    assert_refuses,
+    checks_that_catch,
+    figures_of_quick_run,
+    problems_of,
+    script_path,
+)
+
+from minivllm.config import NO_PARTS, CacheConfig, SchedulerConfig
+from minivllm.core.output import ModelRunnerOutput
+from minivllm.core.request import Request
+from minivllm.core.scheduler import Scheduler
+from minivllm.errors import MinivllmError
+from minivllm.kernels.copy_blocks import BlockRegions, gather_blocks, scatter_blocks
+from minivllm.lab.exercise import load, plug_of
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.plugged import rows_of, serve
+from minivllm.lab.preempting_scheduler import scheduler_that_preempts
+from minivllm.lab.reports import preemption as report
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+from minivllm.simulate.preemption import SHARE_OF_PEAK, break_even_bandwidth, effective_bandwidth
+
+lesson = load(script_path("11"))
+TEXT = (REPOSITORY / "lessons" / "11_preemption.md").read_text()
+CPU = torch.device("cpu")
+
+# ---- its steps are the engine's --------------------------------------------------------------------------------------
+
+
+def workload(seed: int) -> tuple[list[tuple[str, int, int, int]], dict]:
+    """(name, prompt, output, priority) of requests that come at once, and settings with a small pool."""
+    draw = random.Random(seed)
+    requests = [
+        (f"r{i}", draw.randint(1, 14), draw.randint(1, 14), draw.randint(0, 2)) for i in range(draw.randint(2, 7))
+    ]
+    longest = max(prompt + output for _, prompt, output, _ in requests)
+    size = draw.choice([1, 2, 4])
+    blocks = -(-longest // size) + draw.randint(1, 6)
+    return requests, {"blocks": blocks, "size": size, "budget": draw.choice([8, 20, 64])}
+
+
+def engine_steps(requests, settings, policy, kind=Scheduler) -> tuple[list, Scheduler]:
+    """What the engine's scheduler gives in each step, and whom it preempts."""
+    limits = SchedulerConfig(max_model_len=28, max_num_batched_tokens=settings["budget"], max_num_seqs=8, policy=policy)
+    pool = CacheConfig(
+        num_gpu_blocks=max(settings["blocks"], -(-28 // settings["size"])) + 1, block_size=settings["size"],
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    scheduler, steps = kind(limits, pool), []
+    for at, (name, prompt, output, priority) in enumerate(requests):
+        scheduler.add_request(
+            Request(name, [0] * prompt, max_tokens=output, priority=priority, arrival_time=float(at), ignore_eos=True)
+        )
+    while scheduler.has_unfinished_requests():
+        decided, live = scheduler.schedule(), scheduler.requests
+        steps.append((list(decided.num_scheduled_tokens.items()), sorted(decided.preempted_req_ids)))
+        done = [name for name, _ in steps[-1][0] if live[name].num_computed_tokens == live[name].num_tokens]
+        scheduler.update_from_output(decided, ModelRunnerOutput({name: [1] for name in done}))
+    return steps, scheduler
+
+
+def lesson_steps(requests, settings, policy) -> tuple[list, int]:
+    """The same of the lesson's engine, and how many tokens it has computed again."""
+    blocks = max(settings["blocks"], -(-28 // settings["size"])) + 1
+    engine = lesson.Engine(report.NoModel(blocks, settings["size"]), policy, settings["budget"], 8)
+    everybody = [
+        engine.add(Request(name, [0] * prompt, max_tokens=output, priority=priority, arrival_time=float(at)))
+        for at, (name, prompt, output, priority) in enumerate(requests)
+    ]
+    steps = [(list(given.items()), sorted(preempted)) for given, preempted in engine.steps()]
+    return steps, engine.computed - sum(request.num_tokens - 1 for request in everybody)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_the_steps_are_the_engines(policy):
+    preemptions = 0
+    for seed in range(150):
+        requests, settings = workload(seed)
+        expected, scheduler = engine_steps(requests, settings, policy)
+        found, again = lesson_steps(requests, settings, policy)
+        assert found == expected, seed
+        assert again >= scheduler.num_recomputed_tokens, seed
+        preemptions += scheduler.num_preemptions
+    assert preemptions > 100
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_the_learners_loop_in_the_engine_is_the_engines(policy):
+    kind = scheduler_that_preempts(lesson.schedule_running, lesson.resume_at)
+    for seed in range(60):
+        requests, settings = workload(seed)
+        expected, ours = engine_steps(requests, settings, policy)
+        found, yours = engine_steps(requests, settings, policy, kind)
+        assert found == expected, seed
+        assert (yours.num_preemptions, yours.num_recomputed_tokens) == (
+            ours.num_preemptions,
+            ours.num_recomputed_tokens,
+        )
+
+
+def test_the_example_by_hand():
+    """The exercise on paper, on the lesson's own engine."""
+    engine = lesson.Engine(report.NoModel(6, 2), token_budget=8)
+    everybody = [engine.add(Request(name, [1, 1, 1], max_tokens=count)) for name, count in (("A", 5), ("B", 4))]
+    steps = [preempted for _, preempted in engine.steps()]
+    assert (steps, engine.computed - sum(one.num_tokens - 1 for one in everybody)) == lesson.first_steps()
+
+
+def _nobody(running, waiting, memory, budget, policy):
+    return {}, []
+
+
+def _keeps(running, waiting, memory, budget, policy):
+    gone = [running.pop()] if running else []
+    waiting.prepend_requests(gone)
+    return {}, gone
+
+
+def _too_many(running, waiting, memory, budget, policy):
+    return {one.request_id: 10_000 for one in running if memory.allocate(one, 1)}, []
+
+
+@pytest.mark.parametrize(
+    ("parts", "about"),
+    [
+        ({"schedule_running": _nobody}, "your schedule_running gives nobody a token"),
+        ({"schedule_running": _keeps}, "your schedule_running frees the blocks of"),
+        ({"schedule_running": _too_many}, "your schedule_running gives more than the budget"),
+    ],
+)
+def test_a_step_that_cannot_be_is_one_line(parts, about):
+    settings = {"blocks": 20, "size": 2, "budget": 8}
+    with pytest.raises(MinivllmError, match=about):
+        engine_steps([("a", 3, 4, 0), ("b", 3, 4, 0)], settings, "fcfs", scheduler_that_preempts(**parts))
+
+
+def test_a_place_to_resume_that_cannot_be_is_one_line():
+    kind = scheduler_that_preempts(resume_at=lambda num_tokens, *_: num_tokens)
+    scheduler = kind(SchedulerConfig(max_model_len=16), CacheConfig(num_gpu_blocks=20, block_size=4))
+    scheduler.add_request(Request("a", [1] * 8, max_tokens=2))
+    with pytest.raises(MinivllmError, match="your resume_at says 8 of 8 tokens"):
+        scheduler.schedule()
+
+
+# ---- swap ------------------------------------------------------------------------------------------------------------
+
+
+def test_swap_brings_every_bit_back_to_other_blocks():
+    cache = torch.randn(4, 12, 2, 1, 8)
+    expected = cache[:, [3, 9, 1]].clone()
+    for gathered in (False, True):
+        mine = cache.clone()
+        space = lesson.SwapSpace(mine, 5, gathered)
+        space.swap_out("a", [3, 9, 1])
+        mine.fill_(float("nan"))
+        space.swap_in("a", [2, 5, 7])
+        assert torch.equal(mine[:, [2, 5, 7]], expected)
+        assert len(space.free) == 5
+        assert space.num_copies == (2 if gathered else 2 * 3 * 4)
+
+
+def test_swap_computes_nothing_twice():
+    blocks, ends = 9, []
+    for make in (
+        lambda m: lesson.Engine(m),
+        lambda m: lesson.SwappingEngine(m, lesson.SwapSpace(torch.zeros(2, 10, 1), 50)),
+    ):
+        engine = make(report.NoModel(blocks, 2))
+        everybody = [engine.add(Request(name, [1] * 3, max_tokens=9)) for name in "abc"]
+        steps = sum(1 for _ in engine.steps())
+        ends.append((steps, sum(one.num_preemptions for one in everybody) > 0, engine.computed))
+    assert [one[1] for one in ends] == [True, True]
+    assert ends[0][2] > ends[1][2] == 3 * (3 + 9 - 1)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [1, 16, 129])
+@pytest.mark.parametrize("blocks", [[], [4], [9, 0, 4, 10]])
+def test_it_agrees_with_the_engines_kernel(words, blocks, device):
+    torch.manual_seed(words)
+    tensors, staging = report.swap_case(words)
+    tensors = [one.to(device) for one in tensors]
+    regions, slots = BlockRegions.of(tensors), [5, 0, 3, 1][: len(blocks)]
+    ids = [torch.tensor(one, dtype=torch.int32, device=device) for one in (blocks, slots)]
+    mine = lesson.launch(tensors, *ids, staging.to(device), True)
+    its = torch.zeros(staging.numel() * 4, dtype=torch.uint8, device=device)
+    gather_blocks(regions, ids[0], its, ids[1], block_major=True)
+    assert torch.equal(mine.cpu().view(torch.uint8).flatten(), its.cpu())
+    back, there = ([torch.zeros_like(one) for one in tensors] for _ in range(2))
+    lesson.launch(back, *ids, mine, False)
+    scatter_blocks(BlockRegions.of(there), ids[0], its, ids[1], block_major=True)
+    for one, other, source in zip(back, there, tensors, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one[blocks], source[blocks])
+
+
+def test_a_block_that_is_not_there_moves_nothing(device):
+    found = report.verify_kernel(lesson.launch, device)
+    assert found["largest_error"] == 0
+
+
+@pytest.mark.interpreted
+def test_each_word_moves_once():
+    tensors, staging = report.swap_case(40)
+    addresses = torch.tensor([one.data_ptr() for one in tensors])
+    ids = [torch.tensor(one, dtype=torch.int32) for one in ([3, 8], [0, 4])]
+    trace = trace_kernel(
+        lesson.swap_kernel, (2, 4, 3), addresses, *ids, staging, 40, TO_STAGING=True, BLOCK=16,
+        reached={str(index): one for index, one in enumerate(tensors)},
+    )  # fmt: skip
+    assert not trace.races + trace.out_of_bounds
+    assert trace.bytes_written == trace.bytes_written_once == 2 * 4 * 40 * 4
+    assert trace.bytes_read == 2 * 4 * 40 * 4 + 2 * 4 * 3 * (4 + 4 + 8)
+
+
+def test_it_compiles():
+    arguments = {
+        "addresses": torch.zeros(64, dtype=torch.int64), "blocks": torch.zeros(8, dtype=torch.int32),
+        "slots": torch.zeros(8, dtype=torch.int32), "staging": torch.zeros(64, dtype=torch.int32), "words": 8192,
+        "TO_STAGING": True, "BLOCK": 4096,
+    }  # fmt: skip
+    assert_compiles(lesson.swap_kernel, arguments)
+    assert_compiles(lesson.swap_kernel, arguments | {"TO_STAGING": False})
+
+
+# ---- the formulas ----------------------------------------------------------------------------------------------------
+
+
+def test_the_published_example():
+    """Llama-3-8B on an H100: 32 µs to compute a token again, 2.6 to fetch it; break-even 4 and 8 GB/s."""
+    parameters, flops, size = 8.03e9, 0.5 * 989e12, 131_072
+    again, fetch = lesson.recompute_seconds(1, parameters, flops), lesson.swap_seconds(1, size, 50e9, 1)
+    assert round(1e6 * again) == 32
+    assert round(1e6 * fetch, 1) == 2.6
+    assert round(again / fetch) == 12
+    assert [round(lesson.break_even_bandwidth(size, parameters, flops, ways) / 1e9) for ways in (1, 2)] == [4, 8]
+
+
+def test_the_formulas_are_the_cost_models():
+    found = report.show_gpus(
+        lesson.recompute_seconds, lesson.swap_seconds, lesson.break_even_bandwidth, lesson.effective_bandwidth
+    )
+    model, gpu = known_model("Meta-Llama-3-8B"), get_hardware("H100")
+    expected = break_even_bandwidth(model, gpu, directions=2, share_of_peak=SHARE_OF_PEAK)
+    assert found["Meta-Llama-3-8B, H100"]["break_even_gb"] == pytest.approx(expected / 1e9)
+    assert lesson.effective_bandwidth(1e5, 5e10, 2.3e-6) == pytest.approx(1e5 / (2.3e-6 + 1e5 / 5e10))
+    assert effective_bandwidth is not lesson.effective_bandwidth
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 10_000])
+def test_tokens_cancel(tokens):
+    least = lesson.break_even_bandwidth(640, 1e9, 3e12, 2)
+    assert lesson.swap_seconds(tokens, 640, least, 2) == pytest.approx(lesson.recompute_seconds(tokens, 1e9, 3e12))
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    figures = figures_of_quick_run("11", tmp_path)
+    tokens = figures["tokens"]
+    assert tokens["ample memory"]["again"] == tokens["V0's swap, block by block"]["again"] == 0
+    assert tokens["recompute, fcfs"]["again"] == figures["trace"]["again"] == 46
+    assert 0 < tokens["recompute, blocks found"]["again"] < 46
+    assert tokens["V0's swap, block by block"]["copies"] == 8 * 12 * 2
+    assert figures["policies"]["priority"]["preempted"]["b"] == 0
+    waste = figures["waste"]
+    assert waste["2800"]["first_chunk"] == 0
+    assert waste["400"]["first_chunk"] > 2 * waste["400"]["whole"] > 0.4
+    thrash = figures["broken"]["thrash"]
+    assert thrash["32"]["first_chunk"]["rate"] < 0.9 * thrash["16"]["first_chunk"]["rate"]
+    assert thrash["32"]["whole"]["rate"] > thrash["16"]["whole"]["rate"]
+    inversion = figures["broken"]["inversion"]
+    assert inversion["fcfs, small pool"]["first"] > inversion["priority, small pool"]["first"] > 1
+    tier = figures["broken"]["tier"]
+    assert tier["recompute"]["again"] > tier["recompute, blocks found"]["again"] > tier["with a host tier"]["again"]
+    assert tier["with a host tier"]["loaded"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (("--blocks", "10"), "--blocks: must be from 11 to 200"),
+        (("--blocks", "many"), "--blocks: 'many' is not a whole number"),
+        (("--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)
+
+
+# ---- the exercise ----------------------------------------------------------------------------------------------------
+
+VICTIM, LOOP, RESUME = "victim", "schedule_running", "resume_at"
+KEY = "lambda request: (request.priority, request.arrival_time, request.request_id)"
+
+MUTANTS = {
+    # victim
+    "victim: the first": (VICTIM, "running[-1]", "running[0]"),
+    "victim: the last to arrive": (
+        VICTIM,
+        "return running[-1]",
+        "return max(running, key=lambda one: one.arrival_time)",
+    ),
+    "victim: by priority in any case": (VICTIM, "policy == 'fcfs'", "policy == 'none'"),
+    "victim: the last in any case": (VICTIM, "policy == 'fcfs'", "policy"),
+    "victim: the most urgent": (VICTIM, f"max(running, key={KEY})", f"min(running, key={KEY})"),
+    "victim: arrival does not count": (VICTIM, KEY, "lambda request: (request.priority, request.request_id)"),
+    "victim: the earliest of equals": (
+        VICTIM,
+        KEY,
+        "lambda request: (request.priority, -request.arrival_time, request.request_id)",
+    ),
+    "victim: ids do not count": (VICTIM, KEY, "lambda request: (request.priority, request.arrival_time)"),
+    "victim: takes it out": (VICTIM, "return running[-1]", "return running.pop()"),
+    # preempt
+    "preempt: blocks are kept": ("preempt", "memory.free(request.request_id)", ""),
+    "preempt: still computed": ("preempt", "request.num_computed_tokens = 0", ""),
+    "preempt: drafts are kept": ("preempt", "request.spec_token_ids = []", ""),
+    "preempt: not counted": ("preempt", "request.num_preemptions += 1", ""),
+    "preempt: still running": ("preempt", "request.status = RequestStatus.PREEMPTED", ""),
+    "preempt: waits like a new one": (
+        "preempt",
+        "request.status = RequestStatus.PREEMPTED",
+        "request.status = RequestStatus.WAITING",
+    ),
+    "preempt: at the end of the queue": (
+        "preempt",
+        "waiting.prepend_requests([request])",
+        "waiting.add_request(request)",
+    ),
+    "preempt: forgotten": ("preempt", "waiting.prepend_requests([request])", ""),
+    "preempt: its answer is lost": (
+        "preempt",
+        "request.num_computed_tokens = 0",
+        "request.num_computed_tokens = 0\ndel request._all_token_ids[request.num_prompt_tokens:]",
+    ),
+    # the loop
+    "loop: no budget": (LOOP, "min(memory.wanted(request), token_budget)", "memory.wanted(request)"),
+    "loop: one token each": (LOOP, "min(memory.wanted(request), token_budget)", "min(memory.wanted(request), 1)"),
+    "loop: zeros are given": (LOOP, "if num_tokens == 0: ...", ""),
+    "loop: nothing wanted ends the step": (LOOP, "position += 1\ncontinue", "break"),
+    "loop: one victim at most": (
+        LOOP,
+        "if loser is request:\n    break",
+        "if loser is request or not memory.allocate(request, num_tokens):\n"
+        "    position += loser is not request\n    break",
+    ),
+    "loop: always the last": (LOOP, "victim(running, policy)", "running[-1]"),
+    "loop: positions do not move": (LOOP, "if running.index(loser) < position:\n    position -= 1", ""),
+    "loop: positions always move": (LOOP, "running.index(loser) < position", "running.index(loser) <= position"),
+    "loop: nothing is refunded": (
+        LOOP,
+        "token_budget += given.pop(loser.request_id, 0)",
+        "given.pop(loser.request_id, 0)",
+    ),
+    "loop: the victim keeps its tokens": (
+        LOOP,
+        "token_budget += given.pop(loser.request_id, 0)",
+        "token_budget += given.get(loser.request_id, 0)",
+    ),
+    "loop: the victim still runs": (LOOP, "running.remove(loser)", ""),
+    "loop: preempted and not told": (LOOP, "preempted.append(loser)", ""),
+    "loop: told, not preempted": (LOOP, "give_up(loser, waiting, memory)", ""),
+    "loop: ends with its own preemption": (
+        LOOP,
+        "if loser is request:\n    break",
+        "if loser is request:\n    return given, preempted",
+    ),
+    "loop: more tokens on the second try": (
+        LOOP,
+        "give_up(loser, waiting, memory)",
+        "give_up(loser, waiting, memory)\nnum_tokens = min(memory.wanted(request), token_budget)",
+    ),
+    "loop: the budget is not spent": (LOOP, "token_budget -= num_tokens", ""),
+    # resume
+    "resume: all of it may be found": (RESUME, "min(num_hit_blocks, (num_tokens - 1) // block_size)", "num_hit_blocks"),
+    "resume: the last block never": (RESUME, "(num_tokens - 1) // block_size", "num_tokens // block_size - 1"),
+    "resume: not whole blocks": (
+        RESUME,
+        "min(num_hit_blocks, (num_tokens - 1) // block_size) * block_size",
+        "min(num_hit_blocks * block_size, num_tokens - 1)",
+    ),
+    "resume: from the beginning": (RESUME, "return ...", "return 0"),
+    "resume: blocks, not tokens": (RESUME, "... * block_size", "min(num_hit_blocks, (num_tokens - 1) // block_size)"),
+    # on paper
+    "on paper: the other one": ("first_steps", "['B']", "['A']"),
+    "on paper: a step earlier": ("first_steps", "[[], [], ['B'], [], [], [], []]", "[[], ['B'], [], [], [], [], []]"),
+    "on paper: admitted in the same step": (
+        "first_steps",
+        "[[], [], ['B'], [], [], [], []]",
+        "[[], [], ['B'], [], [], []]",
+    ),
+    "on paper: what it knows, too": ("first_steps", "4", "5"),
+    # what it costs
+    "recompute: one operation": (
+        "recompute_seconds",
+        "2 * parameters * num_tokens / flops",
+        "parameters * num_tokens / flops",
+    ),
+    "recompute: upside down": (
+        "recompute_seconds",
+        "2 * parameters * num_tokens / flops",
+        "flops / (2 * parameters * num_tokens or 1)",
+    ),
+    "swap: always both ways": (
+        "swap_seconds",
+        "directions * num_tokens * bytes_per_token / bandwidth",
+        "2 * num_tokens * bytes_per_token / bandwidth",
+    ),
+    "swap: one way": (
+        "swap_seconds",
+        "directions * num_tokens * bytes_per_token / bandwidth",
+        "num_tokens * bytes_per_token / bandwidth",
+    ),
+    "break-even: one way": (
+        "break_even_bandwidth",
+        "directions * bytes_per_token * flops / (2 * parameters)",
+        "bytes_per_token * flops / (2 * parameters)",
+    ),
+    "break-even: one operation": ("break_even_bandwidth", "(2 * parameters)", "parameters"),
+    "effective: the greater of both": (
+        "effective_bandwidth",
+        "seconds_per_copy + piece_bytes / bandwidth",
+        "max(seconds_per_copy, piece_bytes / bandwidth)",
+    ),
+    "effective: no time to begin": (
+        "effective_bandwidth",
+        "seconds_per_copy + piece_bytes / bandwidth",
+        "piece_bytes / bandwidth",
+    ),
+    # the kernel
+    "block: words for bytes": ("block_of", "block.to(tl.int64) * words", "block.to(tl.int64) * words * 4"),
+    "block: the first tensor's": ("block_of", "addresses + tensor", "addresses"),
+    "record: tensor by tensor": (
+        "record_of",
+        "(slot.to(tl.int64) * num_tensors + tensor) * words",
+        "(tensor * tl.num_programs(0) + slot) * words",
+    ),
+    "record: slots overlap": ("record_of", "slot.to(tl.int64) * num_tensors + tensor", "slot.to(tl.int64) + tensor"),
+    "kernel: only one way": ("swap_kernel", "TO_STAGING", "True"),
+    "kernel: the other way": ("swap_kernel", "TO_STAGING", "not TO_STAGING"),
+    "kernel: no mask": (
+        "swap_kernel",
+        "tl.store(there, tl.load(here, mask=place < words), mask=place < words)",
+        "tl.store(there, tl.load(here))",
+    ),
+    "kernel: a word too many": (
+        "swap_kernel",
+        "tl.store(there, tl.load(here, mask=place < words), mask=place < words)",
+        "tl.store(there, tl.load(here, mask=place <= words), mask=place <= words)",
+    ),
+    "kernel: -1 is a block": ("swap_kernel", "block >= 0", "block >= -1"),
+    "kernel: block 0 stays": ("swap_kernel", "block >= 0", "block > 0"),
+    "kernel: slots in their order": ("swap_kernel", "tl.load(slots + move)", "move"),
+    "kernel: one tensor": ("swap_kernel", "tl.program_id(1)", "tl.program_id(1) * 0"),
+    "kernel: the first piece": ("swap_kernel", "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)", "tl.arange(0, BLOCK)"),
+}
+
+MESSAGES = {
+    "victim: the last to arrive": "comes back as the last one",
+    "victim: takes it out": "takes the victim out",
+    "victim: arrival does not count": "the later arrival",
+    "preempt: its answer is lost": "are kept",
+    "preempt: at the end of the queue": "knows the policy",
+    "preempt: drafts are kept": "drafts are still there",
+    "loop: nothing is refunded": "token goes back",
+    "loop: ends with its own preemption": "goes on",
+    "loop: more tokens on the second try": "the same number of tokens",
+    "loop: one victim at most": "one victim may not be enough",
+    "resume: all of it may be found": "its last token must be computed",
+    "swap: one way": "Out, and back",
+    "recompute: one operation": "two operations a parameter",
+    "kernel: -1 is a block": "Is it block -1",
+    "block: words for bytes": "An address is in bytes",
+}
+"""What a check says of the usual mistakes."""
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_the_checks_catch(mistake):
+    assert checks_that_catch("11", MUTANTS[mistake])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_the_message_recognises_the_mistake(mistake):
+    assert any(MESSAGES[mistake] in problem for problem in problems_of("11", MUTANTS[mistake]))
+
+
+@pytest.mark.parametrize("mistake", ["loop: positions do not move", "victim: arrival does not count"])
+def test_vllms_traces_alone_tell(mistake):
+    from minivllm.lab.exercise import checks_of
+    from minivllm.lab.mutants import load_mutant
+
+    (check,) = [one for one in checks_of("11") if one.__name__ == "check_vllm_decided_the_same"]
+    with pytest.raises((AssertionError, MinivllmError)):
+        check(load_mutant(script_path("11"), MUTANTS[mistake]))
+
+
+def test_the_engine_runs_with_the_learners_loop():
+    plugged = plug_of("11")(lesson)
+    ours, yours = serve(plugged, NO_PARTS), serve(plugged, plugged.parts)
+    assert yours.token_ids == ours.token_ids
+    assert yours.preemptions == ours.preemptions > 0
+    assert {name: value for name, value in rows_of(yours).items() if "second" not in name} == {
+        name: value for name, value in rows_of(ours).items() if "second" not in name
+    }
+
+
+def test_no_answer_of_the_exercise_stands_before_it():
+    before = TEXT.partition("## Build it")[0]
+    assert "@triton.jit" not in before
+    for function in (VICTIM, "preempt", LOOP, RESUME, "swap_seconds", "break_even_bandwidth"):
+        assert f"def {function}(" not in before
+    assert Counter(before.splitlines())["```python exercise"] == 0
