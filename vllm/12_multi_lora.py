@@ -33,8 +33,8 @@ from minivllm.platforms.triton_utils import tl, triton
 
 # region: weigh
 def adapter_numbers(rank: int, projections: Iterable[tuple[int, int]]) -> int:
-    """Numbers of an adapter: A [rank, in] and B [out, rank] for each projection [out, in], given as (in, out)."""
-    return sum(rank * (inputs + outputs) for inputs, outputs in projections)
+    """Numbers of an adapter: A [rank, in] and B [out, rank] for each projection, given as (out, in)."""
+    return sum(rank * (outputs + inputs) for outputs, inputs in projections)
 
 
 # endregion
