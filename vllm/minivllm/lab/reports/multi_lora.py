@@ -1,0 +1,424 @@
+"""Lesson 12's measurements, its tables, its figure and its command line.
+
+A function `measure_*`, `count_*` or `show_*` prints its table and returns its figures; what it takes as a callable is
+code of the lesson.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
+from minivllm.core.block_hash import hash_block_tokens
+from minivllm.entrypoints.llm import LLM
+from minivllm.errors import MinivllmError
+from minivllm.lab import palette
+from minivllm.lab.adapters import write_random_adapters
+from minivllm.lab.cli import lesson_parser, whole_number
+from minivllm.lab.figures import panels
+from minivllm.lab.kernel_trace import KernelTrace, trace_kernel
+from minivllm.lab.progress import track
+from minivllm.lab.proof import furthest, show_errors
+from minivllm.lab.tables import Timed, closing, console, table
+from minivllm.lab.timing import in_turns
+from minivllm.memory import num_parameters
+from minivllm.memory.adapters import linear_shapes
+from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
+from minivllm.sampling_params import SamplingParams
+from minivllm.simulate.known_models import known_model
+
+Way = Callable[..., None]
+MB, GB = 1e6, 1e9
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Reads the model's config now, so that one that is not there is told first.
+
+    Raises:
+        MinivllmError: there is no such model, or no adapters are counted for its structure.
+    """
+    linear_shapes(ModelConfig.from_pretrained(arguments.model))
+
+
+# ---- 1. what an adapter weighs ---------------------------------------------------------------------------------------
+
+MODELS = ("Llama-3.1-8B", "Llama-3.1-70B", "the embedded model")
+RANKS = (8, 16, 64)
+
+
+def show_weights(adapter_numbers: Callable[[int, Iterable[tuple[int, int]]], int]) -> dict[str, Any]:
+    """Bytes of an adapter by rank, beside the model's; and what a thousand of either take."""
+    found, rows = {}, []
+    for name in MODELS:
+        model = ModelConfig.from_pretrained(EMBEDDED_MODEL) if name == MODELS[-1] else known_model(name)
+        size = 2 * num_parameters(model)
+        projections = list(linear_shapes(model).values())
+        one = found[name] = {"model_bytes": size}
+        for rank in RANKS:
+            one[str(rank)] = 2 * model.num_hidden_layers * adapter_numbers(rank, projections)
+        share = one["16"] / size
+        one["share"] = share
+        rows.append((name, _bytes(size), *(_bytes(one[str(rank)]) for rank in RANKS), f"{share:.1%}",
+                     _bytes(1000 * one["16"]), _bytes(1000 * size)))  # fmt: skip
+    columns = ("2 bytes a number", "model", *(f"rank {rank}" for rank in RANKS), "16 / model", "1,000 of 16", "models")
+    table("An adapter on all seven projections of each layer", columns, rows)
+    return found
+
+
+def _bytes(count: float) -> str:
+    """Bytes as a table shows them."""
+    for size, unit in ((1e12, "TB"), (GB, "GB"), (MB, "MB")):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}" if count < 100 * size else f"{count / size:,.0f} {unit}"
+    return f"{count / 1e3:,.1f} kB"
+
+
+# ---- 2. merged or applied --------------------------------------------------------------------------------------------
+
+WIDE, RANK = 2048, 16
+"""The linear of the measurements, in and out, and the adapters' rank."""
+
+
+def measure_applied(
+    merged: Callable[[Tensor, Tensor, Tensor], Tensor],
+    applied: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    arguments: argparse.Namespace,
+    device: torch.device,
+) -> dict[str, Any]:
+    """One linear, merged and applied, by tokens; and what making the merged weight takes."""
+    weight = torch.randn(WIDE, WIDE, device=device) / WIDE**0.5
+    a, b = torch.randn(RANK, WIDE, device=device) / WIDE**0.5, torch.randn(WIDE, RANK, device=device) / RANK
+    own = merged(weight, a, b)
+    x = torch.randn(8, WIDE, dtype=torch.float64, device=device)
+    doubles = [one.double() for one in (weight, a, b)]
+    off = furthest(applied(x, *doubles), x @ merged(*doubles).T)
+    assert off < 1e-9, f"applied and merged differ by {off}"
+    found: dict[str, Any] = {"off": off, "tokens": {}}
+    rows = []
+    for tokens in (1, 16, 128):
+        x = torch.randn(tokens, WIDE, device=device)
+        calls = {"merged": lambda x=x: x @ own.T, "applied": lambda x=x: applied(x, weight, a, b)}
+        turns = in_turns(calls, 5 if arguments.quick else 25, device)
+        seconds = {name: statistics.median(times) for name, times in turns.items()}
+        ratio = statistics.median(late / early for early, late in zip(*turns.values(), strict=True))
+        found["tokens"][str(tokens)] = {**seconds, "ratio": ratio}
+        rows.append((tokens, *(f"{1e3 * one:.2f}" for one in seconds.values()), f"{ratio:.2f} ×"))
+    making = statistics.median(in_turns({"merge": lambda: merged(weight, a, b)}, 5, device)["merge"])
+    found |= {"merging": making, "operations": RANK * 2 * WIDE / WIDE**2}
+    title = f"One linear of {WIDE:,} × {WIDE:,}, rank {RANK}; ms"
+    caption = (
+        f"Operations on top: {found['operations']:.1%}. Both agree to {off:.0e} in float64. To make the merged weight "
+        f"takes {1e3 * making:.0f} ms."
+    )
+    table(title, ("tokens", "merged", "applied", ""), rows, caption)
+    return found
+
+
+# ---- 3. the same batch, four ways ------------------------------------------------------------------------------------
+
+AWKWARD: dict[str, tuple[list[int], int, int, int]] = {
+    "a prompt, decodes, some without": ([2] * 19 + [0, -1, 2, 0, -1, 3], 8, 80, 72),
+    "all of one adapter": ([1] * 17, 16, 64, 100),
+    "each its own, rank 1": ([4, 3, 2, 1, 0], 1, 33, 48),
+    "rank 20 in a slot of its own": ([0, -1, 0, 1], 20, 65, 130),
+}
+"""Slot of each token, rank, in and out."""
+
+
+def lora_case(token_slots: Sequence[int], rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> dict:
+    """A batch's tensors, by the names of the lesson's arguments."""
+    slots = max(token_slots) + 2
+    return {
+        "out": torch.randn(len(token_slots), outputs).to(dtype),
+        "x": torch.randn(len(token_slots), inputs).to(dtype),
+        "a": (torch.randn(slots, rank, inputs) / inputs**0.5).to(dtype),
+        "b": (torch.randn(slots, outputs, rank) / rank**0.5).to(dtype),
+        "token_slots": torch.tensor(token_slots, dtype=torch.int32),
+    }
+
+
+def exact(case: Mapping[str, Tensor]) -> Tensor:
+    """What `out` must be: float64, token by token."""
+    out, x, a, b, slots = (one.cpu().double() for one in case.values())
+    for token, slot in enumerate(slots.int().tolist()):
+        if slot >= 0:
+            out[token] += b[slot] @ (a[slot] @ x[token])
+    return out
+
+
+def verify_kernels(ways: Mapping[str, Way], device: torch.device) -> dict[str, float]:
+    """All four ways against float64 on awkward batches.
+
+    Raises:
+        AssertionError: a token is wrong.
+    """
+    errors: dict[str, float] = {}
+    for name, case in track(AWKWARD.items(), "verifying the kernels"):
+        tensors = lora_case(*case, torch.float16)
+        expected = exact(tensors)
+        for way in ways.values():
+            fresh = {key: one.clone().to(device) for key, one in tensors.items()}
+            way(**fresh)
+            errors[name] = max(errors.get(name, 0.0), furthest(fresh["out"].double(), expected))
+    return {"largest_error": show_errors("All four ways", errors, 2e-2)}
+
+
+def traced(way: Way, case: Mapping[str, Tensor]) -> list[KernelTrace]:
+    """What each launch of one of the ways reads and writes."""
+    traces: list[KernelTrace] = []
+    way(**case, launch=lambda *call, **sizes: traces.append(trace_kernel(*call, **sizes)))
+    return traces
+
+
+COUNTED = {"one adapter": [0] * 16, "four": [0, 1, 2, 3] * 4, "sixteen": list(range(16))}
+"""Slots of 16 tokens."""
+
+
+def count_ways(ways: Mapping[str, Way]) -> dict[str, Any] | None:
+    """Launches, and how often an adapter is read, of 16 tokens; counted in Triton's interpreter.
+
+    Raises:
+        AssertionError: the sorted way reads an adapter more than once, or launches more than two kernels.
+    """
+    if not (HAS_TRITON and INTERPRETED):
+        return None
+    found, rows = {}, []
+    for name, way in track(ways.items(), "counting"):
+        one = found[name] = {}
+        for batch, slots in COUNTED.items():
+            case = lora_case(slots, 8, 64, 64, torch.float32)
+            traces, adapter = traced(way, case), 4 * 8 * 2 * 64
+            assert not any(trace.races + trace.out_of_bounds for trace in traces), f"{name}: {batch}"
+            read = sum(trace.arguments[key].bytes_read for trace in traces for key in "ab" if key in trace.arguments)
+            one[batch] = {"launches": len(traces), "adapters_read": read / adapter}
+        copied = sum(bytes_of_copies(case) for case in [lora_case(COUNTED["four"], 8, 64, 64, torch.float32)])
+        one["rows_copied"] = copied if name == "sgmv" else 0
+        cells = (f"{of['launches']} / {of['adapters_read']:.0f}" for of in (one[batch] for batch in COUNTED))
+        rows.append((name, *cells, "yes" if one["rows_copied"] else ""))
+    for batch, slots in COUNTED.items():
+        assert found["sorted"][batch] == {"launches": 2, "adapters_read": len(set(slots))}, batch
+    title = "16 tokens: launches / adapters read"
+    table(title, ("", *(f"of {name}" for name in COUNTED), "copies rows"), rows)
+    return found
+
+
+def bytes_of_copies(case: Mapping[str, Tensor]) -> int:
+    """Bytes that putting rows side by side moves: x there, out there and back, each read and written."""
+    return 2 * (case["x"].nbytes + 2 * case["out"].nbytes)
+
+
+DISTINCT = (1, 2, 4, 8, 16, 32, 64)
+
+
+def looped(out: Tensor, x: Tensor, a: Tensor, b: Tensor, members: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Adapter after adapter, with torch's products; members: (slot, its tokens)."""
+    for slot, tokens in members:
+        out[tokens] += (x[tokens] @ a[slot].T) @ b[slot].T
+    return out
+
+
+def gathered(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> Tensor:
+    """Each token with a copy of its adapter, as bgmv reads them, with torch's batched products."""
+    return out + torch.bmm(b[slots], torch.bmm(a[slots], x[:, :, None]))[:, :, 0]
+
+
+def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """One linear and 64 tokens, by how many different adapters they have: a loop, copies for each token, the engine's."""
+    tokens, found, rows = 64, {}, []
+    case = lora_case(list(range(tokens)), RANK, WIDE, WIDE, torch.float32)
+    out, x, a, b = (case[name].to(device) for name in ("out", "x", "a", "b"))
+    weight = torch.randn(WIDE, WIDE, device=device) / WIDE**0.5
+    for distinct in DISTINCT:
+        slots = torch.arange(tokens, device=device) % distinct
+        members = [(slot, (slots == slot).nonzero().flatten()) for slot in range(distinct)]
+        engine = engine_call(out, x, a, b, slots.int())
+        calls = {
+            "base": lambda: x @ weight.T,
+            "loop": lambda members=members: looped(out, x, a, b, members),
+            "gathered": lambda slots=slots: gathered(out, x, a, b, slots),
+            "engine": engine,
+        }
+        turns = in_turns(calls, 5 if arguments.quick else 25, device)
+        one = found[str(distinct)] = {name: statistics.median(times) for name, times in turns.items()}
+        one["read_mb"] = distinct * 4 * RANK * 2 * WIDE / MB
+        rows.append((distinct, f"{one['read_mb']:.1f}", *(f"{1e3 * one[name]:.2f}" for name in calls)))
+    title = f"64 tokens through one linear of {WIDE:,} × {WIDE:,}, rank {RANK}; ms on top of the base product"
+    columns = ("adapters", "MB of them", "base alone", "loop", "gathered (bgmv)", "the engine's")
+    table(title, columns, rows)
+    return found
+
+
+# ---- 4. slots, and a tier below --------------------------------------------------------------------------------------
+
+PLACES, SERVED_STEPS = 32, 12
+"""`max_num_seqs` of the traffic, and the mean number of steps of a request."""
+
+
+def traffic(adapters: int, skew: float, requests: int, a_step: float, seed: int) -> list[tuple[str, int, int, int]]:
+    """(name, adapter, steps, arrives): the k-th most wanted adapter has a share in proportion to k^-skew (Zipf)."""
+    draw = random.Random(seed)
+    chosen = draw.choices(range(1, adapters + 1), [k**-skew for k in range(1, adapters + 1)], k=requests)
+    steps = [1 + min(4 * SERVED_STEPS, int(draw.expovariate(1 / (SERVED_STEPS - 1)))) for _ in chosen]
+    return [(str(i), one, steps[i], int(i / a_step)) for i, one in enumerate(chosen)]
+
+
+def show_tiers(
+    serve: Callable[..., Iterator],
+    tiers: Callable[..., Counter],
+    request: Callable[..., Any],
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """The same traffic by slots: how many run, how many different adapters a step has, what is copied and read."""
+    work = traffic(arguments.adapters, arguments.skew, 300 if arguments.quick else 1500, 2.0, arguments.seed)
+    wanted, found, rows = len({one[1] for one in work}), {}, []
+    for slots, host in ((1, 64), (4, 64), (8, 64), (16, 64), (32, 64), (32, 1000)):
+        steps = list(serve([request(*one) for one in work], slots, PLACES))
+        batches = [[one.adapter for one in running] for running, _ in steps]
+        counts = tiers(batches, slots, host)
+        one = found[f"{slots}, {host}"] = {
+            "steps": len(steps),
+            "running": statistics.mean(len(running) for running, _ in steps),
+            "distinct": statistics.mean(len(set(batch)) for batch in batches),
+            "waiting": max(waiting for _, waiting in steps),
+            "copied": counts["copied"],
+            "disk": counts["from disk"],
+            "hits": 1 - counts["copied"] / counts["used"],
+        }
+        rows.append((f"{slots} / {host:,}", f"{one['steps']:,}", f"{one['running']:.1f}", one["waiting"],
+                     f"{one['distinct']:.1f}", f"{one['copied']:,}", f"{one['disk']:,}"))  # fmt: skip
+    title = (
+        f"{len(work):,} requests for {wanted:,} of {arguments.adapters:,} adapters, skew {arguments.skew:g}; {PLACES} "
+        "places"
+    )
+    columns = ("slots / in host memory", "steps", "running", "most waiting", "adapters a step", "copied", "from disk")
+    table(title, columns, rows, "Running, adapters: means over the steps. Copied: into a slot.")
+    return {"requests": len(work), "wanted": wanted, "tiers": found}
+
+
+# ---- 6. break it -----------------------------------------------------------------------------------------------------
+
+
+def show_gate(
+    serve: Callable[..., Iterator], tiers: Callable[..., Counter], request: Callable[..., Any]
+) -> dict[str, Any]:
+    """Sixteen adapters, wanted alike, by slots; then one that waits behind two that are always wanted."""
+    found, rows = {}, []
+    for slots in (1, 2, 4, 8, 16):
+        work = [request(str(i), 1 + i % 16, 8, i // 2) for i in range(160)]
+        steps = list(serve(work, slots, 16))
+        counts = tiers([[one.adapter for one in running] for running, _ in steps], slots, 16)
+        one = found[str(slots)] = {
+            "steps": len(steps),
+            "running": statistics.mean(len(running) for running, _ in steps),
+            "waiting": max(waiting for _, waiting in steps),
+            "copied": counts["copied"],
+        }
+        rows.append((slots, one["steps"], f"{one['running']:.1f} of 16", one["waiting"], one["copied"]))
+    title = "160 requests of 8 steps, 2 before each step, 16 adapters in turn"
+    table(title, ("slots", "steps", "places in use", "most waiting", "copied into slots"), rows)
+    hot = [request(f"hot {i}", 1 + i % 2, 8, i) for i in range(100)]
+    steps = list(serve([*hot[:4], request("cold", 3, 8, 4), *hot[4:]], 2, 16))
+    started = next(number for number, (running, _) in enumerate(steps) if "cold" in [one.name for one in running])
+    alone = list(serve([request("cold", 3, 8, 4), *hot], 3, 16))
+    alone_started = next(number for number, (running, _) in enumerate(alone) if "cold" in [one.name for one in running])
+    found["cold"] = {"arrives": 4, "starts": started, "with_a_third_slot": alone_started}
+    console.print(
+        f"Two slots, two adapters that are wanted all the time: a request for a third comes before step 5 and starts in "
+        f"step {started + 1}. With three slots, in step {alone_started + 1}."
+    )
+    return found
+
+
+def show_ranks(by_sorting: Way, adapter_numbers: Callable[..., int]) -> dict[str, Any] | None:
+    """Rank 8 in slots for 256: what a slot takes, and what 16 tokens of four adapters read; counted."""
+    if not (HAS_TRITON and INTERPRETED):
+        return None
+    model = known_model("Llama-3.1-8B")
+    projections, found, rows = list(linear_shapes(model).values()), {}, []
+    for max_rank in (8, 16, 64, 256):
+        case = lora_case(COUNTED["four"], max_rank, 64, 64, torch.float32)
+        traces = traced(by_sorting, case)
+        read = sum(trace.arguments[key].bytes_read for trace in traces for key in "ab" if key in trace.arguments)
+        slot = 2 * model.num_hidden_layers * adapter_numbers(max_rank, projections)
+        one = found[str(max_rank)] = {"slot_bytes": slot, "read": read, "real": 4 * 4 * 8 * 128 / read}
+        rows.append((max_rank, _bytes(slot), f"{read / 1e3:.0f} kB", f"{one['real']:.0%}"))
+    title = "Adapters of rank 8 in slots for more: Llama-3.1-8B's slot; what four adapters of a small linear read"
+    table(title, ("max_lora_rank", "a slot", "read", "of it adapters"), rows)
+    return found
+
+
+# ---- the whole lesson ------------------------------------------------------------------------------------------------
+
+
+def close(found: dict, disturbance: str) -> None:
+    """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
+    weighs = found["weighs"][MODELS[0]]
+    thousand, cold = found["thousand"]["adapters"], found["slots"]["cold"]
+    many, few = thousand[max(thousand, key=int)], thousand["8"]
+    closing(
+        f"An adapter of rank 16 is {weighs['share']:.1%} of {MODELS[0]}: a thousand of them take "
+        f"{_bytes(1000 * weighs['16'])}, a thousand models {_bytes(1000 * weighs['model_bytes'])}.",
+        Timed(
+            f"One process served {max(thousand, key=int)} adapters with {many['per_second'] / few['per_second']:.0%} of "
+            "the requests a second that it served with 8."
+        ),
+        f"With two slots a third adapter's request waited {cold['starts'] - cold['arrives']} steps for one, beside "
+        "free places and free memory.",
+        disturbance=disturbance,
+    )
+
+
+def draw(found: dict, path: str) -> None:
+    """What a thousand weigh; one linear by the adapters of a batch; places in use by slots."""
+    with panels(path, 3) as (left, middle, right):
+        for place, (name, one) in enumerate(found["weighs"].items()):
+            for offset, key, colour in ((0.0, "model_bytes", palette.ORANGE), (0.4, "16", palette.BLUE)):
+                left.barh(place + offset, 1000 * one[key] / GB, 0.36, color=colour)
+        left.set_yticks([0.2, 1.2, 2.2], list(found["weighs"]))
+        left.set(title="A thousand of them", xlabel="GB (orange: models, blue: adapters)", xscale="log")
+        left.invert_yaxis()
+        sizes = [int(size) for size in found["distinct"]]
+        for name, colour in (("loop", palette.ORANGE), ("gathered", palette.GREEN), ("engine", palette.BLUE)):
+            middle.plot(sizes, [1e3 * one[name] for one in found["distinct"].values()], "o-", color=colour, label=name)
+        base = statistics.median(1e3 * one["base"] for one in found["distinct"].values())
+        middle.axhline(base, color=palette.GREY, linestyle="--")
+        middle.text(1, base, "the base product", va="bottom", fontsize=9)
+        middle.set(title="64 tokens, one linear", xlabel="different adapters", ylabel="ms on top", xscale="log")
+        middle.set_yscale("log")
+        middle.legend(fontsize=8)
+        slots = {name: one for name, one in found["slots"].items() if name != "cold"}
+        right.bar(list(slots), [one["running"] for one in slots.values()], color=palette.BLUE)
+        right.axhline(16, color=palette.GREY, linestyle="--")
+        right.set(title="16 adapters in turn", xlabel="slots", ylabel="places in use of 16")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
+    flags = lesson_parser(doc or "", EMBEDDED_MODEL)
+    flags.add_argument(
+        "--adapters", type=whole_number(8, 5000), default=1000, help="adapters that are registered (8 to 5000)"
+    )
+    flags.add_argument("--skew", type=_skew, default=1.0, help="of the traffic over them, Zipf's exponent (0 to 3)")
+    return flags
+
+
+def _skew(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 3:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 3, not {text!r}")
+    return value
