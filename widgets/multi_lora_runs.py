@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Protocol
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
-from minivllm.core.adapter_slots import AdapterSlots
+from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
