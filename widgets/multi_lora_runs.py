@@ -143,7 +143,7 @@ class _Slotted(OpenEngine):
         held = set(self.slots.slots)
         new = [self.everyone[one.req_id] for one in self.scheduled.scheduled_new_reqs]
         self.asked += len(new)
-        self.hits += sum(adapter in held for adapter in new)
+        self.hits += len(new) - len(set(new) - held)  # who comes in with another finds what that one has loaded
         self.active = {self.everyone[key] for key in self.scheduled.num_scheduled_tokens}
         for adapter in sorted(self.active, key=lambda one: one not in held):  # the engine's worker has this order too
             _activate(self.slots, adapter)
