@@ -70,6 +70,7 @@ class WorkerSettings:
     kv_connector: Callable[..., Any] | None = None
     data_parallel_rank: int = 0
     lora_config: LoRAConfig | None = None
+    lora_slots: Callable[..., Any] | None = None
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -116,6 +117,7 @@ class Worker:
             use_kv_cache=settings.use_kv_cache,
             async_scheduling=settings.async_scheduling,
             lora_config=settings.lora_config,
+            lora_slots=settings.lora_slots,
             max_num_batched_tokens=settings.max_num_batched_tokens,
         )
 
