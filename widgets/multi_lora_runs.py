@@ -12,13 +12,13 @@ from functools import cache, cached_property, lru_cache, partial
 from typing import Protocol
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.lab.bounded import bounded
 from minivllm.lab.gating_scheduler import Admit, scheduler_that_gates
-from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.memory import MemoryLedger, memory_ledger, rotary_table_bytes, weight_bytes
 from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.hardware import Hardware, get_hardware
