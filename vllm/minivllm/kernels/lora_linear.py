@@ -206,7 +206,7 @@ def tiles(most_rows: int, width: int, max_rank: int) -> dict[str, int]:
         splits = min(MOST_SPLITS, triton.cdiv(width, 2 * BLOCK_K))
     return {
         "SPLITS": splits,
-        "BLOCK_M": 16 if most_rows <= FEW_ROWS else 64,
+        "BLOCK_M": 16 if most_rows <= FEW_ROWS else 32,
         "BLOCK_R": max(16, min(32, triton.next_power_of_2(max_rank))),
         "BLOCK_K": BLOCK_K if most_rows <= FEW_ROWS else BLOCK_K // 2,
     }
