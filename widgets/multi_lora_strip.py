@@ -118,7 +118,8 @@ def _draw_queue(drawing: Drawing, box: Box, strip: Sequence[Moment], across: Sca
     _name(drawing, box, "wait")
     drawing.rect(box, IDLE)
     with drawing.answer():
-        drawing.text((box.x - 8, box.y + box.height / 2 + 4), f"up to {longest}", size=SMALL, colour=QUIET, anchor="end")
+        place = (box.x - 8, box.y + box.height / 2 + 4)
+        drawing.text(place, f"up to {longest}", size=SMALL, colour=QUIET, anchor="end")
         for group in _alike(strip):
             left, right = _place(box, across, group[0].start, group[-1].end)
             high = box.height * group[0].held / most
