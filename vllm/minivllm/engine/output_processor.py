@@ -223,6 +223,7 @@ class OutputProcessor:
             metrics=state.metrics,
             num_cached_tokens=state.num_cached_tokens,
             kv_transfer_params=parent.kv_transfer_params,
+            lora_request=state.request.lora_request,
         )
 
     def _completion(self, state: RequestState, kind: RequestOutputKind) -> CompletionOutput:
@@ -242,6 +243,7 @@ class OutputProcessor:
             state.stop_reason,
             state.error,
             state.invalid_request,
+            state.request.lora_request,
         )
 
     def _showable_text(self, state: RequestState) -> str:

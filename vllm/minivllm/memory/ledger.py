@@ -108,6 +108,7 @@ def memory_ledger(
     cuda_graphs: int | None = None,
     drafter: Model | None = None,
     drafter_bytes: int | None = None,
+    lora_bytes: int = 0,
     check: bool = True,
 ) -> MemoryLedger:
     """Divide up the memory of one GPU as vLLM does at start-up: whatever the budget has left becomes KV cache.
@@ -126,6 +127,7 @@ def memory_ledger(
         drafter: a model that drafts tokens for this one, if any. All of it lies on this GPU, whatever `tp` is, and so
             does its cache, which has the same blocks.
         drafter_bytes: its bytes without the cache, if known.
+        lora_bytes: of the slots of adapters.
         check: raise if a request of `max_model_len` does not fit; if False, return the ledger anyway.
 
     Raises:
@@ -138,7 +140,7 @@ def memory_ledger(
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise MinivllmError(f"gpu_memory_utilization is a share above 0 and up to 1, not {gpu_memory_utilization!r}")
     given = {"weights": weights, "activation_peak": activation_peak, "non_torch": non_torch, "cuda_graphs": cuda_graphs}
-    given["drafter_bytes"] = drafter_bytes
+    given |= {"drafter_bytes": drafter_bytes, "lora_bytes": lora_bytes}
     for name, value in given.items():
         if value is not None and not (is_number(value) and value >= 0):
             raise MinivllmError(f"{name} is {value!r}; it must be a number of bytes, or None")
@@ -155,6 +157,7 @@ def memory_ledger(
     before_cache = (
         LedgerRow("weights and rotary table", loaded),
         *_drafter_rows(drafting, weight_dtype, drafter_bytes),
+        *((LedgerRow("LoRA slots", int(lora_bytes)),) if lora_bytes else ()),
         _row(
             "activations", activation_peak, estimated_activation_peak(config, max_num_batched_tokens, max_num_seqs, tp)
         ),
