@@ -91,7 +91,7 @@ def _still(cells: Sequence[Cell], title: str, *parts: str) -> str:
         shown.append(rect(_x(token), BATCH, CELL - 4, TALL, fill, label=piece, mono=True, size=12))
         shown.append(text(_x(token) + CELL / 2 - 2, BATCH - 8, str(token), size=11, colour=QUIET, anchor="middle"))
         if token == 0 or cells[token - 1][1] != request:
-            whose = f"{request}: slot {slot}" if slot >= 0 else f"{request}: none"
+            whose = f"{request}: {slot}" if slot >= 0 else f"{request}: none"
             shown.append(text(_x(token), BATCH + TALL + 18, whose, size=12, colour=QUIET))
     return svg(WIDTH, HEIGHT, *shown, *parts, label=title)
 
