@@ -8,10 +8,11 @@ writes and reads them. vLLM v0.33.0 reads them in `vllm/lora/peft_helper.py` and
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.memory.adapters import ALL_LINEARS, MLP_LINEARS, adapter_parameters, linear_shapes
@@ -95,6 +96,30 @@ def write_adapter(
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     return directory
+
+
+def read_adapter(directory: str | Path) -> tuple[dict[str, Any], Tensors]:
+    """Return the config and the tensors of an adapter's folder."""
+    from safetensors.torch import load_file
+
+    config = json.loads((Path(directory) / CONFIG_FILE).read_text())
+    return config, load_file(Path(directory) / WEIGHTS_FILE)
+
+
+def merge_adapter(model: torch.nn.Module, directory: str | Path) -> None:
+    """Add scale * B A to the weights of a model of `transformers`, in place: what a merged copy computes.
+
+    The scale is `lora_alpha` / r, and with rsLoRA `lora_alpha` / sqrt(r); A and B are multiplied in the weights' dtype.
+    Patterns of ranks and alphas are not looked at.
+    """
+    config, tensors = read_adapter(directory)
+    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    for key in tensors:
+        if not key.endswith("lora_A.weight"):
+            continue
+        weight = model.get_parameter(key.removeprefix("base_model.model.").replace("lora_A.", ""))
+        a, b = (tensors[key.replace("lora_A", name)].to(weight) for name in ("lora_A", "lora_B"))
+        weight.data += scale * (b @ a)
 
 
 def write_random_adapters(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minivllm.config import LoRAConfig, ModelConfig
 from minivllm.errors import MinivllmError
+from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.lora.layers import LoRALayerWeights, LoRALinearMethod, LoRAStep, Slice
 from minivllm.lora.lora_model import LoRAPair, ModuleName
 from minivllm.lora.lru_cache import AdapterLRUCache
@@ -31,8 +32,7 @@ LEAST_RANK = 4
 class LRUCacheLoRAModelManager:
     """The slots of one model, or of a rank's part of it, and the adapters in host memory.
 
-    `lora_index_to_id`: the adapter in each slot; None: it is free. `registered`: those in host memory, `active`: those
-    that have a slot. `step` is what the linears read in each step.
+    `slots`: those on the device, `registered`: those in host memory. `step` is what the linears read in each step.
     """
 
     def __init__(self, model: Decoder, config: LoRAConfig) -> None:
@@ -46,14 +46,13 @@ class LRUCacheLoRAModelManager:
         weight = model.embed_tokens.weight
         self.device = weight.device
         self.dtype = weight.dtype if config.lora_dtype == "auto" else torch_dtype(config.lora_dtype)
-        self.lora_index_to_id: list[int | None] = [None] * config.max_loras
+        self.slots = AdapterSlots(config.max_loras)
         self._whole_config = model.whole_config
         self.modules: dict[LinearName, LoRALinearMethod] = {}
         self._wrap(model)
         self.registered = AdapterLRUCache[LoRAModel](
             config.capacity, self._deactivated, "adapters that host memory has room for (max_cpu_loras)"
         )
-        self.active = AdapterLRUCache[int](config.max_loras, self._emptied, "slots (max_loras)")
 
     # The tiers
 
@@ -68,7 +67,7 @@ class LRUCacheLoRAModelManager:
             MinivllmError: all that are there are pinned.
         """
         if lora_id in self.registered:
-            self.active.remove(lora_id)
+            self.slots.deactivate(lora_id)
         else:
             self.registered.make_room()
         self.registered.put(lora_id, model)
@@ -86,18 +85,15 @@ class LRUCacheLoRAModelManager:
             MinivllmError: all slots are pinned.
         """
         self.registered.touch(lora_id)
-        if lora_id not in self.active:
-            self.active.make_room()
-            slot = self.lora_index_to_id.index(None)
+        had_one = lora_id in self.slots
+        slot = self.slots.activate(lora_id)
+        if not had_one:
             self._fill(slot, self.registered[lora_id])
-            self.lora_index_to_id[slot] = lora_id
-            self.active.put(lora_id, slot)
-        self.active.touch(lora_id)
-        return self.active[lora_id]
+        return slot
 
     def deactivate_adapter(self, lora_id: int) -> bool:
         """Frees the slot of an adapter, which stays in host memory; returns whether it had one."""
-        return self.active.remove(lora_id)
+        return self.slots.deactivate(lora_id)
 
     def pin_adapter(self, lora_id: int) -> None:
         """Keeps an adapter in host memory, and in its slot, until it is removed.
@@ -109,7 +105,7 @@ class LRUCacheLoRAModelManager:
             raise MinivllmError(f"the adapter {lora_id} is not there: add it before it is pinned")
         self.activate_adapter(lora_id)
         self.registered.pin(lora_id)
-        self.active.pin(lora_id)
+        self.slots.pin(lora_id)
 
     # Sizes
 
@@ -168,11 +164,8 @@ class LRUCacheLoRAModelManager:
             self._host_ranks[number, : len(ranks), slot] = ranks
         self._ranks[:, :, slot] = torch.from_numpy(self._host_ranks[:, :, slot].copy()).to(self.device)
 
-    def _emptied(self, lora_id: int) -> None:
-        self.lora_index_to_id[self.lora_index_to_id.index(lora_id)] = None
-
     def _deactivated(self, lora_id: int) -> None:
-        self.active.remove(lora_id)
+        self.slots.deactivate(lora_id)
 
 
 def check_model(config: ModelConfig) -> None:

@@ -52,17 +52,17 @@ class LRUCacheWorkerLoRAManager:
             AdapterError: one of them cannot be read any more.
         """
         slots: dict[int, int] = {}
-        active, registered = self.manager.active, self.manager.registered
+        active, registered = self.manager.slots, self.manager.registered
         # Those that are there first: none of them may have to go for the others.
         for request in sorted(requests, key=lambda one: (one.lora_int_id not in active, one.lora_int_id not in registered)):
-            lora_id, before = request.lora_int_id, list(self.manager.lora_index_to_id)
+            lora_id, before = request.lora_int_id, list(self.manager.slots.slots)
             try:
                 if lora_id not in registered:
                     self.add_adapter(request)
                 slots[lora_id] = self.manager.activate_adapter(lora_id)
             except MinivllmError as error:
                 raise AdapterError(f"the adapter {request.lora_name!r} cannot be used: {error}", lora_id) from error
-            self.num_activations += before != self.manager.lora_index_to_id
+            self.num_activations += before != self.manager.slots.slots
         return slots
 
     def set_rows(self, slots: np.ndarray | None, wanted: np.ndarray | None = None) -> None:

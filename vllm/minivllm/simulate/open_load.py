@@ -19,7 +19,7 @@ from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.simulate.cost_model import Cost, StepShape
-from minivllm.simulate.offline import Stretches
+from minivllm.simulate.offline import Stretch, Stretches
 from minivllm.simulate.virtual_clock import Acceptance, SimulatedRequest, to_request
 from minivllm.simulate.workloads import RequestLengths
 
@@ -160,6 +160,14 @@ class OpenEngine(Stretches):
         gap = self.load.arrivals[self.come] - self.now
         return max(1, min(steps, math.ceil(gap / self.step_seconds)))
 
+    def seconds_of(self, stretch: Stretch) -> float:
+        """Seconds of the stretch that was just taken."""
+        return stretch.seconds(self.cost)
+
+    def request(self, index: int, spec: SimulatedRequest) -> Request:
+        """Arrival `index`, as the scheduler gets it."""
+        return to_request(self.load.at_start + index, spec, spec.arrival)
+
     def _work(self) -> int:
         self.stretch()
         return len(self.scheduler.running)
@@ -170,7 +178,7 @@ class OpenEngine(Stretches):
         self._let_in()
         inside = len(self.scheduler.requests)
         stretch = self.stretch()
-        seconds = stretch.seconds(self.cost)
+        seconds = self.seconds_of(stretch)
         self.step_seconds = seconds / stretch.steps
         self.now += seconds
         self.result.request_seconds += inside * seconds
@@ -183,7 +191,7 @@ class OpenEngine(Stretches):
         while self.come < len(arrivals) and arrivals[self.come] <= self.now:
             at, one = arrivals[self.come], load.lengths[self.come]
             spec = SimulatedRequest(one.prompt_tokens, one.output_tokens, at)
-            self.scheduler.add_request(to_request(load.at_start + self.come, spec, at))
+            self.scheduler.add_request(self.request(self.come, spec))
             self.come += 1
             self.settled = False
 

@@ -167,7 +167,7 @@ class Worker:
 
     def lora_slots(self) -> list[int | None]:
         """The adapter in each slot, by id."""
-        return list(self.runner.lora.manager.lora_index_to_id) if self.runner.lora else []
+        return list(self.runner.lora.manager.slots.slots) if self.runner.lora else []
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the cache and captures CUDA graphs, once; then resets the group's byte count."""
