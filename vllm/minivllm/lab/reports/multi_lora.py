@@ -330,16 +330,16 @@ QV = ("q_proj", "v_proj")
 
 
 def engine_with(arguments: argparse.Namespace, **settings: Any) -> LLM:
-    """An engine in this process whose adapters, if it has any, are of rank 8."""
+    """An engine in this process."""
     sizes = {"max_model_len": 256, "max_num_seqs": AT_ONCE, "dtype": "float32", "device": arguments.device, **settings}
     with quiet():
         return LLM(arguments.model, **sizes)
 
 
 def with_adapters(arguments: argparse.Namespace, adapters: int, **settings: Any) -> LLM:
-    """The same with a slot for each request, and host memory for so many adapters."""
+    """The same with a slot of rank 8 for each request, and host memory for so many adapters."""
     lora = {"enable_lora": True, "max_loras": AT_ONCE, "max_lora_rank": 8, "max_cpu_loras": max(AT_ONCE, adapters)}
-    return engine_with(arguments, **lora, **settings)
+    return engine_with(arguments, **{**lora, **settings})
 
 
 def named(folders: Sequence[Path]) -> list[LoRARequest]:
@@ -515,7 +515,7 @@ def trained() -> list[LoRARequest]:
 
 def show_answers(arguments: argparse.Namespace) -> dict[str, str]:
     """What the model says to one prompt, alone and with each of the trained adapters, in one batch."""
-    llm = with_adapters(embedded(arguments), AT_ONCE)
+    llm = with_adapters(embedded(arguments), AT_ONCE, max_lora_rank=RANK)
     wanted = [None, *trained()]
     texts = _texts(llm, wanted)
     found = {one.lora_name if one else "no adapter": text for one, text in zip(wanted, texts, strict=True)}
@@ -538,7 +538,7 @@ def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = []
     for name, parts in (("as it is", NO_PARTS), ("names without the adapter", Parts(hash_block_tokens=by_tokens))):
-        llm = with_adapters(embedded(arguments), AT_ONCE, block_size=4, parts=parts)
+        llm = with_adapters(embedded(arguments), AT_ONCE, max_lora_rank=RANK, block_size=4, parts=parts)
         _texts(llm, [first])
         (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=second)
         found[name] = {"text": output.outputs[0].text, "cached": output.num_cached_tokens}
@@ -572,8 +572,8 @@ def close(found: dict, disturbance: str) -> None:
         f"An adapter of rank 16 is {weighs['share']:.1%} of {MODELS[0]}: a thousand of them take "
         f"{_bytes(1000 * weighs['16'])}, a thousand models {_bytes(1000 * weighs['model_bytes'])}.",
         Timed(
-            f"With {max(thousand, key=int)} adapters one process served {many['per_second'] / few['per_second']:.0%} of "
-            "the requests a second that it served with 8."
+            f"With {max(thousand, key=int)} adapters one process served {many['per_second'] / few['per_second']:.0%} "
+            "of the requests a second that it served with 8."
         ),
         f"With two slots a third adapter's request waited {cold['starts'] - cold['arrives']} steps for one, beside "
         "free places and free memory.",
