@@ -418,6 +418,7 @@ class EngineArgs:
             kv_transfer_config=KVTransferConfig.of(self.kv_transfer_config),
             kv_connector=self.parts.kv_connector,
             lora_config=self.lora_config,
+            lora_slots=self.parts.lora_slots,
         )
 
     def cache_config(self, num_gpu_blocks: int) -> CacheConfig:

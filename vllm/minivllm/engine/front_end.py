@@ -116,7 +116,9 @@ class FrontEnd:
             raise MinivllmError(f"the request id is {request_id!r}; it must be a text")
         if request_id in self._children:
             raise MinivllmError(f"request {request_id!r} exists already; ids must be unique among unfinished requests")
-        return self.input_processor.process_inputs(request_id, prompt, params, priority=priority, lora_request=lora_request)
+        return self.input_processor.process_inputs(
+            request_id, prompt, params, priority=priority, lora_request=lora_request
+        )
 
     def _registered(self, request_id: str, text: str | None, request: EngineCoreRequest) -> list[EngineCoreRequest]:
         """The requests for the core, which are awaited from now on."""

@@ -129,7 +129,9 @@ class InputProcessor:
         if not isinstance(lora_request, LoRARequest):
             raise MinivllmError(f"lora_request is {str(lora_request)[:60]!r}; it must be a LoRARequest(name, id, path)")
         if not self.enable_lora:
-            raise MinivllmError(f"the request names the adapter {lora_request.lora_name!r}; set enable_lora=True for that")
+            raise MinivllmError(
+                f"the request names the adapter {lora_request.lora_name!r}; set enable_lora=True for that"
+            )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

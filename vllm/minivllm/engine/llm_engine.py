@@ -80,9 +80,7 @@ class LLMEngine(FrontEnd):
         Raises:
             MinivllmError: the request is invalid; nothing was added to the queue.
         """
-        refuse_unless_default(
-            "add_request", tokenization_kwargs=tokenization_kwargs, kv_hints=kv_hints
-        )
+        refuse_unless_default("add_request", tokenization_kwargs=tokenization_kwargs, kv_hints=kv_hints)
         text, request = self._processed(request_id, prompt, params, priority, lora_request)
         with InterruptsHeld():
             try:

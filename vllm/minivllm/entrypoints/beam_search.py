@@ -32,9 +32,7 @@ class Search:
     ended: list[BeamSearchSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.going_on = [
-            BeamSearchSequence(self.prompt, list(self.prompt["prompt_token_ids"]), [], self.lora_request)
-        ]
+        self.going_on = [BeamSearchSequence(self.prompt, list(self.prompt["prompt_token_ids"]), [], self.lora_request)]
 
     def open(self) -> list[BeamSearchSequence]:
         """The sequences to extend."""
@@ -66,9 +64,7 @@ class BeamSearcher:
         """Return the best sequences of each prompt, without texts. `after_step` is told how many were extended."""
         searches = [
             Search(prompt, priority, self._num_steps(prompt), adapter)
-            for prompt, priority, adapter in zip(
-                prompts, priorities, adapters or [None] * len(prompts), strict=True
-            )
+            for prompt, priority, adapter in zip(prompts, priorities, adapters or [None] * len(prompts), strict=True)
         ]
         for _ in range(self._params.max_tokens):
             num_open = sum(len(search.open()) for search in searches)

@@ -253,6 +253,8 @@ def _check(
             f"b {list(b.shape)}"
         )
     if len(x) != meta.num_rows or meta.max_loras != slots:
-        raise MinivllmError(f"{len(x)} rows and {slots} slots; the step has {meta.num_rows} rows, {meta.max_loras} slots")
+        raise MinivllmError(
+            f"{len(x)} rows and {slots} slots; the step has {meta.num_rows} rows, {meta.max_loras} slots"
+        )
     if not (y.is_contiguous() and a.is_contiguous() and b.is_contiguous() and ranks.is_contiguous()):
         raise MinivllmError("y, a, b and ranks must be contiguous")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from minivllm.errors import MinivllmError
-from minivllm.lora.peft_helper import TARGET_MODULES, WEIGHTS_FILE, PEFTHelper
+from minivllm.lora.peft_helper import WEIGHTS_FILE, PEFTHelper
+from minivllm.memory.adapters import ALL_LINEARS
 from minivllm.models.loader import stored_tensors
 
 NAME = re.compile(
@@ -45,10 +46,10 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
     scales: dict[ModuleName, float] = {}
     for name, tensor in stored_tensors([Path(folder) / WEIGHTS_FILE]):
         match = NAME.fullmatch(name)
-        if match is None or match["projection"] not in TARGET_MODULES:
+        if match is None or match["projection"] not in ALL_LINEARS:
             raise MinivllmError(
                 f"the adapter in {folder} has the tensor {name[:200]!r}; served are lora_A and lora_B of "
-                f"{', '.join(TARGET_MODULES)}"
+                f"{', '.join(ALL_LINEARS)}"
             )
         module = int(match["layer"]), match["projection"]
         found.setdefault(module, {})[match["matrix"]] = tensor

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from minivllm.config import LoRAConfig, ModelConfig
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
-from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.lora.layers import LoRALayerWeights, LoRALinearMethod, LoRAStep, Slice
 from minivllm.lora.lora_model import LoRAPair, ModuleName
 from minivllm.lora.lru_cache import AdapterLRUCache
+from minivllm.memory.adapters import linear_shapes
 from minivllm.models.decoder import Decoder, DecoderLayer
 from minivllm.models.linear import Linear
 from minivllm.models.loader import Part, merged_projections, torch_dtype
@@ -32,29 +33,37 @@ LEAST_RANK = 4
 class LRUCacheLoRAModelManager:
     """The slots of one model, or of a rank's part of it, and the adapters in host memory.
 
-    `slots`: those on the device, `registered`: those in host memory. `step` is what the linears read in each step.
+    `registered`: the adapters in host memory. `slots` says which of them lie in slots. `step` is what the linears read
+    in each step. `num_activations`: how often a slot was filled.
     """
 
-    def __init__(self, model: Decoder, config: LoRAConfig) -> None:
+    def __init__(self, model: Decoder, config: LoRAConfig, slots: AdapterSlots) -> None:
         """Gives every linear inside the layers its slots, which takes memory on the model's device at once.
 
         Raises:
             MinivllmError: the model's attention has no such linears.
         """
         check_model(model.config)
-        self.config, self.step = config, LoRAStep()
+        self.config, self.slots, self.step = config, slots, LoRAStep()
         weight = model.embed_tokens.weight
         self.device = weight.device
         self.dtype = weight.dtype if config.lora_dtype == "auto" else torch_dtype(config.lora_dtype)
-        self.slots = AdapterSlots(config.max_loras)
-        self._whole_config = model.whole_config
+        self.num_activations = 0
+        self._whole_config, self._shapes = model.whole_config, linear_shapes(model.whole_config)
+        self._filled: list[int | None] = [None] * config.max_loras
+        """Whose numbers are in each slot, free or not."""
         self.modules: dict[LinearName, LoRALinearMethod] = {}
         self._wrap(model)
         self.registered = AdapterLRUCache[LoRAModel](
-            config.capacity, self._deactivated, "adapters that host memory has room for (max_cpu_loras)"
+            config.capacity, self._forgotten, "adapters that host memory has room for (max_cpu_loras)"
         )
 
     # The tiers
+
+    @property
+    def lora_index_to_id(self) -> list[int | None]:
+        """The adapter in each slot; None: it is free."""
+        return self.slots.slots
 
     def list_adapters(self) -> list[int]:
         """The adapters in host memory, from the least to the most recently used."""
@@ -67,7 +76,7 @@ class LRUCacheLoRAModelManager:
             MinivllmError: all that are there are pinned.
         """
         if lora_id in self.registered:
-            self.slots.deactivate(lora_id)
+            self._filled = [None if held == lora_id else held for held in self._filled]
         else:
             self.registered.make_room()
         self.registered.put(lora_id, model)
@@ -77,23 +86,25 @@ class LRUCacheLoRAModelManager:
         return self.registered.remove(lora_id)
 
     def activate_adapter(self, lora_id: int) -> int:
-        """Returns the slot of an adapter in host memory; where it has none, it gets the first free one.
-
-        If none is free, the one that was used least recently goes.
+        """Returns the slot of an adapter in host memory, which it gets if it has none.
 
         Raises:
             MinivllmError: all slots are pinned.
         """
         self.registered.touch(lora_id)
-        had_one = lora_id in self.slots
         slot = self.slots.activate(lora_id)
-        if not had_one:
+        if self._filled[slot] != lora_id:
+            self._filled[slot] = None
             self._fill(slot, self.registered[lora_id])
+            self._filled[slot] = lora_id
+            self.num_activations += 1
         return slot
 
     def deactivate_adapter(self, lora_id: int) -> bool:
         """Frees the slot of an adapter, which stays in host memory; returns whether it had one."""
-        return self.slots.deactivate(lora_id)
+        had_one = lora_id in self.lora_index_to_id
+        self.slots.deactivate(lora_id)
+        return had_one
 
     def pin_adapter(self, lora_id: int) -> None:
         """Keeps an adapter in host memory, and in its slot, until it is removed.
@@ -117,8 +128,10 @@ class LRUCacheLoRAModelManager:
     def shape_of(self, module: ModuleName) -> tuple[int, int] | None:
         """(in, out) of a projection of the whole model; None if it has none of that name."""
         layer, projection = module
-        shapes = projection_shapes(self._whole_config)
-        return shapes.get(projection) if layer < self._whole_config.num_hidden_layers else None
+        if layer >= self._whole_config.num_hidden_layers or projection not in self._shapes:
+            return None
+        outputs, inputs = self._shapes[projection]
+        return inputs, outputs
 
     def share_of(self, pairs: dict[ModuleName, LoRAPair]) -> LoRAModel:
         """This rank's share of a whole adapter, as its slots take it."""
@@ -164,8 +177,9 @@ class LRUCacheLoRAModelManager:
             self._host_ranks[number, : len(ranks), slot] = ranks
         self._ranks[:, :, slot] = torch.from_numpy(self._host_ranks[:, :, slot].copy()).to(self.device)
 
-    def _deactivated(self, lora_id: int) -> None:
+    def _forgotten(self, lora_id: int) -> None:
         self.slots.deactivate(lora_id)
+        self._filled = [None if held == lora_id else held for held in self._filled]
 
 
 def check_model(config: ModelConfig) -> None:
@@ -179,21 +193,6 @@ def check_model(config: ModelConfig) -> None:
             "enable_lora does not go with latent attention (MLA), whose projections adapters are not served for: "
             "leave it out, or take a model with another attention"
         )
-
-
-def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(in, out) of every projection inside a layer of the whole model."""
-    hidden, width = config.hidden_size, config.intermediate_size
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return {
-        "q_proj": (hidden, q),
-        "k_proj": (hidden, kv),
-        "v_proj": (hidden, kv),
-        "o_proj": (q, hidden),
-        "gate_proj": (hidden, width),
-        "up_proj": (hidden, width),
-        "down_proj": (width, hidden),
-    }
 
 
 def linears_of(model: Decoder) -> list[tuple[LinearName, Linear, list[Slice], int]]:

@@ -13,12 +13,12 @@ from typing import Any
 from minivllm.config.checks import is_count, is_number
 from minivllm.config.model import read_json_object
 from minivllm.errors import MinivllmError
+from minivllm.memory.adapters import ALL_LINEARS
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt")
 REQUIRED = ("r", "lora_alpha", "target_modules")
 PATTERN = re.compile(r"\^?[\w.-]{1,300}")
-TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OTHER_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin that change the base's weights too, so the adapter alone is not the difference."""
 REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -130,11 +130,13 @@ class PEFTHelper:
         if isinstance(targets, str):  # "all-linear", or a regular expression: the tensors tell which modules there are
             return
         if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-            raise MinivllmError(f"target_modules {where} is {str(targets)[:60]!r}; it must be a list of names, or a text")
-        unknown = sorted(name for name in targets if name.rpartition(".")[2] not in TARGET_MODULES)
+            raise MinivllmError(
+                f"target_modules {where} is {str(targets)[:60]!r}; it must be a list of names, or a text"
+            )
+        unknown = sorted(name for name in targets if name.rpartition(".")[2] not in ALL_LINEARS)
         if unknown:
             raise MinivllmError(
-                f"target_modules {where} has {unknown[0]!r}; served are adapters of {', '.join(TARGET_MODULES)}"
+                f"target_modules {where} has {unknown[0]!r}; served are adapters of {', '.join(ALL_LINEARS)}"
             )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from minivllm.config import LoRAConfig
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.lora_request import LoRARequest
 from minivllm.errors import AdapterError, MinivllmError
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
@@ -19,13 +20,19 @@ from minivllm.models.decoder import Decoder
 
 
 class LRUCacheWorkerLoRAManager:
-    """Adapters by the requests that name them. `num_loads`: how many folders were read, `num_activations`: slots filled."""
+    """Adapters by the requests that name them. `num_loads`: how many folders were read."""
 
-    def __init__(self, model: Decoder, config: LoRAConfig, max_rows: int) -> None:
-        """`max_rows`: of the largest step."""
+    def __init__(
+        self,
+        model: Decoder,
+        config: LoRAConfig,
+        max_rows: int,
+        make_slots: Callable[[int], AdapterSlots] = AdapterSlots,
+    ) -> None:
+        """`max_rows`: of the largest step. `make_slots`: called with `max_loras`."""
         self.config = config
-        self.manager = LRUCacheLoRAModelManager(model, config)
-        self.num_loads = self.num_activations = 0
+        self.manager = LRUCacheLoRAModelManager(model, config, make_slots(config.max_loras))
+        self.num_loads = 0
         new_meta = (max_rows, config.max_loras, self.manager.device)
         self._metas = LoRAKernelMeta(*new_meta), LoRAKernelMeta(*new_meta)
 
@@ -52,17 +59,19 @@ class LRUCacheWorkerLoRAManager:
             AdapterError: one of them cannot be read any more.
         """
         slots: dict[int, int] = {}
-        active, registered = self.manager.slots, self.manager.registered
-        # Those that are there first: none of them may have to go for the others.
-        for request in sorted(requests, key=lambda one: (one.lora_int_id not in active, one.lora_int_id not in registered)):
-            lora_id, before = request.lora_int_id, list(self.manager.slots.slots)
+        in_slots, registered = self.manager.lora_index_to_id, self.manager.registered
+        # Those that are there come first, so that none of them has to go for the others.
+        absence = {
+            one.lora_int_id: (one.lora_int_id not in in_slots, one.lora_int_id not in registered) for one in requests
+        }
+        for request in sorted(requests, key=lambda one: absence[one.lora_int_id]):
+            lora_id = request.lora_int_id
             try:
                 if lora_id not in registered:
                     self.add_adapter(request)
                 slots[lora_id] = self.manager.activate_adapter(lora_id)
             except MinivllmError as error:
                 raise AdapterError(f"the adapter {request.lora_name!r} cannot be used: {error}", lora_id) from error
-            self.num_activations += before != self.manager.slots.slots
         return slots
 
     def set_rows(self, slots: np.ndarray | None, wanted: np.ndarray | None = None) -> None:

@@ -9,11 +9,13 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_m
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from minivllm.config import LoRAConfig, SpeculativeConfig
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.kernels.grammar_bitmask import apply_grammar_bitmask
 from minivllm.kernels.rejection_sample import rejection_sample
@@ -61,6 +63,7 @@ class ModelRunner:
         use_kv_cache: bool = True,
         async_scheduling: bool = False,
         lora_config: LoRAConfig | None = None,
+        lora_slots: Callable[..., Any] | None = None,
         max_num_batched_tokens: int = 0,
     ) -> None:
         self.model = model
@@ -88,7 +91,9 @@ class ModelRunner:
         self.attention: PagedAttention | PagedLatentAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
         self.kv_connector: KVConnectorRunner | None = None
-        self.lora = lora_config and LRUCacheWorkerLoRAManager(model, lora_config, max_num_batched_tokens)
+        self.lora = lora_config and LRUCacheWorkerLoRAManager(
+            model, lora_config, max_num_batched_tokens, lora_slots or AdapterSlots
+        )
         self.reset()
 
     def _model_proposer(self, config: SpeculativeConfig | None, model: Decoder | Eagle3Head) -> ModelProposer:

@@ -70,6 +70,7 @@ class WorkerSettings:
     kv_connector: Callable[..., Any] | None = None
     data_parallel_rank: int = 0
     lora_config: LoRAConfig | None = None
+    lora_slots: Callable[..., Any] | None = None
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -116,6 +117,7 @@ class Worker:
             use_kv_cache=settings.use_kv_cache,
             async_scheduling=settings.async_scheduling,
             lora_config=settings.lora_config,
+            lora_slots=settings.lora_slots,
             max_num_batched_tokens=settings.max_num_batched_tokens,
         )
 
@@ -167,7 +169,7 @@ class Worker:
 
     def lora_slots(self) -> list[int | None]:
         """The adapter in each slot, by id."""
-        return list(self.runner.lora.manager.slots.slots) if self.runner.lora else []
+        return list(self.runner.lora.manager.lora_index_to_id) if self.runner.lora else []
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the cache and captures CUDA graphs, once; then resets the group's byte count."""
