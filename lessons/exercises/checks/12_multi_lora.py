@@ -2,20 +2,22 @@
 
 import random
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from minivllm.config import CacheConfig, Parts, SchedulerConfig
+from minivllm.config import EMBEDDED_MODEL, CacheConfig, Parts, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.lab.gating_scheduler import scheduler_that_gates
+from minivllm.lab.inside import runner_of
 from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import Plugged
+from minivllm.lab.plugged import PROMPTS, Plugged
 from minivllm.platforms.triton_utils import tl, triton
 
 TOLERANCE = 1e-4
@@ -422,3 +424,30 @@ def check_an_adapter_is_read_once_a_tile(module):
     assert read == right, f"{read:,} bytes of x are read, and {right:,} are right: once for each token with an adapter"
     written = up.arguments["out"].bytes_written
     assert written == 4 * OUT * len(_with(SLOTS)), f"{written:,} bytes of out are written"
+
+
+# ---- in the engine ---------------------------------------------------------------------------------------------------
+
+ADAPTERS = Path(EMBEDDED_MODEL).parent / "adapters"
+TRAINED = ("braces", "docstrings", "doctest")
+
+
+def _copied(llm):
+    """How often an adapter was copied into a slot, and what lies in the slots at the end."""
+    manager = runner_of(llm).lora.manager
+    return {"copies into slots": manager.num_activations, "slots at the end": str(list(manager.slots.slots))}
+
+
+def plug(module) -> Plugged:
+    """The learner's slots and gate in the engine: three adapters and the base model, two slots, three places."""
+    adapters = [LoRARequest(name, number, str(ADAPTERS / name)) for number, name in enumerate(TRAINED, start=1)]
+    wanted = [adapters[0], adapters[1], adapters[2], adapters[0], None, adapters[1], adapters[2], adapters[0]]
+    return Plugged(
+        parts=Parts(scheduler=scheduler_that_gates(module.admit), lora_slots=module.AdapterSlots),
+        engine_args={
+            "enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_cpu_loras": 3, "max_num_seqs": 3,
+        },
+        prompts=(*PROMPTS, *PROMPTS),
+        adapters=wanted,
+        says=_copied,
+    )  # fmt: skip

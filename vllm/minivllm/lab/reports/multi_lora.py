@@ -92,8 +92,13 @@ def _bytes(count: float) -> str:
 
 # ---- 2. merged or applied --------------------------------------------------------------------------------------------
 
-WIDE, RANK = 2048, 16
-"""The linear of the measurements, in and out, and the adapters' rank."""
+RANK = 16
+"""The rank of the adapters in the measurements of one linear."""
+
+
+def width(arguments: argparse.Namespace) -> int:
+    """Of that linear, in and out."""
+    return 512 if arguments.quick else 2048
 
 
 def measure_applied(
@@ -103,17 +108,18 @@ def measure_applied(
     device: torch.device,
 ) -> dict[str, Any]:
     """One linear, merged and applied, by tokens; and what making the merged weight takes."""
-    weight = torch.randn(WIDE, WIDE, device=device) / WIDE**0.5
-    a, b = torch.randn(RANK, WIDE, device=device) / WIDE**0.5, torch.randn(WIDE, RANK, device=device) / RANK
+    wide = width(arguments)
+    weight = torch.randn(wide, wide, device=device) / wide**0.5
+    a, b = torch.randn(RANK, wide, device=device) / wide**0.5, torch.randn(wide, RANK, device=device) / RANK
     own = merged(weight, a, b)
-    x = torch.randn(8, WIDE, dtype=torch.float64, device=device)
+    x = torch.randn(8, wide, dtype=torch.float64, device=device)
     doubles = [one.double() for one in (weight, a, b)]
     off = furthest(applied(x, *doubles), x @ merged(*doubles).T)
     assert off < 1e-9, f"applied and merged differ by {off}"
     found: dict[str, Any] = {"off": off, "tokens": {}}
     rows = []
     for tokens in (1, 16, 128):
-        x = torch.randn(tokens, WIDE, device=device)
+        x = torch.randn(tokens, wide, device=device)
         calls = {"merged": lambda x=x: x @ own.T, "applied": lambda x=x: applied(x, weight, a, b)}
         turns = in_turns(calls, 5 if arguments.quick else 25, device)
         seconds = {name: statistics.median(times) for name, times in turns.items()}
@@ -121,8 +127,8 @@ def measure_applied(
         found["tokens"][str(tokens)] = {**seconds, "ratio": ratio}
         rows.append((tokens, *(f"{1e3 * one:.2f}" for one in seconds.values()), f"{ratio:.2f} ×"))
     making = statistics.median(in_turns({"merge": lambda: merged(weight, a, b)}, 5, device)["merge"])
-    found |= {"merging": making, "operations": RANK * 2 * WIDE / WIDE**2}
-    title = f"One linear of {WIDE:,} × {WIDE:,}, rank {RANK}; ms"
+    found |= {"merging": making, "operations": RANK * 2 * wide / wide**2}
+    title = f"One linear of {wide:,} × {wide:,}, rank {RANK}; ms"
     caption = (
         f"Operations on top: {found['operations']:.1%}. Both agree to {off:.0e} in float64. To make the merged weight "
         f"takes {1e3 * making:.0f} ms."
@@ -241,10 +247,10 @@ def gathered(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> Ten
 
 def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """One linear and 64 tokens, by how many different adapters they have."""
-    tokens, found, rows = 64, {}, []
-    case = lora_case(list(range(tokens)), RANK, WIDE, WIDE, torch.float32)
+    tokens, wide, found, rows = 64, width(arguments), {}, []
+    case = lora_case(list(range(tokens)), RANK, wide, wide, torch.float32)
     out, x, a, b = (case[name].to(device) for name in ("out", "x", "a", "b"))
-    weight = torch.randn(WIDE, WIDE, device=device) / WIDE**0.5
+    weight = torch.randn(wide, wide, device=device) / wide**0.5
     for distinct in DISTINCT:
         slots = torch.arange(tokens, device=device) % distinct
         members = [(slot, (slots == slot).nonzero().flatten()) for slot in range(distinct)]
@@ -257,22 +263,24 @@ def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dic
         }
         turns = in_turns(calls, 5 if arguments.quick else 25, device)
         one = found[str(distinct)] = {name: statistics.median(times) for name, times in turns.items()}
-        one["read_mb"] = distinct * 4 * RANK * 2 * WIDE / MB
+        one["read_mb"] = distinct * 4 * RANK * 2 * wide / MB
         rows.append((distinct, f"{one['read_mb']:.1f}", *(f"{1e3 * one[name]:.2f}" for name in calls)))
-    title = f"64 tokens through one linear of {WIDE:,} × {WIDE:,}, rank {RANK}; ms on top of the base product"
+    title = f"64 tokens through one linear of {wide:,} × {wide:,}, rank {RANK}; ms on top of the base product"
     columns = ("adapters", "MB of them", "base alone", "loop", "gathered (bgmv)", "the engine's")
     table(title, columns, rows)
     return found
 
 
-def engine_call(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> Callable[[], None]:
-    """The engine's call for these tensors: its B is transposed, and it keeps a rank for each slot."""
+def engine_call(
+    out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, rank: int | None = None, backend: str | None = None
+) -> Callable[[], None]:
+    """The engine's call for these tensors: its B is transposed, and it keeps a rank for each slot (None: the whole)."""
     meta = LoRAKernelMeta(len(x), len(a), x.device)
     meta.prepare(slots.cpu().numpy())
     its_a, its_b = a[None].contiguous(), b.transpose(1, 2).contiguous()
-    ranks = torch.full((1, len(a)), a.shape[1], dtype=torch.int32, device=x.device)
+    ranks = torch.full((1, len(a)), rank or a.shape[1], dtype=torch.int32, device=x.device)
     bounds = torch.tensor([0, out.shape[1]], dtype=torch.int32, device=x.device)
-    return lambda: lora_linear(out, x, its_a, its_b, ranks, bounds, meta)
+    return lambda: lora_linear(out, x, its_a, its_b, ranks, bounds, meta, backend=backend)
 
 
 # ---- 4. slots, and a tier below --------------------------------------------------------------------------------------
@@ -366,7 +374,7 @@ def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
                 "wanted": len({one[1] for one in drawn}),
                 "distinct": statistics.mean(distinct),
                 "read": lora.num_loads,
-                "copied": lora.num_activations,
+                "copied": lora.manager.num_activations,
                 "first_per_second": requests / first,
                 "per_second": requests / second,
             }
