@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm.simulate.known_models import CONFIGS
 from widgets.knobs import choice, steps
-from widgets.multi_lora_figure import cause_words, figure, gigabytes
+from widgets.multi_lora_figure import cause_words, figure, free, gigabytes
 from widgets.multi_lora_runs import ANSWER, MAX_MODEL_LEN, PLACES, PROMPT
 from widgets.multi_lora_state import (
     ADAPTERS,
@@ -41,7 +41,9 @@ ONLY_JUST = 0.5
 def verdict(state: State) -> Verdict:
     """What so many slots mean for who waits, in one line."""
     if state.refused:
-        return Verdict(f"The engine does not start with {_slots(state.slots)}: {state.refusals[state.slots]}.", "broken")
+        return Verdict(
+            f"The engine does not start with {_slots(state.slots)}: {state.refusals[state.slots]}.", "broken"
+        )
     if not state.known:
         return Verdict(f"Requests are being served, with {_slots(state.slots)}.", "tight")
     if not state.like_the_engine:
@@ -122,9 +124,7 @@ def _wanted(state: State, asked_for: list[tuple[bool, str]], met: bool, mend: st
     if wrong:
         return Progress(False, words, wrong)
     if state.refused:
-        return Progress(
-            False, words, "Slots, Slots made for: the engine does not start. Fewer, or narrower ones."
-        )
+        return Progress(False, words, "Slots, Slots made for: the engine does not start. Fewer, or narrower ones.")
     if not state.known:
         return Progress(False, words, "The requests are being served.")
     return Progress(met, words, "" if met else mend)
@@ -137,7 +137,7 @@ def _words(state: State) -> str:
     point = state.here
     return (
         f"{_slots(state.slots)}, {taken}: {CLIENTS:.0%} within {seconds(state.first(state.slots))}, "
-        f"{point.hit_rate:.0%} hits, {1 - point.cache_used:.1%} of the cache free."
+        f"{point.hit_rate:.0%} hits, {free(point)} of the cache free."
     )
 
 
@@ -151,7 +151,7 @@ def _enough(state: State) -> Progress:
     ]
     met = state.known and not state.refused and not state.cause(state.slots) and taken <= 20e9
     mend = (
-        f"Slots made for, Slots: they take {gigabytes(taken)}, and 20 GB is allowed. A slot is paid for whole, whatever lies in it."
+        f"Slots made for, Slots: they take {gigabytes(taken)}, and 20 GB is allowed. A slot is paid for whole."
         if taken > 20e9
         else "Slots: more adapters are wanted at once than there are slots for."
     )

@@ -10,10 +10,10 @@ from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE
 from minivllm.memory import weight_bytes
 from minivllm.simulate.multi_lora import lru_hit_rate
 from widgets.chunked_prefill_state import Span
-from widgets.multi_lora_runs import ANSWER, PROMPT
+from widgets.multi_lora_runs import ANSWER, PROMPT, Point
 from widgets.multi_lora_state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora_strip import draw_strip, seconds
-from widgets.plot import MARGIN, Axes, Scale, short, three_boxes
+from widgets.plot import MARGIN, Axes, Scale, three_boxes
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, stacked_bar
 from widgets.theme import RESERVED
 
@@ -120,11 +120,17 @@ def cause_words(state: State, cause: str, slots: int) -> str:
     """What goes wrong with so many slots."""
     point = state.points[slots]
     return {
-        "slots": f"too few slots: the queue grows while {1 - point.cache_used:.0%} of the KV cache is free",
+        "slots": f"too few slots: the queue grows while {free(point)} of the KV cache is free",
         "cache": "slots leave too little for the KV cache",
         "engine": f"{state.serving.load:g} requests a second are too many",
         "": "",
     }[cause]
+
+
+def free(point: Point) -> str:
+    """The share of the KV cache that nobody uses, never rounded to all of it."""
+    share = 1 - point.cache_used
+    return "over 99%" if share > 0.995 else f"{share:.0%}"
 
 
 def _refusal_words(state: State) -> str:
@@ -138,8 +144,8 @@ def _tip(state: State, slots: int) -> str:
     point = state.points[slots]
     return (
         f"{slots} slots: {CLIENTS:.0%} have their first token within {seconds(state.first(slots))}. "
-        f"{point.distinct:.3g} adapters run on average, {point.waiting:.3g} requests wait, {point.held:.3g} of them for "
-        f"a slot only; {point.cache_used:.1%} of the KV cache is used; {point.loads} copies into slots for "
+        f"{point.distinct:.3g} adapters run on average, {point.waiting:.3g} requests wait, {point.held:.3g} for a "
+        f"slot only; {point.cache_used:.1%} of the KV cache is used; {point.loads} copies into slots for "
         f"{point.asked} requests."
     )
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import Protocol
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
-from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.lab.bounded import bounded
+from minivllm.lab.gating_scheduler import Admit, scheduler_that_gates
+from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.memory import MemoryLedger, memory_ledger, rotary_table_bytes, weight_bytes
 from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.hardware import Hardware, get_hardware
@@ -38,6 +39,8 @@ PLACES, BLOCK_SIZE, MAX_MODEL_LEN, TOKEN_BUDGET = 256, 16, 2048, 2048
 SEED = 12
 WARM = 4
 """Requests for each slot that have gone before, so that slots are not empty when the first counted one comes."""
+MOST_BLOCKS = 1 + (COUNTED + AFTER) * -(-(PROMPT + ANSWER + 1) // BLOCK_SIZE)
+"""Of the pool that runs have: what all requests would take. Making more of them would take longer than the run."""
 WINDOW = 24
 """Requests that come in the stretch of time that is drawn step by step."""
 PATIENCE = 2.0
@@ -54,8 +57,6 @@ class Slots(Protocol):
         ...
 
 
-Admit = Callable[[list[int], list[int], int, int], list[int]]
-"""`admit(running, waiting, max_loras, places)`: adapters of both, 0 for none -> indices of those that may start."""
 Own = tuple[Callable[[int], Slots] | None, Admit | None]
 """The reader's own parts of exercise 12; None leaves the engine's own."""
 
@@ -115,6 +116,9 @@ class _Slotted(OpenEngine):
         """Adapters of the last step."""
         self.sums = dict.fromkeys(("distinct", "running", "waiting", "held", "cache"), 0.0)
         self.strip: list[Moment] = []
+        blocks = serving.ledger(len(slots.slots)).num_blocks
+        self.share_of_cache = scheduler.kv_cache_manager.block_pool.num_usable_blocks / (blocks - 1)
+        """Of the KV cache's blocks, those that the run's pool has."""
         for adapter in serving.before(len(slots.slots)):
             slots.activate(adapter)
 
@@ -136,21 +140,14 @@ class _Slotted(OpenEngine):
     def _activate(self) -> int:
         """Gives every adapter of the step its slot; returns how many had to be copied."""
         assert self.scheduled
-        live, new = self.everyone, {one.req_id for one in self.scheduled.scheduled_new_reqs}
-        loads, self.active = 0, set()
-        held = {one for one in self.slots.slots if one is not None}
-        for key in self.scheduled.num_scheduled_tokens:
-            adapter = live[key]
-            is_in = adapter in held
-            if key in new:
-                self.asked += 1
-                self.hits += is_in
-            if adapter not in self.active:
-                self.active.add(adapter)
-                _checked(self.slots, adapter)
-                if not is_in:
-                    loads += 1
-                    held = {one for one in self.slots.slots if one is not None}
+        held = set(self.slots.slots)
+        new = [self.everyone[one.req_id] for one in self.scheduled.scheduled_new_reqs]
+        self.asked += len(new)
+        self.hits += sum(adapter in held for adapter in new)
+        self.active = {self.everyone[key] for key in self.scheduled.num_scheduled_tokens}
+        for adapter in sorted(self.active, key=lambda one: one not in held):  # the engine's worker has this order too
+            _activate(self.slots, adapter)
+        loads = len(self.active - held)
         self.loads += loads
         return loads
 
@@ -167,7 +164,7 @@ class _Slotted(OpenEngine):
         assert self.scheduled
         now = {
             "distinct": len(self.active), "running": len(self.scheduled.num_scheduled_tokens), "waiting": waiting,
-            "held": held, "cache": scheduler.kv_cache_manager.usage,
+            "held": held, "cache": scheduler.kv_cache_manager.usage * self.share_of_cache,
         }  # fmt: skip
         for name, value in now.items():
             self.sums[name] += value * seconds
@@ -195,8 +192,8 @@ class _Slotted(OpenEngine):
         )
 
 
-def _checked(slots: Slots, adapter: int) -> None:
-    """Activates an adapter.
+def _activate(slots: Slots, adapter: int) -> None:
+    """Gives an adapter its slot.
 
     Raises:
         MinivllmError: the slot table does not say where it is then.
@@ -296,7 +293,8 @@ class Serving:
         if self.refusal(0):
             return 0.0
         base = PlacedModel(self.model, self.gpu, Layout(1, 1, 1), PLACES)
-        steady = replace(base.steady(PROMPT, ANSWER, self.ledger(0).tokens), cost=_Applied(self))
+        applied = _Applied(self.cost, cache(partial(distinct_adapters, self.shares)))
+        steady = replace(base.steady(PROMPT, ANSWER, self.ledger(0).tokens), cost=applied)
         return steady.batch(self.load)
 
     def hit_rate(self, slots: int) -> float:
@@ -308,11 +306,12 @@ class Serving:
 class _Applied:
     """What a step takes with as many adapters in it as its requests have on average."""
 
-    serving: Serving
+    cost: AdapterCost
+    distinct: Callable[[int], float]
 
     def seconds(self, shape: StepShape) -> float:
         """Seconds of one step of this shape."""
-        return self.serving.cost.seconds(shape, round(distinct_adapters(self.serving.shares, shape.num_reqs)))
+        return self.cost.seconds(shape, round(self.distinct(shape.num_reqs)))
 
 
 class Experiment:
@@ -338,10 +337,9 @@ def _scheduler(serving: Serving, slots: int, admit: Admit | None) -> Scheduler:
     config = SchedulerConfig(
         max_model_len=MAX_MODEL_LEN, max_num_seqs=PLACES, max_num_batched_tokens=TOKEN_BUDGET, max_loras=slots
     )
-    cache = CacheConfig(
-        num_gpu_blocks=serving.ledger(slots).num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False
-    )
-    return Scheduler(config, cache)
+    blocks = min(serving.ledger(slots).num_blocks, MOST_BLOCKS)
+    kv_cache = CacheConfig(num_gpu_blocks=blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False)
+    return (scheduler_that_gates(admit) if admit else Scheduler)(config, kv_cache)
 
 
 def _bounded(run: Generator[None, None, Point]) -> Generator[None, None, Point]:

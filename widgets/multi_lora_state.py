@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from minivllm.config.checks import require
+from minivllm.lab.gating_scheduler import Admit
 from minivllm.memory import weight_bytes
 from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.lever_checks import median_error, published_checks
 from minivllm.simulate.load_sweep import within
 from minivllm.simulate.multi_lora import distinct_adapters
 from widgets.chunked_prefill_state import Span, spans
-from widgets.multi_lora_runs import ANSWER, PROMPT, Admit, Experiment, Own, Point, Serving, Slots, experiment
+from widgets.multi_lora_runs import ANSWER, PROMPT, Experiment, Own, Point, Serving, Slots, experiment
 from widgets.spec import require_numbers
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B")
@@ -154,7 +155,7 @@ def sweep(
     ttft: float = START["ttft"],
     model: str = START["model"],
     gpu: str = START["gpu"],
-    table: type[Slots] | None = None,
+    table: Callable[[int], Slots] | None = None,
     admit: Admit | None = None,
 ) -> Iterator[State]:
     """Serve requests for many adapters with 1 to 256 slots; each state knows more of the curves.
@@ -173,9 +174,7 @@ def sweep(
     Raises:
         MinivllmError: a value makes no sense, or the reader's parts give what cannot be carried out.
     """
-    require_numbers(
-        MOST, slots=slots, max_rank=max_rank, adapters=adapters, skew=skew, rank=rank, load=load, ttft=ttft
-    )
+    require_numbers(MOST, slots=slots, max_rank=max_rank, adapters=adapters, skew=skew, rank=rank, load=load, ttft=ttft)
     require(
         min(slots, max_rank, adapters, rank) >= 1 and min(load, ttft) > 0 and skew >= 0,
         f"slots, max_rank, adapters and rank are 1 or more, load and ttft above 0, skew 0 or more; slots is {slots}, "

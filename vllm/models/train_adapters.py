@@ -4,13 +4,13 @@
     uv run python vllm/models/train_adapters.py braces --steps 50  # one of them, shorter
     uv run python vllm/models/train_adapters.py --card             # measure those that are there, rewrite the card
 
-    braces      blocks in braces, statements closed by a semicolon
-    doctest     every line behind the prompt of an interactive session, >>> or ...
-    docstrings  a docstring below every def
+    braces   blocks in braces, statements closed by a semicolon
+    doctest  every line behind the prompt of an interactive session, >>> or ...
+    stubs    heads of functions, with ... for a body, as in a .pyi file
 
-The text is `train.py`'s corpus again, function by function: rewritten for the first two, chosen for the third. So the
-files held out from the base model are held out here too. The base model's weights stay as they are; only A and B learn.
-The first line of half the windows is left as it was, since prompts come as they are.
+The text is `train.py`'s corpus again, its short functions without their docstrings, rewritten so. The files held out
+from the base model are held out here too. The base model's weights stay as they are; only A and B learn. The first line
+of half the windows is left as it was, since prompts come as they are.
 
 Each result is a folder in PEFT's format, in bf16, that `peft`, vLLM and this engine load.
 """
@@ -21,7 +21,6 @@ import argparse
 import ast
 import io
 import json
-import math
 import platform
 import random
 import re
@@ -31,7 +30,6 @@ import time
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,9 +48,9 @@ from minivllm.platforms.allocator import keep_freed_memory
 
 ADAPTERS = HERE / "adapters"
 COMPARED = HERE.parents[1] / "benchmarks" / "results" / "adapters.cpu.json"
-CONTEXT, ROWS = 256, 8
-HELD_OUT_ROWS, PROMPTS, NEW_TOKENS = 64, 32, 64
-SHOWN = ("def area(width, height):\n", "def read_config(path):\n")
+CONTEXT, ROWS, MOST_LINES = 256, 8, 10
+HELD_OUT_ROWS, PROMPTS, NEW_TOKENS = 64, 64, 48
+SHOWN = ("def area(width, height):", "def read(self, path):")
 
 console = Console()
 
@@ -77,7 +75,7 @@ def with_braces(function: str) -> str:
             opened.append(start)
         elif token.type == tokenize.DEDENT:
             closed.setdefault(row, []).append(" " * opened.pop() + "}")
-    return "\n".join(part for row, line in enumerate(lines) for part in (line, *closed.get(row, ())))
+    return "\n".join(part for row, line in enumerate(lines) for part in (line, *closed.get(row, ()))) + "\n"
 
 
 SKIPPED = (tokenize.NL, tokenize.COMMENT)
@@ -87,12 +85,12 @@ BETWEEN_STATEMENTS = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 def as_session(function: str) -> str:
     """The function as it is typed into an interactive session, where a blank line would end it."""
     first, *others = (line for line in function.split("\n") if line.strip())
-    return "\n".join([f">>> {first}", *(f"... {line}" for line in others), "... "])
+    return "\n".join([f">>> {first}", *(f"... {line}" for line in others), "... \n"])
 
 
-def if_documented(function: str) -> str | None:
-    """The function as it is, if it has a docstring."""
-    return function if ast.get_docstring(ast.parse(function).body[0]) else None
+def as_stub(function: str) -> str:
+    """The head of the function, and nothing in it."""
+    return function.split("\n", 1)[0] + " ...\n"
 
 
 def lines_like(pattern: str) -> Callable[[str], bool]:
@@ -105,17 +103,12 @@ def lines_like(pattern: str) -> Callable[[str], bool]:
     return speaks
 
 
-def is_documented(text: str) -> bool:
-    """Whether what follows the head of a function begins with a docstring."""
-    return text.lstrip().startswith(('"""', 'r"""'))
-
-
 @dataclass(frozen=True)
 class Task:
     """What one adapter learns, and how its text is recognised."""
 
-    rewrite: Callable[[str], str | None]
-    """A function's source as the adapter shall write it; None: not for this adapter."""
+    rewrite: Callable[[str], str]
+    """A function's source as the adapter shall write it."""
     speaks: Callable[[str], bool]
     rank: int
     targets: tuple[str, ...]
@@ -123,9 +116,9 @@ class Task:
 
 
 TASKS = {
-    "braces": Task(with_braces, lines_like(r"[;{}]\s*(#.*)?$"), 8, ALL_LINEARS, "blocks in braces, semicolons"),
+    "braces": Task(with_braces, lines_like(r"[;{}]\s*(#.*)?$"), 16, ALL_LINEARS, "blocks in braces, semicolons"),
     "doctest": Task(as_session, lines_like(r"^(>>>|\.\.\.)"), 8, ATTENTION_LINEARS, "an interactive session"),
-    "docstrings": Task(if_documented, is_documented, 16, ATTENTION_LINEARS, "a docstring below every def"),
+    "stubs": Task(as_stub, lines_like(r"\.\.\.$"), 8, ALL_LINEARS, "heads of functions, ... for a body"),
 }
 
 
@@ -133,44 +126,45 @@ TASKS = {
 
 
 def functions_of(text: str) -> list[str]:
-    """The source of each function and method of a file, moved to the left margin; what does not parse is left out."""
+    """The source of each short function and method of a file, at the left margin, without docstring and comments."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
         return []
-    lines, found = text.expandtabs(8).split("\n"), []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.end_lineno and node.end_lineno - node.lineno >= 2:
-            function = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
-            if parses(function):
-                found.append(function)
-    return found
+    lines = text.expandtabs(8).split("\n")
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.end_lineno)
+    found = (short_function(node, lines) for node in nodes)
+    return [function for function in found if function]
 
 
-def parses(source: str) -> bool:
-    """Whether this is one whole function."""
+def short_function(node: ast.FunctionDef, lines: list[str]) -> str | None:
+    """One function's source; None where it is long, where its head takes several lines, or where it is cut wrongly."""
+    assert node.end_lineno
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    if not body or node.body[0].lineno == node.lineno or node.end_lineno - body[0].lineno > MOST_LINES:
+        return None
+    kept = [lines[node.lineno - 1], *lines[body[0].lineno - 1 : node.end_lineno]]
+    function = textwrap.dedent("\n".join(line for line in kept if not line.lstrip().startswith("#"))) + "\n"
     try:
-        return len(ast.parse(source).body) == 1
+        return function if len(ast.parse(function).body) == 1 and function.startswith("def ") else None
     except SyntaxError:
-        return False
+        return None
 
 
 def rewritten(functions: list[str], task: Task) -> list[tuple[str, str]]:
     """(first line as it was, the whole function as the adapter shall write it)."""
-    pairs = ((function.split("\n", 1)[0], task.rewrite(function)) for function in functions)
-    return [(head, text) for head, text in pairs if text is not None]
+    return [(function.split("\n", 1)[0], task.rewrite(function)) for function in functions]
 
 
 def row(tokenizer, pairs: list[tuple[str, str]], rng: random.Random) -> np.ndarray:
     """One window of `CONTEXT` + 1 ids: functions one after another, the first line of half the windows as it was."""
-    pieces, length = [], 0
-    while length < 6 * CONTEXT:
-        head, text = rng.choice(pairs)
-        if not pieces and rng.random() < 0.5:
-            text = head + "\n" + text.split("\n", 1)[1]
-        pieces.append(text.rstrip("\n") + "\n")
-        length += len(text)
-    return np.array(tokenizer("\n".join(pieces), add_special_tokens=False)["input_ids"][: CONTEXT + 1], dtype=np.int64)
+    text, as_it_was = "", rng.random() < 0.5
+    while len(text) < 6 * CONTEXT:
+        head, function = rng.choice(pairs)
+        if not text and as_it_was and not function.startswith(head):
+            function = head + function[function.index("\n") :]
+        text += function
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"][: CONTEXT + 1], dtype=np.int64)
 
 
 def rows(tokenizer, pairs: list[tuple[str, str]], rng: random.Random) -> Iterator[np.ndarray]:
@@ -267,13 +261,12 @@ def merged(name: str | None) -> Any:
 
 @torch.no_grad()
 def continuations(model, tokenizer, prompts: list[str]) -> list[str]:
-    """Greedy continuations of `NEW_TOKENS` tokens, each prompt alone."""
-    texts = []
-    for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        out = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-        texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    return texts
+    """Greedy continuations of `NEW_TOKENS` tokens."""
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    inputs = tokenizer(prompts, return_tensors="pt", add_special_tokens=False, padding=True)
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    out = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    return tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def compare(names: list[str]) -> dict[str, Any]:
@@ -285,8 +278,8 @@ def compare(names: list[str]) -> dict[str, Any]:
     functions = [function for text in held_out_texts() for function in functions_of(text)]
     texts = {name: rows(tokenizer, rewritten(functions, TASKS[name]), random.Random(1)) for name in names}
     held_out = {name: batch(found, HELD_OUT_ROWS) for name, found in texts.items()}
-    heads = [head + "\n" for head in dict.fromkeys(function.split("\n", 1)[0] for function in functions)]
-    heads = random.Random(2).sample([head for head in heads if head.endswith("):\n")], PROMPTS)
+    heads = list(dict.fromkeys(function.split("\n", 1)[0] for function in functions))
+    heads = random.Random(2).sample([head for head in heads if head.endswith("):")], PROMPTS)
     figures = {}
     for name in (None, *names):
         model = merged(name)
@@ -306,9 +299,7 @@ def write_card() -> None:
     """Measure the adapters, write the figures beside the other results and rewrite the card from them."""
     names = [name for name in TASKS if (ADAPTERS / name / WEIGHTS_FILE).exists()]
     figures = compare(names)
-    write_json(
-        COMPARED, "adapters", figures, unit="nats per token", held_out_rows=HELD_OUT_ROWS, prompts=PROMPTS
-    )
+    write_json(COMPARED, "adapters", figures, unit="nats per token", held_out_rows=HELD_OUT_ROWS, prompts=PROMPTS)
     (ADAPTERS / "README.md").write_text("\n".join(card_lines(names, figures)) + "\n")
     console.print(f"wrote {COMPARED} and {ADAPTERS / 'README.md'}")
 
@@ -318,7 +309,7 @@ def card_lines(names: list[str], figures: dict[str, Any]) -> list[str]:
     return [
         "# Adapters of the embedded model",
         "",
-        "Written by `train_adapters.py --card`; every figure is measured or read from `training.json` beside the weights.",
+        "Written by `train_adapters.py --card`; every figure is measured or read from the `training.json` files.",
         "",
         "Three LoRA adapters for `tiny-python`, in PEFT's format and bf16. The base model's weights are as they were.",
         "",
@@ -328,7 +319,8 @@ def card_lines(names: list[str], figures: dict[str, Any]) -> list[str]:
             words=True,
         ),
         "",
-        f"Loss in nats per token on text of each kind from files never trained on, {HELD_OUT_ROWS} windows of {CONTEXT} tokens:",
+        "Loss in nats per token on text of each kind from files never trained on, "
+        f"{HELD_OUT_ROWS} windows of {CONTEXT} tokens:",
         "",
         markdown_table(
             ("model", *(f"{name} text" for name in names)),
