@@ -429,7 +429,7 @@ def check_an_adapter_is_read_once_a_tile(module):
 # ---- in the engine ---------------------------------------------------------------------------------------------------
 
 ADAPTERS = Path(EMBEDDED_MODEL).parent / "adapters"
-TRAINED = ("braces", "docstrings", "doctest")
+TRAINED = ("braces", "doctest", "stubs")
 
 
 def _copied(llm):
