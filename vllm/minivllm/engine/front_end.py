@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +39,9 @@ class StatLogger(Protocol):
 
     def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
         """What a core's KV connector has counted in a step."""
+
+    def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
+        """The names of the adapters that requests use, after each step; only where adapters are served."""
 
     def record_rejection(self, reason: str) -> None:
         """A request was refused for this reason."""
@@ -156,3 +159,5 @@ class FrontEnd:
         self._throughput_log.observe(iteration.num_prompt_tokens, iteration.num_generation_tokens, self.stats)
         if self.stat_logger is not None:
             self.stat_logger.record(stats, iteration, engine_index)
+            if self.engine_args.enable_lora:
+                self.stat_logger.record_loras(*self.output_processor.lora_names())
