@@ -4,7 +4,7 @@ The engine's own scheduler and slot table decide every step, on a virtual clock;
 `simulate.layouts` with what `simulate.multi_lora` adds for adapters. What is left out: reading adapters from disk, for
 all of them lie in host memory.
 
-The picture in the lesson's text: `uv run python -P -m widgets multi_lora lessons/figures/12_multi_lora.svg`
+The picture in the lesson's text: `uv run python -P -m widgets multi_lora lessons/figures/12_slots.svg`
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     y = _draw_memory(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 8)
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
     _draw_waits(Axes(drawing, main, ACROSS, _scale(state)), state, pinned)
-    _draw_rates(drawing, upper, state)
-    _draw_hits(drawing, lower, state)
+    _draw_hits(drawing, upper, state)
+    _draw_rates(drawing, lower, state)
     drawing.height = draw_strip(drawing, state, max(main.bottom, lower.bottom) + 54) + 8
     return drawing.render()
 
@@ -172,7 +172,8 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     scale = Scale(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high * 1.2)), log=True)
     axes = Axes(drawing, box, Scale(1, most, log=True), scale)
     y_ticks = [10.0**power for power in range(round(math.log10(scale.low)), round(math.log10(scale.high)) + 1)]
-    axes.frame("", f"tokens/s, adapters in a step of {state.batch}", x_ticks=_doublings(most), y_ticks=y_ticks[::2])
+    label = f"adapters in a step of {state.batch} requests"
+    axes.frame(label, "tokens a second", x_ticks=_doublings(most), y_ticks=y_ticks[::2])
     with drawing.answer():
         for way in reversed(WAYS):
             axes.line(counts, rates[way], COLOURS[way], dash=DASHES[way])
@@ -208,7 +209,7 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     """Share of the requests that find their adapter in a slot: one after another by formula, and as it was here."""
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    axes.frame("slots", "adapter is in a slot", x_ticks=TICKS, y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
+    axes.frame("", "found their adapter in a slot", x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
     shares = state.serving.shares
     axes.line(SLOTS, [lru_hit_rate(shares, one) for one in SLOTS], PURPLE, width=1.8, dash="2 4")
     with drawing.answer():

@@ -12,13 +12,13 @@ from functools import cache, cached_property, lru_cache, partial
 from typing import Protocol
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.lab.bounded import bounded
 from minivllm.lab.gating_scheduler import Admit, scheduler_that_gates
-from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.memory import MemoryLedger, memory_ledger, rotary_table_bytes, weight_bytes
 from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.hardware import Hardware, get_hardware
@@ -143,7 +143,7 @@ class _Slotted(OpenEngine):
         held = set(self.slots.slots)
         new = [self.everyone[one.req_id] for one in self.scheduled.scheduled_new_reqs]
         self.asked += len(new)
-        self.hits += sum(adapter in held for adapter in new)
+        self.hits += len(new) - len(set(new) - held)  # who comes in with another finds what that one has loaded
         self.active = {self.everyone[key] for key in self.scheduled.num_scheduled_tokens}
         for adapter in sorted(self.active, key=lambda one: one not in held):  # the engine's worker has this order too
             _activate(self.slots, adapter)

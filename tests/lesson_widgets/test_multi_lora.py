@@ -10,8 +10,8 @@ from functools import cache
 
 import pytest
 
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
-from minivllm.lora.adapter_slots import AdapterSlots
 from minivllm.memory import memory_ledger
 from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.known_models import known_model
