@@ -29,6 +29,9 @@ In vLLM v0.33.0: `vllm/lora/ops/triton_ops/lora_shrink_op.py` (`_lora_shrink_ker
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
 from minivllm.errors import MinivllmError
@@ -41,6 +44,8 @@ FEW_ROWS = 64
 """Up to so many rows of a slot the shrink divides its sums."""
 MOST_SPLITS = 16
 BLOCK_K, BLOCK_N = 128, 64
+ALIGNMENT = 16
+"""Of a slice's first column, in numbers, where loads are wide."""
 
 
 @triton.jit
@@ -118,6 +123,7 @@ def lora_expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # divides all of `bounds`
 ):
     """Grid (row tiles × column tiles of the widest slice, slices, active slots)."""
     first_row = tl.program_id(0) // column_tiles * BLOCK_M
@@ -128,7 +134,8 @@ def lora_expand_kernel(
     count = tl.load(counts + tl.program_id(2))
     rank = tl.load(ranks + piece * slots + slot)
     first_column = tl.load(bounds + piece) + tl.program_id(0) % column_tiles * BLOCK_N
-    last_column = tl.load(bounds + piece + 1)
+    first_column = tl.multiple_of(first_column, ALIGNMENT)
+    last_column = tl.multiple_of(tl.load(bounds + piece + 1), ALIGNMENT)
     if (first_row >= count) | (first_column >= last_column) | (rank == 0):
         return
     number = first_row + tl.arange(0, BLOCK_M)
@@ -165,7 +172,7 @@ def lora_linear(
     bounds: torch.Tensor,
     meta: LoRAKernelMeta,
     *,
-    widest: int | None = None,
+    edges: Sequence[int] | None = None,
     fixed_grid: bool = False,
     backend: str | None = None,
 ) -> None:
@@ -174,7 +181,7 @@ def lora_linear(
     Args:
         y, x, a, b, ranks, bounds: see above.
         meta: the slot of each row.
-        widest: the widest slice; None: it is looked up, which waits for the device.
+        edges: the same as `bounds`, on the host; None: they are looked up, which waits for the device.
         fixed_grid: launch for any slots that these rows could have, as a CUDA graph must.
         backend: "triton" or "cpu"; None follows x's device.
 
@@ -185,12 +192,11 @@ def lora_linear(
     if not fixed_grid and not meta.num_active:
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
+    edges = bounds.tolist() if edges is None else edges
     if choose_backend(backend, x) == "cpu":
-        lora_linear_cpu(y, x, a, b, ranks, bounds, meta)
-        return
-    if widest is None:
-        widest = int(bounds.diff().max())
-    _launch(y, x, a, b, ranks, bounds, meta, widest, fixed_grid)
+        lora_linear_cpu(y, x, a, b, ranks, bounds, meta, edges)
+    else:
+        _launch(y, x, a, b, ranks, bounds, meta, edges, fixed_grid)
 
 
 def tiles(most_rows: int, width: int, max_rank: int) -> dict[str, int]:
@@ -200,8 +206,8 @@ def tiles(most_rows: int, width: int, max_rank: int) -> dict[str, int]:
         splits = min(MOST_SPLITS, triton.cdiv(width, 2 * BLOCK_K))
     return {
         "SPLITS": splits,
-        "BLOCK_M": 16 if most_rows <= FEW_ROWS else 64,
-        "BLOCK_R": max(16, min(64, triton.next_power_of_2(max_rank))),
+        "BLOCK_M": 16 if most_rows <= FEW_ROWS else 32,
+        "BLOCK_R": max(16, min(32, triton.next_power_of_2(max_rank))),
         "BLOCK_K": BLOCK_K if most_rows <= FEW_ROWS else BLOCK_K // 2,
     }
 
@@ -214,7 +220,7 @@ def _launch(
     ranks: torch.Tensor,
     bounds: torch.Tensor,
     meta: LoRAKernelMeta,
-    widest: int,
+    edges: Sequence[int],
     fixed_grid: bool,
 ) -> None:
     (rows, width), (slices, slots, max_rank, _) = x.shape, a.shape
@@ -235,7 +241,9 @@ def _launch(
     lora_shrink_kernel[(row_tiles * rank_tiles * constants["SPLITS"], slices, num_active)](
         shrunk, x, a, ranks, *where, rows, width, x.stride(0), slots, BLOCK_K=block_k, num_warps=4, **constants
     )
+    widest = max(last - first for first, last in pairwise(edges))
     column_tiles = triton.cdiv(widest, BLOCK_N)
+    constants["ALIGNMENT"] = ALIGNMENT if all(edge % ALIGNMENT == 0 for edge in edges) else 1
     lora_expand_kernel[(row_tiles * column_tiles, slices, num_active)](
         y, shrunk, b, ranks, bounds, *where, rows, y.shape[1], slots, column_tiles, BLOCK_N=BLOCK_N, num_warps=4,
         **constants,

@@ -91,8 +91,8 @@ class LoRALinearMethod(LinearMethod):
         outputs = slices[-1].last
         self.lora_a = torch.zeros(len(slices), max_loras, max_rank, in_features, dtype=dtype, device=device)
         self.lora_b = torch.zeros(max_loras, max_rank, outputs, dtype=dtype, device=device)
-        self.bounds = torch.tensor([0, *(piece.last for piece in slices)], dtype=torch.int32, device=device)
-        self.widest = max(piece.last - piece.first for piece in slices)
+        self.edges = (0, *(piece.last for piece in slices))
+        self.bounds = torch.tensor(self.edges, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -137,6 +137,6 @@ class LoRALinearMethod(LinearMethod):
             self.ranks,
             self.bounds,
             meta,
-            widest=self.widest,
+            edges=self.edges,
             fixed_grid=self.step.fixed_grid,
         )

@@ -7,6 +7,8 @@ products for each adapter and slice.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,17 +29,15 @@ def lora_linear_cpu(
     ranks: torch.Tensor,
     bounds: torch.Tensor,
     meta: LoRAKernelMeta,
+    edges: Sequence[int],
 ) -> None:
-    """As `lora_linear`."""
+    """As `lora_linear`; `edges` are `bounds` on the host."""
     same_dtype = x.dtype in ELEMENTS and x.dtype is y.dtype is a.dtype is b.dtype
-    if same_dtype and a.shape[2] % 4 == 0 and x.shape[1] % LANES == 0 and _in_lanes(bounds) and has_numba():
+    in_lanes = a.shape[2] % 4 == 0 and all(number % LANES == 0 for number in (x.shape[1], *edges))
+    if same_dtype and in_lanes and has_numba():
         numba_lora_linear(y, x, a, b, ranks, bounds, meta)
     else:
-        looped_lora_linear(y, x, a, b, ranks, bounds, meta)
-
-
-def _in_lanes(bounds: torch.Tensor) -> bool:
-    return all(bound % LANES == 0 for bound in bounds.tolist())
+        looped_lora_linear(y, x, a, b, ranks, meta, edges)
 
 
 def numba_lora_linear(
@@ -78,16 +78,15 @@ def looped_lora_linear(
     a: torch.Tensor,
     b: torch.Tensor,
     ranks: torch.Tensor,
-    bounds: torch.Tensor,
     meta: LoRAKernelMeta,
+    edges: Sequence[int],
 ) -> None:
     """For any shapes and dtypes: adapter by adapter, slice by slice."""
-    edges = bounds.tolist()
     for number in range(meta.num_active):
         slot, start = int(meta.active[number]), int(meta.starts[number])
         rows = meta.indices[start : start + int(meta.counts[number])].long()
         inputs = x[rows].to(a.dtype)
-        for piece, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
+        for piece, (first, last) in enumerate(pairwise(edges)):
             rank = int(ranks[piece, slot])
             if rank:
                 shrunk = inputs @ a[piece, slot, :rank].T
