@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.lab.drawing import BLANK, QUIET, RULE, arrow, line, rect, svg, text, tint
 from minivllm.lab.followed import NAME, Row, followed
 from minivllm.lab.frames import Frames
@@ -19,6 +20,7 @@ WIDTH, HEIGHT = 860, 372
 LEFT, CELL, TALL = 118, 60, 30
 SLOTS = {NAME: 1, "for": -1, "class": 0}
 """The slot of each request's adapter; -1: the base model."""
+HIDDEN, RANK = ModelConfig.from_pretrained(EMBEDDED_MODEL).hidden_size, 8
 COLOURS = {0: BLUE, 1: ORANGE, -1: QUIET}
 BATCH, LISTS, SMALL, OUT = 84, 158, 236, 304
 
@@ -34,7 +36,7 @@ def frames() -> Frames:
     of_slot = {slot: [int(token) for token in order[starts[i] : starts[i + 1]]] for i, slot in enumerate(active)}
     last = len(cells) - 1
     stills = [
-        _still(cells, "A step, and whose adapter each token wants"),
+        _still(cells, "A step, and whose adapter each token wants", *_out([-1] * len(cells), "W x")),
         _still(cells, "A loop: one adapter after the other", *_loop(of_slot)),
         _still(cells, "bgmv: every token reads an adapter", *_reads([[t] for t in order], slots)),
         _still(cells, "Sorted: their numbers, by slot", *_lists(order, active, starts)),
@@ -43,7 +45,7 @@ def frames() -> Frames:
         _still(cells, "Nobody was moved", *_out(slots), *_reads(list(of_slot.values()), slots)),
     ]
     counts = {slot: len(tokens) for slot, tokens in of_slot.items()}
-    groups_said = ", ".join(f"Slot {slot} has {count}" for slot, count in counts.items())
+    groups_said = ", ".join(f"slot {slot} has {count}" for slot, count in counts.items())
     first, second = (str(of_slot[slot]).strip("[]") for slot in active)
     none = slots.count(-1)
     captions = [
@@ -53,9 +55,10 @@ def frames() -> Frames:
         "and two more for each further adapter.",
         f"One launch, a program for each token. The adapter in slot 0 is read {counts[0]} times, once for each token "
         "that wants it.",
-        f"Today: the numbers of the tokens, sorted by slot: {first}, then {second}. {groups_said} of them. The {none} "
-        "without an adapter are in no group.",
-        "A program for each group reads A of its slot once, and its tokens through the list: from 256 numbers to 8. "
+        f"Today: the numbers of the tokens, sorted by slot: {first}, then {second}; {groups_said}. The {none} without "
+        "an adapter are in no group.",
+        f"A program for each group reads A of its slot once, and its tokens through the list: from {HIDDEN} numbers to "
+        f"{RANK}. "
         "The base model's tokens get nothing.",
         "B of the slot is read once for each group, multiplied with that, and added to what the base model's product "
         "has left.",
@@ -139,17 +142,28 @@ def _small(slots: Sequence[int]) -> list[str]:
     parts = [text(LEFT - 12, SMALL + 16, "A x", anchor="end")]
     for token, slot in enumerate(slots):
         if slot >= 0:
-            parts.append(rect(_x(token) + 16, SMALL, 24, 22, COLOURS[slot], radius=3, label="8", mono=True, size=12))
+            parts.append(
+                rect(_x(token) + 16, SMALL, 24, 22, COLOURS[slot], radius=3, label=str(RANK), mono=True, size=12)
+            )
     return parts
 
 
-def _out(slots: Sequence[int]) -> list[str]:
+def _out(slots: Sequence[int], name: str = "W x + B A x") -> list[str]:
     """The base model's product, and what is added to it."""
-    parts = [text(LEFT - 12, OUT + 20, "W x + B A x", anchor="end")]
+    parts = [text(LEFT - 12, OUT + 20, name, anchor="end")]
     for token, slot in enumerate(slots):
         fill = tint(GREEN, 0.4)
         parts.append(
-            rect(_x(token), OUT, CELL - 4, TALL, fill, label="256" if slot < 0 else "256 +", mono=True, size=12)
+            rect(
+                _x(token),
+                OUT,
+                CELL - 4,
+                TALL,
+                fill,
+                label=str(HIDDEN) if slot < 0 else f"{HIDDEN} +",
+                mono=True,
+                size=12,
+            )
         )
         if slot >= 0:
             parts.append(arrow((_x(token) + 28, SMALL + 26), (_x(token) + 28, OUT - 4), COLOURS[slot], width=2))
