@@ -8,7 +8,6 @@ from itertools import pairwise
 
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE
 from minivllm.memory import weight_bytes
-from minivllm.simulate.multi_lora import lru_hit_rate
 from widgets.chunked_prefill_state import Span
 from widgets.multi_lora_runs import ANSWER, PROMPT, Point
 from widgets.multi_lora_state import CLIENTS, SLOTS, WAYS, State
@@ -210,8 +209,7 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
     axes.frame("", "found their adapter in a slot", x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
-    shares = state.serving.shares
-    axes.line(SLOTS, [lru_hit_rate(shares, one) for one in SLOTS], PURPLE, width=1.8, dash="2 4")
+    axes.line(SLOTS, [state.serving.hit_rate(one) for one in SLOTS], PURPLE, width=1.8, dash="2 4")
     with drawing.answer():
         axes.line(state.run, [state.points[one].hit_rate for one in state.run], BLUE)
     x = axes.at(state.slots, 0)[0]
@@ -219,7 +217,7 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     for slots, strip in _strips(axes, state.run):
         said = (
             f"{slots} slots: {state.points[slots].hit_rate:.0%} of those who got in found their adapter in a slot; one "
-            f"after another it would be {lru_hit_rate(shares, slots):.0%}"
+            f"after another it would be {state.serving.hit_rate(slots):.0%}"
         )
         with drawing.answer():
             drawing.rect(strip, "transparent", tip=said)

@@ -299,7 +299,12 @@ class Serving:
 
     def hit_rate(self, slots: int) -> float:
         """By Che's approximation, one request after another."""
-        return lru_hit_rate(self.shares, slots)
+        return _hit_rate(self.adapters, self.skew, slots)
+
+
+@lru_cache(maxsize=1024)
+def _hit_rate(adapters: int, skew: float, slots: int) -> float:
+    return lru_hit_rate(zipf_shares(adapters, skew), slots)
 
 
 @dataclass(frozen=True)

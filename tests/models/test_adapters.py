@@ -95,11 +95,11 @@ def test_a_text_is_recognised_by_half_its_lines(script, name: str):
 
 def test_windows_begin_as_prompts_do_half_the_time(script):
     tokenizer = script.load_tokenizer(EMBEDDED_MODEL)
-    pairs = script.rewritten([function for function in script.functions_of(FUNCTION)], script.TASKS["doctest"])
+    pairs = script.rewritten(script.functions_of(FUNCTION), script.TASKS["doctest"])
     texts = [tokenizer.decode(script.row(tokenizer, pairs, random.Random(seed))) for seed in range(20)]
     plain = sum(text.startswith("def find") for text in texts)
     assert 5 <= plain <= 15
-    assert all(text.startswith(">>> def find") or text.startswith("def find") for text in texts)
+    assert all(text.startswith((">>> def find", "def find")) for text in texts)
 
 
 def test_what_ships_is_what_the_script_makes(script):

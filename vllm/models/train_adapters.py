@@ -50,7 +50,7 @@ ADAPTERS = HERE / "adapters"
 COMPARED = HERE.parents[1] / "benchmarks" / "results" / "adapters.cpu.json"
 CONTEXT, ROWS, MOST_LINES = 256, 8, 10
 HELD_OUT_ROWS, PROMPTS, NEW_TOKENS = 64, 64, 48
-SHOWN = ("def area(width, height):", "def read(self, path):")
+SHOWN = ("def add(a, b):", "def read(self, path):")
 
 console = Console()
 

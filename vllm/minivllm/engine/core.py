@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -120,7 +121,7 @@ class EngineCore:
         with self._all_or_nothing((request.request_id,)):
             try:
                 if request.lora_request is not None:
-                    request.lora_request = self.loras.add(request.lora_request)
+                    request = replace(request, lora_request=self.loras.add(request.lora_request))
                 added = request.to_request()
                 if request.sampling_params.structured_outputs is not None:
                     self.structured_outputs.grammar_init(added, request.sampling_params.structured_outputs)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import mul
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
@@ -64,13 +65,13 @@ def lru_hit_rate(shares: Sequence[float], slots: int) -> float:
     """
     if slots >= len(shares):
         return 1.0
-    low, high = 0.0, 1.0
-    while distinct_adapters(shares, high) < slots:
-        low, high = high, 2 * high
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if distinct_adapters(shares, middle) < slots else (low, middle)
-    return sum(share * -math.expm1(-high * share) for share in shares)
+    t = float(slots)
+    while True:  # Newton's steps approach from below, since the curve bends down
+        misses = [math.exp(-t * share) for share in shares]
+        step = (slots - len(shares) + sum(misses)) / sum(map(mul, shares, misses))
+        t += step
+        if step < 1e-6 * t:
+            return 1 - sum(map(mul, shares, misses))
 
 
 @dataclass(frozen=True)
