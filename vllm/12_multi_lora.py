@@ -323,7 +323,7 @@ def first_steps() -> list[list[str]]:
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
     device, control = begin("Lesson 12. Multi-LoRA", arguments), Control()
-    report.check(arguments)
+    report.check(arguments, device)
     heading("1. What an adapter weighs, and what a model of its own does")
     found: dict = {"weighs": report.show_weights(adapter_numbers)}
     heading("2. Merged or applied")
@@ -339,9 +339,10 @@ def main(arguments: Namespace) -> None:
     found["tiers"] = report.show_tiers(serve, tiers, Request, arguments)
     heading("5. A thousand adapters in one process")
     with control.watch():
-        found["thousand"] = report.measure_thousand(arguments, device)
+        found["thousand"] = report.measure_thousand(arguments)
     with control.watch():
-        found["cost"] = report.measure_cost(arguments, device)
+        found["cost"] = report.measure_cost(arguments)
+    found["answers"] = report.show_answers(arguments)
     heading("6. Break it")
     found["slots"] = report.show_gate(serve, tiers, Request)
     found["ranks"] = report.show_ranks(by_sorting, adapter_numbers)

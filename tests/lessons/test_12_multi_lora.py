@@ -1,5 +1,7 @@
 """Lesson 12: its kernels are right, its slots and its gate are the engine's, its exercise catches mistakes."""
 
+import itertools
+import math
 import random
 from collections import Counter
 
@@ -15,10 +17,13 @@ from lessons.harness import (
     script_path,
 )
 
-from minivllm.config import ModelConfig
+from minivllm.config import NO_PARTS
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.errors import MinivllmError
-from minivllm.lab.exercise import checks_of, load
+from minivllm.kernels.lora_metadata import LoRAKernelMeta
+from minivllm.lab.exercise import checks_of, load, plug_of
 from minivllm.lab.gating_scheduler import scheduler_that_gates
+from minivllm.lab.plugged import rows_of, serve
 from minivllm.lab.reports import multi_lora as report
 from minivllm.memory.adapters import adapter_parameters, linear_shapes
 from minivllm.simulate.known_models import known_model
@@ -81,13 +86,71 @@ def test_the_kernels_compile(rank):
     )  # fmt: skip
 
 
+# ---- lesson form and engine form -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=pytest.mark.interpreted)])
+@pytest.mark.parametrize("name", report.AWKWARD)
+def test_the_kernels_agree_with_the_engines(name, backend):
+    token_slots, *shape = report.AWKWARD[name]
+    torch.manual_seed(len(name))
+    case = report.lora_case(token_slots, *shape, torch.float32)
+    its = case["out"].clone()
+    report.engine_call(its, *(case[key] for key in ("x", "a", "b", "token_slots")), backend=backend)()
+    lesson.by_sorting(**case)
+    assert_close(its, case["out"].double())
+
+
+def test_the_groups_are_the_engines():
+    for seed in range(40):
+        draw = random.Random(seed)
+        slots = torch.tensor([draw.randint(-1, 4) for _ in range(draw.randint(1, 40))], dtype=torch.int32)
+        order, active, starts = (one.tolist() for one in lesson.group_tokens(slots))
+        meta = LoRAKernelMeta(40, 5, torch.device("cpu"))
+        meta.prepare(slots.numpy())
+        first = int((slots < 0).sum())
+        assert meta.indices[first : len(slots)].tolist() == order
+        assert meta.active[: meta.num_active].tolist() == active
+        assert [one - first for one in meta.starts[: meta.num_active].tolist()] == starts[:-1]
+        assert meta.counts[: meta.num_active].tolist() == [b - a for a, b in itertools.pairwise(starts)]
+
+
 @pytest.mark.interpreted
-def test_the_four_ways_are_told_apart_by_what_they_launch_and_read():
-    found = report.count_ways(WAYS)
-    assert found["loop"]["sixteen"] == {"launches": 32, "adapters_read": 16}
-    assert found["bgmv"]["one adapter"] == {"launches": 2, "adapters_read": 16}
-    assert found["sorted"]["four"] == found["sgmv"]["four"] == {"launches": 2, "adapters_read": 4}
-    assert [name for name, one in found.items() if one["rows_copied"]] == ["sgmv"]
+def test_the_engines_kernels_stop_at_a_slots_own_rank_and_the_lessons_do_not():
+    """Behind rank 3 of 8 lies NaN: what is read of it shows."""
+    case = report.lora_case([0, 1, 0], 8, 16, 16, torch.float32)
+    case["a"][:, 3:], case["b"][:, :, 3:] = math.nan, math.nan
+    x, a, b, slots = (case[key] for key in ("x", "a", "b", "token_slots"))
+    for backend in ("cpu", "triton"):
+        its = case["out"].clone()
+        report.engine_call(its, x, a, b, slots, rank=3, backend=backend)()
+        assert_close(its, report.exact({**case, "a": a[:, :3], "b": b[:, :, :3]}))
+    lesson.by_sorting(**case)
+    assert case["out"].isnan().all()
+
+
+def tried(slots, action: str, adapter: int) -> object:
+    """What an action returns, if that means something; or that it is refused."""
+    try:
+        found = getattr(slots, action)(adapter)
+    except MinivllmError:
+        return "refused"
+    return found if action == "activate" else None
+
+
+def test_slots_are_the_engines():
+    """Activations, removals and pins at random: the same adapter in each slot, the same refusals."""
+    refused = 0
+    for seed in range(40):
+        draw, size = random.Random(seed), 1 + seed % 4
+        mine, its = lesson.AdapterSlots(size), AdapterSlots(size)
+        for _ in range(80):
+            action, adapter = draw.choices(("activate", "deactivate", "pin"), (8, 3, 1))[0], draw.randint(1, 7)
+            found = tried(mine, action, adapter)
+            assert found == tried(its, action, adapter)
+            assert mine.slots == list(its.slots)
+            refused += found == "refused"
+    assert refused > 20
 
 
 # ---- weight, merged and applied --------------------------------------------------------------------------------------
@@ -125,7 +188,7 @@ def requests_of(seed):
 def test_the_steps_are_the_engines():
     """Who runs in each step, by the lesson's `serve` and by the engine's scheduler."""
     steps = next(check for check in checks_of("12") if check.__name__ == "check_prediction").__globals__["_steps"]
-    for seed in range(150):
+    for seed in range(80):
         work, limits = requests_of(seed)
         mine = [
             [one.name for one in running]
@@ -173,6 +236,64 @@ def test_a_gate_that_cannot_be_is_one_line(admit, about):
     steps = next(check for check in checks_of("12") if check.__name__ == "check_prediction").__globals__["_steps"]
     with pytest.raises(MinivllmError, match=about):
         steps([("a", 1, 2, 0), ("b", 2, 2, 0)], 1, 4, scheduler_that_gates(admit))
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    figures = figures_of_quick_run("12", tmp_path)
+    assert figures["weighs"]["Llama-3.1-8B"]["16"] == 83_886_080
+    counted = figures["counted"]
+    assert counted["loop"]["sixteen"] == {"launches": 32, "adapters_read": 16}
+    assert counted["bgmv"]["one adapter"] == {"launches": 2, "adapters_read": 16}
+    assert counted["sorted"]["four"] == counted["sgmv"]["four"] == {"launches": 2, "adapters_read": 4}
+    assert [name for name, one in counted.items() if one["rows_copied"]] == ["sgmv"]
+    many = figures["thousand"]["adapters"]
+    assert [one["read"] for one in many.values()] == [one["wanted"] for one in many.values()], (
+        "read twice, or not at all"
+    )
+    assert all(one["wanted"] <= one["copied"] for one in many.values())
+    assert many["64"]["distinct"] > many["8"]["distinct"] > 1
+    texts = figures["answers"]
+    assert len(set(texts.values())) == len(texts) == 4
+    shared = figures["shared"]
+    assert shared["as it is"]["cached"] == 0 < shared["names without the adapter"]["cached"]
+    assert shared["as it is"]["text"] == texts["doctest"] != shared["names without the adapter"]["text"]
+    slots = figures["slots"]
+    assert slots["1"]["waiting"] > slots["4"]["waiting"] > slots["16"]["waiting"] == 0
+    assert slots["cold"]["starts"] > 100 > slots["cold"]["with_a_third_slot"] == 4
+    assert [one["real"] for one in figures["ranks"].values()] == [1.0, 0.5, 0.125, 0.03125]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (("--adapters", "7"), "--adapters: must be from 8 to 5000"),
+        (("--skew", "-1"), "--skew: must be a number from 0 to 3"),
+        (("--skew", "much"), "--skew: must be a number from 0 to 3"),
+        (("--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)
+
+
+def test_the_engine_runs_with_the_learners_slots_and_gate():
+    plugged = plug_of("12")(lesson)
+    ours, yours = serve(plugged, NO_PARTS), serve(plugged, plugged.parts)
+    assert yours.token_ids == ours.token_ids
+    assert {name: value for name, value in rows_of(yours).items() if "second" not in name} == {
+        name: value for name, value in rows_of(ours).items() if "second" not in name
+    }
+    assert "None" not in rows_of(yours)["slots at the end"]
+
+
+def test_no_answer_of_the_exercise_stands_before_it():
+    before = PAGE.read_text().partition("## Build it")[0]
+    assert "@triton.jit" not in before
+    for name in ("adapter_numbers", "applied", "group_tokens", "admit", "activate", "deactivate", "pin"):
+        assert f"def {name}(" not in before
 
 
 # ---- the exercise ----------------------------------------------------------------------------------------------------

@@ -2,20 +2,22 @@
 
 import random
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from minivllm.config import CacheConfig, Parts, SchedulerConfig
+from minivllm.config import EMBEDDED_MODEL, CacheConfig, Parts, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 from minivllm.lab.gating_scheduler import scheduler_that_gates
+from minivllm.lab.inside import runner_of
 from minivllm.lab.kernel_trace import trace_kernel
-from minivllm.lab.plugged import Plugged
+from minivllm.lab.plugged import PROMPTS, Plugged
 from minivllm.platforms.triton_utils import tl, triton
 
 TOLERANCE = 1e-4
@@ -23,7 +25,9 @@ TOLERANCE = 1e-4
 
 def _steps(requests, max_loras, max_num_seqs, kind=Scheduler, steps=None):
     """Who runs in each step of the engine's scheduler; requests: (name, adapter, steps, arrives)."""
-    limits = SchedulerConfig(max_model_len=64, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_loras=max_loras)
+    limits = SchedulerConfig(
+        max_model_len=64, max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_loras=max_loras
+    )
     scheduler, found = kind(limits, CacheConfig(num_gpu_blocks=200, enable_prefix_caching=False)), []
     last = max(one[3] for one in requests)
     while scheduler.has_unfinished_requests() or len(found) <= last:
@@ -287,7 +291,11 @@ def check_the_gate_passes_over(module):
 def check_who_starts_takes_a_slot(module):
     """Those that start in this call count as well."""
     hint = ": the adapters of those that start are active, too"
-    _gate(module, ((([], [1, 2, 3, 1], 2, 8), [0, 1, 3]), (([], [1, 2], 1, 8), [0]), (([7], [8, 9, 8], 2, 8), [0, 2])), hint)
+    _gate(
+        module,
+        ((([], [1, 2, 3, 1], 2, 8), [0, 1, 3]), (([], [1, 2], 1, 8), [0]), (([7], [8, 9, 8], 2, 8), [0, 2])),
+        hint,
+    )
 
 
 def check_the_base_model_needs_no_slot(module):
@@ -303,19 +311,6 @@ def check_places(module):
     _gate(module, (
         (([], [1, 1, 1], 1, 2), [0, 1]), (([1], [2, 1, 1, 0], 1, 2), [1, 2]), (([1], [1], 1, 0), []), (([], [], 2, 3), []),
     ))  # fmt: skip
-
-
-def check_the_engines_scheduler_decides_the_same(module):
-    """In 150 random workloads the engine's scheduler takes the same steps with your gate as with its own."""
-    for seed in range(150):
-        draw = random.Random(seed)
-        requests = [(str(i), draw.choice([0, 1, 1, 2, 3, 4]), draw.randint(1, 5), draw.randint(0, 4)) for i in range(12)]
-        requests.append(("first", 0, 1, 0))
-        limits = draw.randint(1, 4), draw.randint(1, 6)
-        mine, right = (_steps(requests, *limits, kind) for kind in (scheduler_that_gates(module.admit), Scheduler))
-        for step, (one, other) in enumerate(zip(mine, right)):
-            where = f"seed {seed}, {limits[0]} slots, {limits[1]} places, step {step}"
-            assert one == other, f"{where}: {one} run, and with the engine's gate {other}"
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
@@ -402,7 +397,9 @@ def check_expand(module):
         off = (out[token].double() - before[token] - more).abs()
         hint = ": what `out` held is gone" if (out[token].double() - more).abs().max() < TOLERANCE else ""
         hint = hint or (": it has no adapter" if slot < 0 else "")
-        assert float(off.max()) < TOLERANCE, f"token {token}, column {int(off.argmax())}: off by {float(off.max()):.2g}{hint}"
+        assert float(off.max()) < TOLERANCE, (
+            f"token {token}, column {int(off.argmax())}: off by {float(off.max()):.2g}{hint}"
+        )
 
 
 def check_an_adapter_is_read_once_a_tile(module):
@@ -422,3 +419,46 @@ def check_an_adapter_is_read_once_a_tile(module):
     assert read == right, f"{read:,} bytes of x are read, and {right:,} are right: once for each token with an adapter"
     written = up.arguments["out"].bytes_written
     assert written == 4 * OUT * len(_with(SLOTS)), f"{written:,} bytes of out are written"
+
+
+# ---- in the engine ---------------------------------------------------------------------------------------------------
+
+
+def check_the_engines_scheduler_decides_the_same(module):
+    """In 100 random workloads the engine's scheduler takes the same steps with your gate as with its own."""
+    for seed in range(100):
+        draw = random.Random(seed)
+        requests = [
+            (str(i), draw.choice([0, 1, 1, 2, 3, 4]), draw.randint(1, 5), draw.randint(0, 4)) for i in range(12)
+        ]
+        requests.append(("first", 0, 1, 0))
+        limits = draw.randint(1, 4), draw.randint(1, 6)
+        mine, right = (_steps(requests, *limits, kind) for kind in (scheduler_that_gates(module.admit), Scheduler))
+        for step, (one, other) in enumerate(zip(mine, right)):
+            where = f"seed {seed}, {limits[0]} slots, {limits[1]} places, step {step}"
+            assert one == other, f"{where}: {one} run, and with the engine's gate {other}"
+
+
+ADAPTERS = Path(EMBEDDED_MODEL).parent / "adapters"
+TRAINED = ("braces", "doctest", "stubs")
+
+
+def _copied(llm):
+    """How often an adapter was copied into a slot, and what lies in the slots at the end."""
+    manager = runner_of(llm).lora.manager
+    return {"copies into slots": manager.num_activations, "slots at the end": str(list(manager.slots.slots))}
+
+
+def plug(module) -> Plugged:
+    """The learner's slots and gate in the engine: three adapters and the base model, two slots, three places."""
+    adapters = [LoRARequest(name, number, str(ADAPTERS / name)) for number, name in enumerate(TRAINED, start=1)]
+    wanted = [adapters[0], adapters[1], adapters[2], adapters[0], None, adapters[1], adapters[2], adapters[0]]
+    return Plugged(
+        parts=Parts(scheduler=scheduler_that_gates(module.admit), lora_slots=module.AdapterSlots),
+        engine_args={
+            "enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_cpu_loras": 3, "max_num_seqs": 3,
+        },
+        prompts=(*PROMPTS, *PROMPTS),
+        adapters=wanted,
+        says=_copied,
+    )  # fmt: skip

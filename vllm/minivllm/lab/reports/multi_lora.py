@@ -7,32 +7,36 @@ code of the lesson.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minivllm.config import EMBEDDED_MODEL, ModelConfig, Parts
+from minivllm.config import EMBEDDED_MODEL, NO_PARTS, ModelConfig, Parts
 from minivllm.core.block_hash import hash_block_tokens
 from minivllm.entrypoints.llm import LLM
-from minivllm.errors import MinivllmError
+from minivllm.kernels.lora_linear import lora_linear
+from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.lab import palette
 from minivllm.lab.adapters import write_random_adapters
 from minivllm.lab.cli import lesson_parser, whole_number
 from minivllm.lab.figures import panels
+from minivllm.lab.followed import without_info as quiet
+from minivllm.lab.inside import runner_of
 from minivllm.lab.kernel_trace import KernelTrace, trace_kernel
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, show_errors
 from minivllm.lab.tables import Timed, closing, console, table
 from minivllm.lab.timing import in_turns
+from minivllm.lora.request import LoRARequest
 from minivllm.memory import num_parameters
 from minivllm.memory.adapters import linear_shapes
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
@@ -43,13 +47,14 @@ Way = Callable[..., None]
 MB, GB = 1e6, 1e9
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Reads the model's config now, so that one that is not there is told first.
+def check(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Reads the model's config now, so that one that is not there is told first; `arguments` gets the device's name.
 
     Raises:
         MinivllmError: there is no such model, or no adapters are counted for its structure.
     """
     linear_shapes(ModelConfig.from_pretrained(arguments.model))
+    arguments.device = device.type
 
 
 # ---- 1. what an adapter weighs ---------------------------------------------------------------------------------------
@@ -87,8 +92,13 @@ def _bytes(count: float) -> str:
 
 # ---- 2. merged or applied --------------------------------------------------------------------------------------------
 
-WIDE, RANK = 2048, 16
-"""The linear of the measurements, in and out, and the adapters' rank."""
+RANK = 16
+"""The rank of the adapters in the measurements of one linear."""
+
+
+def width(arguments: argparse.Namespace) -> int:
+    """Of that linear, in and out."""
+    return 512 if arguments.quick else 2048
 
 
 def measure_applied(
@@ -98,26 +108,27 @@ def measure_applied(
     device: torch.device,
 ) -> dict[str, Any]:
     """One linear, merged and applied, by tokens; and what making the merged weight takes."""
-    weight = torch.randn(WIDE, WIDE, device=device) / WIDE**0.5
-    a, b = torch.randn(RANK, WIDE, device=device) / WIDE**0.5, torch.randn(WIDE, RANK, device=device) / RANK
+    wide = width(arguments)
+    weight = torch.randn(wide, wide, device=device) / wide**0.5
+    a, b = torch.randn(RANK, wide, device=device) / wide**0.5, torch.randn(wide, RANK, device=device) / RANK
     own = merged(weight, a, b)
-    x = torch.randn(8, WIDE, dtype=torch.float64, device=device)
+    x = torch.randn(8, wide, dtype=torch.float64, device=device)
     doubles = [one.double() for one in (weight, a, b)]
     off = furthest(applied(x, *doubles), x @ merged(*doubles).T)
     assert off < 1e-9, f"applied and merged differ by {off}"
     found: dict[str, Any] = {"off": off, "tokens": {}}
     rows = []
     for tokens in (1, 16, 128):
-        x = torch.randn(tokens, WIDE, device=device)
+        x = torch.randn(tokens, wide, device=device)
         calls = {"merged": lambda x=x: x @ own.T, "applied": lambda x=x: applied(x, weight, a, b)}
-        turns = in_turns(calls, 5 if arguments.quick else 25, device)
+        turns = in_turns(calls, 3 if arguments.quick else 15, device)
         seconds = {name: statistics.median(times) for name, times in turns.items()}
         ratio = statistics.median(late / early for early, late in zip(*turns.values(), strict=True))
         found["tokens"][str(tokens)] = {**seconds, "ratio": ratio}
         rows.append((tokens, *(f"{1e3 * one:.2f}" for one in seconds.values()), f"{ratio:.2f} ×"))
     making = statistics.median(in_turns({"merge": lambda: merged(weight, a, b)}, 5, device)["merge"])
-    found |= {"merging": making, "operations": RANK * 2 * WIDE / WIDE**2}
-    title = f"One linear of {WIDE:,} × {WIDE:,}, rank {RANK}; ms"
+    found |= {"merging": making, "operations": RANK * 2 * wide / wide**2}
+    title = f"One linear of {wide:,} × {wide:,}, rank {RANK}; ms"
     caption = (
         f"Operations on top: {found['operations']:.1%}. Both agree to {off:.0e} in float64. To make the merged weight "
         f"takes {1e3 * making:.0f} ms."
@@ -235,11 +246,11 @@ def gathered(out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> Ten
 
 
 def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """One linear and 64 tokens, by how many different adapters they have: a loop, copies for each token, the engine's."""
-    tokens, found, rows = 64, {}, []
-    case = lora_case(list(range(tokens)), RANK, WIDE, WIDE, torch.float32)
+    """One linear and 64 tokens, by how many different adapters they have."""
+    tokens, wide, found, rows = 64, width(arguments), {}, []
+    case = lora_case(list(range(tokens)), RANK, wide, wide, torch.float32)
     out, x, a, b = (case[name].to(device) for name in ("out", "x", "a", "b"))
-    weight = torch.randn(WIDE, WIDE, device=device) / WIDE**0.5
+    weight = torch.randn(wide, wide, device=device) / wide**0.5
     for distinct in DISTINCT:
         slots = torch.arange(tokens, device=device) % distinct
         members = [(slot, (slots == slot).nonzero().flatten()) for slot in range(distinct)]
@@ -250,14 +261,26 @@ def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dic
             "gathered": lambda slots=slots: gathered(out, x, a, b, slots),
             "engine": engine,
         }
-        turns = in_turns(calls, 5 if arguments.quick else 25, device)
-        one = found[str(distinct)] = {name: statistics.median(times) for name, times in turns.items()}
-        one["read_mb"] = distinct * 4 * RANK * 2 * WIDE / MB
-        rows.append((distinct, f"{one['read_mb']:.1f}", *(f"{1e3 * one[name]:.2f}" for name in calls)))
-    title = f"64 tokens through one linear of {WIDE:,} × {WIDE:,}, rank {RANK}; ms on top of the base product"
+        turns = in_turns(calls, 3 if arguments.quick else 15, device)
+        one = found[str(distinct)] = {name: 1e3 * statistics.median(times) for name, times in turns.items()}
+        one["read_mb"] = distinct * 4 * RANK * 2 * wide / MB
+        rows.append((distinct, f"{one['read_mb']:.1f}", *(f"{one[name]:.2f}" for name in calls)))
+    title = f"64 tokens through one linear of {wide:,} × {wide:,}, rank {RANK}; ms on top of the base product"
     columns = ("adapters", "MB of them", "base alone", "loop", "gathered (bgmv)", "the engine's")
     table(title, columns, rows)
     return found
+
+
+def engine_call(
+    out: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, rank: int | None = None, backend: str | None = None
+) -> Callable[[], None]:
+    """The engine's call for these tensors: its B is transposed, and it keeps a rank for each slot (None: the whole)."""
+    meta = LoRAKernelMeta(len(x), len(a), x.device)
+    meta.prepare(slots.cpu().numpy())
+    its_a, its_b = a[None].contiguous(), b.transpose(1, 2).contiguous()
+    ranks = torch.full((1, len(a)), rank or a.shape[1], dtype=torch.int32, device=x.device)
+    bounds = torch.tensor([0, out.shape[1]], dtype=torch.int32, device=x.device)
+    return lambda: lora_linear(out, x, its_a, its_b, ranks, bounds, meta, backend=backend)
 
 
 # ---- 4. slots, and a tier below --------------------------------------------------------------------------------------
@@ -281,7 +304,7 @@ def show_tiers(
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """The same traffic by slots: how many run, how many different adapters a step has, what is copied and read."""
-    work = traffic(arguments.adapters, arguments.skew, 300 if arguments.quick else 1500, 2.0, arguments.seed)
+    work = traffic(arguments.adapters, arguments.skew, 300 if arguments.quick else 800, 2.0, arguments.seed)
     wanted, found, rows = len({one[1] for one in work}), {}, []
     for slots, host in ((1, 64), (4, 64), (8, 64), (16, 64), (32, 64), (32, 1000)):
         steps = list(serve([request(*one) for one in work], slots, PLACES))
@@ -305,6 +328,145 @@ def show_tiers(
     columns = ("slots / in host memory", "steps", "running", "most waiting", "adapters a step", "copied", "from disk")
     table(title, columns, rows, "Running, adapters: means over the steps. Copied: into a slot.")
     return {"requests": len(work), "wanted": wanted, "tiers": found}
+
+
+# ---- 5. in the engine ------------------------------------------------------------------------------------------------
+
+AT_ONCE = 16
+"""Requests of a step; as many slots, so that nobody waits for one."""
+QV = ("q_proj", "v_proj")
+
+
+def engine_with(arguments: argparse.Namespace, **settings: Any) -> LLM:
+    """An engine in this process."""
+    sizes = {"max_model_len": 256, "max_num_seqs": AT_ONCE, "dtype": "float32", "device": arguments.device, **settings}
+    with quiet():
+        return LLM(arguments.model, **sizes)
+
+
+def with_adapters(arguments: argparse.Namespace, adapters: int, **settings: Any) -> LLM:
+    """The same with a slot of rank 8 for each request, and host memory for so many adapters."""
+    lora = {"enable_lora": True, "max_loras": AT_ONCE, "max_lora_rank": 8, "max_cpu_loras": max(AT_ONCE, adapters)}
+    return engine_with(arguments, **{**lora, **settings})
+
+
+def named(folders: Sequence[Path]) -> list[LoRARequest]:
+    """An adapter for each folder, numbered from 1."""
+    return [LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(folders, start=1)]
+
+
+def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Zipf traffic over more and more adapters, in one engine: what is loaded, and requests a second."""
+    most = min(arguments.adapters, 64) if arguments.quick else arguments.adapters
+    counts = sorted({count for count in (8, 64, most) if count <= most})
+    requests, found, rows = 48 if arguments.quick else 128, {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = named(write_random_adapters(folder, most, targets=QV, model=arguments.model))
+        for count in track(counts, "serving"):
+            llm = with_adapters(arguments, count, enable_prefix_caching=False)
+            _generate(llm, [None] * AT_ONCE)
+            drawn = traffic(count, arguments.skew, requests, 1.0, arguments.seed)
+            lora: Any = runner_of(llm).lora
+            distinct: list[int] = []
+            with counting(lora, distinct):
+                first, second = (_generate(llm, [adapters[one[1] - 1] for one in drawn]) for _ in range(2))
+            counted = {"read": lora.num_loads, "copied": lora.manager.num_activations}
+            eight = [adapters[number] for number in eight_a_step(count, requests)]
+            _, fixed = (_generate(llm, eight) for _ in range(2))
+            found[str(count)] = {
+                "wanted": len({one[1] for one in drawn}),
+                "distinct": statistics.mean(distinct),
+                **counted,
+                "first_per_second": requests / first,
+                "per_second": requests / second,
+                "fixed_per_second": requests / fixed,
+            }
+        base = requests / _generate(llm, [None] * requests)
+    for count, one in found.items():
+        rows.append((f"{int(count):,}", one["wanted"], f"{one['distinct']:.1f}", one["read"], one["copied"],
+                     f"{one['first_per_second']:,.0f}", f"{one['per_second']:,.0f}",
+                     f"{one['fixed_per_second']:,.0f}"))  # fmt: skip
+    title = f"{most:,} adapters in one process; {requests} requests of 8 tokens, {AT_ONCE} at once"
+    columns = (
+        "registered", "wanted", "a step", "read", "copied", "requests/s, first", "again", "eight a step"
+    )  # fmt: skip
+    caption = (
+        f"Zipf with skew {arguments.skew:g}. Wanted, a step: different ones. Read: from disk; copied: into a slot. "
+        f"Eight a step: other traffic, with just so many, again. Nobody has one: {base:,.0f}."
+    )
+    table(title, columns, rows, caption)
+    return {"adapters": found, "requests": requests, "base_per_second": base}
+
+
+def eight_a_step(adapters: int, requests: int) -> list[int]:
+    """An adapter for each request: of those that run together, eight different ones; in turn, all that there are."""
+    return [(number // AT_ONCE * 8 + number % 8) % adapters for number in range(requests)]
+
+
+@contextmanager
+def counting(lora: Any, into: list[int]) -> Iterator[None]:
+    """Notes how many different adapters each step has that has any."""
+    given = lora.set_active_adapters
+
+    def set_active_adapters(requests: Any) -> dict[int, int]:
+        into.append(len(requests))
+        return given(requests)
+
+    lora.set_active_adapters = set_active_adapters
+    try:
+        yield
+    finally:
+        del lora.set_active_adapters
+
+
+def _generate(llm: LLM, adapters: Sequence[LoRARequest | None], max_tokens: int = 8) -> float:
+    """Seconds that requests with these adapters take."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [1 + number % 50] * 8} for number in range(len(adapters))]
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False, lora_request=list(adapters))
+    return time.perf_counter() - start
+
+
+def measure_cost(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A decode step of 16 requests: without adapters at all, with none used, with one, with sixteen."""
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = named(write_random_adapters(folder, AT_ONCE, model=arguments.model))
+        off = engine_with(arguments, enable_prefix_caching=False)
+        on = with_adapters(arguments, AT_ONCE, enable_prefix_caching=False)
+        ways: dict[str, tuple[LLM, list[LoRARequest | None]]] = {
+            "enable_lora off": (off, [None] * AT_ONCE),
+            "on, nobody has one": (on, [None] * AT_ONCE),
+            "on, all have the same": (on, [adapters[0]] * AT_ONCE),
+            "on, each its own": (on, list(adapters)),
+        }
+        steps: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(3 if arguments.quick else 8):
+            for name, (llm, wanted) in ways.items():
+                seconds = _decode_seconds(llm, wanted)
+                steps[name] += [seconds] if turn else []
+    base, found, rows = steps["enable_lora off"], {}, []
+    for name, times in steps.items():
+        ratio = statistics.median(one / other for one, other in zip(times, base, strict=True))
+        found[name] = {"ms": 1e3 * statistics.median(times), "ratio": ratio}
+        rows.append((name, f"{found[name]['ms']:.2f}", f"{ratio:.2f} ×"))
+    title = f"A decode step of {AT_ONCE} requests, adapters of rank 8 on all seven projections"
+    table(title, ("", "ms", "of one without"), rows, "Medians of turns.")
+    return found
+
+
+def _decode_seconds(llm: LLM, adapters: Sequence[LoRARequest | None]) -> float:
+    """Median seconds of the steps in which all of these requests decode."""
+    engine, params = llm.llm_engine, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    for number, adapter in enumerate(adapters):
+        engine.add_request(str(number), {"prompt_token_ids": [7 + number] * 8}, params, lora_request=adapter)
+    engine.step()
+    times = []
+    while engine.has_unfinished_requests():
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 # ---- 6. break it -----------------------------------------------------------------------------------------------------
@@ -335,8 +497,8 @@ def show_gate(
     alone_started = next(number for number, (running, _) in enumerate(alone) if "cold" in [one.name for one in running])
     found["cold"] = {"arrives": 4, "starts": started, "with_a_third_slot": alone_started}
     console.print(
-        f"Two slots, two adapters that are wanted all the time: a request for a third comes before step 5 and starts in "
-        f"step {started + 1}. With three slots, in step {alone_started + 1}."
+        "Two slots, two adapters that are wanted all the time: a request for a third comes before step 5 and starts "
+        f"in step {started + 1}. With three slots, in step {alone_started + 1}."
     )
     return found
 
@@ -359,6 +521,67 @@ def show_ranks(by_sorting: Way, adapter_numbers: Callable[..., int]) -> dict[str
     return found
 
 
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef total(items):"
+TRAINED = Path(EMBEDDED_MODEL).parent / "adapters"
+
+
+def embedded(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with the embedded model, which the trained adapters belong to."""
+    return argparse.Namespace(**{**vars(arguments), "model": EMBEDDED_MODEL})
+
+
+def trained() -> list[LoRARequest]:
+    """The adapters that lie beside the embedded model."""
+    return named(sorted(path.parent for path in TRAINED.glob("*/adapter_config.json")))
+
+
+def show_answers(arguments: argparse.Namespace) -> dict[str, str]:
+    """What the model says to one prompt, alone and with each of the trained adapters, in one batch."""
+    llm = with_adapters(embedded(arguments), AT_ONCE, max_lora_rank=RANK)
+    wanted = [None, *trained()]
+    texts = _texts(llm, wanted)
+    found = {one.lora_name if one else "no adapter": text for one, text in zip(wanted, texts, strict=True)}
+    rows = [(name, repr(text)) for name, text in found.items()]
+    table("One prompt, and who answers", ("adapter", "text"), rows, words=True)
+    return found
+
+
+def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One prompt under two adapters, one after the other; then with blocks named by their tokens alone.
+
+    Raises:
+        AssertionError: the sound engine finds another adapter's blocks, or the other one does not.
+    """
+
+    def by_tokens(parent: bytes, token_ids: Sequence[int], _extra_keys: bytes) -> bytes:
+        return hash_block_tokens(parent, token_ids)
+
+    first, second, *_ = trained()
+    found: dict[str, Any] = {}
+    rows = []
+    for name, parts in (("as it is", NO_PARTS), ("names without the adapter", Parts(hash_block_tokens=by_tokens))):
+        llm = with_adapters(embedded(arguments), AT_ONCE, max_lora_rank=RANK, block_size=4, parts=parts)
+        _texts(llm, [first])
+        (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=second)
+        found[name] = {"text": output.outputs[0].text, "cached": output.num_cached_tokens}
+        rows.append((name, output.num_cached_tokens, repr(output.outputs[0].text)))
+    (sound, shared) = found.values()
+    assert sound["cached"] == 0 < shared["cached"], f"cached: {sound['cached']}, {shared['cached']}"
+    assert sound["text"] != shared["text"], "the mutant says the same: take another prompt"
+    title = f"The second request begins as the first one did, with {second.lora_name} in place of {first.lora_name}"
+    table(title, ("prefix cache", "tokens found", "text"), rows, words=True)
+    return found
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def _texts(llm: LLM, adapters: Sequence[LoRARequest | None]) -> list[str]:
+    """What each of these says to the prompt."""
+    outputs = llm.generate([PROMPT] * len(adapters), GREEDY, use_tqdm=False, lora_request=list(adapters))
+    return [output.outputs[0].text for output in outputs]
+
+
 # ---- the whole lesson ------------------------------------------------------------------------------------------------
 
 
@@ -371,8 +594,9 @@ def close(found: dict, disturbance: str) -> None:
         f"An adapter of rank 16 is {weighs['share']:.1%} of {MODELS[0]}: a thousand of them take "
         f"{_bytes(1000 * weighs['16'])}, a thousand models {_bytes(1000 * weighs['model_bytes'])}.",
         Timed(
-            f"One process served {max(thousand, key=int)} adapters with {many['per_second'] / few['per_second']:.0%} of "
-            "the requests a second that it served with 8."
+            f"With {max(thousand, key=int)} adapters one process served "
+            f"{many['fixed_per_second'] / few['fixed_per_second']:.0%} of the requests a second that it served with 8, "
+            "at eight different ones a step."
         ),
         f"With two slots a third adapter's request waited {cold['starts'] - cold['arrives']} steps for one, beside "
         "free places and free memory.",
@@ -383,7 +607,7 @@ def close(found: dict, disturbance: str) -> None:
 def draw(found: dict, path: str) -> None:
     """What a thousand weigh; one linear by the adapters of a batch; places in use by slots."""
     with panels(path, 3) as (left, middle, right):
-        for place, (name, one) in enumerate(found["weighs"].items()):
+        for place, one in enumerate(found["weighs"].values()):
             for offset, key, colour in ((0.0, "model_bytes", palette.ORANGE), (0.4, "16", palette.BLUE)):
                 left.barh(place + offset, 1000 * one[key] / GB, 0.36, color=colour)
         left.set_yticks([0.2, 1.2, 2.2], list(found["weighs"]))
@@ -391,8 +615,8 @@ def draw(found: dict, path: str) -> None:
         left.invert_yaxis()
         sizes = [int(size) for size in found["distinct"]]
         for name, colour in (("loop", palette.ORANGE), ("gathered", palette.GREEN), ("engine", palette.BLUE)):
-            middle.plot(sizes, [1e3 * one[name] for one in found["distinct"].values()], "o-", color=colour, label=name)
-        base = statistics.median(1e3 * one["base"] for one in found["distinct"].values())
+            middle.plot(sizes, [one[name] for one in found["distinct"].values()], "o-", color=colour, label=name)
+        base = statistics.median(one["base"] for one in found["distinct"].values())
         middle.axhline(base, color=palette.GREY, linestyle="--")
         middle.text(1, base, "the base product", va="bottom", fontsize=9)
         middle.set(title="64 tokens, one linear", xlabel="different adapters", ylabel="ms on top", xscale="log")
