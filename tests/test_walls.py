@@ -27,6 +27,7 @@ ENGINE_FLOORS = (
     "kernels",
     "kv_connector",
     "models",
+    "lora",
     "worker",
     "executor",
     "engine",

@@ -1,7 +1,7 @@
 """How the benchmark talks to an engine in a process of its own: lines of JSON, both ways. Standard library only.
 
-The engine's process says {"ready": …} once it has warmed up; then, for each line on its standard input ("all" or
-"one"), it serves those requests and answers with seconds and tokens.
+The engine's process says {"ready": …} once it has warmed up; then, for each line on its standard input ("all", "one"
+or a name in `adapters`), it serves those requests and answers with seconds and tokens.
 """
 
 import json
@@ -18,17 +18,37 @@ os.dup2(2, 1)
 
 
 def workload() -> dict:
-    """Model, dtype, device, and the requests as {"prompt": token ids, "output": tokens}; settings of drafts, if any."""
+    """Model, dtype, device, and the requests as {"prompt": token ids, "output": tokens}; settings of drafts, if any.
+
+    With `lora`, settings of adapters, `adapters` has under each name the folder of each request's adapter, or None.
+    """
     return json.loads(Path(sys.argv[1]).read_text())
+
+
+def lora_ids(requests: list[dict]) -> list[tuple[int, str] | None]:
+    """For each request the id and folder of its adapter, or None; an adapter keeps its id."""
+    folders = [request.get("adapter") for request in requests]
+    for folder in folders:
+        if folder:
+            IDS.setdefault(folder, len(IDS) + 1)
+    return [(IDS[folder], folder) if folder else None for folder in folders]
+
+
+IDS: dict[str, int] = {}
 
 
 def serve(generate: Callable[[list[dict]], list[list[int]]], **facts: Any) -> None:
     """Warm up, then answer until standard input ends. `generate` gives the output tokens of each request."""
-    requests = workload()["requests"]
+    work = workload()
+    requests = work["requests"]
+    chosen_by_name = {
+        name: [{**request, "adapter": folder} for request, folder in zip(requests, folders, strict=True)]
+        for name, folders in work.get("adapters", {}).items()
+    }
     generate(requests[:8])
     print(json.dumps({"ready": facts}), file=ANSWERS)
     for line in sys.stdin:
-        chosen = requests if line.strip() == "all" else requests[:1]
+        chosen = chosen_by_name.get(line.strip()) or (requests if line.strip() == "all" else requests[:1])
         start = time.perf_counter()
         outputs = generate(chosen)
         seconds = time.perf_counter() - start

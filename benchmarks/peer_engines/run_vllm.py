@@ -11,11 +11,13 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
 }
 
-from protocol import serve, workload
+from protocol import lora_ids, serve, workload
 
 
 def main() -> None:
     """Serve."""
+    from vllm.lora.request import LoRARequest
+
     import vllm
 
     work = workload()
@@ -23,11 +25,12 @@ def main() -> None:
         work["model"],
         dtype=work["dtype"],
         max_model_len=work["max_model_len"],
-        max_num_seqs=256,
+        max_num_seqs=work.get("max_num_seqs", 256),
         max_num_batched_tokens=work["max_num_batched_tokens"],
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         speculative_config=work.get("speculative_config"),
+        **({"enable_lora": True, **work["lora"]} if "lora" in work else {}),
     )
 
     def generate(requests: list[dict]) -> list[list[int]]:
@@ -36,7 +39,9 @@ def main() -> None:
             vllm.SamplingParams(temperature=0.0, max_tokens=r["output"], ignore_eos=True, detokenize=False)
             for r in requests
         ]
-        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+        named = [one and LoRARequest(f"adapter-{one[0]}", *one) for one in lora_ids(requests)]
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=named if any(named) else None)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     serve(generate, version=vllm.__version__)
 

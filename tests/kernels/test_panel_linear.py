@@ -92,10 +92,21 @@ def test_every_number_of_rows_is_computed_and_nothing_beside_them_is_written(til
     around = torch.full((rows + 2, len(weight)), 7.0, dtype=dtype)
     out = around[1:-1]
     addresses = (tensor.data_ptr() for tensor in (x, out, linear.panels, linear.bias))
-    run_programs(panel_linear._programs(dtype), PanelLinearCells(*out.shape, x.shape[1], 1, *addresses))
+    run_programs(panel_linear._programs(dtype), PanelLinearCells(*out.shape, x.shape[1], 1, 0, *addresses))
     assert_rounded_once(out, expected(x, weight))
     assert (around[0] == 7).all()
     assert (around[-1] == 7).all()
+
+
+def test_gate_and_up_can_be_had_side_by_side(tiles, dtype):
+    """For adapters, which are added before the activation."""
+    torch.manual_seed(0)
+    for rows, outputs in ((1, 16), (7, tiles.PANEL + 5), (50, 3)):
+        weight, x = torch.randn(2 * outputs, 40).to(dtype), torch.randn(rows, 40).to(dtype)
+        linear = PanelLinear(weight, gated=True)
+        assert_rounded_once(linear.without_gate(x), expected(x, weight))
+        assert_rounded_once(linear(x), expected(x, weight, gated=True))
+        assert_rounded_once(PanelLinear(weight).without_gate(x), expected(x, weight))
 
 
 def test_no_rows_and_rows_that_do_not_lie_side_by_side(tiles):

@@ -32,6 +32,7 @@ def test_every_exercise_is_in_a_server(solutions):
     assert named[1] == ["attention", *front_end]
     assert named[2] == ["scheduler", "hash_block_tokens", "attention", "draft_proposer", "rejection_sample", *front_end]
     assert named[3] == ["scheduler", "attention", "draft_proposer", "rejection_sample", *front_end]
+    assert named[4] == ["scheduler", "lora_slots", *front_end]
     assert parts_of(PAIR, solutions).names == ["attention", "kv_connector"]
     assert parts_of(SERVERS[0], {"04": solutions["04"]}).names == ["scheduler"], "ours where yours is not solved"
 

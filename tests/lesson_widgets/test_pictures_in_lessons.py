@@ -32,6 +32,7 @@ def nothing_has_been_run():
         ("attention_heads", "09_ranks.svg"),
         ("chunked_prefill", "10_budget.svg"),
         ("preemption", "11_cliff.svg"),
+        ("multi_lora", "12_slots.svg"),
     ],
 )
 def test_the_picture_in_the_lesson_is_the_widgets(widget: str, picture: str, tmp_path: Path):

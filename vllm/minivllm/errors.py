@@ -34,6 +34,14 @@ class NonFiniteLogitsError(MinivllmError):
         )
 
 
+class AdapterError(MinivllmError):
+    """A LoRA adapter that was served cannot be read any more: its folder has changed. Its requests end."""
+
+    def __init__(self, message: str = "", lora_int_id: int = 0) -> None:
+        super().__init__(message)
+        self.lora_int_id = lora_int_id
+
+
 class WorkerFailedError(RuntimeError):
     """A call has failed on a rank, which lives on. The message says which rank and why; a note holds its traceback."""
 

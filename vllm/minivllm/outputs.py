@@ -4,7 +4,10 @@ In vLLM v0.33.0: `vllm/outputs.py` (`RequestOutput`, `CompletionOutput`), `vllm/
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from minivllm.core.lora_request import LoRARequest
 
 
 @dataclass(slots=True)
@@ -34,7 +37,6 @@ class CompletionOutput:
     """
 
     routed_experts: ClassVar[None] = None
-    lora_request: ClassVar[None] = None
     sampling_mask: ClassVar[None] = None
     spec_decode_metrics: ClassVar[None] = None
     weight_versions: ClassVar[None] = None
@@ -48,6 +50,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     invalid_request: bool = False
+    lora_request: "LoRARequest | None" = None
 
     def finished(self) -> bool:
         """Whether the completion is finished."""
@@ -92,7 +95,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
-    lora_request: ClassVar[None] = None
+    lora_request: "LoRARequest | None" = None
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     num_cache_creation_tokens: ClassVar[None] = None
@@ -130,7 +133,7 @@ class BeamSearchSequence:
     orig_prompt: object
     tokens: list[int]
     logprobs: list[dict[int, Logprob]]
-    lora_request: None = None
+    lora_request: "LoRARequest | None" = None
     cum_logprob: float = 0.0
     text: str | None = None
     finish_reason: str | None = None

@@ -55,8 +55,9 @@ USUAL_COUNTS = {
     "`head_dim` need not be hidden_size / heads: the config has it": lambda shape, size: _bytes(
         shape, size, head_dim=shape.hidden_size // shape.num_attention_heads
     ),
-    "The values have `head_dim` numbers too": lambda shape, size: _bytes(shape, size, parts=1)
-    + shape.num_hidden_layers * shape.num_key_value_heads * size,
+    "The values have `head_dim` numbers too": lambda shape, size: (
+        _bytes(shape, size, parts=1) + shape.num_hidden_layers * shape.num_key_value_heads * size
+    ),
 }
 
 
@@ -112,7 +113,9 @@ def check_bytes_of_a_latent_cache(module):
         found = module.kv_bytes_per_token(_shape(layers, 128, 128, 56, 7168, latent), size)
         wanted = layers * sum(latent) * size
         hint = ". This vector serves as key and value: no factor 2" if found == 2 * wanted else ""
-        assert found == wanted, f"{_said(found)} for {layers} layers of {' + '.join(map(str, latent))}; right is {wanted:,}{hint}"
+        assert found == wanted, (
+            f"{_said(found)} for {layers} layers of {' + '.join(map(str, latent))}; right is {wanted:,}{hint}"
+        )
 
 
 # ---- one step on a cache ---------------------------------------------------------------------------------------------
@@ -184,7 +187,11 @@ def check_the_step_by_hand(module):
     keys, values = torch.full((2, 4, 1, 4), math.inf)
     keys[:2, 0] = torch.tensor([[2.0, 0, 0, 0], [0, 2, 0, 0]])
     values[:2, 0] = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0]])
-    q, k, v = torch.tensor([[0.0, 1, 0, 0], [1, 0, 2, 0]]), torch.tensor([[0.0, 0, 2, 0]]), torch.tensor([[0.0, 0, 1, 0]])
+    q, k, v = (
+        torch.tensor([[0.0, 1, 0, 0], [1, 0, 2, 0]]),
+        torch.tensor([[0.0, 0, 2, 0]]),
+        torch.tensor([[0.0, 0, 1, 0]]),
+    )
     _agrees(module, (q, k, v, keys, values, 2))
 
 
@@ -230,7 +237,9 @@ def check_cache_is_written_in_place(module):
         wrong = [slot for slot in range(len(cache)) if not torch.equal(cache[slot], wanted[slot])]
         untouched = torch.equal(cache, old)
         hint = "nothing was written into the caller's tensor: a copy, perhaps" if untouched else "it must be in place"
-        assert not wrong, f"slot {wrong[0]} of {name} is not what it should be ({hint}); the new token goes to slot {length}"
+        assert not wrong, (
+            f"slot {wrong[0]} of {name} is not what it should be ({hint}); the new token goes to slot {length}"
+        )
 
 
 def check_same_text_as_without_a_cache(module):

@@ -282,7 +282,9 @@ def check_gather_all_sequences(module):
     _each_writes_its_own(trace, own)
     more = "Programs behind a sequence's last block must not read the null block."
     _reads(trace, "cache", 21 * ROW, "the rows of 21 tokens", more)
-    _reads(trace, "block_table", len(own) * 4, "one entry for each program", "Look the block up once, not for each token.")
+    _reads(
+        trace, "block_table", len(own) * 4, "one entry for each program", "Look the block up once, not for each token."
+    )
 
 
 def _rows(slots: int) -> torch.Tensor:
@@ -317,7 +319,10 @@ def _rows_are(out: torch.Tensor, cache: torch.Tensor, wanted: list[int], table: 
     if not same:
         raise AssertionError(f"row {row} of out is no row of the cache ({entries}): is a row WIDTH elements long?")
     found = same[0]
-    hints = {row: "that is the token's own number: the table is not used", block: "that is the block's number, not a slot"}
+    hints = {
+        row: "that is the token's own number: the table is not used",
+        block: "that is the block's number, not a slot",
+    }
     hints[block * BLOCK_SIZE] = "that is the block's first slot: the place in the block is missing"
     hints[block + slot % BLOCK_SIZE] = "a block begins at block * BLOCK_SIZE"
     hint = hints.get(found, "is it the right entry of the right row of the table?")

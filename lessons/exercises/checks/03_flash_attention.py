@@ -314,9 +314,7 @@ def check_kernel_2_adds_the_values(module):
     for rows, keys, block, head_dim, large in cases:
         scores, values, *given = _tensors(rows, keys, head_dim, large)
         out = torch.full((rows, head_dim), math.nan)
-        trace = trace_kernel(
-            module.row_output_kernel, (rows,), out, *given, KEYS=keys, HEAD_DIM=head_dim, BLOCK=block
-        )
+        trace = trace_kernel(module.row_output_kernel, (rows,), out, *given, KEYS=keys, HEAD_DIM=head_dim, BLOCK=block)
         undivided = np.exp(scores - scores.max(axis=1, keepdims=True)) @ values
         words = "it is o; the output is o / l"
         what = f"with {keys} keys in tiles of {block}, the output"

@@ -144,7 +144,9 @@ def check_blocks_missing(module):
             math.ceil(tokens / size): f". It holds {held} already",
         }.get(found, "")
         hint = ". It has more than it needs, and gives none back" if found < 0 else hint
-        assert found == expected, f"{tokens} tokens in blocks of {size}, {held} held: {found}, and {expected} is right{hint}"
+        assert found == expected, (
+            f"{tokens} tokens in blocks of {size}, {held} held: {found}, and {expected} is right{hint}"
+        )
 
 
 def check_preemption_takes_the_memory_of_the_last(module):
@@ -315,11 +317,15 @@ def check_tiles_find_their_request(module):
         arguments = (owners, starts, len(queries))
         trace = trace_kernel(_owners_kernel, (tiles,), *arguments, FIND=module.find_sequence, BLOCK_Q=BLOCK_Q)
         found = owners.tolist()
-        hint = ": one too far; the last that does not begin *after* the tile" if found == [x + 1 for x in expected] else ""
+        hint = (
+            ": one too far; the last that does not begin *after* the tile" if found == [x + 1 for x in expected] else ""
+        )
         assert found == expected, f"rows {queries}, tiles of {BLOCK_Q}: owners {found}, and {expected} is right{hint}"
         most = tiles * (math.floor(math.log2(len(queries))) + 1)
         read = trace.bytes_read // 4
-        assert read <= most, f"{tiles} tiles, {len(queries)} requests: {read} entries read, {most} are enough if you halve"
+        assert read <= most, (
+            f"{tiles} tiles, {len(queries)} requests: {read} entries read, {most} are enough if you halve"
+        )
 
 
 QUERIES, LENGTHS, GROUP, KV_HEADS, HEAD_DIM = [1, 5, 6, 0, 9], [40, 5, 22, 3, 9], 3, 2, 20
@@ -364,7 +370,9 @@ def check_one_launch_serves_all(module):
         off = (out[rows].double() - expected[rows]).abs()
         what = f"request {index}, {new} rows of {LENGTHS[index]} keys, is off by {float(off.max()) if new else 0:.2g}"
         heads = off.amax((0, 2)) > 1e-4 if new else torch.zeros(1, dtype=torch.bool)
-        hint = f", in heads {heads.nonzero().flatten().tolist()} only: which KV head is theirs?" if not heads.all() else ""
+        hint = (
+            f", in heads {heads.nonzero().flatten().tolist()} only: which KV head is theirs?" if not heads.all() else ""
+        )
         assert not heads.any(), what + hint
 
 

@@ -609,7 +609,9 @@ def plug(module) -> Plugged:
 def serve_clients(_plugged, parts) -> Served:
     """All clients at once; what those who stayed got, and what the engine did for those who left."""
     load = serve_load(CLIENTS, parts)
-    stayed = [(client, answer) for client, answer in zip(CLIENTS, load.answers, strict=True) if client.leaves_after is None]
+    stayed = [
+        (client, answer) for client, answer in zip(CLIENTS, load.answers, strict=True) if client.leaves_after is None
+    ]
     served = Served([answer.token_ids for _, answer in stayed], [answer.text for _, answer in stayed], load.seconds)
     (late,) = (answer for client, answer in stayed if client.reads_late)
     stopped = sum(answer.finish_reason == "stop" for _, answer in stayed)

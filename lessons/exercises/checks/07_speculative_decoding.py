@@ -14,6 +14,7 @@ from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.lab.plugged import Plugged
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 
+
 def named(answer, mistakes, cases):
     """The first of the `mistakes`, each a function and words, that gives all of the learner's answers to the cases."""
     try:
@@ -66,7 +67,10 @@ def with_mistake(lengths=lambda longest, text, least: longest, more=0, **changes
 
 WRONG_DRAFTS = (
     (with_mistake(last=True), "that is what follows the last earlier occurrence, not the first"),
-    (with_mistake(itself=True), "shorter suffixes are not tried; is the end of the text taken for an occurrence of itself?"),
+    (
+        with_mistake(itself=True),
+        "shorter suffixes are not tried; is the end of the text taken for an occurrence of itself?",
+    ),
     (with_mistake(lambda longest, *_: longest[::-1]), "the shortest suffix is looked up first"),
     (with_mistake(lambda longest, *_: longest[:-1]), "suffixes of min_n, the shortest, are not tried"),
     (

@@ -153,7 +153,9 @@ def check_only_what_is_read_is_in_flight(module):
     connector = connector_of(module)
     admitted(connector, remote("first", 14), num_local=8)
     found = connector.get_num_new_matched_tokens(remote("again", 14), 0)
-    assert_answer(found, (14, True), "another request reads block 2, and block 0 is missing", ": ask only about that one")
+    assert_answer(
+        found, (14, True), "another request reads block 2, and block 0 is missing", ": ask only about that one"
+    )
     connector = connector_of(module)
     admitted(connector, request_of("computed here", 14))
     found = connector.get_num_new_matched_tokens(remote("again", 14), 0)
@@ -219,7 +221,9 @@ def check_the_peer_is_told_in_any_case(module):
     connector.update_state_after_alloc(remote("hit", 8), [3, 1, 7], 0)
     told = "0 external tokens: the peer holds its blocks until it is told; one read without blocks is right"
     assert reads_of(connector) == [("hit", [], [], "p-hit")], told
-    assert_answer(connector.get_num_new_matched_tokens(remote("next", 8), 0), (8, True), "a read without blocks is none")
+    assert_answer(
+        connector.get_num_new_matched_tokens(remote("next", 8), 0), (8, True), "a read without blocks is none"
+    )
     for status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
         gone = remote("gone", 8)
         said = ended(connector, gone, (), status, computed=0)
@@ -321,7 +325,15 @@ def check_a_lease_ends(module):
     clock.now += 10
     ended(connector, request_of("late", 6, {"do_remote_decode": True}), [3, 4])
     connector.update_connector_output({"sent", "unknown"}, set())
-    for seconds, right in ((10.5, []), (9.25, []), (0.25, ["early"]), (0.25, []), (9.5, []), (0.25, ["late"]), (99, [])):
+    for seconds, right in (
+        (10.5, []),
+        (9.25, []),
+        (0.25, ["early"]),
+        (0.25, []),
+        (9.5, []),
+        (0.25, ["late"]),
+        (99, []),
+    ):
         clock.now += seconds
         found = connector.expired()
         said = f"{clock.now - 100:g} s after the first, with leases of {LEASE:g} s: {found}, and {right} is right"
@@ -462,7 +474,10 @@ def check_kernel_step_2_gather(module):
     """Stretch: blocks that lie anywhere come into one piece, block after block, each tensor after tensor."""
     for numbers, num_blocks, block_ids in CASES:
         for tensors in (1, 4):
-            cache, staging = torch.randn(tensors, num_blocks, numbers), torch.full((len(block_ids), tensors, numbers), -7.0)
+            cache, staging = (
+                torch.randn(tensors, num_blocks, numbers),
+                torch.full((len(block_ids), tensors, numbers), -7.0),
+            )
             grid = len(block_ids), tensors, -(-numbers // 8)
             trace = traced(module.gather_kernel, grid, staging, cache, ints(block_ids), num_blocks, numbers, BLOCK=8)
             right, where = cache[:, block_ids].transpose(0, 1), f"blocks {block_ids} of {tensors} tensors"
@@ -480,9 +495,12 @@ def check_kernel_step_2_gather(module):
 
 def check_kernel_step_3_scatter(module):
     """Stretch: the numbers go back into other blocks; where block_ids has -1, nothing is read or written."""
-    for numbers, num_blocks, block_ids in ((*CASES, (11, 6, [4, -1, 1, -1]))):
+    for numbers, num_blocks, block_ids in (*CASES, (11, 6, [4, -1, 1, -1])):
         for tensors in (1, 4):
-            staging, cache = torch.randn(len(block_ids), tensors, numbers), torch.full((tensors, num_blocks, numbers), -7.0)
+            staging, cache = (
+                torch.randn(len(block_ids), tensors, numbers),
+                torch.full((tensors, num_blocks, numbers), -7.0),
+            )
             grid = len(block_ids), tensors, -(-numbers // 8)
             trace = traced(module.scatter_kernel, grid, cache, staging, ints(block_ids), num_blocks, numbers, BLOCK=8)
             wanted = [place for place, block in enumerate(block_ids) if block >= 0]

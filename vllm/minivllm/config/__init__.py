@@ -5,6 +5,7 @@ In vLLM v0.33.0: `vllm/config/`.
 
 from minivllm.config.cache import CacheConfig
 from minivllm.config.kv_transfer import KVTransferConfig
+from minivllm.config.lora import LoRAConfig
 from minivllm.config.model import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, EMBEDDED_SIBLINGS, ModelConfig
 from minivllm.config.parts import NO_PARTS, Parts
 from minivllm.config.scheduler import SchedulerConfig
@@ -19,6 +20,7 @@ __all__ = [
     "NO_PARTS",
     "CacheConfig",
     "KVTransferConfig",
+    "LoRAConfig",
     "ModelConfig",
     "Parts",
     "SchedulerConfig",

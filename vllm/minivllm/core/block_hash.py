@@ -33,6 +33,8 @@ def generate_block_hash_extra_keys(lora_request: LoRARequest | None, cache_salt:
     keys: list[str] = []
     if lora_request is not None:
         keys += ["lora", lora_request.lora_name, lora_request.lora_path]
+        if lora_request.generation:
+            keys += ["generation", str(lora_request.generation)]
     if cache_salt is not None:
         keys += ["salt", cache_salt]
     encoded = [key.encode() for key in keys]

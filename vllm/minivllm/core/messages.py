@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minivllm.core.limits import RequestLimits
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 from minivllm.core.stats import SchedulerStats
 from minivllm.memory import MemoryLedger
@@ -33,6 +34,7 @@ class EngineCoreRequest:
     data_parallel_rank: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     """What the KV connector is told about the request; see `core.kv_connector`."""
+    lora_request: LoRARequest | None = None
 
     def to_request(self) -> Request:
         """Converts it to the scheduler's `Request`."""
@@ -47,6 +49,7 @@ class EngineCoreRequest:
             eos_token_ids=self.eos_token_ids,
             ignore_eos=params.ignore_eos,
             stop_token_ids=params.stop_token_ids or (),
+            lora_request=self.lora_request,
             cache_salt=self.cache_salt,
             # A prefix hit computes no logits, so prompt log probabilities would be missing.
             skip_reading_prefix_cache=params.prompt_logprobs is not None or bool(params.skip_reading_prefix_cache),
@@ -93,11 +96,15 @@ class EngineCoreOutput:
 
 @dataclass(slots=True)
 class UtilityOutput:
-    """The reply to the `call_utility` with this `call_id`: a result, or an error message."""
+    """The reply to the `call_utility` with this `call_id`: a result, or an error message.
+
+    `invalid_request`: the error is the caller's, who asked for what cannot be done.
+    """
 
     call_id: int
     result: Any = None
     error: str | None = None
+    invalid_request: bool = False
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.kv_connector import KVConnectorMetadata, KVConnectorOutput
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class NewRequestData:
     block_ids: list[int]
     num_computed_tokens: int
     sampling_params: Any
+    lora_request: LoRARequest | None = None
 
     @classmethod
     def from_request(cls, request: Request, block_ids: list[int]) -> "NewRequestData":
@@ -38,6 +40,7 @@ class NewRequestData:
             block_ids=block_ids,
             num_computed_tokens=request.num_computed_tokens,
             sampling_params=request.sampling_params,
+            lora_request=request.lora_request,
         )
 
 

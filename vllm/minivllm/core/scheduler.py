@@ -82,6 +82,8 @@ class Scheduler:
         self._draft_schedule = scheduler_config.num_speculative_tokens_per_batch_size
         self.draft_if_faster = DraftIfFaster() if scheduler_config.draft_only_if_faster else None
         self.remote: RemoteKV | None = None
+        self.pinned_loras: set[int] = set()
+        """Adapters that keep a slot even when no request uses them."""
 
     def use_connector(self, connector: KVConnectorBase_V1, recompute_kv_load_failures: bool = False) -> None:
         """From now on keys and values go through this connector; before the first request."""
@@ -312,7 +314,7 @@ class Scheduler:
         """
         skipped: list[Request] = []
         queue = self.waiting if queue is None else queue
-        running_loras = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
+        running_loras = self.running_loras()
         while queue and step.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = queue.peek_request()
             if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
@@ -331,6 +333,13 @@ class Scheduler:
             if request.lora_request:
                 running_loras.add(request.lora_request.lora_int_id)
         queue.prepend_requests(skipped)
+
+    def running_loras(self) -> set[int]:
+        """The adapters that have a slot for sure: of all running requests, scheduled or not, and pinned ones."""
+        if not self.config.max_loras:
+            return set()
+        running = {request.lora_request.lora_int_id for request in self.running if request.lora_request}
+        return running | self.pinned_loras
 
     def _take_grammar(self, request: Request) -> None:
         """Lets a request go on once its grammar is compiled; ends it if there will be none."""

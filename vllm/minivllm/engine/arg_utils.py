@@ -14,6 +14,7 @@ from minivllm.config import (
     NO_PARTS,
     CacheConfig,
     KVTransferConfig,
+    LoRAConfig,
     ModelConfig,
     Parts,
     SchedulerConfig,
@@ -57,6 +58,7 @@ FLAG_GROUPS = {
         "scheduler_reserve_full_isl", "watermark", "static_batching",
     ),
     "AttentionConfig": ("attention_backend",),
+    "LoRAConfig": ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"),
     "VllmConfig": (
         "device", "kv_transfer_config", "speculative_config", "spec_method", "spec_model", "spec_tokens",
         "profiler_config", "multiprocess", "disable_log_stats",
@@ -108,6 +110,10 @@ class EngineArgs:
       on every machine. Messages between them are encrypted.
     - `async_scheduling`: schedule a step while the one before it is computed. None: on a GPU, unless `parts` replace
       the scheduler. On a CPU the host's work and the model's share the same cores, so there is little to gain.
+    - `enable_lora`: serve LoRA adapters, which requests name (`lora_request`). `max_loras`: slots on the device, the most
+      adapters that run at once. `max_lora_rank`: the largest rank of an adapter; every slot has room for it.
+      `max_cpu_loras`: adapters kept in host memory; None: as many as slots. `lora_dtype`: of the adapters' weights;
+      "auto" is the model's.
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.
     - `seed`: seeds the random seeds of requests that do not set one.
     - `disable_log_stats`: do not count for `get_metrics`. A server always counts.
@@ -160,6 +166,11 @@ class EngineArgs:
     data_parallel_retry: bool = True
     data_parallel_backend: str = "mp"
     async_scheduling: bool | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_dtype: str = "auto"
     enforce_eager: bool = False
     disable_log_stats: bool = False
     profiler_config: Mapping[str, Any] | ProfilerConfig | None = None
@@ -175,13 +186,14 @@ class EngineArgs:
         self._check_choices()
         require_flags(
             self, "skip_tokenizer_init", "enable_prefix_caching", "use_kv_cache", "multiprocess", "enforce_eager",
-            "data_parallel_retry", "disable_log_stats",
+            "data_parallel_retry", "disable_log_stats", "enable_lora",
         )  # fmt: skip
         if self.async_scheduling is not None:
             require_flags(self, "async_scheduling")
         self._check_data_parallel_backend()
         self._check_parts()
         SpeculativeConfig.of(self.speculative_config)
+        _ = self.lora_config
         self.profiler_config = ProfilerConfig.of(self.profiler_config)
         check_offloading(self.kv_offloading_size, self.kv_offloading_backend)
         if self.kv_offloading_size is None:
@@ -344,6 +356,17 @@ class EngineArgs:
         """The speculative configuration, validated."""
         return SpeculativeConfig.of(self.speculative_config)
 
+    @property
+    def lora_config(self) -> LoRAConfig | None:
+        """What adapters are served, validated; None without `enable_lora`."""
+        config = LoRAConfig(
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
+            lora_dtype=self.lora_dtype,
+        )
+        return config if self.enable_lora else None
+
     def _join_speculative_config(self) -> None:
         given = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
         given = {name: value for name, value in given.items() if value is not None}
@@ -384,6 +407,7 @@ class EngineArgs:
             watermark=self.watermark,
             async_scheduling=self._schedules_ahead(on_gpu=gpu_memory is not None),
             static_batching=self.static_batching,
+            max_loras=self.max_loras if self.enable_lora else 0,
             **(self.speculation.scheduler_settings if self.speculation else {}),
         )
 
@@ -422,6 +446,8 @@ class EngineArgs:
             async_scheduling=scheduler.async_scheduling,
             kv_transfer_config=self.kv_transfer,
             kv_connector=self.parts.kv_connector,
+            lora_config=self.lora_config,
+            lora_slots=self.parts.lora_slots,
         )
 
     def cache_config(self, num_gpu_blocks: int) -> CacheConfig:

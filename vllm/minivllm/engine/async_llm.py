@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_mp_client import AsyncMPClient
@@ -139,6 +140,7 @@ class AsyncLLM(FrontEnd):
         sampling_params: SamplingParams,
         request_id: str,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -151,7 +153,12 @@ class AsyncLLM(FrontEnd):
             EngineDeadError: the engine has ended.
         """
         collector = await self.add_request(
-            request_id, prompt, sampling_params, priority=priority, data_parallel_rank=data_parallel_rank
+            request_id,
+            prompt,
+            sampling_params,
+            lora_request=lora_request,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
         )
         try:
             finished = False
@@ -168,6 +175,7 @@ class AsyncLLM(FrontEnd):
         prompt: Prompt,
         params: SamplingParams,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
         on_ready: Callable[[], None] | None = None,
@@ -179,7 +187,7 @@ class AsyncLLM(FrontEnd):
             EngineDeadError: the engine has ended.
         """
         self._check_alive()
-        text, request = self._processed(request_id, prompt, params, priority)
+        text, request = self._processed(request_id, prompt, params, priority, lora_request)
         collector = self._collectors[request_id] = self._collector(params.output_kind, request_id, on_ready)
         try:
             for child in self._registered(request_id, text, request):
@@ -224,6 +232,30 @@ class AsyncLLM(FrontEnd):
         """Forgets all cached blocks. Does nothing and returns False while any request holds a block."""
         return await self._utility("reset_prefix_cache")
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+
+        Raises:
+            MinivllmError: it cannot be served.
+        """
+        return await self._utility("add_lora", lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
+        return await self._utility("remove_lora", lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """Returns the ids of the adapters in host memory."""
+        return set(await self._utility("list_loras"))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter in its slot until it is removed.
+
+        Raises:
+            MinivllmError: it is not there, or no slot is free for it.
+        """
+        return await self._utility("pin_lora", lora_id)
+
     async def start_step_events(self) -> None:
         """From now on the engine's steps are told to `step_watchers`, as lines of `core.step_events`."""
         await self._utility("start_step_events")
@@ -267,9 +299,9 @@ class AsyncLLM(FrontEnd):
         if self.dead_error is not None:
             raise self.dead_error
 
-    async def _utility(self, method: str) -> Any:
-        self._listen()
-        return await self.engine_core.call_utility_async(method)
+    async def _utility(self, method: str, *arguments: Any) -> Any:
+        self._check_alive()
+        return await self.engine_core.call_utility_async(method, *arguments)
 
     def _listen(self) -> None:
         """Starts the task that receives outputs, in the loop that asks first."""

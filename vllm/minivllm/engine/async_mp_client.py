@@ -59,10 +59,11 @@ class AsyncMPClient(MPClient):
             if call is not None and not call.done():
                 call.set_result(answer)
 
-    async def call_utility_async(self, method: str) -> Any:
+    async def call_utility_async(self, method: str, *arguments: Any) -> Any:
         """Calls one of `UTILITIES` in every core and returns the result; somebody must be reading outputs meanwhile.
 
         Raises:
+            MinivllmError: the arguments ask for what cannot be done.
             RuntimeError: the method failed.
             EngineDeadError: a core's process has died meanwhile.
         """
@@ -72,14 +73,14 @@ class AsyncMPClient(MPClient):
         for rank in self._living():
             self._calls[call_id, rank] = asyncio.get_running_loop().create_future()
             calls.append(self._calls[call_id, rank])
-            self._send(Kind.UTILITY, (call_id, method), rank)
+            self._send(Kind.UTILITY, (call_id, method, arguments), rank)
         return self._joined(method, await asyncio.gather(*calls))
 
     def get_output(self) -> EngineCoreOutputs:
         """Not for an event loop: see `get_output_async`."""
         raise NotImplementedError
 
-    def call_utility(self, method: str) -> Any:
+    def call_utility(self, method: str, *arguments: Any) -> Any:
         """Not for an event loop: see `call_utility_async`."""
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.busy_loop import Act, abort_requests, run_busy_loop, tell_step_events
 from minivllm.engine.core import EngineCore
 from minivllm.engine.core_client import UTILITIES, EngineCoreClient
-from minivllm.errors import EngineDeadError, WorkerDiedError
+from minivllm.errors import EngineDeadError, MinivllmError, WorkerDiedError
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -56,10 +56,11 @@ class AsyncThreadClient(EngineCoreClient):
             raise EngineDeadError("the engine's core has ended")
         return outputs
 
-    async def call_utility_async(self, method: str) -> Any:
+    async def call_utility_async(self, method: str, *arguments: Any) -> Any:
         """Calls one of `UTILITIES` in the core and returns its result.
 
         Raises:
+            MinivllmError: the arguments ask for what cannot be done.
             RuntimeError: the method failed.
         """
         assert method in UTILITIES
@@ -68,7 +69,9 @@ class AsyncThreadClient(EngineCoreClient):
 
         def call() -> None:
             try:
-                loop.call_soon_threadsafe(answer.set_result, getattr(self.engine_core, method)())
+                loop.call_soon_threadsafe(answer.set_result, getattr(self.engine_core, method)(*arguments))
+            except MinivllmError as error:
+                loop.call_soon_threadsafe(answer.set_exception, error)
             except Exception as error:
                 failure = RuntimeError(f"{method} failed in the engine's core: {type(error).__name__}: {error}")
                 loop.call_soon_threadsafe(answer.set_exception, failure)
@@ -81,7 +84,7 @@ class AsyncThreadClient(EngineCoreClient):
         """Not for an event loop: see `get_output_async`."""
         raise NotImplementedError
 
-    def call_utility(self, method: str) -> Any:
+    def call_utility(self, method: str, *arguments: Any) -> Any:
         """Not for an event loop: see `call_utility_async`."""
         raise NotImplementedError
 

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,13 +24,15 @@ from minivllm.config import ModelConfig, SchedulerConfig
 from minivllm.config.units import GIB
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorRole, joined_stats
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.generation_config import GenerationConfig
-from minivllm.errors import MinivllmError, NonFiniteLogitsError, WorkerDiedError
+from minivllm.engine.lora_registry import AdapterRefused, LoRARegistry
+from minivllm.errors import AdapterError, MinivllmError, NonFiniteLogitsError, WorkerDiedError
 from minivllm.executor.abstract import make_executor
 from minivllm.kv_connector.factory import create_connector
 from minivllm.logger import init_logger
@@ -97,6 +100,7 @@ class EngineCore:
         if connector is not None:
             recomputes = connector.config.kv_transfer_config.recomputes
             self.scheduler.use_connector(connector, recomputes)
+        self.loras = LoRARegistry(self.executor, self.scheduler)
         self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
         self.batch_queue: deque[_Batch] | None = deque() if ahead else None
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
@@ -116,6 +120,8 @@ class EngineCore:
         """Adds a request to the queue. A rejected one ends with an error, which the next step returns."""
         with self._all_or_nothing((request.request_id,)):
             try:
+                if request.lora_request is not None:
+                    request = replace(request, lora_request=self.loras.add(request.lora_request))
                 added = request.to_request()
                 if request.sampling_params.structured_outputs is not None:
                     self.structured_outputs.grammar_init(added, request.sampling_params.structured_outputs)
@@ -129,6 +135,7 @@ class EngineCore:
         with self._all_or_nothing(ids):
             self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
             self._undelivered = [output for output in self._undelivered if output.request_id not in ids]
+            self.loras.forget_unused()
             self._observe()
 
     def has_unfinished_requests(self) -> bool:
@@ -214,6 +221,7 @@ class EngineCore:
             raise NonFiniteLogitsError(nonfinite)
         with record_function_or_nullcontext("minivllm::update"):
             outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
+            self.loras.forget_unused()
             if self._takes_drafts:
                 self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
             if self.scheduler.draft_if_faster is not None:
@@ -258,6 +266,37 @@ class EngineCore:
             done = self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
             self._observe()
             return done
+
+    def add_lora(self, lora_request: LoRARequest | dict[str, Any]) -> bool:
+        """Reads an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+
+        Raises:
+            MinivllmError: it cannot be served.
+        """
+        wanted = lora_request if isinstance(lora_request, LoRARequest) else LoRARequest(**lora_request)
+        with self._unless_refused():
+            self.loras.add(wanted)
+            return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
+        with self._unless_refused():
+            return self.loras.remove(lora_id)
+
+    def list_loras(self) -> list[int]:
+        """Returns the ids of the adapters in host memory."""
+        with self._unless_refused():
+            return sorted(self.loras.list())
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter in its slot until it is removed.
+
+        Raises:
+            MinivllmError: it is not there, or no slot is free for it.
+        """
+        with self._unless_refused():
+            self.loras.pin(lora_id)
+            return True
 
     def start_step_events(self) -> None:
         """From now on the outputs of each step have the lines of `core.step_events`; the first has the whole state."""
@@ -313,6 +352,16 @@ class EngineCore:
         except BaseException as failure:
             raise self._start_over(failure, request_ids) from None
 
+    @contextmanager
+    def _unless_refused(self) -> Iterator[None]:
+        """As `_all_or_nothing`, but a refusal has changed nothing."""
+        try:
+            yield
+        except AdapterRefused:
+            raise
+        except BaseException as failure:
+            raise self._start_over(failure, ()) from None
+
     def _start_over(self, failure: BaseException, request_ids: Collection[str]) -> BaseException:
         """Ends these requests with an error and has all others recomputed. Returns the error to raise."""
         if isinstance(failure, WorkerDiedError):
@@ -321,12 +370,21 @@ class EngineCore:
             return self._drop_step(explain_out_of_memory(failure) or failure, request_ids)
 
     def _drop_step(self, error: BaseException, request_ids: Collection[str]) -> BaseException:
-        lost = list(error.request_ids if isinstance(error, NonFiniteLogitsError) else request_ids)
+        lost = self._ended_by(error, request_ids)
         logger.warning("A step failed (%s: %s): %d requests end", type(error).__name__, error, len(lost))
         known = {output.request_id for output in self._undelivered}
         self._undelivered += [_failed(request_id, error) for request_id in lost if request_id not in known]
         self._restart(lost)
         return error
+
+    def _ended_by(self, error: BaseException, request_ids: Collection[str]) -> list[str]:
+        """Which requests a failure ends: those that it names, or those of the step."""
+        if isinstance(error, NonFiniteLogitsError):
+            return list(error.request_ids)
+        if not isinstance(error, AdapterError):
+            return list(request_ids)
+        adapters = {name: request.lora_request for name, request in self.scheduler.requests.items()}
+        return [name for name, one in adapters.items() if one is not None and one.lora_int_id == error.lora_int_id]
 
     def _restart(self, lost: Collection[str]) -> None:
         if self.batch_queue is not None:

@@ -16,7 +16,7 @@ from minivllm.engine.core import EngineCore
 
 UTILITIES = (
     "reset_prefix_cache", "reset_prefix_cache_and_connector", "reset_running_requests", "start_step_events",
-    "stop_step_events", "take_step_events",
+    "stop_step_events", "take_step_events", "add_lora", "remove_lora", "list_loras", "pin_lora",
 )  # fmt: skip
 """Methods of `EngineCore` that a front end may call by name."""
 
@@ -50,7 +50,7 @@ class EngineCoreClient(ABC):
         """
 
     @abstractmethod
-    def call_utility(self, method: str) -> Any:
+    def call_utility(self, method: str, *arguments: Any) -> Any:
         """Calls one of `UTILITIES` in every core and returns whether all have succeeded, or what the first returns."""
 
     @abstractmethod
@@ -77,10 +77,10 @@ class InprocClient(EngineCoreClient):
         """See `EngineCoreClient`; exceptions of the step propagate."""
         return self.engine_core.step()
 
-    def call_utility(self, method: str) -> Any:
+    def call_utility(self, method: str, *arguments: Any) -> Any:
         """See `EngineCoreClient`."""
         assert method in UTILITIES
-        return getattr(self.engine_core, method)()
+        return getattr(self.engine_core, method)(*arguments)
 
     def shutdown(self) -> None:
         """See `EngineCoreClient`."""

@@ -7,7 +7,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCoreProc`, `process_input_sock
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -96,8 +96,8 @@ class EngineCoreProc:
             self._router.note_aborted(request_ids)
             abort_requests(core, request_ids, self._put)
         elif kind == Kind.UTILITY:
-            call_id, method = decode(payload, tuple[int, str])
-            answer = UtilityOutput(call_id, *_result_of(core, method))
+            call_id, method, arguments = decode(payload, tuple[int, str, list[Any]])
+            answer = _answer_of(core, call_id, method, arguments)
             self._outputs.put((client, EngineCoreOutputs([], utility_output=answer, engine_index=self._rank)))
             tell_step_events(core, self._put)
 
@@ -207,11 +207,13 @@ def _share(settings: Mapping[str, Any], num_cores: int) -> EngineArgs:
     return replace(args, gpu_memory_utilization=args.gpu_memory_utilization / num_cores)
 
 
-def _result_of(core: EngineCore, method: str) -> tuple[Any, str | None]:
-    """Returns `(result, None)` of a method of the core, or `(None, error message)`."""
+def _answer_of(core: EngineCore, call_id: int, method: str, arguments: Sequence[Any]) -> UtilityOutput:
+    """Returns the result of a method of the core, or its error."""
     if method not in UTILITIES:
-        return None, f"there is no utility {method!r}"
+        return UtilityOutput(call_id, error=f"there is no utility {method!r}")
     try:
-        return getattr(core, method)(), None
+        return UtilityOutput(call_id, getattr(core, method)(*arguments))
+    except MinivllmError as error:
+        return UtilityOutput(call_id, error=str(error), invalid_request=True)
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+        return UtilityOutput(call_id, error=f"{type(error).__name__}: {error}")

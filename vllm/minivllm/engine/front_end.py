@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minivllm.config import ModelConfig
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreRequest
 from minivllm.core.stats import SchedulerStats, summed_stats
 from minivllm.engine.arg_utils import EngineArgs
@@ -39,6 +40,9 @@ class StatLogger(Protocol):
     def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
         """What a core's KV connector has counted in a step."""
 
+    def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
+        """The names of the adapters that requests use, after each step; only where adapters are served."""
+
     def record_rejection(self, reason: str) -> None:
         """A request was refused for this reason."""
 
@@ -59,6 +63,7 @@ class FrontEnd:
         self.input_processor = InputProcessor(
             self.model_config, self.tokenizer, client.ready.limits, self.generation_config.eos_token_ids, args.seed
         )
+        self.input_processor.enable_lora = args.enable_lora
         self.parts = args.parts
         self.input_processor.share_numbers(client.client_index, client.client_count)
         self.output_processor = OutputProcessor(self.tokenizer, args.parts)
@@ -98,7 +103,12 @@ class FrontEnd:
         return len(self.output_processor.states)
 
     def _processed(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        lora_request: LoRARequest | None = None,
     ) -> tuple[str | None, EngineCoreRequest]:
         """The prompt's text and its request, before it is split into `params.n`.
 
@@ -109,7 +119,9 @@ class FrontEnd:
             raise MinivllmError(f"the request id is {request_id!r}; it must be a text")
         if request_id in self._children:
             raise MinivllmError(f"request {request_id!r} exists already; ids must be unique among unfinished requests")
-        return self.input_processor.process_inputs(request_id, prompt, params, priority=priority)
+        return self.input_processor.process_inputs(
+            request_id, prompt, params, priority=priority, lora_request=lora_request
+        )
 
     def _registered(self, request_id: str, text: str | None, request: EngineCoreRequest) -> list[EngineCoreRequest]:
         """The requests for the core, which are awaited from now on."""
@@ -147,3 +159,5 @@ class FrontEnd:
         self._throughput_log.observe(iteration.num_prompt_tokens, iteration.num_generation_tokens, self.stats)
         if self.stat_logger is not None:
             self.stat_logger.record(stats, iteration, engine_index)
+            if self.engine_args.enable_lora:
+                self.stat_logger.record_loras(*self.output_processor.lora_names())

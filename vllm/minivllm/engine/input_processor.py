@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from minivllm.config import ModelConfig
 from minivllm.core.limits import RequestLimits
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreRequest
 from minivllm.errors import MinivllmError
 from minivllm.inputs import Prompt, parse_prompt
@@ -45,6 +46,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.limits = limits
         self.eos_token_ids = eos_token_ids
+        self.enable_lora = False
         self._seed = seed
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
@@ -61,6 +63,7 @@ class InputProcessor:
         params: SamplingParams,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> tuple[str | None, EngineCoreRequest]:
         """Return the prompt's text, if it has one, and the request for the core, under an id of its own.
 
@@ -69,6 +72,7 @@ class InputProcessor:
         """
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise MinivllmError(f"priority is {priority!r}; it must be a whole number, a lower one goes first")
+        self._check_lora(lora_request)
         text, token_ids, cache_salt = parse_prompt(prompt)
         if token_ids is None:
             self.check_length(text or "")
@@ -85,6 +89,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             kv_transfer_params=(resolved.extra_args or {}).get("kv_transfer_params"),
+            lora_request=lora_request,
         )
         return text, request
 
@@ -117,6 +122,16 @@ class InputProcessor:
         if self.tokenizer is None:
             raise MinivllmError("the prompt is a text, and skip_tokenizer_init is on; give token ids")
         return self.tokenizer.encode(text).ids
+
+    def _check_lora(self, lora_request: LoRARequest | None) -> None:
+        if lora_request is None:
+            return
+        if not isinstance(lora_request, LoRARequest):
+            raise MinivllmError(f"lora_request is {str(lora_request)[:60]!r}; it must be a LoRARequest(name, id, path)")
+        if not self.enable_lora:
+            raise MinivllmError(
+                f"the request names the adapter {lora_request.lora_name!r}; set enable_lora=True for that"
+            )
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.config.profiler import ProfilerConfig
 from minivllm.config.vllm_arguments import refuse_unless_default
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_client import EngineCoreClient, InprocClient
@@ -63,7 +64,7 @@ class LLMEngine(FrontEnd):
         prompt: Prompt,
         params: SamplingParams,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: dict[str, str] | None = None,
         priority: int = 0,
@@ -79,10 +80,8 @@ class LLMEngine(FrontEnd):
         Raises:
             MinivllmError: the request is invalid; nothing was added to the queue.
         """
-        refuse_unless_default(
-            "add_request", lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, kv_hints=kv_hints
-        )
-        text, request = self._processed(request_id, prompt, params, priority)
+        refuse_unless_default("add_request", tokenization_kwargs=tokenization_kwargs, kv_hints=kv_hints)
+        text, request = self._processed(request_id, prompt, params, priority, lora_request)
         with InterruptsHeld():
             try:
                 for child in self._registered(request_id, prompt_text if text is None else text, request):
@@ -174,6 +173,36 @@ class LLMEngine(FrontEnd):
         method = "reset_prefix_cache_and_connector" if reset_connector else "reset_prefix_cache"
         with InterruptsHeld():
             return self.engine_core.call_utility("reset_running_requests" if reset_running_requests else method)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter from its folder into host memory, unless it is known; with `load_inplace`, anew.
+
+        A request that names an adapter does that by itself.
+
+        Raises:
+            MinivllmError: it cannot be served.
+        """
+        with InterruptsHeld():
+            return self.engine_core.call_utility("add_lora", lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
+        with InterruptsHeld():
+            return self.engine_core.call_utility("remove_lora", lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Returns the ids of the adapters in host memory."""
+        with InterruptsHeld():
+            return set(self.engine_core.call_utility("list_loras"))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter in its slot until it is removed.
+
+        Raises:
+            MinivllmError: it is not there, or no slot is free for it.
+        """
+        with InterruptsHeld():
+            return self.engine_core.call_utility("pin_lora", lora_id)
 
     def shutdown(self) -> None:
         """Ends the processes that the engine has started, if any; without them it cannot be used any more."""

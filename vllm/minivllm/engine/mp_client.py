@@ -23,7 +23,7 @@ from minivllm.engine.core_processes import CoreAddresses, CoreProcesses, died, w
 from minivllm.engine.core_sockets import OwnSockets
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executor.rank_processes import RankProcess
 from minivllm.platforms.interrupts import InterruptsHeld
 
@@ -97,6 +97,8 @@ class MPClient(EngineCoreClient):
     def _joined(self, method: str, answers: Sequence[UtilityOutput]) -> Any:
         """The cores' answers to a call as one."""
         for answer in answers:
+            if answer.error is not None and answer.invalid_request:
+                raise MinivllmError(answer.error)
             if answer.error is not None:
                 raise RuntimeError(f"{method} failed in the engine's core: {answer.error}")
         if method.startswith("reset_prefix_cache"):
@@ -186,12 +188,12 @@ class SyncMPClient(MPClient):
         """See `EngineCoreClient`."""
         return self._early.pop(0) if self._early else self._receive()
 
-    def call_utility(self, method: str) -> Any:
+    def call_utility(self, method: str, *arguments: Any) -> Any:
         """See `EngineCoreClient`. Outputs that arrive before the reply are kept for `get_output`."""
         assert method in UTILITIES
         call_id = next(self._call_ids)
         for rank in range(len(self.engines)):
-            self._send(Kind.UTILITY, (call_id, method), rank)
+            self._send(Kind.UTILITY, (call_id, method, arguments), rank)
         answers: dict[int, UtilityOutput] = {}
         while len(answers) < len(self.engines):
             message = self._receive()

@@ -107,6 +107,14 @@ class OutputProcessor:
         """Returns the number of prompt tokens of all unfinished requests."""
         return sum(len(state.request.prompt_token_ids) for state in self.states.values())
 
+    def lora_names(self) -> tuple[set[str], set[str]]:
+        """Returns the names of the adapters of unfinished requests: of those that were admitted, and of the others."""
+        running, waiting = set[str](), set[str]()
+        for state in self.states.values():
+            if (adapter := state.request.lora_request) is not None:
+                (waiting if state.metrics.scheduled_time is None else running).add(adapter.lora_name)
+        return running, waiting
+
     def take_stats(self, engine_index: int = 0) -> IterationStats:
         """Returns what was measured since the last call of the requests of this core."""
         return self._stats.pop(engine_index, None) or IterationStats()
@@ -223,6 +231,7 @@ class OutputProcessor:
             metrics=state.metrics,
             num_cached_tokens=state.num_cached_tokens,
             kv_transfer_params=parent.kv_transfer_params,
+            lora_request=state.request.lora_request,
         )
 
     def _completion(self, state: RequestState, kind: RequestOutputKind) -> CompletionOutput:
@@ -242,6 +251,7 @@ class OutputProcessor:
             state.stop_reason,
             state.error,
             state.invalid_request,
+            state.request.lora_request,
         )
 
     def _showable_text(self, state: RequestState) -> str:

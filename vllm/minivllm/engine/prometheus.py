@@ -4,7 +4,7 @@ In vLLM v0.33.0: `vllm/v1/metrics/loggers.py` (`PrometheusStatLogger`).
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -71,6 +71,8 @@ class PrometheusStatLogger:
             registry = CollectorRegistry()  # of this process alone, which is never shown
         else:
             ProcessCollector(registry=registry)
+        self._max_loras, self._lora_info = args.max_loras, _lora_info(registry) if args.enable_lora else None
+        self._lora_labels: tuple[str, ...] = ()
         families: dict[str, MetricWrapperBase] = {}
         self._engines = [
             _EngineMetrics(args, engine, model_name, str(index), families, registry)
@@ -86,6 +88,16 @@ class PrometheusStatLogger:
     def record_kv_connector(self, stats: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Takes in what a core's KV connector has counted in a step; shown from the first such step on."""
         self._engines[engine_idx].record_kv_connector(stats)
+
+    def record_loras(self, running: Set[str], waiting: Set[str]) -> None:
+        """Takes in the adapters in use. In one process, only those of now are shown; files of several keep all."""
+        if self._lora_info is None:
+            return
+        labels = tuple(map(str, (self._max_loras, ",".join(sorted(running)), ",".join(sorted(waiting)))))
+        if FOLDER_VARIABLE not in os.environ and labels != self._lora_labels:
+            self._lora_info.clear()
+        self._lora_labels = labels
+        self._lora_info.labels(*labels).set_to_current_time()
 
     def record_rejection(self, reason: str) -> None:
         """A request was refused since this limit was reached."""
@@ -324,6 +336,12 @@ class _EngineMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return self._family(Histogram, name, text, list(self._labels), buckets=buckets).labels(**self._labels)
+
+
+def _lora_info(registry: CollectorRegistry) -> Gauge:
+    labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    text = "When adapters were last in use, and which."
+    return Gauge("vllm:lora_requests_info", text, labels, registry=registry, multiprocess_mode="mostrecent")
 
 
 def _steps_of_1_2_5(most: int) -> tuple[int, ...]:

@@ -10,12 +10,14 @@ block tables of its own is in lesson 02, `minivllm.lab.beam_search`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from minivllm.core.lora_request import LoRARequest
 from minivllm.inputs import TokensPrompt
 from minivllm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
 
-Run = Callable[[list[TokensPrompt], SamplingParams, list[int]], list[RequestOutput]]
-"""Completes prompts, each with its priority."""
+Adapters = Sequence[LoRARequest | None]
+Run = Callable[[list[TokensPrompt], SamplingParams, list[int], list[LoRARequest | None]], list[RequestOutput]]
+"""Completes prompts, each with its priority and its adapter."""
 
 
 @dataclass
@@ -25,11 +27,12 @@ class Search:
     prompt: TokensPrompt
     priority: int
     steps: int
+    lora_request: LoRARequest | None = None
     going_on: list[BeamSearchSequence] = field(default_factory=list)
     ended: list[BeamSearchSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.going_on = [BeamSearchSequence(self.prompt, list(self.prompt["prompt_token_ids"]), [])]
+        self.going_on = [BeamSearchSequence(self.prompt, list(self.prompt["prompt_token_ids"]), [], self.lora_request)]
 
     def open(self) -> list[BeamSearchSequence]:
         """The sequences to extend."""
@@ -52,12 +55,16 @@ class BeamSearcher:
         self._run = run
 
     def search(
-        self, prompts: Sequence[TokensPrompt], priorities: Sequence[int], after_step: Callable[[int], None]
+        self,
+        prompts: Sequence[TokensPrompt],
+        priorities: Sequence[int],
+        after_step: Callable[[int], None],
+        adapters: Adapters | None = None,
     ) -> list[BeamSearchOutput]:
         """Return the best sequences of each prompt, without texts. `after_step` is told how many were extended."""
         searches = [
-            Search(prompt, priority, self._num_steps(prompt))
-            for prompt, priority in zip(prompts, priorities, strict=True)
+            Search(prompt, priority, self._num_steps(prompt), adapter)
+            for prompt, priority, adapter in zip(prompts, priorities, adapters or [None] * len(prompts), strict=True)
         ]
         for _ in range(self._params.max_tokens):
             num_open = sum(len(search.open()) for search in searches)
@@ -75,7 +82,8 @@ class BeamSearcher:
         """Extends every open sequence by one token; the best of a prompt's children go on."""
         pairs = [(search, sequence) for search in searches for sequence in search.open()]
         prompts = [_prompt_of(sequence) for _, sequence in pairs]
-        outputs = iter(self._run(prompts, self._sampling_params, [search.priority for search, _ in pairs]))
+        priorities, adapters = ([getattr(search, name) for search, _ in pairs] for name in ("priority", "lora_request"))
+        outputs = iter(self._run(prompts, self._sampling_params, priorities, adapters))
         for search in searches:
             children = [
                 child for sequence in search.open() for child in self._children(sequence, _logprobs_of(next(outputs)))
@@ -92,6 +100,7 @@ class BeamSearcher:
                 parent.orig_prompt,
                 [*parent.tokens, token],
                 [*parent.logprobs, logprobs],
+                parent.lora_request,
                 cum_logprob=parent.cum_logprob + candidate.logprob,
                 finish_reason="stop" if token in self._ends else None,
             )

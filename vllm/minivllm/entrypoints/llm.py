@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.model import local_path
 from minivllm.config.vllm_arguments import refuse_unless_default
+from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.one_caller import OneCaller
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from minivllm.engine.metrics_reader import Metric
 
 Message = Mapping[str, Any]
+LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 Params = SamplingParams | Sequence[SamplingParams] | None
 UseTqdm = bool | Callable[..., Any]
 POOLING = "models that embed, score or classify are not served"
@@ -99,7 +101,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -111,24 +113,25 @@ class LLM:
             sampling_params: one for all prompts, or one for each; None: the model's own defaults.
             use_tqdm: show a progress bar; or what makes one, such as tqdm's class.
             priority: one number for all or for each prompt, for the scheduling policy "priority"; lower goes first.
-            lora_request, mm_processor_kwargs: not served; only None is taken.
+            lora_request: the adapter of all prompts, or one (or None) for each; the engine needs `enable_lora`.
+            mm_processor_kwargs: not served; only None is taken.
             tokenization_kwargs: {"add_special_tokens": False} leaves the special tokens out of prompts that are texts.
 
         Raises:
             MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or a request failed while
                 it ran.
         """
-        refuse_unless_default("generate", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_unless_default("generate", mm_processor_kwargs=mm_processor_kwargs)
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
         with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(items)) as advance:
-            return self._complete(items, sampling_params, priority, advance, interrupts)
+            return self._complete(items, sampling_params, priority, advance, interrupts, lora_request)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -169,7 +172,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoraRequests = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
         priority: int | Sequence[int] | None = None,
@@ -184,10 +187,10 @@ class LLM:
         Raises:
             MinivllmError: a prompt or a parameter is invalid.
         """
-        refuse_unless_default("beam_search", lora_request=lora_request)
         params = replace(params)  # checks what was assigned since
         items = [self._as_tokens(index, prompt) for index, prompt in enumerate(as_prompts(prompts))]
         priorities = _one_each("priority", priority or 0, items)
+        adapters = _one_each("lora_request", lora_request, items)
         found: list[BeamSearchOutput] = []
         with self._caller.alone() as interrupts:
             searcher = self._searcher(params, interrupts)
@@ -195,7 +198,7 @@ class LLM:
             for start in range(0, len(items), size):
                 batch = slice(start, start + size)
                 with progress(use_tqdm, "steps", params.max_tokens) as advance:
-                    found += searcher.search(items[batch], priorities[batch], advance)
+                    found += searcher.search(items[batch], priorities[batch], advance, adapters[batch])
         for sequence in (sequence for output in found for sequence in output.sequences):
             sequence.text = self._decoded(sequence.tokens, params.skip_special_tokens)
         return found
@@ -204,17 +207,17 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
-        lora_request: None = None,
+        lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: UseTqdm = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queues prompts for `wait_for_completion` and returns their ids. Nothing is computed yet."""
-        refuse_unless_default("enqueue", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_unless_default("enqueue", mm_processor_kwargs=mm_processor_kwargs)
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
         with self._caller.alone() as interrupts:
-            request_ids = self._add_requests(items, sampling_params, priority, interrupts)
+            request_ids = self._add_requests(items, sampling_params, priority, interrupts, lora_request)
             self._enqueued |= dict.fromkeys(request_ids)
             return request_ids
 
@@ -356,8 +359,13 @@ class LLM:
     def _searcher(self, params: BeamSearchParams, interrupts: InterruptsHeld) -> BeamSearcher:
         engine = self.llm_engine
 
-        def run(prompts: list[TokensPrompt], wanted: SamplingParams, priorities: list[int]) -> list[RequestOutput]:
-            return self._complete(list(prompts), wanted, priorities, lambda _: None, interrupts)
+        def run(
+            prompts: list[TokensPrompt],
+            wanted: SamplingParams,
+            priorities: list[int],
+            adapters: list[LoRARequest | None],
+        ) -> list[RequestOutput]:
+            return self._complete(list(prompts), wanted, priorities, lambda _: None, interrupts, adapters)
 
         return BeamSearcher(
             params,
@@ -374,8 +382,9 @@ class LLM:
         priority: int | Sequence[int] | None,
         advance: Advance,
         interrupts: InterruptsHeld,
+        lora_request: LoraRequests = None,
     ) -> list[RequestOutput]:
-        request_ids = self._add_requests(prompts, sampling_params, priority, interrupts)
+        request_ids = self._add_requests(prompts, sampling_params, priority, interrupts, lora_request)
         with self._aborting(request_ids):
             return self._run(request_ids, advance, interrupts)
 
@@ -385,23 +394,33 @@ class LLM:
         sampling_params: Params,
         priority: int | Sequence[int] | None,
         interrupts: InterruptsHeld,
+        lora_request: LoraRequests = None,
     ) -> list[str]:
         """Queues all prompts or none; returns their ids."""
         wanted = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", wanted, prompts)
         priorities = _one_each("priority", 0 if priority is None else priority, prompts)
+        adapters = _one_each("lora_request", lora_request, prompts)
         request_ids = [str(next(self._request_ids)) for _ in prompts]
         with self._aborting(request_ids):
             for index, request_id in enumerate(request_ids):
                 interrupts.deliver()
-                self._add_request(index, request_id, prompts[index], params[index], priorities[index])
+                self._add_request(index, request_id, prompts[index], params[index], priorities[index], adapters[index])
         return request_ids
 
-    def _add_request(self, index: int, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+    def _add_request(
+        self,
+        index: int,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        lora_request: LoRARequest | None,
+    ) -> None:
         if isinstance(params, SamplingParams):
             params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
         try:
-            self.llm_engine.add_request(request_id, prompt, params, priority=priority)
+            self.llm_engine.add_request(request_id, prompt, params, lora_request=lora_request, priority=priority)
         except MinivllmError as error:
             raise type(error)(f"prompt {index}: {error}") from None
 

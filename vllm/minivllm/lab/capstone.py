@@ -1,12 +1,13 @@
-"""The capstone: a server made of what a learner has written in exercises 01 to 11, and clients that ask it.
+"""The capstone: a server made of what a learner has written in exercises 01 to 12, and clients that ask it.
 
     uv run python -m minivllm.lab.capstone            # which parts are yours, and what the servers do with them
     uv run python -m minivllm.lab.capstone --serve    # and then `minivllm serve` with them, on port 8000
 
 An exercise whose checks pass gives its parts; for the others the engine's own serve. Not all parts fit into one engine:
-there are four attentions, and a pool without names cannot find prefixes. So there are four servers, and the front end
-of exercise 06 is in each of them. Behind them stand two engines without a front end: one computes prompts, with the
-tiles of exercise 03, and the other one answers, with the keys and values that the connector of exercise 08 has fetched.
+there are four attentions and three schedulers, and a pool without names cannot find prefixes. So there are five
+servers, and the front end of exercise 06 is in each of them. Behind them stand two engines without a front end: one
+computes prompts, with the tiles of exercise 03, and the other one answers, with the keys and values that the connector
+of exercise 08 has fetched.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,17 +29,18 @@ from minivllm.lab.plugged import Served
 from minivllm.lab.progress import working
 from minivllm.lab.tables import console, table
 
-NUMBERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11")
+NUMBERS = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12")
 PORT = 8000
 
 
 @dataclass(frozen=True)
 class Server:
-    """One of the servers, or the pair: which exercises are in it, and the engine's arguments that they need."""
+    """One of the servers, or the pair: which exercises are in it, the engine's arguments that they need, adapters."""
 
     name: str
     exercises: tuple[str, ...]
     engine_args: Mapping[str, Any]
+    adapters: tuple[str, ...] = ()
 
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -57,6 +60,16 @@ SERVERS = (
     ),
     Server(
         "heads in groups, drafts, few blocks", ("06", "07", "09", "11"), {"speculative_config": DRAFTS, **FEW_BLOCKS}
+    ),
+)
+ADAPTERS = ("braces", "doctest", "stubs")
+ADAPTERS_FOLDER = Path(EMBEDDED_MODEL).parent / "adapters"
+SERVERS += (
+    Server(
+        "three adapters, two slots",
+        ("06", "12"),
+        {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, "max_cpu_loras": 3, "max_num_seqs": 3},
+        ADAPTERS,
     ),
 )
 PAIR = Server("two engines in a row", ("03", "08"), {})
@@ -97,7 +110,7 @@ def serve_all(modules: Mapping[str, ModuleType]) -> bool:
         parts = parts_of(server, modules)
         if not parts.names:
             continue
-        yours, ours = (serve_load(CLIENTS, which, **server.engine_args) for which in (parts, NO_PARTS))
+        yours, ours = (_load_on(server, which) for which in (parts, NO_PARTS))
         differences.append(difference_of(yours, ours))
         answers = str(len(yours.answers))
         rows.append((server.name, _named(parts), answers, speed(yours), speed(ours), differences[-1] or "the same"))
@@ -110,6 +123,14 @@ def serve_all(modules: Mapping[str, ModuleType]) -> bool:
     heads = ["server", "your parts", "requests", "tokens/s, yours", "ours", "tokens"]
     table("Servers with your parts, on real sockets, and two engines in a row", heads, rows, words=True)
     return not any(differences)
+
+
+def _load_on(server: Server, parts: Parts) -> Load:
+    """The clients on this server, each adapter asked for by some of them."""
+    wanted = [None, *server.adapters]
+    clients = [replace(one, model=wanted[number % len(wanted)]) for number, one in enumerate(CLIENTS)]
+    modules = [f"{name}={ADAPTERS_FOLDER / name}" for name in server.adapters]
+    return serve_load(clients, parts, modules, **server.engine_args)
 
 
 def serve_pair(modules: Mapping[str, ModuleType]) -> tuple[Served, Served]:
@@ -189,6 +210,7 @@ def _parts(number: str) -> str:
         "01": "attention over contiguous caches", "02": "block pool", "03": "attention in tiles", "04": "scheduler",
         "05": "block names, int8 cache", "06": "collector, stop strings, disconnects", "07": "drafts, their verdict",
         "08": "which blocks move", "09": "attention in groups", "10": "chunks", "11": "who runs, who is preempted",
+        "12": "adapters' slots, their gate",
     }[number]  # fmt: skip
 
 

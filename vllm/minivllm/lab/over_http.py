@@ -22,6 +22,7 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.async_thread_client import AsyncThreadClient
 from minivllm.entrypoints.openai.http_server import bind, make_server
 from minivllm.entrypoints.openai.launcher import make_app
+from minivllm.entrypoints.openai.lora_modules import lora_modules_of
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 from minivllm.lab.http_load import post
@@ -38,9 +39,11 @@ class Client:
 
     - `leaves_after`: it closes its connection after so many events; an answer that is no stream is never waited for.
     - `reads_late`: it reads nothing before the engine has nothing left to do.
+    - `model`: the adapter that it asks for; None: the model itself.
     """
 
     prompt: str
+    model: str | None = None
     max_tokens: int = 24
     stop: tuple[str, ...] = ()
     stream: bool = True
@@ -50,6 +53,7 @@ class Client:
     def body(self) -> dict[str, Any]:
         """What it posts to /v1/completions."""
         asked = {"prompt": self.prompt, "max_tokens": self.max_tokens, "stop": list(self.stop), "temperature": 0}
+        asked |= {"model": self.model} if self.model else {}
         return {**asked, "stream": self.stream, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -75,8 +79,8 @@ class Load:
     num_blocks: int
 
 
-def serve_load(clients: Sequence[Client], parts: Parts, **engine_args: Any) -> Load:
-    """Serve these clients, all at once, on the embedded model.
+def serve_load(clients: Sequence[Client], parts: Parts, lora_modules: Sequence[str] = (), **engine_args: Any) -> Load:
+    """Serve these clients, all at once, on the embedded model, with these adapters (name=path).
 
     Raises:
         MinivllmError: an answer was an error, or never came.
@@ -85,7 +89,7 @@ def serve_load(clients: Sequence[Client], parts: Parts, **engine_args: Any) -> L
 
     def run() -> None:
         try:
-            ended.append(asyncio.run(asyncio.wait_for(_serve_load(clients, parts, engine_args), SECONDS)))
+            ended.append(asyncio.run(asyncio.wait_for(_serve_load(clients, parts, lora_modules, engine_args), SECONDS)))
         except BaseException as error:
             ended.append(error)
 
@@ -99,13 +103,15 @@ def serve_load(clients: Sequence[Client], parts: Parts, **engine_args: Any) -> L
     return ended[0]
 
 
-async def _serve_load(clients: Sequence[Client], parts: Parts, engine_args: dict[str, Any]) -> Load:
+async def _serve_load(
+    clients: Sequence[Client], parts: Parts, lora_modules: Sequence[str], engine_args: dict[str, Any]
+) -> Load:
     settings = {"model": EMBEDDED_MODEL, "device": "cpu", "dtype": "float32", "max_model_len": 256}
     args = EngineArgs(**{**settings, "num_gpu_blocks_override": 201, **engine_args, "parts": parts})
     engine = AsyncLLM(args, AsyncThreadClient(args))
     try:
         pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool  # type: ignore[union-attr]
-        async with _serving(engine, args) as port:
+        async with _serving(engine, args, lora_modules) as port:
             await _answer_of(Client(prompt="x = 1", max_tokens=2), port, engine)
             began = time.perf_counter()
             answers = await asyncio.gather(*(_answer_of(client, port, engine) for client in clients))
@@ -120,7 +126,7 @@ async def _serve_load(clients: Sequence[Client], parts: Parts, engine_args: dict
 
 
 @asynccontextmanager
-async def _serving(engine: AsyncLLM, args: EngineArgs) -> AsyncIterator[int]:
+async def _serving(engine: AsyncLLM, args: EngineArgs, lora_modules: Sequence[str] = ()) -> AsyncIterator[int]:
     """The server in this loop; yields its port."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -132,11 +138,14 @@ async def _serving(engine: AsyncLLM, args: EngineArgs) -> AsyncIterator[int]:
             super().connection_made(transport)
 
     settings = FrontendArgs(
-        host="127.0.0.1", port=0, served_model_name=["tiny"], disable_uvicorn_access_log=True, uvicorn_log_level="error"
-    )
+        host="127.0.0.1", port=0, served_model_name=["tiny"], disable_uvicorn_access_log=True,
+        uvicorn_log_level="error", lora_modules=list(lora_modules),
+    )  # fmt: skip
     listening = bind(settings)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
-    server = make_server(make_app(engine, args, settings, None), settings, Narrow)
+    app = make_app(engine, args, settings, None)
+    await app.state.models.init_static_loras(lora_modules_of(settings.lora_modules))
+    server = make_server(app, settings, Narrow)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         yield listening.getsockname()[1]

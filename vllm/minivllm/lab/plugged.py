@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.stats import SpecDecodingStats
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
@@ -36,6 +37,7 @@ class Plugged:
 
     - `engine_args`: further arguments of `LLM`, for both engines.
     - `ours`: arguments for our engine only, where it must differ to do the same work.
+    - `adapters`: the LoRA adapter of each prompt, or None, where they have any.
     - `says`: more rows of the table, from an engine that has served the requests: name to value.
     - `serve`: serves the requests in another way than `LLM` does; called as `serve` below.
     - `what`: what the table is about, where it is neither "The engine" nor, with `serve`, "The server".
@@ -45,6 +47,7 @@ class Plugged:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     ours: Mapping[str, Any] = field(default_factory=dict)
     prompts: Sequence[Any] = PROMPTS
+    adapters: Sequence[LoRARequest | None] = ()
     max_tokens: int = 16
     says: Callable[[LLM], Mapping[str, object]] | None = None
     serve: Callable[[Plugged, Parts], Served] | None = None
@@ -107,8 +110,9 @@ def serve(plugged: Plugged, parts: Parts) -> Served:
     scheduler.spec_decoding_stats = SpecDecodingStats()
     pool = scheduler.kv_cache_manager.block_pool
     sampling = SamplingParams(temperature=0.0, max_tokens=plugged.max_tokens, ignore_eos=True)
-    for index, prompt in enumerate(plugged.prompts):
-        engine.add_request(str(index), prompt, sampling)
+    adapters = plugged.adapters or [None] * len(plugged.prompts)
+    for index, (prompt, adapter) in enumerate(zip(plugged.prompts, adapters, strict=True)):
+        engine.add_request(str(index), prompt, sampling, lora_request=adapter)
     served, outputs, free = Served([], [], 0.0), {}, pool.get_num_free_blocks()
     start = time.perf_counter()
     while engine.has_unfinished_requests():

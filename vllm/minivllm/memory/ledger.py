@@ -110,6 +110,7 @@ def memory_ledger(
     drafter: Model | None = None,
     drafter_bytes: int | None = None,
     host_tier: int = 0,
+    lora_bytes: int = 0,
     check: bool = True,
 ) -> MemoryLedger:
     """Divide up the memory of one GPU as vLLM does at start-up: whatever the budget has left becomes KV cache.
@@ -129,6 +130,7 @@ def memory_ledger(
             does its cache, which has the same blocks.
         drafter_bytes: its bytes without the cache, if known.
         host_tier: bytes of a second tier of the cache, where it lies in the same memory: on a CPU.
+        lora_bytes: of the slots of adapters.
         check: raise if a request of `max_model_len` does not fit; if False, return the ledger anyway.
 
     Raises:
@@ -141,7 +143,7 @@ def memory_ledger(
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise MinivllmError(f"gpu_memory_utilization is a share above 0 and up to 1, not {gpu_memory_utilization!r}")
     given = {"weights": weights, "activation_peak": activation_peak, "non_torch": non_torch, "cuda_graphs": cuda_graphs}
-    given["drafter_bytes"] = drafter_bytes
+    given |= {"drafter_bytes": drafter_bytes, "lora_bytes": lora_bytes}
     for name, value in given.items():
         if value is not None and not (is_number(value) and value >= 0):
             raise MinivllmError(f"{name} is {value!r}; it must be a number of bytes, or None")
@@ -158,6 +160,7 @@ def memory_ledger(
     before_cache = (
         LedgerRow("weights and rotary table", loaded),
         *_drafter_rows(drafting, weight_dtype, drafter_bytes),
+        *((LedgerRow("LoRA slots", int(lora_bytes)),) if lora_bytes else ()),
         _row(
             "activations", activation_peak, estimated_activation_peak(config, max_num_batched_tokens, max_num_seqs, tp)
         ),

@@ -74,7 +74,7 @@ class PanelLinearMethod(LinearMethod):
     """The method of a single linear on a CPU; it lays out the linear's weight and bias in panels.
 
     The plain weight is released, unless something else holds it too (tied embeddings). A gated linear's panels hold
-    gate and up side by side, so only the gated product can be computed from them.
+    gate and up side by side.
     """
 
     def __init__(self, linear: "Linear") -> None:
@@ -86,7 +86,7 @@ class PanelLinearMethod(LinearMethod):
 
     def apply(self, linear: "Linear", x: Tensor) -> Tensor:
         """As `LinearMethod`."""
-        return self.product(x)
+        return self.product.without_gate(x)
 
     def apply_gated(self, linear: "Linear", x: Tensor) -> Tensor:
         """As `LinearMethod`, in one pass."""

@@ -233,7 +233,7 @@ def slots_of(
     `config` describes the part that the module holds; `shared` is which part of how many its keys and values are.
     """
     slots, mine = {}, (group.rank, group.size)
-    merged = _merged(config, mine, shared)
+    merged = merged_projections(config, mine, shared)
     for name, parameter in module.named_parameters():
         if not parameter.numel():
             continue  # another stage has it
@@ -250,7 +250,7 @@ def slots_of(
     return slots
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A stored projection that is `rows` of a merged one; `which` part of how many a rank has, `order` as in `Slot`."""
 
     name: str
@@ -259,30 +259,32 @@ class _Part(NamedTuple):
     order: Tensor | None = None
 
 
-def _merged(config: ModelConfig, mine: tuple[int, int], shared: tuple[int, int]) -> dict[str, tuple[_Part, ...]]:
+def merged_projections(
+    config: ModelConfig, mine: tuple[int, int], shared: tuple[int, int]
+) -> dict[str, tuple[Part, ...]]:
     """The stored projections, by the name of the one that they are parts of.
 
     `mine` and `shared`: which part of how many the rank has of what is divided, and of keys and values.
     """
     width = config.intermediate_size
-    gate_and_up = _Part("gate_proj", width, mine), _Part("up_proj", width, mine)
+    gate_and_up = Part("gate_proj", width, mine), Part("up_proj", width, mine)
     if config.kv_lora_rank is not None:
         return {**_merged_latent(config, mine), "gate_up_proj": gate_and_up}
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    q_k_and_v = _Part("q_proj", q, mine), _Part("k_proj", kv, shared), _Part("v_proj", kv, shared)
+    q_k_and_v = Part("q_proj", q, mine), Part("k_proj", kv, shared), Part("v_proj", kv, shared)
     return {"qkv_proj": q_k_and_v, "gate_up_proj": gate_and_up}
 
 
-def _merged_latent(config: ModelConfig, mine: tuple[int, int]) -> dict[str, tuple[_Part, ...]]:
+def _merged_latent(config: ModelConfig, mine: tuple[int, int]) -> dict[str, tuple[Part, ...]]:
     """Those of latent attention: every rank has whole latents, and its own heads' queries and up-projections."""
     whole, of_queries = (0, 1), query_rows(config)
     expanded = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
-    latent = _Part("kv_a_proj_with_mqa", config.latent_width, whole, latent_rows(config))
-    up = {"kv_b_proj": (_Part("kv_b_proj", expanded, mine),)}
+    latent = Part("kv_a_proj_with_mqa", config.latent_width, whole, latent_rows(config))
+    up = {"kv_b_proj": (Part("kv_b_proj", expanded, mine),)}
     if not config.q_lora_rank:
-        return {"fused_qkv_a_proj": (_Part("q_proj", len(of_queries), mine, of_queries), latent), **up}
-    queries = {"q_b_proj": (_Part("q_b_proj", len(of_queries), mine, of_queries),)}
-    return {"fused_qkv_a_proj": (_Part("q_a_proj", config.q_lora_rank, whole), latent), **queries, **up}
+        return {"fused_qkv_a_proj": (Part("q_proj", len(of_queries), mine, of_queries), latent), **up}
+    queries = {"q_b_proj": (Part("q_b_proj", len(of_queries), mine, of_queries),)}
+    return {"fused_qkv_a_proj": (Part("q_a_proj", config.q_lora_rank, whole), latent), **queries, **up}
 
 
 def _slot_of_divided_row(linear: nn.Module, what: str, parameter: Tensor, group: GroupCoordinator) -> Slot:

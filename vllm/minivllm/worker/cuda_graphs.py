@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from minivllm.errors import MinivllmError
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.decoder import Decoder
 from minivllm.models.forward_context import ForwardContext
 from minivllm.worker.input_batch import StepInputs
@@ -69,14 +70,17 @@ class CudaGraphs:
         max_num_blocks: int,
         max_model_len: int,
         block_size: int,
+        lora: LRUCacheWorkerLoRAManager | None = None,
     ) -> None:
+        """With `lora` there are two graphs of each size, of which one has no launches for adapters."""
         weight = model.embed_tokens.weight
         self.model, self.attention, self.sizes = model, attention, sorted(sizes)
         self.max_model_len, self.block_size = max_model_len, block_size
         self.buffers = StepBuffers(self.sizes[-1], max_num_blocks, weight.device)
         self.hidden = torch.zeros(self.sizes[-1], model.config.hidden_size, dtype=weight.dtype, device=weight.device)
         self.replays = self.pool_bytes = 0
-        self._replay: dict[int, Callable[[], None]] = {}
+        self._replay: dict[tuple[int, bool], Callable[[], None]] = {}
+        self.lora = lora and lora.for_graphs(self.sizes[-1])
         self._bytes_reduced: dict[int, int] = {}
 
     @torch.inference_mode()
@@ -86,27 +90,35 @@ class CudaGraphs:
         before = _reserved(self.hidden.device)
         for size in reversed(self.sizes):
             self.buffers.load(self._tuning_step(size))
-            self._replay[size] = record(self._step(size))
+            if self.lora is not None:
+                self.lora.load(np.full(size, -1, np.int32), size)
+            self._replay[size, False] = record(self._step(size))
+            if self.lora is not None:
+                self._replay[size, True] = record(self.lora.around(self._step(size), size))
         self.pool_bytes = _reserved(self.hidden.device) - before
 
     def size_for(self, inputs: StepInputs) -> int | None:
         """The size of the graph that can run this step; None if no graph can."""
         return padded_size(len(inputs.input_ids), self.sizes) if is_decode(inputs) else None
 
-    def replay(self, inputs: StepInputs) -> torch.Tensor:
+    def replay(self, inputs: StepInputs, lora_slots: np.ndarray | None = None) -> torch.Tensor:
         """Hidden states of all tokens in the step, [tokens, hidden]; valid until the next replay.
+
+        `lora_slots`: the slot of each token's adapter [tokens], -1 for none; None: no token has one.
 
         Raises:
             MinivllmError: no graph can run this step.
         """
         size = self.size_for(inputs)
-        if size not in self._replay:
+        if size is None or (size, False) not in self._replay:
             raise MinivllmError(
                 f"no CUDA graph for {len(inputs.input_ids)} tokens of {len(inputs.req_ids)} requests: they are for one "
-                f"token each of up to {max(self._replay, default=0)} requests"
+                f"token each of up to {max((size for size, _ in self._replay), default=0)} requests"
             )
         self.buffers.load(inputs)
-        self._replay[size]()
+        if lora_slots is not None and self.lora is not None:
+            self.lora.load(lora_slots, size)
+        self._replay[size, lora_slots is not None]()
         self.replays += 1
         self.model.group.bytes_reduced += self._bytes_reduced[size]
         return self.hidden[: len(inputs.input_ids)]

@@ -14,6 +14,7 @@ from itertools import chain
 
 import numpy as np
 
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import NewRequestData, SchedulerOutput
 from minivllm.worker.sample.states import SamplingStates
 
@@ -74,6 +75,7 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(max_num_reqs, np.int32)
         self.num_computed_tokens = np.zeros(max_num_reqs, np.int32)
         self.sampling = SamplingStates(max_num_reqs)
+        self.lora_requests: dict[int, LoRARequest] = {}  # by row, of those that have one
         self.row_of: dict[str, int] = {}
         self.req_ids = [""] * max_num_reqs  # by row; one that is free keeps its last
         self._free_rows = list(range(max_num_reqs - 1, -1, -1))
@@ -186,6 +188,8 @@ class InputBatch:
         self.num_blocks[row] = 0
         self._append_block_ids(row, request.block_ids)
         self.sampling.add_request(row, request.sampling_params)
+        if request.lora_request is not None:
+            self.lora_requests[row] = request.lora_request
 
     def _take_token_ids(self, row: int, start: int, token_ids: list[int]) -> None:
         """Takes tokens that the last stage has sampled, from position `start` on; the rank that did has them."""
@@ -203,6 +207,7 @@ class InputBatch:
         if row is not None:
             # The row's next request may have fewer blocks, and its table must be padded with the null block.
             self.block_table[row, : self.num_blocks[row]] = 0
+            self.lora_requests.pop(row, None)
             self._free_rows.append(row)
 
 

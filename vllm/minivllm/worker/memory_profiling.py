@@ -24,6 +24,8 @@ class MemoryUse:
 
     `cuda_graphs` tells whether graphs will be captured; their size is not yet known.
 
+    `lora_bytes` are those of the slots of adapters.
+
     `drafter` is the config of a model that drafts on this rank, None if there is none; `drafter_bytes` are its bytes.
 
     `activation_peak` is what the largest step needs in addition to the weights, None if it could not be measured.
@@ -39,6 +41,7 @@ class MemoryUse:
     cuda_graphs: bool
     drafter: ModelConfig | None = None
     drafter_bytes: int = 0
+    lora_bytes: int = 0
     ranks_in_host_memory: int = 0
 
 
@@ -52,6 +55,7 @@ def measure_memory(
     cuda_graphs: bool,
     drafter: ModelConfig | None = None,
     drafter_bytes: int = 0,
+    lora_bytes: int = 0,
 ) -> MemoryUse:
     """Queries the device's memory and combines it with what the rank reports."""
     if device.type == "cuda":
@@ -61,7 +65,16 @@ def measure_memory(
     if device.type == "cpu" and ranks > 1:
         name = f"{name}, one of {ranks} ranks' share"
     outside = _bytes_outside_torch(device)
-    rest = (weights, activation_peak, dtype, cuda_graphs, drafter, drafter_bytes, ranks * (device.type == "cpu"))
+    rest = (
+        weights,
+        activation_peak,
+        dtype,
+        cuda_graphs,
+        drafter,
+        drafter_bytes,
+        lora_bytes,
+        ranks * (device.type == "cpu"),
+    )
     return MemoryUse(name, memory, outside, *rest)
 
 
@@ -106,6 +119,7 @@ def profile_memory(
         drafter=use.drafter and _without_window(use.drafter),
         drafter_bytes=use.drafter_bytes,
         host_tier=host_tier // use.ranks_in_host_memory if use.ranks_in_host_memory else 0,
+        lora_bytes=use.lora_bytes,
     )
     most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1
     return _with_at_most(ledger, most_blocks * block_size * ledger.bytes_per_token)

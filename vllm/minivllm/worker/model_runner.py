@@ -9,14 +9,17 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu/model_runner.py` (`GPUModelRunner.execute_m
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from minivllm.config import SpeculativeConfig
+from minivllm.config import LoRAConfig, SpeculativeConfig
+from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.kernels.grammar_bitmask import apply_grammar_bitmask
 from minivllm.kernels.rejection_sample import rejection_sample
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head
 from minivllm.models.forward_context import AuxHiddenStates, ForwardContext
@@ -59,6 +62,9 @@ class ModelRunner:
         rejection_sample: RejectionSample = rejection_sample,
         use_kv_cache: bool = True,
         async_scheduling: bool = False,
+        lora_config: LoRAConfig | None = None,
+        lora_slots: Callable[..., Any] | None = None,
+        max_num_batched_tokens: int = 0,
     ) -> None:
         self.model = model
         self.config = model.config
@@ -85,6 +91,9 @@ class ModelRunner:
         self.attention: PagedAttention | PagedLatentAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
         self.kv_connector: KVConnectorRunner | None = None
+        self.lora = lora_config and LRUCacheWorkerLoRAManager(
+            model, lora_config, max_num_batched_tokens, lora_slots or AdapterSlots
+        )
         self.reset()
 
     def _model_proposer(self, config: SpeculativeConfig | None, model: Decoder | Eagle3Head) -> ModelProposer:
@@ -151,6 +160,7 @@ class ModelRunner:
             max_num_blocks=self.batch.block_table.shape[1],
             max_model_len=self.max_model_len,
             block_size=self.block_size,
+            lora=self.lora,
         )
         self.cuda_graphs.capture(record)
 
@@ -256,9 +266,12 @@ class ModelRunner:
         rows = None if all_wanted else self._on_device(inputs.logits_indices)
         aux = AuxHiddenStates(self.drafter.aux_layer_ids) if self.drafter and self.drafter.aux_layer_ids else None
         graphs = None if self.prompt_logprobs or aux else self.cuda_graphs
+        lora_slots = self._lora_slots(inputs)
         if graphs is not None and graphs.size_for(inputs) is not None:
-            hidden = self._replay(graphs, inputs)  # [tokens, hidden]
+            hidden = self._replay(graphs, inputs, lora_slots)  # [tokens, hidden]
             return hidden if rows is None else hidden[rows]
+        if self.lora is not None:
+            self.lora.set_rows(lora_slots, None if all_wanted else inputs.logits_indices)
         input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
         context, group = self._forward_context(inputs, aux), self.model.group
         received = None if group.stage.is_first else self._receive(num_tokens)
@@ -269,11 +282,24 @@ class ModelRunner:
             group.send_to_next_stage(hidden)
         return hidden
 
-    def _replay(self, graphs: CudaGraphs, inputs: StepInputs) -> torch.Tensor:
+    def _lora_slots(self, inputs: StepInputs) -> np.ndarray | None:
+        """The slot of each token's adapter [tokens], -1 for none, once all are in slots; None: nobody has one."""
+        adapters = self.batch.lora_requests
+        if self.lora is None or not adapters:
+            return None
+        by_request = [adapters.get(row) for row in inputs.rows.tolist()]
+        distinct = {one.lora_int_id: one for one in by_request if one is not None}
+        if not distinct:
+            return None
+        slot_of = self.lora.set_active_adapters(distinct.values())
+        slots = np.array([-1 if one is None else slot_of[one.lora_int_id] for one in by_request], np.int32)
+        return np.repeat(slots, np.diff(inputs.query_start_loc))
+
+    def _replay(self, graphs: CudaGraphs, inputs: StepInputs, lora_slots: np.ndarray | None) -> torch.Tensor:
         if self.kv_connector is None:
-            return graphs.replay(inputs)
+            return graphs.replay(inputs, lora_slots)
         self.kv_connector.wait_for_layers()
-        hidden = graphs.replay(inputs)
+        hidden = graphs.replay(inputs, lora_slots)
         self.kv_connector.save_layers()
         return hidden
 

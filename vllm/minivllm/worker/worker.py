@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minivllm.config import KVTransferConfig, ModelConfig, Parts, SpeculativeConfig
+from minivllm.config import KVTransferConfig, LoRAConfig, ModelConfig, Parts, SpeculativeConfig
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.errors import MinivllmError
 from minivllm.kv_connector.factory import create_connector
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head, load_eagle3
@@ -67,6 +69,8 @@ class WorkerSettings:
     kv_transfer_config: KVTransferConfig | None = None
     kv_connector: Callable[..., Any] | None = None
     data_parallel_rank: int = 0
+    lora_config: LoRAConfig | None = None
+    lora_slots: Callable[..., Any] | None = None
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -112,6 +116,9 @@ class Worker:
             rejection_sample=settings.rejection_sample,
             use_kv_cache=settings.use_kv_cache,
             async_scheduling=settings.async_scheduling,
+            lora_config=settings.lora_config,
+            lora_slots=settings.lora_slots,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
         )
 
     def memory_use(self) -> MemoryUse:
@@ -126,7 +133,43 @@ class Worker:
             drafter_bytes=self.runner.drafter.num_bytes() if self.runner.drafter else 0,
             activation_peak=self.runner.activation_peak(settings.max_num_batched_tokens, settings.max_num_seqs),
             cuda_graphs=settings.uses_cuda_graphs,
+            lora_bytes=self.runner.lora.manager.slot_bytes if self.runner.lora else 0,
         )
+
+    def add_lora(self, lora_request: LoRARequest) -> str | None:
+        """Reads an adapter into host memory, unless it is there. Returns why it cannot be served; None: it can.
+
+        What it returns, rather than raises, leaves steps in flight alone.
+        """
+        assert self.runner.lora is not None
+        try:
+            self.runner.lora.add_adapter(lora_request)
+        except MinivllmError as error:
+            return str(error)
+        return None
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter; returns whether it was there."""
+        assert self.runner.lora is not None
+        return self.runner.lora.manager.remove_adapter(lora_id)
+
+    def pin_lora(self, lora_request: LoRARequest) -> str | None:
+        """Keeps an adapter in its slot from now on. Returns why that cannot be; None: it is."""
+        assert self.runner.lora is not None
+        try:
+            self.runner.lora.add_adapter(lora_request)
+            self.runner.lora.manager.pin_adapter(lora_request.lora_int_id)
+        except MinivllmError as error:
+            return str(error)
+        return None
+
+    def list_loras(self) -> list[int]:
+        """The adapters in host memory, by id."""
+        return self.runner.lora.manager.list_adapters() if self.runner.lora else []
+
+    def lora_slots(self) -> list[int | None]:
+        """The adapter in each slot, by id."""
+        return list(self.runner.lora.manager.lora_index_to_id) if self.runner.lora else []
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the cache and captures CUDA graphs, once; then resets the group's byte count."""

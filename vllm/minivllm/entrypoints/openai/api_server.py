@@ -32,10 +32,12 @@ from minivllm.entrypoints.openai.protocol import (
     CompletionResponse,
     DetokenizeRequest,
     DetokenizeResponse,
+    LoadLoRAAdapterRequest,
     ModelList,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
     TokenizeResponse,
+    UnloadLoRAAdapterRequest,
 )
 from minivllm.entrypoints.openai.serving_chat import OpenAIServingChat
 from minivllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
@@ -70,6 +72,9 @@ def build_app(
     @app.get("/v1/models", response_model=ModelList)
     async def show_models() -> ModelList:
         return models.show()
+
+    if settings.runtime_lora_path:
+        _add_adapters(app, models)
 
     if any(os.environ.get(name, "0") not in ("", "0") for name in DEVELOPMENT_VARIABLES):
 
@@ -132,6 +137,16 @@ def _add_tokenization(app: FastAPI, serving: OpenAIServingTokenization) -> None:
     @app.post("/detokenize", dependencies=JSON_ONLY, response_model=DetokenizeResponse, responses=ERRORS)
     async def detokenize(request: DetokenizeRequest) -> Response:
         return _json(await serving.create_detokenize(request))
+
+
+def _add_adapters(app: FastAPI, models: OpenAIServingModels) -> None:
+    @app.post("/v1/load_lora_adapter", dependencies=JSON_ONLY, responses=ERRORS)
+    async def load_lora_adapter(request: LoadLoRAAdapterRequest) -> Response:
+        return Response(await models.load_lora_adapter(request))
+
+    @app.post("/v1/unload_lora_adapter", dependencies=JSON_ONLY, responses=ERRORS)
+    async def unload_lora_adapter(request: UnloadLoRAAdapterRequest) -> Response:
+        return Response(await models.unload_lora_adapter(request))
 
 
 def _add_instruments(app: FastAPI, engine: AsyncLLM, registry: CollectorRegistry) -> None:

@@ -26,6 +26,7 @@ from minivllm.entrypoints.openai.http_server import (
     signals_end_the_start,
     until_the_end,
 )
+from minivllm.entrypoints.openai.lora_modules import check_lora_settings, lora_modules_of
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.entrypoints.xray.recorder import RecordingFile
@@ -40,6 +41,7 @@ def serve(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int
         MinivllmError: the arguments are invalid, or the port is in use.
         EngineDeadError: the engine died before it was ready.
     """
+    check_lora_settings(args, settings)
     if settings.api_server_count > 1:
         if args.data_parallel_backend == "ray":
             raise MinivllmError(
@@ -87,6 +89,7 @@ async def _serve(
     recordings: Sequence[RecordingFile],
 ) -> int:
     app = make_app(engine, args, settings, template)
+    await app.state.models.init_static_loras(lora_modules_of(settings.lora_modules))
     await watch_steps(app, engine, settings, recordings)
     server = make_server(app, settings)
     return await until_the_end(server, engine, listening, settings, app.state.server)
@@ -99,5 +102,8 @@ def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, templat
     metrics = engine.stat_logger = PrometheusStatLogger(args, client.engines, names[0], client.client_index)
     for index, stats in enumerate(engine.engine_stats):
         metrics.record(stats, engine.output_processor.take_stats(index), index)
-    models = OpenAIServingModels(names, str(args.model), engine.input_processor.limits.max_model_len)
-    return build_app(engine, models, settings, template, metrics.registry)
+    longest = engine.input_processor.limits.max_model_len
+    models = OpenAIServingModels(names, str(args.model), longest, engine, settings.runtime_lora_path)
+    app = build_app(engine, models, settings, template, metrics.registry)
+    app.state.models = models
+    return app

@@ -645,6 +645,21 @@ class ModelList(OpenAIBaseModel):
     data: list[ModelCard] = []
 
 
+class LoadLoRAAdapterRequest(OpenAIBaseModel):
+    """`POST /v1/load_lora_adapter`. `load_inplace`: another adapter may have the name, and this one takes its place."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadLoRAAdapterRequest(OpenAIBaseModel):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+    lora_int_id: Int64 | None = None
+
+
 class TokenizeCompletionRequest(OpenAIBaseModel):
     """`POST /tokenize` with a text."""
 

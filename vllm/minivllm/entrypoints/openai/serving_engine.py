@@ -188,6 +188,7 @@ class OpenAIServing:
         if constraint is not None:  # all have the same; in a thread, for a long grammar takes a while to check
             await asyncio.to_thread(check_grammar, constraint)
         settings = {"priority": request.priority, "data_parallel_rank": _data_parallel_rank(headers)}
+        settings["lora_request"] = self.models.check(request.model)  # it may have been unloaded since
         try:
             for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 tokens = TokensPrompt(prompt_token_ids=prompt.token_ids)

@@ -1,48 +1,171 @@
-"""The names that requests may use. In vLLM v0.33.0: `vllm/entrypoints/openai/models/serving.py`."""
+"""The names that requests may use: the model's own, and those of adapters.
 
+In vLLM v0.33.0: `vllm/entrypoints/openai/models/serving.py` (`OpenAIServingModels`), `vllm/entrypoints/serve/lora/`.
+"""
+
+import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import Sequence
+from http import HTTPStatus
 
-from minivllm.entrypoints.openai.errors import not_found
-from minivllm.entrypoints.openai.protocol import ModelCard, ModelList, ModelPermission
+from minivllm.core.lora_request import LoRARequest
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.entrypoints.openai.errors import RequestError, not_found
+from minivllm.entrypoints.openai.lora_modules import LoRAModulePath, adapter_folder, check_name
+from minivllm.entrypoints.openai.protocol import (
+    LoadLoRAAdapterRequest,
+    ModelCard,
+    ModelList,
+    ModelPermission,
+    UnloadLoRAAdapterRequest,
+)
+from minivllm.errors import MinivllmError
 
 
 class OpenAIServingModels:
-    """One model, under one name or several."""
+    """One model, under one name or several, and its adapters, each under one."""
 
-    def __init__(self, names: Sequence[str], root: str, max_model_len: int) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        root: str,
+        max_model_len: int,
+        engine: AsyncLLM | None = None,
+        lora_folders: Sequence[str] = (),
+    ) -> None:
+        """`lora_folders`: below which `load_lora_adapter` may load; the engine is needed for adapters only."""
         self.names = tuple(names)
         self._root = root
         self._max_model_len = max_model_len
         self._created = int(time.time())
+        self._engine, self._folders = engine, lora_folders
+        self._adapters: dict[str, LoRARequest] = {}
+        self._roots: dict[str, str] = {}
+        """The path of each adapter as it was given."""
+        self._ids = itertools.count(1)
+        self._loading = asyncio.Lock()
 
     @property
     def name(self) -> str:
-        """The name that replies use."""
+        """The model's name in replies."""
         return self.names[0]
 
-    def check(self, asked_for: str | None) -> None:
-        """A request need not name the model.
+    def check(self, asked_for: str | None) -> LoRARequest | None:
+        """Return the adapter that a request names; None for the model itself, which it need not name.
 
         Raises:
-            RequestError: it names another one.
+            RequestError: it names something else.
         """
-        if asked_for and asked_for not in self.names:
+        if not asked_for or asked_for in self.names:
+            return None
+        if asked_for not in self._adapters:
             known = ", ".join(self.names)
             raise not_found(f"The model `{asked_for[:200]}` does not exist. Valid aliases: {known}.", "model")
+        return self._adapters[asked_for]
+
+    def name_in_reply(self, asked_for: str | None) -> str:
+        """Return what a reply calls the model of a request that `check` has let pass."""
+        return self.name if not asked_for or asked_for in self.names else asked_for
 
     def show(self) -> ModelList:
-        """Return the list of models."""
+        """Return the list of models, adapters behind what they are for."""
+        own = [self._card(name, self._root, None, self._max_model_len) for name in self.names]
+        adapters = self._adapters.items()
         return ModelList(
             data=[
-                ModelCard(
-                    id=name,
-                    created=self._created,
-                    root=self._root,
-                    max_model_len=self._max_model_len,
-                    permission=[ModelPermission(id=f"modelperm-{uuid.uuid4().hex[:16]}", created=self._created)],
-                )
-                for name in self.names
+                *own,
+                *(
+                    self._card(name, self._roots[name], one.base_model_name or self.name, None)
+                    for name, one in adapters
+                ),
             ]
         )
+
+    async def init_static_loras(self, modules: Sequence[LoRAModulePath]) -> None:
+        """Load the adapters that a server begins with.
+
+        Raises:
+            MinivllmError: one of them cannot be served.
+        """
+        for module in modules:
+            self._check_free(module.name)
+            await self._add(LoRARequest(module.name, next(self._ids), module.path, module.base_model_name), module.path)
+
+    async def load_lora_adapter(self, request: LoadLoRAAdapterRequest) -> str:
+        """Load an adapter, or with `load_inplace` another one under a known name; return what the client is told.
+
+        Requests under way go on with the one that they began with.
+
+        Raises:
+            RequestError: there is no adapter there that may be loaded, it cannot be served, or the name is taken.
+        """
+        name, path = request.lora_name, request.lora_path
+        if not name or not path:
+            raise _invalid("lora_name and lora_path must both be given")
+        async with self._loading:
+            try:
+                check_name(name)
+                self._check_free(name, request.load_inplace)
+            except MinivllmError as error:
+                raise _invalid(str(error)) from None
+            folder = adapter_folder(path, self._folders)
+            if folder is None:
+                shown = path[:200].encode("utf8", "backslashreplace").decode()
+                raise not_found(f"Loading lora {name} failed: No adapter found for {shown}")
+            before = self._adapters.get(name)
+            try:
+                await self._add(LoRARequest(name, next(self._ids), folder), path)
+            except MinivllmError as error:
+                raise _invalid(str(error)) from None
+            if before is not None and self._engine is not None:
+                await self._engine.remove_lora(before.lora_int_id)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def unload_lora_adapter(self, request: UnloadLoRAAdapterRequest) -> str:
+        """Let an adapter go, once requests under way have ended; return what the client is told.
+
+        Raises:
+            RequestError: no adapter has that name.
+        """
+        name = request.lora_name
+        if not name:
+            raise _invalid("lora_name must be given")
+        async with self._loading:
+            gone = self._adapters.pop(name, None)
+            if gone is None:
+                raise not_found(f"The lora adapter '{name[:200]}' cannot be found.")
+            del self._roots[name]
+            if self._engine is not None:
+                await self._engine.remove_lora(gone.lora_int_id)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    async def _add(self, adapter: LoRARequest, root: str) -> None:
+        assert self._engine is not None
+        try:
+            await self._engine.add_lora(adapter)
+        except MinivllmError:
+            await self._engine.remove_lora(adapter.lora_int_id)  # of several cores, some may have it
+            raise
+        self._adapters[adapter.lora_name], self._roots[adapter.lora_name] = adapter, root
+
+    def _check_free(self, name: str, load_inplace: bool = False) -> None:
+        if name in self.names:
+            raise MinivllmError(f"{name!r} is the name of the model itself; give the adapter another one")
+        if name in self._adapters and not load_inplace:
+            raise MinivllmError(f"the adapter {name!r} is loaded already; set load_inplace to put another in its place")
+
+    def _card(self, name: str, root: str, parent: str | None, max_model_len: int | None) -> ModelCard:
+        return ModelCard(
+            id=name,
+            created=self._created,
+            root=root,
+            parent=parent,
+            max_model_len=max_model_len,
+            permission=[ModelPermission(id=f"modelperm-{uuid.uuid4().hex[:16]}", created=self._created)],
+        )
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError(message, HTTPStatus.BAD_REQUEST, "InvalidUserInput")

@@ -55,6 +55,9 @@ class FrontendArgs(HttpArgs):
     - `disable_uvicorn_access_log`: no log line for each request. `uvicorn_log_level`: of uvicorn's own log.
     - `enable_auto_tool_choice`, `tool_call_parser`: without both, a tool_choice of "auto" is refused. Calls are not
       looked for in what the model says freely, whatever the parser.
+    - `lora_modules`: adapters, each name=path, or {"name": …, "path": …, "base_model_name": …} in JSON; requests name
+      them as their model. `runtime_lora_path`: folders below which POST /v1/load_lora_adapter may load others; without
+      any there is no such route. In vLLM: `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path.
     - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Where there are
       several cores, the page's reader chooses one, and each has a file of its own. Not in vLLM.
     - `allow_credentials`: browsers may send cookies (CORS). `allowed_origins`, `allowed_methods`, `allowed_headers`:
@@ -77,6 +80,8 @@ class FrontendArgs(HttpArgs):
     enable_server_load_tracking: bool = False
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
+    lora_modules: list[str] = field(default_factory=list)
+    runtime_lora_path: list[str] = field(default_factory=list)
     xray: bool = False
     record: str | None = None
     allow_credentials: bool = False

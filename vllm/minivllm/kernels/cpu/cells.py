@@ -61,6 +61,7 @@ class PanelLinearCells(NamedTuple):
     outputs: int
     width: int  # of a row of x
     parts: int  # panels per output: 2 for gate and up, else 1
+    gated: int  # 1: out is silu(gate) × up; 0: both side by side
     x: int  # from here on addresses
     out: int
     panels: int
@@ -78,6 +79,26 @@ class QuantizedLinearCells(NamedTuple):
     out: int
     packed: int
     scales: int
+
+
+class LoRALinearCells(NamedTuple):
+    """Arguments of `lora_loops.add_adapters`; shapes as in `lora_linear.py`."""
+
+    tiles: int
+    slices: int
+    slots: int
+    max_rank: int
+    width: int  # of a row of x
+    outputs: int
+    x_stride: int  # of a row
+    y: int  # from here on addresses
+    x: int
+    a: int
+    b: int
+    ranks: int  # int32, as the next two
+    bounds: int
+    indices: int
+    tile_table: int  # int64 [3, tiles]: slot, first place, rows
 
 
 class NormCells(NamedTuple):

@@ -45,13 +45,21 @@ class PanelLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[rows, in]` to `[rows, out]`; `[rows, out / 2]` if gated."""
+        return self._product(x, self.parts == 2)
+
+    def without_gate(self, x: Tensor) -> Tensor:
+        """`[rows, in]` to `[rows, out]`, gated or not."""
+        return self._product(x, False)
+
+    def _product(self, x: Tensor, gated: bool) -> Tensor:
         x, (rows, width) = x.contiguous(), x.shape
-        out = torch.empty(rows, self.outputs, dtype=x.dtype)
+        out = torch.empty(rows, self.outputs if gated else self.outputs * self.parts, dtype=x.dtype)
         cells = PanelLinearCells(
             rows=rows,
             outputs=self.outputs,
             width=width,
             parts=self.parts,
+            gated=gated,
             x=x.data_ptr(),
             out=out.data_ptr(),
             panels=self.panels.data_ptr(),

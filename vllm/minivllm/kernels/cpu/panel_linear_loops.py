@@ -9,7 +9,7 @@ A bf16 panel holds pairs, two inputs of an output side by side: processors with 
 pair at once, into fp32 sums, which are rounded once, when they are stored.
 
 A gated MLP's panels come in pairs, gate and up: one program computes both and stores silu(gate) × up, so that the two
-halves never go to memory.
+halves never go to memory. Where an adapter is still to be added to them, it stores both.
 """
 
 from __future__ import annotations
@@ -78,14 +78,15 @@ def gate_rows(sums, rows):
 
 
 @jit
-def put_rows(out, at, outputs, sums, rows, count):
-    """Store `count` outputs of each row."""
+def put_rows(out, at, stride, sums, rows, left):
+    """Store the panel's outputs of each row, or the `left` ones if those are fewer. `stride` is a row's of out."""
+    count = min(PANEL, left)
     for row in range(rows):
         whole = count // WIDTH * WIDTH
         for column in range(0, whole, WIDTH):
-            store(out, at + row * outputs + column, load(sums, row * PANEL + column))
+            store(out, at + row * stride + column, load(sums, row * PANEL + column))
         if whole < count:
-            store_some(out, at + row * outputs + whole, load(sums, row * PANEL + whole), count - whole)
+            store_some(out, at + row * stride + whole, load(sums, row * PANEL + whole), count - whole)
 
 
 @jit
@@ -105,10 +106,13 @@ def multiply_panels(cells, x, out, panels):
             index, at = panel * parts + part, part * ROWS * PANEL
             weight_at, bias_at = index * width * PANEL, index * PANEL
             multiply_rows(sums, at, x, first_row * width, count, width, panels, weight_at, bias, bias_at)
-        if parts == 2:
+        first, stride = panel * PANEL, outputs
+        if cells.gated:
             gate_rows(sums, count)
-        first = panel * PANEL
-        put_rows(out, first_row * outputs + first, outputs, sums, count, min(PANEL, outputs - first))
+        elif parts == 2:
+            stride = 2 * outputs
+            put_rows(out, first_row * stride + outputs + first, stride, sums[ROWS * PANEL :], count, outputs - first)
+        put_rows(out, first_row * stride + first, stride, sums, count, outputs - first)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import torch
 
 from minivllm.config import CacheConfig, ModelConfig, Parts, SchedulerConfig
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -70,6 +71,7 @@ class Ask:
     max_tokens: int = 16
     at: int = 0
     salt: str | None = None
+    adapter: LoRARequest | None = None
     params: dict[str, Any] = field(default_factory=dict)
 
 
@@ -135,7 +137,8 @@ def _add(llm: LLMEngine, name: str, ask: Ask) -> None:
     if ask.salt is not None:
         prompt["cache_salt"] = ask.salt
     settings = {"temperature": 0.0, "ignore_eos": True, "output_kind": RequestOutputKind.CUMULATIVE, **ask.params}
-    llm.add_request(name, prompt, SamplingParams(max_tokens=ask.max_tokens, **settings))  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=ask.max_tokens, **settings)
+    llm.add_request(name, prompt, params, lora_request=ask.adapter)  # type: ignore[arg-type]
 
 
 def _take_in(answer: Answer, output: RequestOutput) -> None:
@@ -1040,3 +1043,42 @@ def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int
     seen: Seen = {f"{name} ends in step": ends.get(name, "never") for name in asks}
     seen |= {f"times that {name} is preempted": count for name, count in preempted.items()}
     return seen | {"steps without a token for somebody who runs": sum(idle.values())}
+
+
+# ---- lesson 12: adapters ---------------------------------------------------------------------------------------------
+
+TOTAL = "def total(items, start):\n    result = start\n    for item in items:\n"
+
+
+def trained(name: str, number: int, called: str = "") -> LoRARequest:
+    """One of the adapters beside the model, under its own name or another one."""
+    return LoRARequest(called or name, number, str(MODEL.parent / "adapters" / name))
+
+
+def with_slots(slots: int, **settings: Any) -> LLMEngine:
+    """An engine with so many slots of rank 16, and host memory for four adapters."""
+    return engine(enable_lora=True, max_loras=slots, max_lora_rank=16, max_cpu_loras=4, **settings)
+
+
+def one_name_two_folders() -> Seen:
+    """A customer's adapter is replaced by one of the same name in another folder; the same prompt comes again."""
+    old, new = trained("braces", 1, "customer"), trained("doctest", 2, "customer")
+    asks = {"the old one": Ask(TOTAL, adapter=old), "the new one": Ask(TOTAL, adapter=new, at=30)}
+    answers = serve(with_slots(2), asks)
+    return {**texts(answers), **hits(answers)}
+
+
+def three_for_two_slots() -> Seen:
+    """Three requests with an adapter each come together, then one after the other; there are two slots."""
+    adapters = [trained(name, number) for number, name in enumerate(("braces", "doctest", "stubs"), start=1)]
+    together = {f"{one.lora_name}, together": Ask(TOTAL, adapter=one) for one in adapters}
+    alone = {f"{one.lora_name}, alone": Ask(TOTAL, adapter=one, at=60 + 20 * one.lora_int_id) for one in adapters}
+    return texts(serve(with_slots(2, enable_prefix_caching=False), {**together, **alone}))
+
+
+def large_then_small() -> Seen:
+    """An adapter of rank 8 is asked, then one of rank 16, then the first one again; they share one slot."""
+    small, large = trained("doctest", 1), trained("braces", 2)
+    order = (("the small one, first", small, 0), ("the large one", large, 30), ("the small one, again", small, 60))
+    asks = {name: Ask(TOTAL, adapter=adapter, at=at) for name, adapter, at in order}
+    return texts(serve(with_slots(1, enable_prefix_caching=False), asks))

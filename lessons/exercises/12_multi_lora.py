@@ -1,0 +1,181 @@
+"""Exercise 12. Many adapters, one model: group the tokens, keep the slots, guard the gate, and write both kernels.
+
+Fill in the functions, then ask what is still missing:
+
+    make check N=12
+
+Needed: lesson 12 to the end of "The mechanism". When all checks but the kernels' pass, the same command runs the engine
+with your slots and your gate, and with three adapters in two slots.
+"""
+
+from minivllm.errors import MinivllmError  # for AdapterSlots
+from minivllm.platforms.triton_utils import tl, triton
+
+# ---- on paper --------------------------------------------------------------------------------------------------------
+
+
+def first_steps():
+    """Who runs in steps 1 to 4? Work it out on paper, and write the answer down.
+
+    Two slots (`max_loras`), three places (`max_num_seqs`). All wait from the start, in this order:
+
+        A: adapter 1, runs for 2 steps
+        B: adapter 2, runs for 4
+        C: adapter 3, runs for 2
+        D: no adapter, runs for 1
+        E: adapter 2, runs for 1
+
+    returns: a list of four lists of names, in the order of admission. Its form, with wrong names:
+
+        [["A"], ["A", "B", "C"], ["D"], ["E"]]
+
+    Traps: who would need a third slot is passed over, and those behind it are asked. Who runs keeps its slot.
+    """
+    raise NotImplementedError("write down four lists of names")
+
+
+# ---- an adapter ------------------------------------------------------------------------------------------------------
+
+
+def adapter_numbers(rank, projections):
+    """How many numbers has an adapter of this rank on these projections, given as (out, in)?
+
+    Each has A [rank, in] and B [out, rank].
+
+    Example: rank 8 on one projection of 100 x 50: 1,200.
+    """
+    raise NotImplementedError("two matrices for each projection")
+
+
+def applied(x, weight, a, b):
+    """x times (W + BA), transposed as a linear does, and BA is never made.
+
+    x [tokens, in], weight [out, in], a [rank, in], b [out, rank] with the scale in it -> [tokens, out]
+
+    Trap: where the brackets stand decides what is made on the way.
+    """
+    raise NotImplementedError("the base product, and a product of two small ones")
+
+
+# ---- one forward for many --------------------------------------------------------------------------------------------
+
+
+def group_tokens(token_slots):
+    """Which tokens go with which adapter? Only their numbers are sorted.
+
+    token_slots  int32 [tokens]: the slot of each token's adapter, -1 for none
+    returns      three int32 tensors
+                 order   the indices of the tokens that have an adapter, by slot; those of one slot as they came
+                 active  the slots that occur, in ascending order
+                 starts  [len(active) + 1]: where the tokens of active[i] begin in `order`, and where the last ones end
+
+    Example: [2, 0, -1, 2, 0, 2] -> order [1, 4, 0, 3, 5], active [0, 2], starts [0, 2, 5].
+    Traps: without any adapter, order and active are empty and starts is [0]. An unstable sort gives another order in
+    another step, and sums that are rounded otherwise.
+    """
+    raise NotImplementedError("a stable sort, without the -1; then count")
+
+
+# ---- slots, and the gate ---------------------------------------------------------------------------------------------
+
+
+class AdapterSlots:
+    """Places for adapters on the device. The engine runs with this class in place of its own.
+
+    slots  a list: the number of the adapter in each slot, or None
+
+    Example, two slots:  activate(1), activate(2) -> [1, 2];  activate(3) -> [3, 2];  deactivate(2) -> [3, None];
+    activate(1) -> [3, 1].
+    """
+
+    def __init__(self, max_loras):
+        raise NotImplementedError("so many empty slots, and nobody has used any")
+
+    def activate(self, adapter):
+        """Returns the adapter's slot. It has one from now on, and is the most recently used.
+
+        If it has none: the first free slot. If none is free, that of the adapter whose last `activate` is longest ago,
+        among those that are not pinned. If all are pinned, raise MinivllmError and say what would help.
+
+        Trap: one that has a slot keeps it, and has been used just now.
+        """
+        raise NotImplementedError("has it one? is one free? whose turn is it to go?")
+
+    def deactivate(self, adapter):
+        """Empties the adapter's slot; a pinned one goes as well, and is then pinned no more. Without a slot: nothing."""
+        raise NotImplementedError("empty its slot, and forget it")
+
+    def pin(self, adapter):
+        """Keeps it in its slot: others do not push it out. Without a slot, it gets one first, as by `activate`."""
+        raise NotImplementedError("it has a slot, and stays there")
+
+
+def admit(running, waiting, max_loras, places):
+    """Who of those that wait may start?
+
+    running    the adapters of all requests that run, 0 for none
+    waiting    those of the requests that wait, the first in the queue first
+    max_loras  slots
+    places     how many more may run
+    returns    a list of indices into `waiting`, ascending
+
+    The different adapters of those that run, and of those that start, are `max_loras` at most. A request that would
+    bring one too many is passed over: it stays in the queue, and those behind it are asked.
+
+    Examples: admit([1, 1], [2, 3, 1, 0], 2, 8) -> [0, 2, 3]. admit([1], [2, 3], 1, 8) -> [].
+    Traps: the base model needs no slot. Who starts in this call takes one, too.
+    """
+    raise NotImplementedError("walk through the queue; remember which adapters are active")
+
+
+# ---- the kernels, for Triton's interpreter ---------------------------------------------------------------------------
+
+
+@triton.jit
+def rows_of_tile(order, starts, group, tile, TILE: tl.constexpr):
+    """Step 1: the tokens of one tile of a group. Returns two tensors of TILE entries.
+
+    order, starts  as `group_tokens` makes them
+    group, tile    which group, and which of its tiles of TILE tokens: two numbers
+    returns        the tokens (int64), 0 where none is; and which of them are there
+
+    Example: order [1, 4, 0, 3, 5], starts [0, 2, 5], TILE 2. Group 1, tile 1: [5, 0] and [True, False].
+    Trap: behind the last token of a group stands the next group's first.
+    """
+    raise NotImplementedError("TILE places from the group's start on; a mask at its end")
+
+
+@triton.jit
+def shrink_kernel(
+    small, x, a, order, active, starts, IN, MAX_RANK: tl.constexpr,
+    RANKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Step 2: small[token] = A[slot of its group] x[token]. Grid (tiles of the largest group, groups).
+
+    small  fp32 [tokens, MAX_RANK]; rows of tokens without an adapter are not written
+    x      [tokens, IN]
+    a      [slots, MAX_RANK, IN]
+    RANKS  MAX_RANK rounded up to a power of two: ranks from MAX_RANK on are not there
+    BLOCK  columns of x and of A that are read at a time; IN need not be a multiple
+
+    Group `i` is that of the slot active[i]. Walk along IN; sums in float32, and
+    `tl.dot(rows, tl.trans(down), sums, input_precision="ieee")`. Traps: a tile that its group does not reach must read
+    no adapter. What lies behind a row's end is the next row.
+    """
+    raise NotImplementedError("rows_of_tile, walk along IN, store")
+
+
+@triton.jit
+def expand_kernel(
+    out, small, b, order, active, starts, OUT, MAX_RANK: tl.constexpr,
+    RANKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Step 3: out[token] += B[slot of its group] small[token]. Grid (tiles, groups, ceil(OUT / BLOCK)).
+
+    out  [tokens, OUT], which holds the base model's product; rows of tokens without an adapter stay as they are
+    b    [slots, OUT, MAX_RANK]
+
+    The third index says which BLOCK columns of `out` are this program's. The rest as in step 2; the rows of `small` are
+    brought to b's type before the product, and the sum to out's.
+    """
+    raise NotImplementedError("load small, B and out; one product; store")

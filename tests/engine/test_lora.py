@@ -1,0 +1,401 @@
+"""Every request has the tokens of a model into which its adapter was merged, whatever runs beside it.
+
+The merged models are computed here, W + scale B A in fp32, and asked through `transformers`. As in `test_equivalence`,
+a token may be any whose logit is the greatest but for 1e-3: sums in another order differ in their last digits.
+"""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from engine.test_equivalence import FAMILIES, SHAPE
+from safetensors.torch import load_file, save_file
+
+from minivllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig, Parts
+from minivllm.core.adapter_slots import AdapterSlots
+from minivllm.core.block_hash import generate_block_hash_extra_keys
+from minivllm.engine.lora_registry import AdapterRefused
+from minivllm.errors import MinivllmError
+from minivllm.inputs import TokensPrompt
+from minivllm.lab.adapters import merge_adapter, random_adapter, write_adapter
+from minivllm.lab.inside import core_of, runner_of
+from minivllm.memory.adapters import ALL_LINEARS
+
+ADAPTERS = Path(__file__).parents[1] / "lora_adapters"
+PROMPT = [516, 994, 8, 65, 12, 309, 288, 281, 386]
+EXPECTED = {
+    None: [289, 465, 309, 199, 199, 516, 415, 1071],
+    "a": [289, 199, 199, 516, 309, 8, 66, 12],
+    "b": [409, 65, 61, 281, 379, 289, 326, 309],
+    "c": [309, 199, 199, 3, 3, 3, 3, 3],
+}
+"""Eight greedy tokens of the embedded model, and with each adapter: what both PEFT and vLLM say."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+SETTINGS = {"device": "cpu", "max_model_len": 128, "enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def request(name: str | None) -> LoRARequest | None:
+    return None if name is None else LoRARequest(name, "abc".index(name) + 1, str(ADAPTERS / name))
+
+
+def check(llm: LLM, *names: str | None) -> list:
+    """The recorded tokens, for each adapter on its own prompt in one call."""
+    prompts = [TokensPrompt(prompt_token_ids=PROMPT)] * len(names)
+    outputs = llm.generate(prompts, GREEDY, lora_request=[request(name) for name in names], use_tqdm=False)
+    for name, output in zip(names, outputs, strict=True):
+        assert output.outputs[0].token_ids == EXPECTED[name], name
+        assert output.lora_request == output.outputs[0].lora_request == request(name)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(EMBEDDED_MODEL, **SETTINGS)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_alone(llm, name):
+    check(llm, name)
+
+
+def test_mixed_in_one_batch_and_after_eviction(llm):
+    """Three adapters take turns in two slots, and their requests in the queue."""
+    manager = runner_of(llm).lora.manager
+    before = manager.num_activations
+    check(llm, "a", "b", None, "a")
+    check(llm, *["a", "b", "c", None] * 4)
+    check(llm, "c", "b")
+    check(llm, "a")
+    assert manager.num_activations >= before + 3
+    assert set(manager.lora_index_to_id) <= {1, 2, 3}
+
+
+def test_a_prefix_that_another_adapter_has_cached_is_not_found(llm):
+    prompt = TokensPrompt(prompt_token_ids=[5, *PROMPT * 6])
+    hits = {}
+    for name in ("a", "b", None, "a", "b", None):
+        (output,) = llm.generate(prompt, GREEDY, lora_request=request(name), use_tqdm=False)
+        hits.setdefault(name, []).append((output.num_cached_tokens, output.outputs[0].token_ids))
+    for name, ((first, tokens), (second, again)) in hits.items():
+        assert (first, second) == (0, 48), name
+        assert tokens == again
+
+
+def test_an_adapter_that_is_read_anew_hits_nothing_that_was_cached_for_it(llm, tmp_path):
+    """Name, id and path stay; only the folder's contents are others."""
+    folder = tmp_path / "written"
+    prompt = TokensPrompt(prompt_token_ids=[6, *PROMPT * 6])
+    outputs = []
+    for source in ("b", "a"):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(ADAPTERS / source, folder)
+        adapter = LoRARequest("written", 9, str(folder))
+        llm.llm_engine.add_lora(LoRARequest("written", 9, str(folder), load_inplace=True))
+        outputs += llm.generate(prompt, GREEDY, lora_request=adapter, use_tqdm=False)
+    (expected,) = llm.generate(prompt, GREEDY, lora_request=request("a"), use_tqdm=False)
+    assert outputs[1].num_cached_tokens == 0
+    assert outputs[1].outputs[0].token_ids == expected.outputs[0].token_ids != outputs[0].outputs[0].token_ids
+    assert llm.llm_engine.remove_lora(9)
+    adapters = LoRARequest("x", 1, "p"), LoRARequest("x", 1, "p", generation=1)
+    keys = [generate_block_hash_extra_keys(one, None) for one in adapters]
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_batched_tokens": 4, "max_num_seqs": 3},
+        {"num_gpu_blocks_override": 17, "max_num_seqs": 6, "block_size": 2, "max_model_len": 24},
+        {"async_scheduling": True},
+        {"speculative_config": NGRAM},
+        {"speculative_config": {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3}},
+        {"use_kv_cache": False},
+        {"lora_dtype": "float32", "max_lora_rank": 64, "scheduling_policy": "priority"},
+        {"parts": Parts(lora_slots=AdapterSlots)},
+    ],
+    ids=["chunks", "preemption", "async", "n-grams", "draft model", "no cache", "other settings", "part"],
+)
+def test_the_same_tokens_whatever_the_engine_is_set_to(changes):
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS | changes)
+    check(llm, *["a", "b", "c", None] * 2)
+    check(llm, "c", "a")
+
+
+def test_decode_steps_as_graphs(llm):
+    """With a GPU they are captured; here they are computed again on the same buffers."""
+    runner = runner_of(llm)
+    runner.capture_model(lambda function: function)
+    try:
+        check(llm, "a", None, "b", "b")
+        check(llm, None, None)
+        check(llm, "c", "b", None)
+        assert runner.cuda_graphs.replays >= 20
+    finally:
+        runner.cuda_graphs = None
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """And the core in a process of its own."""
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, max_lora_rank=64, tensor_parallel_size=2, multiprocess=True)
+    yield llm
+    llm.shutdown()
+
+
+def test_two_ranks_have_a_part_each(two_ranks):
+    check(two_ranks, *["a", "b", "c", None] * 3)
+    check(two_ranks, "c", "a")
+    broken = LoRARequest("dora", 9, str(ADAPTERS / "dora"))
+    with pytest.raises(MinivllmError, match="DoRA"):
+        two_ranks.generate([PROMPT], GREEDY, lora_request=broken, use_tqdm=False)
+    check(two_ranks, "b", None)
+
+
+def test_adapters_are_managed_across_processes(two_ranks):
+    engine = two_ranks.llm_engine
+    check(two_ranks, "a", "b")
+    assert engine.list_loras() >= {1, 2}
+    assert engine.pin_lora(2)
+    assert engine.remove_lora(1)
+    assert not engine.remove_lora(1)
+    assert 1 not in engine.list_loras()
+    with pytest.raises(MinivllmError, match="no adapter"):
+        engine.add_lora(LoRARequest("none", 5, str(ADAPTERS / "none")))
+    assert engine.remove_lora(2)
+    check(two_ranks, "a", "c")
+
+
+def test_two_stages_have_their_own_layers():
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, pipeline_parallel_size=2)
+    try:
+        check(llm, *["a", "b", "c", None] * 2)
+    finally:
+        llm.shutdown()
+
+
+# ---- other models, other adapters ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    found = pytest.importorskip("transformers")
+    found.logging.set_verbosity_error()
+    return found
+
+
+MATRICES = "adapter_model.safetensors"
+RANKS = {
+    "small": (1, ["q_proj"]),
+    "usual": (8, ALL_LINEARS),
+    "odd": (13, ["v_proj", "down_proj", "k_proj"]),
+    "large": (64, ALL_LINEARS),
+}
+
+
+def write_adapters(config: ModelConfig, folder: Path) -> None:
+    for number, (name, (rank, targets)) in enumerate(RANKS.items()):
+        tensors = random_adapter(config, rank, number, targets, "float32", strength=0.3)
+        write_adapter(folder / name, tensors, rank, 2 * rank, targets, "base")
+
+
+@pytest.fixture(scope="module")
+def families(transformers, tmp_path_factory):
+    """Three random models, each with four random adapters."""
+    made = {}
+    for seed, family in enumerate(("llama", "qwen3", "mistral")):
+        torch.manual_seed(seed)
+        config = transformers.AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family]})
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        folder = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folder / "model")
+        write_adapters(ModelConfig.from_pretrained(folder / "model"), folder)
+        made[family] = model, folder
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_the_tokens_of_a_merged_model(families, family):
+    model, folder = families[family]
+    settings = {"skip_tokenizer_init": True, "max_num_seqs": 6, "max_num_batched_tokens": 24, "block_size": 8}
+    adapters = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64}
+    check_merged(LLM(folder / "model", device="cpu", dtype="float32", **settings, **adapters), model, folder)
+
+
+def test_the_tokens_of_a_merged_model_from_two_ranks(two_ranks, transformers, tmp_path):
+    own = ModelConfig.from_pretrained(EMBEDDED_MODEL)
+    write_adapters(own, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+    check_merged(two_ranks, model, tmp_path)
+
+
+def check_merged(llm: LLM, model, folder: Path) -> None:
+    """Mixed prompts, with and without adapters of all ranks, have the tokens of the merged models."""
+    prompts = [[(7 * place + 5 * start) % 150 for place in range(3 + 5 * start)] for start in range(5)] * 2
+    names = [None, *RANKS] * 2
+    adapters = [name and LoRARequest(name, 51 + list(RANKS).index(name), str(folder / name)) for name in names]
+    wanted = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    outputs = llm.generate(prompts, wanted, lora_request=adapters, use_tqdm=False)
+    models = {name: copy.deepcopy(model) for name in RANKS}
+    for name, one in models.items():
+        merge_adapter(one, folder / name)
+    models[None] = model
+    texts = {}
+    for name, prompt, output in zip(names, prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        with torch.inference_mode():
+            logits = models[name](torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+        assert (chosen >= logits.amax(-1) - 1e-3).all(), (name, prompt)
+        texts[name] = tuple(tokens)
+    assert len(set(texts.values())) >= 4, "the adapters say different things"
+
+
+def test_quantized_weights_keep_their_integers(llm):
+    """The adapter is added to what the rounded base gives: beside the same base without it, it is not rounded."""
+    rounded = LLM(EMBEDDED_MODEL, **SETTINGS, quantization="int8")
+    names = [None, "a", "b", "c"]
+    outputs = rounded.generate([PROMPT] * 4, GREEDY, lora_request=list(map(request, names)), use_tqdm=False)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    agreeing = [sum(map(int.__eq__, found, EXPECTED[name])) for found, name in zip(tokens, names, strict=True)]
+    assert min(agreeing) >= 2, "rounding changes a token here and there"
+    assert len(set(map(tuple, tokens))) == 4
+    del rounded
+
+
+# ---- requests that come and go ---------------------------------------------------------------------------------------
+
+
+def test_an_adapter_that_is_removed_while_in_use_serves_its_requests(llm, tmp_path):
+    engine, core = llm.llm_engine, core_of(llm)
+    shutil.copytree(ADAPTERS / "b", tmp_path / "leaving")
+    leaving = LoRARequest("leaving", 20, str(tmp_path / "leaving"))
+    engine.add_request("x", TokensPrompt(prompt_token_ids=PROMPT), GREEDY, lora_request=leaving)
+    engine.step()
+    assert engine.remove_lora(20)
+    assert not engine.remove_lora(20)
+    assert 20 not in engine.list_loras()
+    shutil.rmtree(tmp_path / "leaving")
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].outputs[0].token_ids == EXPECTED["b"]
+    assert 20 not in runner_of(llm).lora.manager.list_adapters()
+    assert core.loras.list() == engine.list_loras()
+
+
+def test_a_folder_that_vanishes_ends_its_own_requests_only(llm, tmp_path):
+    engine = llm.llm_engine
+    shutil.copytree(ADAPTERS / "b", tmp_path / "gone")
+    gone = LoRARequest("gone", 21, str(tmp_path / "gone"))
+    engine.add_lora(gone)
+    shutil.rmtree(tmp_path / "gone")
+    check(llm, "a", "b", "c")  # takes the places in host memory
+    assert 21 not in engine.list_loras()
+    for name in ("gone", "a"):
+        adapter = gone if name == "gone" else request("a")
+        engine.add_request(name, TokensPrompt(prompt_token_ids=PROMPT), GREEDY, lora_request=adapter)
+    outputs, failures = {}, 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
+        except MinivllmError:
+            failures += 1
+    assert failures == 1
+    assert "adapter 'gone' cannot be used" in outputs["gone"].error
+    assert outputs["a"].token_ids == EXPECTED["a"]
+    engine.remove_lora(21)
+    check(llm, "b", "a")
+
+
+def test_a_pinned_adapter_keeps_its_slot_and_the_scheduler_counts_it(llm):
+    engine, manager = llm.llm_engine, runner_of(llm).lora.manager
+    check(llm, "b")
+    assert engine.pin_lora(2)
+    slot = manager.lora_index_to_id.index(2)
+    check(llm, *["a", "c", "b", None] * 2)
+    assert manager.lora_index_to_id[slot] == 2
+    assert core_of(llm).scheduler.running_loras() == {2}
+    engine.add_lora(request("a"))
+    engine.pin_lora(1)
+    engine.add_lora(request("c"))
+    with pytest.raises(AdapterRefused, match="all max_loras = 2 slots"):
+        engine.pin_lora(3)
+    with pytest.raises(AdapterRefused, match="no adapter 77"):
+        engine.pin_lora(77)
+    assert engine.remove_lora(1)
+    assert engine.remove_lora(2)
+    assert core_of(llm).scheduler.running_loras() == set()
+    check(llm, "c", "a", "b")
+
+
+def test_wrong_requests_are_refused_and_nothing_is_queued(llm):
+    for adapter, message in (
+        ("a", "must be a LoRARequest"),
+        (LoRARequest("none", 31, str(ADAPTERS / "none")), "no adapter"),
+        (LoRARequest("other", 1, str(ADAPTERS / "b")), "lora_int_id 1 is that of 'a'"),
+        (LoRARequest("big", 32, str(ADAPTERS / "big")), "rank 32.*max_lora_rank 16"),
+    ):
+        llm.llm_engine.add_lora(request("a"))
+        with pytest.raises(MinivllmError, match=message):
+            llm.generate([PROMPT, PROMPT], GREEDY, lora_request=adapter, use_tqdm=False)
+        assert not llm.llm_engine.has_unfinished_requests()
+    with pytest.raises(MinivllmError, match="2 prompts, but 1 in lora_request"):
+        llm.generate([PROMPT, PROMPT], GREEDY, lora_request=[request("a")], use_tqdm=False)
+    check(llm, "a")
+
+
+def test_without_the_setting_an_adapter_is_refused():
+    llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64)
+    with pytest.raises(MinivllmError, match="set enable_lora=True"):
+        llm.generate([PROMPT], GREEDY, lora_request=request("a"), use_tqdm=False)
+    with pytest.raises(MinivllmError, match="set enable_lora=True"):
+        llm.llm_engine.add_lora(request("a"))
+    assert llm.llm_engine.list_loras() == set()
+
+
+def test_the_slots_stand_in_the_ledger(llm):
+    manager = runner_of(llm).lora.manager
+    row = next(row for row in core_of(llm).ledger.rows if row.name == "LoRA slots")
+    config = ModelConfig.from_pretrained(EMBEDDED_MODEL)
+    hidden, mlp, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+    into_and_out = (3 * hidden + hidden + 2 * kv) + (hidden + hidden) + (2 * hidden + 2 * mlp) + (mlp + hidden)
+    assert row.bytes == manager.slot_bytes == 2 * 16 * config.num_hidden_layers * into_and_out * 4
+
+
+def test_latent_attention_is_refused(tmp_path):
+    small = {
+        "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 97, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    with pytest.raises(MinivllmError, match="enable_lora does not go with latent attention"):
+        LLM(tmp_path, device="cpu", load_format="dummy", skip_tokenizer_init=True, enable_lora=True)
+
+
+def test_beam_search_and_several_completions_use_the_adapter(llm):
+    params = BeamSearchParams(beam_width=1, max_tokens=8)
+    prompt = TokensPrompt(prompt_token_ids=PROMPT)
+    (found,) = llm.beam_search([prompt], params, lora_request=request("b"))
+    assert found.sequences[0].tokens[len(PROMPT) :] == EXPECTED["b"]
+    assert found.sequences[0].lora_request == request("b")
+    several = SamplingParams(temperature=1.0, top_k=1, seed=0, max_tokens=8, n=3)
+    (output,) = llm.generate([prompt], several, lora_request=request("c"), use_tqdm=False)
+    assert [one.token_ids for one in output.outputs] == [EXPECTED["c"]] * 3
+
+
+def test_a_damaged_adapter_leaves_the_engine_as_it_was(llm, tmp_path):
+    shutil.copytree(ADAPTERS / "c", tmp_path / "nan")
+    tensors = load_file(tmp_path / "nan" / MATRICES)
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name] * torch.nan}, tmp_path / "nan" / MATRICES)
+    with pytest.raises(MinivllmError, match="NaN or infinity"):
+        llm.generate([PROMPT], GREEDY, lora_request=LoRARequest("nan", 40, str(tmp_path / "nan")), use_tqdm=False)
+    check(llm, "a", None)

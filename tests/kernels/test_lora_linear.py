@@ -1,0 +1,250 @@
+"""Adapters' products: kernels and CPU forms give what each row's own adapter gives, whatever lies beside it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.harness import DTYPES, assert_close, assert_compiles, assert_twin
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels import lora_linear as module
+from minivllm.kernels.cpu import lora_calls
+from minivllm.kernels.lora_linear import (
+    ALIGNMENT,
+    BLOCK_N,
+    FEW_ROWS,
+    lora_expand_kernel,
+    lora_linear,
+    lora_shrink_kernel,
+    tiles,
+)
+from minivllm.kernels.lora_metadata import CPU_TILE, LoRAKernelMeta
+from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.platforms.triton_utils import tl
+
+CPU = torch.device("cpu")
+CASES = {
+    "one row, one slot": ([0], 8, 32, (48,)),
+    "nobody has one": ([-1, -1, -1], 8, 32, (48,)),
+    "mixed, three slices": ([2, -1, 0, 2, 0, 1, -1, 2], 16, 96, (64, 32, 32)),
+    "a whole tile and one": ([1] * 17, 8, 48, (80,)),
+    "a narrow slice": ([0, 1], 4, 16, (16, 16)),
+    "ranks beyond a tile": ([1, 0, 1], 80, 64, (32, 96)),
+    "a long sum in parts": ([0, 2, 0], 8, 1200, (32,)),
+    "many rows of one slot": ([2] * (FEW_ROWS + 5) + [0] * 3, 8, 64, (32,)),
+    "not of whole lanes": ([0, 1, -1, 1], 8, 37, (21, 5)),
+    "rank 1": ([0, 1, 1], 4, 32, (32,)),
+}
+TWINS = ["numba", "torch"]
+
+
+def make(case, dtype=torch.float32, device=CPU, slots=3):
+    """(y, x, a, b, ranks, bounds, meta), and the float64 answer. Numbers beyond a slot's rank are NaN."""
+    rows_slots, max_rank, width, slices = CASES[case]
+    torch.manual_seed(len(rows_slots) + max_rank + width)
+    rows, outputs = len(rows_slots), sum(slices)
+    x, y = torch.randn(rows, width), torch.randn(rows, outputs)
+    a = torch.randn(len(slices), slots, max_rank, width) / width**0.5
+    b = torch.randn(slots, max_rank, outputs)
+    ranks = torch.randint(0, max_rank + 1, (len(slices), slots), dtype=torch.int32)
+    ranks[0, rows_slots[-1]] = max_rank
+    if case == "rank 1":
+        ranks[:] = 1
+    bounds = torch.tensor([0, *slices]).cumsum(0).int()
+    x, y, a, b = (one.to(dtype) for one in (x, y, a, b))
+    expected = y.double()
+    for row, slot in enumerate(rows_slots):
+        for piece, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            rank = int(ranks[piece, slot])
+            if slot >= 0 and rank:
+                small = a[piece, slot, :rank].double() @ x[row].double()
+                expected[row, first:last] += small @ b[slot, :rank, first:last].double()
+    for slot in range(slots):
+        for piece in range(len(slices)):
+            a[piece, slot, ranks[piece, slot] :] = torch.nan
+        for piece, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            b[slot, ranks[piece, slot] :, first:last] = torch.nan
+    meta = LoRAKernelMeta(rows, slots, device)
+    meta.prepare(np.array(rows_slots, np.int32))
+    return *(one.to(device) for one in (y, x, a, b, ranks, bounds)), meta, expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_give_each_row_its_own_adapter(device, case):
+    *given, expected = make(case, device=device)
+    lora_linear(*given, backend="triton")
+    assert_close(given[0], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernels_in_other_precisions(device, dtype):
+    *given, expected = make("mixed, three slices", dtype, device)
+    lora_linear(*given, backend="triton")
+    assert given[0].dtype == dtype
+    assert_close(given[0], expected, scale=4)
+
+
+def test_a_grid_that_knows_no_counts_gives_the_same(device):
+    """As a CUDA graph's, which is launched for any slots and any counts."""
+    for case in ("mixed, three slices", "nobody has one", "many rows of one slot"):
+        *given, expected = make(case, device=device)
+        lora_linear(*given, backend="triton", fixed_grid=True)
+        assert_close(given[0], expected)
+
+
+@pytest.fixture(params=TWINS)
+def twin(request, monkeypatch):
+    """Each form that a CPU may run."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(lora_calls, "has_numba", lambda: request.param == "numba")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_twins_give_each_row_its_own_adapter(twin, case, dtype):
+    *given, expected = make(case, dtype)
+    lora_linear(*given, backend="cpu")
+    assert_close(given[0], expected, scale=4)
+
+
+@pytest.mark.interpreted
+def test_the_twins_equal_the_kernels(twin):
+    for case in ("mixed, three slices", "a whole tile and one"):
+        *given, _ = make(case)
+        *others, _ = make(case)
+        lora_linear(*given, backend="triton")
+        lora_linear(*others, backend="cpu")
+        assert_twin(given[0], others[0])
+
+
+def test_rows_that_lie_apart_and_dtypes_that_differ():
+    for dtype in (torch.float32, torch.bfloat16):
+        y, x, a, b, *rest, expected = make("mixed, three slices", dtype)
+        wide = torch.full((len(x), 2 * x.shape[1]), torch.nan, dtype=dtype)
+        wide[:, : x.shape[1]] = x
+        lora_linear(y, wide[:, : x.shape[1]], a, b, *rest)
+        assert_close(y, expected, scale=4)
+    y, x, a, b, *rest, expected = make("mixed, three slices")
+    lora_linear(y, x, a.double(), b.double(), *rest)
+    assert_close(y, expected)
+
+
+def test_no_adapter_no_launch(monkeypatch):
+    *given, expected = make("nobody has one")
+    monkeypatch.setattr(module, "lora_linear_cpu", None)
+    monkeypatch.setattr(module, "_launch", None)
+    lora_linear(*given)
+    assert torch.equal(given[0].double(), expected)
+
+
+def test_several_threads_share_the_tiles():
+    pytest.importorskip("numba")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        *given, expected = make("many rows of one slot")
+        lora_linear(*given)
+        assert_close(given[0], expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- which row has which ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-1, 4), max_size=70))
+def test_every_row_with_an_adapter_is_in_one_tile_of_its_slot(slots):
+    meta = LoRAKernelMeta(16, 5, CPU)  # of which more rows make a larger one
+    meta.prepare(np.array(slots, np.int32))
+    seen = {}
+    for slot, first, count in meta.tiles.T.tolist():
+        assert 0 < count <= CPU_TILE
+        for place in range(first, first + count):
+            row = int(meta.indices[place])
+            assert row not in seen
+            seen[row] = slot
+    assert seen == {row: slot for row, slot in enumerate(slots) if slot >= 0}
+    active = [slot for slot in meta.active.tolist() if slot >= 0]
+    assert active == sorted(set(slots) - {-1})
+    assert meta.num_active == len(active)
+    assert meta.counts[: len(active)].tolist() == [slots.count(slot) for slot in active]
+    assert meta.most_rows == max([0, *(slots.count(slot) for slot in active)])
+    for slot, start in zip(active, meta.starts.tolist(), strict=False):
+        rows = meta.indices[start : start + slots.count(slot)].tolist()
+        assert rows == [row for row, one in enumerate(slots) if one == slot], "stably sorted"
+
+
+# ---- traced, compiled, refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.interpreted
+def test_nothing_is_written_twice_or_read_outside(monkeypatch):
+    traces = []
+
+    class Traced:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def run(*arguments, num_warps, **constants):
+                traces.append(trace_kernel(self.kernel, grid, *arguments, **constants))
+
+            return run
+
+    monkeypatch.setattr(module, "lora_shrink_kernel", Traced(lora_shrink_kernel))
+    monkeypatch.setattr(module, "lora_expand_kernel", Traced(lora_expand_kernel))
+    *given, expected = make("mixed, three slices")
+    lora_linear(*given, backend="triton")
+    assert_close(given[0], expected)
+    shrink, expand = traces
+    assert not shrink.races
+    assert not expand.races
+    assert not shrink.out_of_bounds
+    assert not expand.out_of_bounds
+    ranks, slots = given[4], CASES["mixed, three slices"][0]
+    sums = 4 * sum(int(ranks[piece, slot]) for slot in slots if slot >= 0 for piece in range(3))
+    assert shrink.bytes_written == shrink.bytes_written_once == sums
+    widths = CASES["mixed, three slices"][3]
+    changed = sum(4 * widths[piece] for slot in slots if slot >= 0 for piece in range(3) if ranks[piece, slot])
+    assert expand.bytes_written == expand.bytes_written_once == changed
+
+
+@pytest.mark.parametrize("most_rows", [7, 700], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("max_rank", [16, 128])
+def test_the_kernels_compile_everywhere(most_rows, max_rank):
+    constants = tiles(most_rows, 4096, max_rank)
+    block_k = constants.pop("BLOCK_K")
+    shared = {
+        **dict.fromkeys(("x", "a", "b", "y"), "*bf16"),
+        "shrunk": "*fp32",
+        **dict.fromkeys(("ranks", "bounds", "indices", "active", "starts", "counts"), "*i32"),
+        "rows": most_rows,
+        **dict.fromkeys(("K", "N", "x_stride"), 4096),
+        "slots": 4,
+        "column_tiles": 64,
+        "SLICES": 3,
+        "MAX_RANK": max_rank,
+        "DOT_TYPE": tl.bfloat16,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": block_k,
+        "ALIGNMENT": ALIGNMENT,
+        **constants,
+    }
+    for kernel, load_bytes in ((lora_shrink_kernel, 16), (lora_expand_kernel, 8)):  # 16 of 64 numbers for 256 threads
+        arguments = {name: shared[name] for name in kernel.arg_names}
+        assert_compiles(kernel, arguments, {"num_warps": 4}, tensor_core=True, load_bytes=load_bytes)
+
+
+def test_input_that_cannot_work_is_refused():
+    y, x, a, b, ranks, bounds, meta, _ = make("mixed, three slices")
+    with pytest.raises(MinivllmError, match="do not match"):
+        lora_linear(y, x[:, 1:], a, b, ranks, bounds, meta)
+    with pytest.raises(MinivllmError, match="do not match"):
+        lora_linear(y, x, a, b[:, 1:], ranks, bounds, meta)
+    with pytest.raises(MinivllmError, match="8 rows"):
+        lora_linear(y[:4], x[:4], a, b, ranks, bounds, meta)
+    with pytest.raises(MinivllmError, match="contiguous"):
+        lora_linear(y.T.contiguous().T, x, a, b, ranks, bounds, meta)

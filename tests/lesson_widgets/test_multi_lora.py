@@ -1,0 +1,344 @@
+"""Lesson 12's widget says of every number of slots what closed formulas say, and runs as the engine does."""
+
+import itertools
+import math
+import re
+import shlex
+import xml.etree.ElementTree as ET
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from minivllm.core.adapter_slots import AdapterSlots
+from minivllm.errors import MinivllmError
+from minivllm.memory import memory_ledger
+from minivllm.simulate.cost_model import StepShape
+from minivllm.simulate.known_models import known_model
+from widgets import multi_lora as widget
+from widgets import multi_lora_runs as runs
+from widgets.multi_lora_state import SLOTS
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch):
+    """Of a few requests, for many settings."""
+    runs.experiment.cache_clear()
+    monkeypatch.setattr(runs, "COUNTED", 24)
+    monkeypatch.setattr(runs, "AFTER", 8)
+    yield
+    runs.experiment.cache_clear()
+
+
+def here(**knobs) -> widget.State:
+    """The first state that knows what becomes of the reader's own slots."""
+    return next(state for state in widget.sweep(**knobs) if state.known)
+
+
+def swept(**knobs) -> widget.State:
+    *_, last = widget.sweep(**knobs)
+    return last
+
+
+# ---- verdicts against theory
+
+SETTINGS = [
+    {"slots": slots, "adapters": adapters, "skew": skew, "load": load, "gpu": gpu, "max_rank": max_rank, "rank": 16}
+    for slots, (adapters, skew), load, (gpu, max_rank) in itertools.product(
+        (1, 4, 16, 64, 256),
+        [(1, 1.0), (10, 1.0), (1000, 0.0), (1000, 1.0)],
+        (2.0, 20.0, 60.0),
+        [("H100", 16), ("H100", 256), ("L4", 16), ("B200", 8)],
+    )
+]
+LLAMA_8B = {"q": 4096 + 4096, "k": 4096 + 1024, "v": 4096 + 1024, "o": 4096 + 4096, "mlp": 3 * (4096 + 14336)}
+"""In and out of the linears of a layer, by its config."""
+
+
+def slot_bytes(rank: int) -> int:
+    return 2 * 32 * rank * sum(LLAMA_8B.values())
+
+
+def starts(slots: int, rank: int, max_rank: int, gpu: str) -> bool:
+    """Whether beside the weights there is room for the slots, one request's blocks and the null block."""
+    if rank > max_rank:
+        return False
+    free = memory_ledger(
+        known_model("Llama-3.1-8B"), gpu, max_model_len=runs.MAX_MODEL_LEN, max_num_batched_tokens=runs.TOKEN_BUDGET,
+        max_num_seqs=runs.PLACES,
+    )  # fmt: skip
+    left = free.kv_bytes - slots * slot_bytes(max_rank)
+    return left // (16 * free.bytes_per_token) - 1 >= runs.MAX_MODEL_LEN // 16
+
+
+@cache
+def at_once(adapters: int, skew: float, rank: int, max_rank: int, load: float, gpu: str) -> float:
+    """Requests at once if each step takes what it takes with so many, by Little's law: a fixed point."""
+    serving = runs.experiment("Llama-3.1-8B", gpu, adapters, skew, rank, max_rank, load).serving
+    batch = 1.0
+    for _ in range(40):
+        count = max(1, round(batch))
+        shape = StepShape.of([(1, runs.PROMPT + runs.ANSWER // 2)] * count)
+        asked = sum(1 - (1 - share) ** count for share in serving.shares)
+        step = serving.cost.seconds(shape, round(asked))
+        batch = min(0.5 * batch + 0.5 * serving.load * runs.ANSWER * step, 256)
+    return batch
+
+
+def adapters_at_once(state: widget.State, most: float = math.inf) -> float:
+    one = state.serving
+    batch = min(at_once(one.adapters, one.skew, one.rank, one.max_lora_rank, one.load, one.gpu.name), most)
+    return sum(1 - math.exp(-batch * share) for share in state.serving.shares)
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_no_verdict_contradicts_the_formulas():
+    """Of 240 settings: memory decides on the start, and adapters at once against slots on the queue."""
+    assert len(SETTINGS) >= 200
+    said = Counter()
+    for knobs in SETTINGS:
+        state = here(**knobs)
+        found = widget.verdict(state)
+        said[found.tone] += 1
+        if not starts(knobs["slots"], knobs["rank"], knobs["max_rank"], knobs["gpu"]):
+            said["refused"] += 1
+            assert state.refused
+            assert "does not start" in found.words
+            continue
+        assert not state.refused, knobs
+        cause, wanted = state.cause(state.slots), adapters_at_once(state)
+        assert (found.tone == "broken") == bool(cause)
+        if state.slots >= min(knobs["adapters"], runs.COUNTED + runs.AFTER):
+            said["a slot for each"] += 1
+            assert cause != "slots", knobs
+            assert state.here.held == 0
+        if wanted < state.slots / 2:
+            said["plenty"] += 1
+            assert cause != "slots", knobs
+        if adapters_at_once(state, runs.COUNTED / 2) > 3 * state.slots:  # more requests than come cannot be there
+            said["far too few"] += 1
+            assert cause == "slots", (knobs, wanted)
+            assert "too few slots" in found.words.lower()
+            assert f"{widget.free(state.here)} of the KV cache is free" in found.words
+        assert state.here.distinct <= min(state.slots, knobs["adapters"])
+    least = min(said[one] for one in ("fine", "broken", "refused", "a slot for each", "plenty", "far too few"))
+    assert least >= 20, said
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 32])
+@pytest.mark.parametrize(("adapters", "load"), [(10, 5.0), (1000, 20.0)])
+def test_no_step_has_more_adapters_than_slots_and_all_of_a_step_have_one(slots: int, adapters: int, load: float):
+    state = here(slots=slots, adapters=adapters, load=load)
+    assert state.here.strip
+    for moment in state.here.strip:
+        assert len(moment.in_use) <= slots
+        assert moment.in_use <= set(moment.slots)
+        assert moment.held <= moment.waiting
+
+
+@pytest.mark.parametrize(
+    "knobs", [{}, {"slots": 24}, {"slots": 2, "load": 5.0}, {"adapters": 10, "slots": 4}, {"slots": 6, "skew": 0.0}]
+)
+def test_stretches_of_steps_are_what_single_steps_are(knobs: dict, monkeypatch: pytest.MonkeyPatch):
+    fast = here(**knobs).here
+    monkeypatch.setattr(runs._Slotted, "steps_alike", lambda self, running: 1)
+    runs.experiment.cache_clear()
+    exact = here(**knobs).here
+    runs.experiment.cache_clear()
+    assert (fast.hits, fast.asked, fast.loads) == (exact.hits, exact.asked, exact.loads)
+    assert list(fast.ttfts) == pytest.approx(list(exact.ttfts), rel=0.02, abs=1e-3)
+    assert (fast.distinct, fast.running, fast.held) == pytest.approx((exact.distinct, exact.running, exact.held), 0.02)
+
+
+@pytest.mark.parametrize(("adapters", "skew", "load"), [(1000, 1.0, 20.0), (1000, 0.0, 20.0), (50, 1.0, 40.0)])
+def test_adapters_at_once_are_those_of_the_formula_where_slots_suffice(adapters: int, skew: float, load: float):
+    state = here(adapters=adapters, skew=skew, load=load, slots=256)
+    assert state.wanted == pytest.approx(adapters_at_once(state), rel=0.1)
+    assert state.here.distinct == pytest.approx(state.wanted, rel=0.25)  # the run begins and ends with nobody
+
+
+def test_three_ways_cost_what_the_counts_say():
+    state = here(slots=32)
+    cost, batch = state.serving.cost, state.batch
+    shape = StepShape.of([(1, runs.PROMPT + runs.ANSWER // 2)] * batch)
+    base, launch = cost.base.seconds(shape), 2e-3 / 448
+    assert cost.launches == 2 * 4 * 32
+    assert batch / state.rate("together", 1) == pytest.approx(base + 256 * launch)
+    assert batch / state.rate("loop", 5) == pytest.approx(base + 5 * 256 * launch)
+    many = 64 * slot_bytes(16) / (3.35e12 * 0.9)
+    assert batch / state.rate("together", 64) == pytest.approx(base + many, rel=0.05)
+    one = StepShape.of([(1, runs.PROMPT + runs.ANSWER // 2)] * (batch // 10))
+    assert batch / state.rate("merged", 10) == pytest.approx(10 * cost.base.seconds(one), rel=0.01)
+    assert state.merged_bytes == pytest.approx(1000 * 16.06e9, rel=0.001)
+    assert {state.serving.copies_that_fit} == {4}
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_a_region_is_shaded_where_slots_are_wrong():
+    for knobs in ({}, {"max_rank": 256}, {"gpu": "L4", "load": 2.0}, {"rank": 64}):
+        state = swept(**knobs)
+        assert state.complete
+        regions = [*state.stopped, *state.late]
+        for slots in SLOTS:
+            inside = any((low or 0) <= slots and (high is None or slots < high) for low, high in regions)
+            assert inside == (slots in state.refusals or bool(state.cause(slots))), (knobs, slots)
+
+
+# ---- what is said
+
+
+def test_the_right_guess_is_where_the_queue_ends():
+    state = next(state for state in widget.sweep(slots=16) if {12, 16, 24} <= set(state.points))
+    ((low, edge),) = state.late
+    assert low is None
+    assert edge == pytest.approx(17, abs=1.5)
+    assert "17" in widget.GUESS.options[widget.GUESS.right]
+    assert f"{state.wanted:.0f}" == "16"
+    assert "about 16" in widget.GUESS.because
+    assert state.serving.at_once == pytest.approx(20, abs=1)
+
+
+SOLUTIONS = (
+    {"slots": 48, "load": 40.0, "rank": 64, "max_rank": 64},
+    {"slots": 8, "model": "Llama-3.2-1B"},
+    {"slots": 2, "load": 60.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("index", "wrong"),
+    [(0, {"slots": 16}), (0, {"slots": 64}), (0, {"max_rank": 128}), (1, {"model": "Llama-3.1-8B"}), (1, {"gpu": "L4"}),
+     (2, {"slots": 64}), (2, {"slots": 12}), (2, {"load": 0.5})],
+)  # fmt: skip
+def test_each_challenge_can_be_met_and_by_what_it_is_about(index: int, wrong: dict):
+    solved = widget.CHALLENGES[index].check(here(**SOLUTIONS[index]))
+    assert solved.met, solved
+    assert not solved.advice
+    missed = widget.CHALLENGES[index].check(here(**{**SOLUTIONS[index], **wrong}))
+    assert not missed.met
+    assert any(widget.SPEC.flat()[name].label in missed.advice for name in wrong), missed
+
+
+@pytest.mark.parametrize(
+    ("index", "knobs", "named"),
+    [
+        (0, {"adapters": 10}, "Adapters"),
+        (0, {"skew": 2.0}, "Skew"),
+        (0, {"gpu": "H200"}, "Model, GPU"),
+        (0, {}, "Load"),
+        (0, {"load": 40.0}, "Rank"),
+        (0, {"load": 40.0, "rank": 64}, "Slots made for, Rank"),
+        (0, {"load": 40.0, "rank": 64, "ttft": 5.0}, "First token in"),
+        (1, {"slots": 16}, "Slots"),
+        (1, {"load": 2.0}, "Load"),
+        (2, {"max_rank": 256, "slots": 64}, "Slots, Slots made for"),
+    ],
+)
+def test_advice_names_the_knob_that_is_wrong(index: int, knobs: dict, named: str):
+    first = next(iter(widget.sweep(**knobs)))  # what is asked for needs no run
+    assert widget.CHALLENGES[index].check(first).advice.startswith(named)
+
+
+@pytest.mark.parametrize("preset", widget.SPEC.presets)
+def test_no_preset_meets_a_challenge(preset: str):
+    state = here(**widget.SPEC.presets[preset])
+    assert [challenge.check(state).met for challenge in widget.CHALLENGES] == [False, False, False]
+    assert widget.verdict(state).tone == ("fine" if preset == "Enough" else "broken")
+
+
+def test_the_command_is_a_server_with_adapters():
+    words = shlex.split(widget.command(next(iter(widget.sweep(max_rank=64)))).splitlines()[-1])
+    assert words[:2] == ["vllm", "serve"]
+    for flag, value in (("--max-loras", "8"), ("--max-lora-rank", "64"), ("--max-cpu-loras", "1000")):
+        assert words[words.index(flag) + 1] == value
+    assert "--enable-lora" in words
+    assert "it refuses to start" in widget.command(next(iter(widget.sweep(max_rank=8, rank=16))))
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_what_breaks_is_shaded_with_its_cause():
+    def regions(**knobs) -> list[str]:
+        drawn = ET.fromstring(widget.figure(swept(**knobs)))
+        return [part.get("data-broken", "") for part in drawn.iter() if part.get("data-broken")]
+
+    assert [re.sub(r"while .* of", "while … of", words) for words in regions()] == [
+        "too few slots: the queue grows while … of the KV cache is free"
+    ]
+    assert "does not start: weights and slots fill the GPU" in regions(max_rank=256)
+    assert regions(rank=64) == ["does not start: rank 64 is above max_lora_rank 16"]
+    assert regions(adapters=1) == []
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"slots": 0}, {"max_rank": 0}, {"adapters": 0}, {"skew": -1}, {"rank": 0}, {"load": 0}, {"ttft": -1},
+     {"model": "x"}, {"gpu": None}],
+)  # fmt: skip
+def test_input_that_makes_no_sense_is_refused_by_name(knobs: dict):
+    with pytest.raises(MinivllmError, match=next(iter(knobs))):
+        list(widget.sweep(**knobs))
+
+
+# ---- the reader's own parts
+
+
+def right_admit(running, waiting, max_loras, places) -> list[int]:
+    active, admitted = set(running) - {0}, []
+    for index, adapter in enumerate(waiting):
+        if len(admitted) < places and (adapter in active | {0} or len(active) < max_loras):
+            admitted.append(index)
+            active |= {adapter} - {0}
+    return admitted
+
+
+def head_of_line(running, waiting, max_loras, places) -> list[int]:
+    """Stops at the first that has no slot, instead of passing it over."""
+    right = right_admit(running, waiting, max_loras, places)
+    return [index for position, index in enumerate(right) if index == position]
+
+
+class FirstInFirstOut(AdapterSlots):
+    """Forgets to make an adapter the most recently used."""
+
+    def activate(self, lora_id: int) -> int:
+        return self.slots.index(lora_id) if lora_id in self else super().activate(lora_id)
+
+
+@pytest.mark.parametrize("own", [{"table": AdapterSlots}, {"admit": right_admit}])
+@pytest.mark.parametrize("knobs", [{}, {"slots": 32}])
+def test_the_right_parts_change_nothing(own: dict, knobs: dict):
+    yours, ours = here(**knobs, **own), here(**knobs)
+    assert yours.like_the_engine
+    assert yours.here == ours.here
+    assert widget.verdict(yours) == widget.verdict(ours)
+
+
+@pytest.mark.parametrize(("own", "slots"), [({"table": FirstInFirstOut}, 32), ({"admit": head_of_line}, 8)])
+def test_parts_that_do_otherwise_are_told_so(own: dict, slots: int):
+    found = widget.verdict(here(slots=slots, **own))
+    assert found.tone == "broken"
+    assert found.words.startswith("Your parts do something else")
+
+
+class Nowhere(AdapterSlots):
+    """Says a slot that holds another."""
+
+    def activate(self, lora_id: int) -> int:
+        super().activate(lora_id)
+        return 99
+
+
+def endless(*_) -> list[int]:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("own", "about"),
+    [({"table": Nowhere}, "your slots say"), ({"admit": lambda *_: [7]}, "your admit says"),
+     ({"admit": endless}, "never end")],
+)  # fmt: skip
+def test_parts_that_cannot_be_carried_out_are_refused(own: dict, about: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runs, "PATIENCE", 0.3)
+    with pytest.raises(MinivllmError, match=about):
+        here(**own)

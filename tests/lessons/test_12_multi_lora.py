@@ -1,0 +1,532 @@
+"""Lesson 12: its kernels are right, its slots and its gate are the engine's, its exercise catches mistakes."""
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+from kernels.harness import assert_close, assert_compiles
+from lessons.harness import (
+    REPOSITORY,
+    assert_refuses,
+    checks_that_catch,
+    figures_of_quick_run,
+    problems_of,
+    script_path,
+)
+
+from minivllm.config import NO_PARTS
+from minivllm.core.adapter_slots import AdapterSlots
+from minivllm.errors import MinivllmError
+from minivllm.kernels.lora_metadata import LoRAKernelMeta
+from minivllm.lab.exercise import checks_of, load, plug_of
+from minivllm.lab.gating_scheduler import scheduler_that_gates
+from minivllm.lab.plugged import rows_of, serve
+from minivllm.lab.reports import multi_lora as report
+from minivllm.memory.adapters import adapter_parameters, linear_shapes
+from minivllm.simulate.known_models import known_model
+
+lesson = load(script_path("12"))
+WAYS = {"loop": lesson.by_loop, "bgmv": lesson.by_token, "sgmv": lesson.by_segment, "sorted": lesson.by_sorting}
+PAGE = REPOSITORY / "lessons" / "12_multi_lora.md"
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", report.AWKWARD)
+def test_every_way_is_right(name, way, device):
+    torch.manual_seed(len(name))
+    case = report.lora_case(*report.AWKWARD[name], torch.float32)
+    expected = report.exact(case)
+    fresh = {key: one.clone().to(device) for key, one in case.items()}
+    WAYS[way](**fresh)
+    assert_close(fresh["out"], expected)
+    without = [token for token, slot in enumerate(case["token_slots"].tolist()) if slot < 0]
+    assert torch.equal(fresh["out"][without].cpu(), case["out"][without])
+
+
+def test_nobody_has_an_adapter_and_nothing_is_launched():
+    case = report.lora_case([-1, -1, -1], 8, 16, 16, torch.float32)
+    before = case["out"].clone()
+    for way in WAYS.values():
+        way(**case, launch=None)
+    assert torch.equal(case["out"], before)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("slots", "tiles"), [([0] * 16, 1), ([0] * 17, 2), ([3, -1, 1, 3] * 5, 2)])
+def test_an_adapter_is_read_once_a_tile_and_nobody_races(slots, tiles):
+    case = report.lora_case(slots, 8, 40, 72, torch.float32)
+    down, up = report.traced(lesson.by_sorting, case)
+    assert not down.races + down.out_of_bounds + up.races + up.out_of_bounds
+    assert down.arguments["a"].bytes_read == tiles * 4 * 8 * 40
+    assert up.arguments["b"].bytes_read == tiles * 4 * 8 * 72
+    tokens = sum(slot >= 0 for slot in slots)
+    assert (down.arguments["x"].bytes_read, down.bytes_written) == (4 * 40 * tokens, 4 * 8 * tokens)
+    assert up.bytes_written == up.arguments["out"].bytes_read == 4 * 72 * tokens
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+def test_the_kernels_compile(rank):
+    """Llama-3's hidden size, with matrix instructions and wide loads."""
+    numbers, small = torch.zeros(8, 4096).bfloat16(), torch.zeros(8, rank)
+    ints = torch.zeros(16, dtype=torch.int32)
+    groups = {"order": ints, "active": ints, "starts": ints}
+    sizes = {"MAX_RANK": rank, "RANKS": rank, "TILE": lesson.TILE, "BLOCK": lesson.BLOCK}
+    assert_compiles(
+        lesson.shrink_kernel, {"small": small, "x": numbers, "a": numbers, **groups, "IN": 4096, **sizes},
+        tensor_core=True, load_bytes=8,
+    )  # fmt: skip
+    assert_compiles(
+        lesson.expand_kernel, {"out": numbers, "small": small, "b": numbers, **groups, "OUT": 4096, **sizes},
+        tensor_core=True,
+    )  # fmt: skip
+
+
+# ---- lesson form and engine form -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=pytest.mark.interpreted)])
+@pytest.mark.parametrize("name", report.AWKWARD)
+def test_the_kernels_agree_with_the_engines(name, backend):
+    token_slots, *shape = report.AWKWARD[name]
+    torch.manual_seed(len(name))
+    case = report.lora_case(token_slots, *shape, torch.float32)
+    its = case["out"].clone()
+    report.engine_call(its, *(case[key] for key in ("x", "a", "b", "token_slots")), backend=backend)()
+    lesson.by_sorting(**case)
+    assert_close(its, case["out"].double())
+
+
+def test_the_groups_are_the_engines():
+    for seed in range(40):
+        draw = random.Random(seed)
+        slots = torch.tensor([draw.randint(-1, 4) for _ in range(draw.randint(1, 40))], dtype=torch.int32)
+        order, active, starts = (one.tolist() for one in lesson.group_tokens(slots))
+        meta = LoRAKernelMeta(40, 5, torch.device("cpu"))
+        meta.prepare(slots.numpy())
+        first = int((slots < 0).sum())
+        assert meta.indices[first : len(slots)].tolist() == order
+        assert meta.active[: meta.num_active].tolist() == active
+        assert [one - first for one in meta.starts[: meta.num_active].tolist()] == starts[:-1]
+        assert meta.counts[: meta.num_active].tolist() == [b - a for a, b in itertools.pairwise(starts)]
+
+
+@pytest.mark.interpreted
+def test_the_engines_kernels_stop_at_a_slots_own_rank_and_the_lessons_do_not():
+    """Behind rank 3 of 8 lies NaN: what is read of it shows."""
+    case = report.lora_case([0, 1, 0], 8, 16, 16, torch.float32)
+    case["a"][:, 3:], case["b"][:, :, 3:] = math.nan, math.nan
+    x, a, b, slots = (case[key] for key in ("x", "a", "b", "token_slots"))
+    for backend in ("cpu", "triton"):
+        its = case["out"].clone()
+        report.engine_call(its, x, a, b, slots, rank=3, backend=backend)()
+        assert_close(its, report.exact({**case, "a": a[:, :3], "b": b[:, :, :3]}))
+    lesson.by_sorting(**case)
+    assert case["out"].isnan().all()
+
+
+def tried(slots, action: str, adapter: int) -> object:
+    """What an action returns, if that means something; or that it is refused."""
+    try:
+        found = getattr(slots, action)(adapter)
+    except MinivllmError:
+        return "refused"
+    return found if action == "activate" else None
+
+
+def test_slots_are_the_engines():
+    """Activations, removals and pins at random: the same adapter in each slot, the same refusals."""
+    refused = 0
+    for seed in range(40):
+        draw, size = random.Random(seed), 1 + seed % 4
+        mine, its = lesson.AdapterSlots(size), AdapterSlots(size)
+        for _ in range(80):
+            action, adapter = draw.choices(("activate", "deactivate", "pin"), (8, 3, 1))[0], draw.randint(1, 7)
+            found = tried(mine, action, adapter)
+            assert found == tried(its, action, adapter)
+            assert mine.slots == list(its.slots)
+            refused += found == "refused"
+    assert refused > 20
+
+
+# ---- weight, merged and applied --------------------------------------------------------------------------------------
+
+
+def test_numbers_are_counted_as_the_engine_counts_them():
+    for name in ("Llama-3.1-8B", "Llama-3.1-70B"):
+        model = known_model(name)
+        for rank in report.RANKS:
+            mine = model.num_hidden_layers * lesson.adapter_numbers(rank, linear_shapes(model).values())
+            assert mine == adapter_parameters(model, rank)
+
+
+def test_the_example_by_hand():
+    """The text's W, A and B, its token, and its groups."""
+    weight, x = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), torch.tensor([[1.0, 1.0, 1.0]])
+    a, b = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[1.0], [3.0]])
+    assert (b @ a).tolist() == [[1.0, 0.0, 2.0], [3.0, 0.0, 6.0]]
+    assert (x @ a.T).tolist() == [[3.0]]
+    assert lesson.applied(x, weight, a, b).tolist() == [[4.0, 10.0]]
+    assert (x @ lesson.merged(weight, a, b).T).tolist() == [[4.0, 10.0]]
+    groups = lesson.group_tokens(torch.tensor([2, 0, -1, 2, 0, 2], dtype=torch.int32))
+    assert [one.tolist() for one in groups] == [[1, 4, 0, 3, 5], [0, 2], [0, 2, 5]]
+
+
+# ---- slots and gate --------------------------------------------------------------------------------------------------
+
+
+def requests_of(seed):
+    draw = random.Random(seed)
+    work = [(str(i), draw.choice([0, 1, 1, 2, 3, 4]), draw.randint(1, 5), draw.randint(0, 4)) for i in range(12)]
+    return [("first", 0, 1, 0), *work], (draw.randint(1, 4), draw.randint(1, 6))
+
+
+def test_the_steps_are_the_engines():
+    """Who runs in each step, by the lesson's `serve` and by the engine's scheduler."""
+    steps = next(check for check in checks_of("12") if check.__name__ == "check_prediction").__globals__["_steps"]
+    for seed in range(80):
+        work, limits = requests_of(seed)
+        mine = [
+            [one.name for one in running]
+            for running, _ in lesson.serve([lesson.Request(*one) for one in work], *limits)
+        ]
+        right = steps(work, *limits)
+        assert mine == right[: len(mine)], seed
+        assert not any(right[len(mine) :])
+
+
+def test_no_step_has_more_adapters_than_slots_and_all_are_served():
+    for seed in range(60):
+        work, (slots, places) = requests_of(seed)
+        served = Counter()
+        for running, _ in lesson.serve([lesson.Request(*one) for one in work], slots, places):
+            assert len({one.adapter for one in running} - {0}) <= slots
+            assert len(running) <= places
+            served.update(one.name for one in running)
+        assert served == {name: runs for name, _, runs, _ in work}
+
+
+def test_tiers_by_hand():
+    """Two slots over a host tier of three: what is copied, and what is read from disk."""
+    batches = [[1, 2, 0], [1, 2], [3], [1], [4], [2]]
+    # slots: 1 2 | 1 2 | 3 2 | 3 1 | 4 1 | 4 2 and 1 is gone; host: 1 2 3, 4 takes the place of 2
+    assert lesson.tiers(batches, 2, 3) == Counter({"used": 8, "copied": 6, "from disk": 5})
+    assert lesson.tiers(batches, 4, 4) == Counter({"used": 8, "copied": 4, "from disk": 4})
+
+
+def test_what_leaves_the_host_leaves_its_slot():
+    assert lesson.tiers([[1], [2], [3], [1]], 3, 3)["copied"] == 3
+    assert lesson.tiers([[1], [2], [3], [4], [1]], 4, 3) == Counter({"used": 5, "copied": 5, "from disk": 5})
+
+
+@pytest.mark.parametrize(
+    ("admit", "about"),
+    [
+        (lambda *_: None, "your admit says None"),
+        (lambda running, waiting, *_: [len(waiting)], "indices into the"),
+        (lambda running, waiting, *_: [0, 0], "places for"),
+        (lambda running, waiting, *_: list(range(len(waiting))), "different adapters run, and there are 1 slots"),
+    ],
+)
+def test_a_gate_that_cannot_be_is_one_line(admit, about):
+    steps = next(check for check in checks_of("12") if check.__name__ == "check_prediction").__globals__["_steps"]
+    with pytest.raises(MinivllmError, match=about):
+        steps([("a", 1, 2, 0), ("b", 2, 2, 0)], 1, 4, scheduler_that_gates(admit))
+
+
+# ---- the script from outside -----------------------------------------------------------------------------------------
+
+
+def test_quick_run(tmp_path):
+    figures = figures_of_quick_run("12", tmp_path)
+    assert figures["weighs"]["Llama-3.1-8B"]["16"] == 83_886_080
+    counted = figures["counted"]
+    assert counted["loop"]["sixteen"] == {"launches": 32, "adapters_read": 16}
+    assert counted["bgmv"]["one adapter"] == {"launches": 2, "adapters_read": 16}
+    assert counted["sorted"]["four"] == counted["sgmv"]["four"] == {"launches": 2, "adapters_read": 4}
+    assert [name for name, one in counted.items() if one["rows_copied"]] == ["sgmv"]
+    many = figures["thousand"]["adapters"]
+    assert [one["read"] for one in many.values()] == [one["wanted"] for one in many.values()], (
+        "read twice, or not at all"
+    )
+    assert all(one["wanted"] <= one["copied"] for one in many.values())
+    assert many["64"]["distinct"] > many["8"]["distinct"] > 1
+    texts = figures["answers"]
+    assert len(set(texts.values())) == len(texts) == 4
+    shared = figures["shared"]
+    assert shared["as it is"]["cached"] == 0 < shared["names without the adapter"]["cached"]
+    assert shared["as it is"]["text"] == texts["doctest"] != shared["names without the adapter"]["text"]
+    slots = figures["slots"]
+    assert slots["1"]["waiting"] > slots["4"]["waiting"] > slots["16"]["waiting"] == 0
+    assert slots["cold"]["starts"] > 100 > slots["cold"]["with_a_third_slot"] == 4
+    assert [one["real"] for one in figures["ranks"].values()] == [1.0, 0.5, 0.125, 0.03125]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (("--adapters", "7"), "--adapters: must be from 8 to 5000"),
+        (("--skew", "-1"), "--skew: must be a number from 0 to 3"),
+        (("--skew", "much"), "--skew: must be a number from 0 to 3"),
+        (("--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments, about):
+    assert_refuses(lesson, *arguments, about=about)
+
+
+def test_the_engine_runs_with_the_learners_slots_and_gate():
+    plugged = plug_of("12")(lesson)
+    ours, yours = serve(plugged, NO_PARTS), serve(plugged, plugged.parts)
+    assert yours.token_ids == ours.token_ids
+    assert {name: value for name, value in rows_of(yours).items() if "second" not in name} == {
+        name: value for name, value in rows_of(ours).items() if "second" not in name
+    }
+    assert "None" not in rows_of(yours)["slots at the end"]
+
+
+def test_no_answer_of_the_exercise_stands_before_it():
+    before = PAGE.read_text().partition("## Build it")[0]
+    assert "@triton.jit" not in before
+    for name in ("adapter_numbers", "applied", "group_tokens", "admit", "activate", "deactivate", "pin"):
+        assert f"def {name}(" not in before
+
+
+# ---- the exercise ----------------------------------------------------------------------------------------------------
+
+NUMBERS, GROUP, ADMIT = "adapter_numbers", "group_tokens", "admit"
+ACTIVATE, DEACTIVATE, PIN = "AdapterSlots.activate", "AdapterSlots.deactivate", "AdapterSlots.pin"
+OLDEST, ROWS, SHRINK, EXPAND = "AdapterSlots._least_recently_used", "rows_of_tile", "shrink_kernel", "expand_kernel"
+SUM = "rank * (outputs + inputs)"
+APPLIED = "x @ weight.T + (x @ a.T) @ b.T"
+REQUESTS = "[Request('A', 1, 2), Request('B', 2, 4), Request('C', 3, 2), Request('D', 0, 1), Request('E', 2, 1)]"
+MAY = "adapter == 0 or adapter in active or len(active) < max_loras"
+AT_A = "(slot * MAX_RANK + rank[:, None]) * IN + column[None, :]"
+LOAD_A = "tl.load(a + at, mask=(rank < MAX_RANK)[:, None] & inside, other=0.0)"
+LOAD_X = "tl.load(x + token[:, None] * IN + column[None, :], mask=there[:, None] & inside, other=0.0)"
+STORE_S = "tl.store(small + at, sums, mask=there[:, None] & (rank < MAX_RANK)[None, :])"
+LOAD_B = "tl.load(b + (slot * OUT + column[:, None]) * MAX_RANK + rank[None, :], mask=inside & real, other=0.0)"
+OLD_OUT = "tl.load(at, mask=mask, other=0.0).to(tl.float32)"
+MASK_OUT = "there[:, None] & (column < OUT)[None, :]"
+
+MUTANTS = {
+    # on paper
+    "on paper: three slots": (
+        "first_steps",
+        "serve(requests, max_loras=2, max_num_seqs=3)",
+        "serve(requests, max_loras=3, max_num_seqs=3)",
+    ),
+    "on paper: one slot": (
+        "first_steps",
+        "serve(requests, max_loras=2, max_num_seqs=3)",
+        "serve(requests, max_loras=1, max_num_seqs=3)",
+    ),
+    "on paper: four places": (
+        "first_steps",
+        "serve(requests, max_loras=2, max_num_seqs=3)",
+        "serve(requests, max_loras=2, max_num_seqs=4)",
+    ),
+    "on paper: the base model has a number": ("first_steps", "Request('D', 0, 1)", "Request('D', 4, 1)"),
+    # an adapter
+    "numbers: BA": (NUMBERS, SUM, "outputs * inputs"),
+    "numbers: A alone": (NUMBERS, SUM, "rank * inputs"),
+    "numbers: rank twice": (NUMBERS, SUM, "rank * rank * (outputs + inputs)"),
+    "numbers: one of each": (NUMBERS, SUM, "outputs + inputs"),
+    "applied: BA is made": ("applied", APPLIED, "x @ weight.T + x @ (b @ a).T"),
+    "applied: merged on the way": ("applied", APPLIED, "x @ (weight + b @ a).T"),
+    "applied: the adapter alone": ("applied", APPLIED, "(x @ a.T) @ b.T"),
+    "applied: the base alone": ("applied", APPLIED, "x @ weight.T"),
+    "applied: taken off": ("applied", APPLIED, "x @ weight.T - (x @ a.T) @ b.T"),
+    # group_tokens
+    "group: unstable": (GROUP, "torch.argsort(token_slots, stable=True)", "torch.argsort(-token_slots).flip(0)"),
+    "group: as they came": (GROUP, "torch.argsort(token_slots, stable=True)", "torch.arange(len(token_slots))"),
+    "group: from the last slot on": (
+        GROUP,
+        "torch.argsort(token_slots, stable=True)",
+        "torch.argsort(token_slots, descending=True, stable=True)",
+    ),
+    "group: the base model is a group": (GROUP, "token_slots[order] >= 0", "token_slots[order] >= -1"),
+    "group: slot 0 is none": (GROUP, "token_slots[order] >= 0", "token_slots[order] > 0"),
+    "group: slots, not tokens": (GROUP, "order.int()", "token_slots[order]"),
+    "group: starts without the end": (
+        GROUP,
+        "torch.cat([counts.new_zeros(1), counts.cumsum(0)])",
+        "counts.cumsum(0) - counts",
+    ),
+    "group: starts without the zero": (
+        GROUP,
+        "torch.cat([counts.new_zeros(1), counts.cumsum(0)])",
+        "counts.cumsum(0)",
+    ),
+    "group: counts, not starts": (
+        GROUP,
+        "torch.cat([counts.new_zeros(1), counts.cumsum(0)])",
+        "torch.cat([counts.new_zeros(1), counts])",
+    ),
+    "group: int64": (GROUP, "order.int()", "order"),
+    "group: all slots are active": (GROUP, "active.int()", "torch.arange(len(active)).int()"),
+    # slots
+    "slots: first come, first gone": (ACTIVATE, "self._used.pop(adapter, None)", ""),
+    "slots: the newest goes": (
+        OLDEST,
+        "for adapter in self._used: ...",
+        """
+for adapter in reversed(self._used):
+    if adapter not in self.pinned:
+        return adapter
+""",
+    ),
+    "slots: the last free one": (
+        ACTIVATE,
+        "self.slots[self.slots.index(None)] = adapter",
+        "self.slots[len(self.slots) - 1 - self.slots[::-1].index(None)] = adapter",
+    ),
+    "slots: a new one each time": (ACTIVATE, "adapter not in self._used", "True"),
+    "slots: pushed out though one is free": (ACTIVATE, "None not in self.slots", "self._used"),
+    "slots: returns the adapter": (ACTIVATE, "return self.slots.index(adapter)", "return adapter"),
+    "slots: nobody goes": (ACTIVATE, "if None not in self.slots: ...", ""),
+    "slots: pinned ones go": (OLDEST, "adapter not in self.pinned", "True"),
+    "slots: all pinned is another error": (OLDEST, "raise ...", "raise RuntimeError('full')"),
+    "slots: all pinned, and one goes": (OLDEST, "raise ...", "return next(iter(self._used))"),
+    "slots: deactivated, and still there": (DEACTIVATE, "self.slots[self.slots.index(adapter)] = None", ""),
+    "slots: deactivated, and still remembered": (DEACTIVATE, "del self._used[adapter]", ""),
+    "slots: deactivated, and still pinned": (DEACTIVATE, "self.pinned.discard(adapter)", ""),
+    "slots: deactivating a stranger": (DEACTIVATE, "adapter in self._used", "True"),
+    "slots: others move up": (
+        DEACTIVATE,
+        "self.slots[self.slots.index(adapter)] = None",
+        "self.slots.remove(adapter); self.slots.append(None)",
+    ),
+    "slots: pinning gives no slot": (PIN, "if adapter not in self._used: ...", ""),
+    "slots: pinning does nothing": (PIN, "self.pinned.add(adapter)", ""),
+    # the gate
+    "gate: holds the line": (ADMIT, "len(admitted) == places", "len(admitted) == places or len(admitted) < index"),
+    "gate: no gate": (ADMIT, MAY, "True"),
+    "gate: the base model needs a slot": (ADMIT, MAY, "adapter in active or len(active) < max_loras"),
+    "gate: who is active needs another": (ADMIT, MAY, "adapter == 0 or len(active) < max_loras"),
+    "gate: one slot too few": (ADMIT, "len(active) < max_loras", "len(active) < max_loras - 1"),
+    "gate: one slot too many": (ADMIT, "len(active) < max_loras", "len(active) <= max_loras"),
+    "gate: who runs does not count": (ADMIT, "set(running) - {0}", "set()"),
+    "gate: the base model is active": (ADMIT, "set(running) - {0}", "set(running)"),
+    "gate: requests, not adapters": (ADMIT, "len(active) < max_loras", "len(running) < max_loras"),
+    "gate: who starts does not count": (ADMIT, "active |= {adapter} - {0}", ""),
+    "gate: the base model becomes active": (ADMIT, "active |= {adapter} - {0}", "active |= {adapter}"),
+    "gate: more than there are places": (ADMIT, "if len(admitted) == places: ...", ""),
+    "gate: who is passed over takes a place": (ADMIT, "len(admitted) == places", "index == places"),
+    "gate: adapters, not indices": (ADMIT, "admitted.append(index)", "admitted.append(adapter)"),
+    # the kernels
+    "rows: into the next group": (
+        ROWS,
+        "tl.load(order + place, mask=place < last, other=0).to(tl.int64), place < last",
+        "tl.load(order + place, mask=place < tl.load(starts + 2), other=0).to(tl.int64), place < tl.load(starts + 2)",
+    ),
+    "rows: always the first tile": (
+        ROWS,
+        "first + tile * TILE + tl.arange(0, TILE)",
+        "first + tl.arange(0, TILE)",
+    ),
+    "rows: groups of equal size": (
+        ROWS,
+        "first + tile * TILE + tl.arange(0, TILE)",
+        "group * TILE + tile * TILE + tl.arange(0, TILE)",
+    ),
+    "rows: places, not tokens": (
+        ROWS,
+        "tl.load(order + place, mask=place < last, other=0).to(tl.int64)",
+        "place.to(tl.int64)",
+    ),
+    "shrink: the group is the slot": (SHRINK, "tl.load(active + group).to(tl.int64)", "group.to(tl.int64)"),
+    "shrink: the first slot": (SHRINK, AT_A, "rank[:, None] * IN + column[None, :]"),
+    "shrink: idle tiles read": (SHRINK, "tl.sum(there.to(tl.int32)) > 0", "tl.sum(there.to(tl.int32)) >= 0"),
+    "shrink: ranks that are not there are read": (
+        SHRINK,
+        LOAD_A,
+        "tl.load(a + at, mask=(rank < RANKS)[:, None] & inside, other=0.0)",
+    ),
+    "shrink: the next row's columns of A": (
+        SHRINK,
+        LOAD_A,
+        "tl.load(a + at, mask=(rank < MAX_RANK)[:, None], other=0.0)",
+    ),
+    "shrink: the next row's columns": (
+        SHRINK,
+        LOAD_X,
+        "tl.load(x + token[:, None] * IN + column[None, :], mask=there[:, None], other=0.0)",
+    ),
+    "shrink: rows that are not there": (
+        SHRINK,
+        LOAD_X,
+        "tl.load(x + token[:, None] * IN + column[None, :], mask=inside, other=0.0)",
+    ),
+    "shrink: the first columns only": (SHRINK, "range(0, IN, BLOCK)", "range(0, BLOCK, BLOCK)"),
+    "shrink: whole blocks only": (SHRINK, "range(0, IN, BLOCK)", "range(0, IN // BLOCK * BLOCK, BLOCK)"),
+    "shrink: the last columns only": (
+        SHRINK,
+        "tl.dot(rows, tl.trans(down), sums, input_precision='ieee')",
+        "tl.dot(rows, tl.trans(down), input_precision='ieee')",
+    ),
+    "shrink: row 0 is overwritten": (
+        SHRINK,
+        STORE_S,
+        "tl.store(small + at, sums, mask=(rank < MAX_RANK)[None, :])",
+    ),
+    "shrink: the next token's ranks are overwritten": (
+        SHRINK,
+        STORE_S,
+        "tl.store(small + at, sums, mask=there[:, None] & (rank < RANKS)[None, :])",
+    ),
+    "expand: the group is the slot": (EXPAND, "tl.load(active + group).to(tl.int64)", "group.to(tl.int64)"),
+    "expand: the base product is lost": (EXPAND, OLD_OUT, "tl.zeros([TILE, BLOCK], tl.float32)"),
+    "expand: idle tiles read": (EXPAND, "tl.sum(there.to(tl.int32)) > 0", "tl.sum(there.to(tl.int32)) >= 0"),
+    "expand: the first columns only": (
+        EXPAND,
+        "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)",
+        "tl.arange(0, BLOCK)",
+    ),
+    "expand: row 0 gets it too": (EXPAND, MASK_OUT, "(token >= 0)[:, None] & (column < OUT)[None, :]"),
+    "expand: the next row's columns": (EXPAND, MASK_OUT, "there[:, None] & (column >= 0)[None, :]"),
+    "expand: the next slot's rows": (
+        EXPAND,
+        LOAD_B,
+        "tl.load(b + (slot * OUT + column[:, None]) * MAX_RANK + rank[None, :], mask=real, other=0.0)",
+    ),
+    "expand: B lies the other way round": (
+        EXPAND,
+        LOAD_B,
+        "tl.load(b + slot * OUT * MAX_RANK + rank[None, :] * OUT + column[:, None], mask=inside & real, other=0.0)",
+    ),
+    "expand: ranks that are not there": (EXPAND, "(rank < MAX_RANK)[None, :]", "(rank < RANKS)[None, :]"),
+}
+
+MESSAGES = {
+    "numbers: BA": "BA is never stored",
+    "applied: the base alone": "the adapter is left out",
+    "applied: BA is made": "and W has",
+    "group: unstable": "out of order",
+    "slots: first come, first gone": "was used last",
+    "slots: pinning gives no slot": "Pinning gives a slot",
+    "gate: holds the line": "must not hold up the others",
+    "gate: the base model needs a slot": "0 is the base model",
+    "gate: who starts does not count": "are active, too",
+    "shrink: the group is the slot": "and the token's is",
+    "shrink: idle tiles read": "Does a tile without a token read",
+    "expand: the base product is lost": "what `out` held is gone",
+    "rows: into the next group": "those of the next group",
+}
+"""What a check says of the usual mistakes."""
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_the_checks_catch(mistake):
+    assert checks_that_catch("12", MUTANTS[mistake])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_the_message_recognises_the_mistake(mistake):
+    assert any(MESSAGES[mistake] in problem for problem in problems_of("12", MUTANTS[mistake]))

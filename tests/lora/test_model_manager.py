@@ -1,0 +1,228 @@
+"""Slots and host memory: who lies where, after whatever order of calls."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.config import EMBEDDED_MODEL, LoRAConfig
+from minivllm.core.adapter_slots import AdapterSlots
+from minivllm.core.lora_request import LoRARequest
+from minivllm.errors import AdapterError, MinivllmError
+from minivllm.lora.lora_model import LoRAPair
+from minivllm.lora.lru_cache import AdapterLRUCache
+from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from minivllm.models.loader import load_model
+
+ADAPTERS = Path(__file__).parents[1] / "lora_adapters"
+
+
+@pytest.fixture(scope="module")
+def manager() -> LRUCacheLoRAModelManager:
+    model, _ = load_model(EMBEDDED_MODEL, "cpu", "float32")
+    config = LoRAConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=3)
+    return LRUCacheLoRAModelManager(model, config, AdapterSlots(2))
+
+
+def adapter(manager: LRUCacheLoRAModelManager, number: int):
+    """An adapter of q_proj in layer 0, all of whose numbers are its own."""
+    inputs, outputs = manager.shape_of((0, "q_proj"))
+    whole = LoRAPair(torch.full((1, inputs), float(number)), torch.full((outputs, 1), 1.0))
+    return manager.share_of({(0, "q_proj"): whole})
+
+
+def empty(manager: LRUCacheLoRAModelManager) -> None:
+    for lora_id in manager.list_adapters():
+        manager.remove_adapter(lora_id)
+
+
+def held(manager: LRUCacheLoRAModelManager) -> list[float | None]:
+    """Whose numbers lie in each slot that is taken."""
+    method = manager.modules[0, "qkv_proj"]
+    slots = manager.lora_index_to_id
+    return [None if one is None else method.lora_a[0, slot, 0, 0].item() for slot, one in enumerate(slots)]
+
+
+def test_the_slots_of_vllms_manager(manager):
+    """The sequence that its tests go through."""
+    empty(manager)
+
+    def add(number: int) -> None:
+        if number not in manager.list_adapters():
+            manager.add_adapter(number, adapter(manager, number))
+
+    for act, number, wanted in (
+        ("activate", 1, [1, None]),
+        ("activate", 2, [1, 2]),
+        ("activate", 3, [3, 2]),
+        ("remove", 2, [3, None]),
+        ("activate", 1, [3, 1]),
+        ("deactivate", 3, [None, 1]),
+        ("activate", 2, [2, 1]),
+        ("activate", 3, [2, 3]),
+        ("pin", 2, [2, 3]),
+        ("activate", 1, [2, 1]),
+    ):
+        if act == "activate":
+            add(number)
+        getattr(manager, f"{act}_adapter")(number)
+        assert manager.lora_index_to_id == wanted, (act, number)
+        assert held(manager) == wanted
+    manager.pin_adapter(1)
+    with pytest.raises(MinivllmError, match="pinned"):
+        manager.activate_adapter(3)
+    with pytest.raises(MinivllmError, match="pinned"):
+        manager.pin_adapter(3)
+    assert held(manager) == [2, 1]
+    empty(manager)
+
+
+def test_what_is_not_there_cannot_be_pinned(manager):
+    empty(manager)
+    with pytest.raises(MinivllmError, match="adapter 7 is not there"):
+        manager.pin_adapter(7)
+
+
+def test_another_adapter_under_the_same_id_is_copied_into_its_slot(manager):
+    empty(manager)
+    manager.add_adapter(1, adapter(manager, 1))
+    manager.activate_adapter(1)
+    manager.add_adapter(1, adapter(manager, 5))
+    slot = manager.activate_adapter(1)
+    assert held(manager)[slot] == 5
+    empty(manager)
+
+
+def test_a_slot_is_filled_only_where_it_holds_another(manager):
+    empty(manager)
+    for number in (1, 2):
+        manager.add_adapter(number, adapter(manager, number))
+        manager.activate_adapter(number)
+    before = manager.num_activations
+    manager.activate_adapter(1)
+    manager.deactivate_adapter(1)
+    manager.activate_adapter(1)
+    assert manager.num_activations == before
+    assert held(manager) == [1, 2]
+    empty(manager)
+
+
+ACTS = st.tuples(st.sampled_from(["add", "activate", "deactivate", "remove", "pin"]), st.integers(1, 6))
+
+
+@settings(max_examples=60, deadline=None)
+@given(acts=st.lists(ACTS, max_size=30))
+def test_whatever_the_order_the_tiers_hold_together(manager, acts):
+    """A model of both tiers, in plain lists, decides what should lie where."""
+    empty(manager)
+    host: list[int] = []  # least recently used first
+    used: list[int] = []  # of the slots
+    pinned: set[int] = set()
+    for act, number in acts:
+        if act == "add":
+            if number not in host and len(host) == 3:
+                victims = [one for one in host if one not in pinned]
+                assert victims, "two slots cannot pin three"
+                host.remove(victims[0])
+                used = [one for one in used if one != victims[0]]
+            manager.add_adapter(number, adapter(manager, number))
+            host = [one for one in host if one != number] + [number]
+        elif act in ("activate", "pin"):
+            if number not in host:
+                continue
+            full = number not in used and len(used) == 2
+            victims = [one for one in used if one not in pinned]
+            if full and not victims:
+                with pytest.raises(MinivllmError, match="pinned"):
+                    getattr(manager, f"{act}_adapter")(number)
+                host = [one for one in host if one != number] + [number]
+                continue
+            getattr(manager, f"{act}_adapter")(number)
+            used = [one for one in used if one != number and not (full and one == victims[0])] + [number]
+            host = [one for one in host if one != number] + [number]
+            pinned |= {number} if act == "pin" else set()
+        elif act == "deactivate":
+            assert manager.deactivate_adapter(number) == (number in used)
+            used = [one for one in used if one != number]
+        else:
+            assert manager.remove_adapter(number) == (number in host)
+            host = [one for one in host if one != number]
+            used = [one for one in used if one != number]
+            pinned.discard(number)
+        assert manager.list_adapters() == host
+        assert set(manager.lora_index_to_id) - {None} == set(used)
+        assert held(manager) == manager.lora_index_to_id
+        pinned &= set(host)
+        if act == "deactivate":
+            pinned = {one for one in pinned if one in used} | (pinned & set(manager.registered.pinned) & set(used))
+    empty(manager)
+
+
+def test_a_cache_that_is_full_of_pinned_ones_says_so():
+    cache = AdapterLRUCache[str](1, lambda _: None, "places")
+    cache.put(1, "one")
+    cache.pin(1)
+    with pytest.raises(MinivllmError, match="all 1 places are pinned"):
+        cache.make_room()
+    assert cache.remove(1)
+    assert not cache.remove(1)
+    cache.make_room()
+
+
+@pytest.fixture
+def worker() -> LRUCacheWorkerLoRAManager:
+    model, _ = load_model(EMBEDDED_MODEL, "cpu", "float32")
+    return LRUCacheWorkerLoRAManager(model, LoRAConfig(max_loras=2, max_cpu_loras=2), max_rows=16)
+
+
+def requests(*names: str) -> list[LoRARequest]:
+    return [LoRARequest(name, "abc".index(name) + 1, str(ADAPTERS / name)) for name in names]
+
+
+def test_a_step_never_loses_an_adapter_of_its_own(worker):
+    """Whatever order they come in: those that are there are used first."""
+    worker.set_active_adapters(requests("a", "b"))
+    assert worker.num_loads == 2
+    worker.set_active_adapters(requests("c", "a"))
+    assert worker.num_loads == 3, "a stayed, though it was the least recently used"
+    slots = worker.set_active_adapters(requests("b", "c"))
+    assert {worker.manager.lora_index_to_id[slot]: slot for slot in slots.values()} == slots
+    assert worker.num_loads == 4
+
+
+def test_an_adapter_that_has_gone_names_its_requests(worker, tmp_path):
+    with pytest.raises(AdapterError, match="no adapter") as caught:
+        worker.set_active_adapters([LoRARequest("gone", 7, str(tmp_path))])
+    assert caught.value.lora_int_id == 7
+
+
+def test_rows_have_the_slots_of_their_tokens_and_the_last_layer_its_own(worker):
+    step = worker.manager.step
+    slots = np.array([0, 0, -1, 1], np.int32)
+    worker.set_rows(slots, np.array([1, 3]))
+    assert step.meta_of(torch.zeros(4, 1)).counts.tolist() == [2, 1]
+    assert step.meta_of(torch.zeros(2, 1)).indices[:2].tolist() == [0, 1]
+    worker.set_rows(np.array([-1, -1], np.int32))
+    assert step.meta_of(torch.zeros(2, 1)) is None
+    worker.set_rows(None)
+    assert step.meta_of(torch.zeros(9, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_loras": 0}, "max_loras is 0"),
+        ({"max_lora_rank": 12}, "one of 1, 8, 16"),
+        ({"max_lora_rank": True}, "one of"),
+        ({"max_loras": 4, "max_cpu_loras": 3}, "at least max_loras"),
+        ({"max_cpu_loras": "3"}, "max_cpu_loras"),
+        ({"lora_dtype": "int8"}, "lora_dtype"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(settings, message):
+    with pytest.raises(MinivllmError, match=message):
+        LoRAConfig(**settings)

@@ -1,0 +1,180 @@
+"""What an adapter's folder may hold, and what is refused in one line."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.core.lora_request import LoRARequest
+from minivllm.errors import MinivllmError
+from minivllm.lora.lora_model import read_adapter
+from minivllm.lora.peft_helper import PEFTHelper
+from minivllm.lora.request import LoRARequest as UnderVLLMsName
+from minivllm.memory.adapters import linear_shapes
+
+ADAPTERS = Path(__file__).parents[1] / "lora_adapters"
+LEAST = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+def helper(**settings) -> PEFTHelper:
+    return PEFTHelper.from_dict(LEAST | settings, Path("folder"), 64)
+
+
+def shape_of(module):
+    """Of the embedded model."""
+    config = ModelConfig.from_pretrained(EMBEDDED_MODEL)
+    layer, projection = module
+    return tuple(reversed(linear_shapes(config)[projection])) if layer < config.num_hidden_layers else None
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor], **settings) -> Path:
+    (folder / "adapter_config.json").write_text(json.dumps(LEAST | settings))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def pair(layer: int = 0, projection: str = "q_proj", rank: int = 4) -> dict[str, torch.Tensor]:
+    inputs, outputs = shape_of((0, projection))
+    where = "mlp" if projection in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+    name = f"base_model.model.model.layers.{layer}.{where}.{projection}"
+    return {
+        f"{name}.lora_A.weight": torch.randn(rank, inputs),
+        f"{name}.lora_B.weight": torch.randn(outputs, rank),
+    }
+
+
+def test_the_name_is_vllms():
+    assert UnderVLLMsName is LoRARequest
+
+
+@pytest.mark.parametrize("given", [("", 1, "p"), ("a", 1, ""), ("a", 0, "p"), ("a", True, "p"), (None, 1, "p")])
+def test_a_request_needs_a_name_a_number_and_a_path(given):
+    with pytest.raises(MinivllmError):
+        LoRARequest(*given)
+
+
+def test_the_scale_is_alpha_over_the_rank_or_its_root():
+    assert helper().scale_of(MODULE) == 2
+    assert helper(use_rslora=True).scale_of(MODULE) == 4
+    by_module = helper(rank_pattern={"0.self_attn.q_proj": 16}, alpha_pattern={"q_proj": 3}, use_rslora=True)
+    assert by_module.rank_of(MODULE) == 16
+    assert by_module.scale_of(MODULE) == 3 / math.sqrt(16)
+    assert by_module.rank_of(MODULE.replace(".0.", ".10.")) == 4, "a name ends behind a dot"
+    assert helper(rank_pattern={"q_proj": 2, MODULE: 9}).rank_of(MODULE) == 2, "the first one counts"
+    assert helper(rank_pattern={"^q_proj": 2, f"^{MODULE}": 9}).rank_of(MODULE) == 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"r": 128}, "rank 128.*max_lora_rank 64"),
+        ({"rank_pattern": {"q_proj": 65}}, "rank 65"),
+        ({"r": 0}, "whole number"),
+        ({"r": True}, "whole number"),
+        ({"r": 8.0}, "whole number"),
+        ({"lora_alpha": "16"}, "lora_alpha"),
+        ({"lora_alpha": math.inf}, "lora_alpha"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
+        ({"rank_pattern": {"(a+)+$": 4}}, "module's name"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head'.*q_proj, k_proj"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
+        ({"target_modules": 7}, "list of names"),
+        ({"bias": "lora_only"}, "biases"),
+        ({"lora_bias": True}, "biases of its own"),
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"alora_invocation_tokens": [1]}, "aLoRA"),
+        ({"use_qalora": True}, "QALoRA"),
+        ({"peft_type": "LOHA"}, "peft_type"),
+        ({"target_parameters": ["experts"]}, "target_parameters"),
+    ],
+)
+def test_what_is_not_served_is_refused_in_one_line(settings, message):
+    with pytest.raises(MinivllmError, match=message) as caught:
+        helper(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_changes_nothing_is_taken():
+    helper(target_modules="all-linear", init_lora_weights="gaussian", bias="none", modules_to_save=[], loftq_config={})
+    helper(target_modules=r".*\.(q|v)_proj")
+
+
+@pytest.mark.parametrize("missing", LEAST)
+def test_a_config_names_what_it_lacks(missing):
+    with pytest.raises(MinivllmError, match=f"lacks {missing};"):
+        PEFTHelper.from_dict({key: LEAST[key] for key in LEAST if key != missing}, Path("folder"), 64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([*LEAST, "rank_pattern", "alpha_pattern", "bias", "use_rslora", "init_lora_weights"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+            max_leaves=4,
+        ),
+    )
+)
+def test_any_config_is_taken_or_refused(config):
+    try:
+        found = PEFTHelper.from_dict(LEAST | config, Path("folder"), 64)
+    except MinivllmError:
+        return
+    assert 1 <= found.rank_of(MODULE) <= 64
+    assert isinstance(found.scale_of(MODULE), float)
+
+
+@pytest.mark.parametrize(("name", "modules", "rank", "scale"), [("a", 4, 8, 2), ("b", 7, 16, 2), ("c", 2, 4, 4)])
+def test_adapters_that_peft_has_written(name, modules, rank, scale):
+    pairs = read_adapter(ADAPTERS / name, 16, shape_of)
+    layers = ModelConfig.from_pretrained(EMBEDDED_MODEL).num_hidden_layers
+    assert len(pairs) == modules * layers
+    stored = pairs[0, "q_proj"]
+    assert len(stored.lora_a) == stored.lora_b.shape[1] == rank
+    from safetensors.torch import load_file
+
+    plain = load_file(ADAPTERS / name / "adapter_model.safetensors")
+    whole = plain["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
+    assert torch.equal(stored.lora_b, whole * scale)
+
+
+def test_a_pickle_is_named_and_not_opened(tmp_path):
+    written(tmp_path, pair())
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(MinivllmError, match=r"adapter_model\.bin is a pickle"):
+        read_adapter(tmp_path, 16, shape_of)
+
+
+WRONG = {
+    "a layer too many": (lambda: pair(layer=99), "layer that the model does not have"),
+    "only one of two": (lambda: dict(list(pair().items())[:1]), "only lora_A of q_proj in layer 0"),
+    "embeddings": (lambda: {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)}, "embed_tokens"),
+    "the head": (lambda: {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 4)}, "lm_head"),
+    "a magnitude": (
+        lambda: {"base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.ones(4)},
+        "magnitude",
+    ),
+    "another rank": (lambda: pair(rank=5), r"\[5, .*\[4, "),
+    "NaN": (lambda: {name: one * torch.nan for name, one in pair().items()}, "NaN or infinity"),
+    "integers": (lambda: {name: one.int() for name, one in pair().items()}, "int32"),
+    "nothing": (dict, "no tensors"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tensors_that_do_not_fit_are_named(tmp_path, case):
+    make, message = WRONG[case]
+    with pytest.raises(MinivllmError, match=message):
+        read_adapter(written(tmp_path, make()), 16, shape_of)

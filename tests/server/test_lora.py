@@ -1,0 +1,294 @@
+"""Adapters on the wire: as vLLM answers, and what its endpoints do with hostile paths.
+
+`data/lora_exchanges.json` is what vLLM 0.32.0's CPU server answered, in this order; where it says 500 for an adapter
+that cannot be served, ours is a 400 (`ours`).
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from server.replay import differences
+from server.serving import CHAT_TEMPLATE, MODEL, Server, eventually, running
+
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.entrypoints.cli.main import main
+from minivllm.entrypoints.openai.lora_modules import adapter_folder, check_lora_settings, lora_modules_of
+from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.errors import MinivllmError
+
+ADAPTERS = Path(__file__).parents[1] / "lora_adapters"
+EXCHANGES = json.loads((Path(__file__).parent / "data" / "lora_exchanges.json").read_text())
+PROMPT = [516, 994, 8, 65, 12, 309, 288, 281, 386]
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The folder that the server may load from, and beside it one that it may not."""
+    root = tmp_path_factory.mktemp("adapters")
+    shutil.copytree(ADAPTERS, root / "allowed")
+    shutil.copytree(ADAPTERS / "c", root / "secret")
+    (root / "allowed" / "empty").mkdir()
+    return root / "allowed"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    adapters = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "16", "--max-cpu-loras", "3")
+    names = ("--lora-modules", f"a={folder}/a", "--runtime-lora-path", str(folder))
+    with running(*adapters, *names, "--chat-template", str(CHAT_TEMPLATE)) as one:
+        yield one
+
+
+def asked(server: Server, model: str, **settings) -> httpx.Response:
+    body = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    return server.client.post("/v1/completions", json=body | settings)
+
+
+def names_of(server: Server) -> list[str]:
+    return [card["id"] for card in server.client.get("/v1/models").json()["data"]]
+
+
+def test_all_exchanges_in_order(server, folder):
+    for entry in EXCHANGES:
+        body = json.dumps(entry["body"]).replace("ADAPTERS", str(folder)) if entry["body"] else None
+        reply = server.client.request(entry["method"], entry["path"], content=body, headers=JSON)
+        kind = reply.headers.get("content-type", "")
+        if entry["path"] == "/metrics":
+            assert "# TYPE vllm:lora_requests_info gauge" in reply.text
+            shown = [line for line in reply.text.splitlines() if line.startswith("vllm:lora_requests_info{")]
+            assert len(shown) == 1, "only the adapters of now"
+            assert shown[0].startswith('vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting')
+        elif "ours" in entry:
+            error = reply.json()["error"]
+            assert (reply.status_code, error["type"], error["code"]) == (400, "InvalidUserInput", 400), entry["name"]
+        elif not kind:
+            assert (reply.status_code, reply.text) == (entry["status"], entry["response"]), entry["name"]
+        else:
+            assert not differences(entry, reply.status_code, kind, reply.text), entry["name"]
+    adapter = server.client.get("/v1/models").json()["data"][1]
+    assert (adapter["root"], adapter["parent"], adapter["max_model_len"]) == (f"{folder}/a", "tiny-python", None)
+
+
+JSON = {"content-type": "application/json"}
+
+
+def hostile_paths(folder: Path) -> dict[str, str]:
+    """Paths that lead to an adapter, or to nothing, and must not be followed."""
+    secret = folder.parent / "secret"
+    links = folder / "links"
+    links.mkdir(exist_ok=True)
+    for name, target in (("out", secret), ("round", links / "round"), ("up", folder.parent)):
+        if not (links / name).is_symlink():
+            (links / name).symlink_to(target)
+    for name in ("config_out", "weights_out", "pipe"):
+        (links / name).mkdir(exist_ok=True)
+    if not (links / "pipe" / "adapter_config.json").exists():
+        (links / "config_out" / "adapter_config.json").symlink_to(secret / "adapter_config.json")
+        shutil.copy(ADAPTERS / "c" / "adapter_model.safetensors", links / "config_out")
+        shutil.copy(ADAPTERS / "c" / "adapter_config.json", links / "weights_out")
+        (links / "weights_out" / "adapter_model.safetensors").symlink_to(secret / "adapter_model.safetensors")
+        os.mkfifo(links / "pipe" / "adapter_config.json")
+    return {
+        "absolute": str(secret),
+        "up": f"{folder}/../secret",
+        "up and down": f"{folder}/a/../../allowed/../secret",
+        "relative": os.path.relpath(secret),
+        "encoded": f"{folder}/%2e%2e/secret",
+        "double encoded": f"{folder}/%252e%252e/secret",
+        "backslashes": f"{folder}\\..\\secret",
+        "a link out": str(links / "out"),
+        "through a link": str(links / "up" / "secret"),
+        "a link in circles": str(links / "round"),
+        "its config is a link out": str(links / "config_out"),
+        "its weights are a link out": str(links / "weights_out"),
+        "a pipe": str(links / "pipe"),
+        "NUL": f"{folder}/a\0/../../secret",
+        "very long": f"{folder}/" + "a" * 5000,
+        "very deep": f"{folder}/" + "../" * 20000 + "etc",
+        "a prefix of the folder's name": f"{folder}{'/' * 3}../secret",
+        "a file": f"{folder}/a/adapter_config.json",
+        "the root": "/",
+        "a home": "~/secret",
+        "half a character": f"{folder}/\ud800",
+        "a url": f"file://{secret}",
+        "the hub": "someone/adapter",
+    }
+
+
+def test_no_path_leads_out(server, folder):
+    before = names_of(server)
+    for number, (name, path) in enumerate(hostile_paths(folder).items()):
+        body = json.dumps({"lora_name": f"x{number}", "lora_path": path})
+        reply = server.client.post(LOAD, content=body, headers=JSON)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (404, "NotFoundError"), (name, reply.text[:300])
+        assert len(reply.text) < 1000
+    assert names_of(server) == before
+    assert asked(server, "a").status_code == 200
+
+
+def test_what_is_there_and_what_is_not_get_one_answer(server, folder):
+    """Else a client could find out what is on the machine."""
+    replies = []
+    for path in (folder.parent / "secret", folder.parent / "nothing"):
+        reply = server.client.post(LOAD, json={"lora_name": "x", "lora_path": str(path)})
+        replies.append((reply.status_code, reply.text.replace(str(path), "")))
+    assert replies[0] == replies[1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"lora_name": "x"}',
+        '{"lora_name": ["x"], "lora_path": "y"}',
+        '{"lora_name": null, "lora_path": null}',
+        '{"lora_name": "x", "lora_path": {"a": 1}}',
+        '{"lora_name": "x\\ny", "lora_path": "y"}',
+        '{"lora_name": "\\ud800", "lora_path": "y"}',
+        '{"lora_name": " ", "lora_path": "y"}',
+        json.dumps({"lora_name": "x" * 257, "lora_path": "y"}),
+        '{"lora_name": "x", "lora_path": "y", "load_inplace": 7}',
+    ],
+)
+def test_a_hostile_body_is_the_clients_fault(server, body):
+    reply = server.client.post(LOAD, content=body, headers=JSON)
+    assert reply.status_code == 400, reply.text
+    assert server.client.post(LOAD, content=body, headers={"content-type": "text/plain"}).status_code == 400
+    assert server.client.post(UNLOAD, content=body, headers=JSON).status_code in (400, 404)
+
+
+def test_what_does_not_fit_is_refused_and_the_engine_goes_on(server, folder):
+    """Each is right but for one thing; a refused one leaves nothing behind."""
+    for name, damage in {
+        "pickled": lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
+        "cut off": lambda path: os.truncate(path / "adapter_model.safetensors", 300),
+        "no safetensors": lambda path: (path / "adapter_model.safetensors").write_bytes(b"\x80\x04."),
+        "not JSON": lambda path: (path / "adapter_config.json").write_text("{"),
+        "other rank": lambda path: changed(path, r=5),
+        "rank of text": lambda path: changed(path, r="4"),
+        "bias": lambda path: changed(path, bias="all"),
+        "embeddings": lambda path: changed(path, target_modules=["embed_tokens"]),
+    }.items():
+        broken = folder / name
+        shutil.copytree(ADAPTERS / "c", broken)
+        damage(broken)
+        reply = server.client.post(LOAD, json={"lora_name": "broken", "lora_path": str(broken)})
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "InvalidUserInput"), (name, reply.text)
+    assert "broken" not in names_of(server)
+    assert asked(server, "a").json()["choices"][0]["token_ids"] == [289, 199, 199, 516, 309, 8, 66, 12]
+
+
+def changed(path: Path, **settings) -> None:
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | settings))
+
+
+def test_an_adapter_that_is_unloaded_while_in_use_serves_its_requests(server, folder):
+    leaving = folder / "leaving"
+    shutil.copytree(ADAPTERS / "b", leaving)
+    assert server.client.post(LOAD, json={"lora_name": "leaving", "lora_path": str(leaving)}).status_code == 200
+    wanted = asked(server, "leaving", max_tokens=300, ignore_eos=True).json()["choices"][0]["text"]
+    body = {"model": "leaving", "prompt": PROMPT, "temperature": 0, "max_tokens": 300, "stream": True}
+    text = ""
+    with server.client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as stream:
+        for number, line in enumerate(line for line in stream.iter_lines() if line.startswith("data: {")):
+            if number == 0:
+                assert 'running_lora_adapters="leaving"' in server.client.get("/metrics").text
+                reply = server.client.post(UNLOAD, json={"lora_name": "leaving"})
+                assert reply.status_code == 200
+                assert asked(server, "leaving").status_code == 404
+                shutil.rmtree(leaving)
+            text += json.loads(line[len("data: ") :])["choices"][0]["text"]
+    assert text == wanted
+    assert eventually(lambda: 'running_lora_adapters=""' in server.client.get("/metrics").text)
+
+
+def test_another_adapter_under_the_same_name_and_path_finds_no_cached_blocks(server, folder):
+    """Its keys and values are others, though names and tokens are the same."""
+    written, prompt = folder / "written", PROMPT * 8
+    replies = []
+    for source in ("b", "a"):
+        shutil.rmtree(written, ignore_errors=True)
+        shutil.copytree(ADAPTERS / source, written)
+        body = {"lora_name": "written", "lora_path": str(written), "load_inplace": True}
+        assert server.client.post(LOAD, json=body).status_code == 200
+        replies.append(asked(server, "written", prompt=prompt).json()["choices"][0]["token_ids"])
+    assert replies[1] == asked(server, "a", prompt=prompt).json()["choices"][0]["token_ids"]
+    assert replies[0] != replies[1]
+
+
+def test_without_the_flag_there_are_no_routes_and_no_adapters(base):
+    for path in (LOAD, UNLOAD):
+        assert base.client.post(path, json={"lora_name": "a", "lora_path": "a"}).status_code == 404
+        assert path not in base.client.get("/openapi.json").json()["paths"]
+    assert asked(base, "a").status_code == 404
+    assert "lora_requests_info" not in base.client.get("/metrics").text
+
+
+def test_modules_are_given_as_name_and_path_or_as_json():
+    one, other = lora_modules_of(["a=x/y=z", '{"name": "b", "path": "p", "base_model_name": "m"}'])
+    assert (one.name, one.path, one.base_model_name) == ("a", "x/y=z", None)
+    assert (other.name, other.path, other.base_model_name) == ("b", "p", "m")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("a", "name=path"),
+        ("=x", "name=path"),
+        ("a=", "name=path"),
+        ("{", "name=path"),
+        ('{"name": "a"}', "name=path"),
+        ('{"name": "a", "path": 1}', "name=path"),
+        ('{"name": "a", "path": "p", "rank": "8"}', "name=path"),
+        ("a\n=x", "printable"),
+    ],
+)
+def test_a_wrong_module_is_one_line(given, message):
+    with pytest.raises(MinivllmError, match=message):
+        lora_modules_of([given])
+
+
+def test_two_modules_need_two_names():
+    with pytest.raises(MinivllmError, match="two adapters named 'a'"):
+        lora_modules_of(["a=x", "a=y"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "frontend", "environment", "message"),
+    [
+        ({}, {"lora_modules": ["a=b"]}, {}, "--enable-lora"),
+        ({}, {"runtime_lora_path": ["."]}, {}, "--enable-lora"),
+        ({"enable_lora": True}, {}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "--runtime-lora-path"),
+        ({"enable_lora": True}, {"runtime_lora_path": ["nothing/here"]}, {}, "no folder"),
+        ({"enable_lora": True}, {"runtime_lora_path": ["."], "api_server_count": 2}, {}, "api_server_count"),
+    ],
+)
+def test_flags_that_do_not_go_together(engine, frontend, environment, message):
+    with pytest.raises(MinivllmError, match=message):
+        check_lora_settings(EngineArgs(**engine), FrontendArgs(**frontend), environment)
+
+
+def test_a_server_that_cannot_have_its_adapter_does_not_start(capsys):
+    began = time.monotonic()
+    assert main(["serve", str(MODEL), "--lora-modules", "a=nothing"]) == 2
+    assert "--enable-lora" in capsys.readouterr().err
+    assert time.monotonic() - began < 10
+
+
+def test_a_folder_may_be_a_link_itself(tmp_path):
+    """The folder's own links are its owner's will."""
+    shutil.copytree(ADAPTERS / "c", tmp_path / "real" / "c")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    found = adapter_folder(str(tmp_path / "link" / "c"), [str(tmp_path / "link")])
+    assert found == str((tmp_path / "real" / "c").resolve())
+    assert adapter_folder(str(tmp_path / "real" / "c"), [str(tmp_path / "other")]) is None

@@ -1,0 +1,100 @@
+"""Traffic for many adapters, and what they cost: against draws, the real slot table, and counts by hand."""
+
+import random
+
+import pytest
+
+from minivllm.core.adapter_slots import AdapterSlots
+from minivllm.errors import MinivllmError
+from minivllm.simulate.cost_model import StepShape
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
+from minivllm.simulate.multi_lora import (
+    LAUNCH_SECONDS,
+    AdapterCost,
+    distinct_adapters,
+    lru_hit_rate,
+    zipf_adapters,
+    zipf_shares,
+)
+
+
+def test_shares_fall_as_zipf_says_and_draws_follow_them():
+    assert zipf_shares(4, 0.0) == [0.25] * 4
+    shares = zipf_shares(3, 1.0)
+    assert shares == pytest.approx([6 / 11, 3 / 11, 2 / 11])
+    drawn = zipf_adapters(3, 1.0, 20_000, seed=1)
+    assert [drawn.count(one) / 20_000 for one in (1, 2, 3)] == pytest.approx(shares, abs=0.01)
+    assert zipf_adapters(3, 1.0, 50, seed=1) == drawn[:50] != zipf_adapters(3, 1.0, 50, seed=2)
+    for wrong in ((0, 1.0), (3, -1.0), (3, float("nan"))):
+        with pytest.raises(MinivllmError):
+            zipf_shares(*wrong)
+
+
+@pytest.mark.parametrize(("adapters", "skew", "running"), [(10, 0.0, 5), (200, 1.0, 40), (1000, 0.8, 100)])
+def test_distinct_adapters_are_those_of_poisson_draws(adapters: int, skew: float, running: int):
+    shares, draw = zipf_shares(adapters, skew), random.Random(3)
+    counts = []
+    for _ in range(1000):
+        total, clock = 0, draw.expovariate(1)
+        while clock < running:
+            total, clock = total + 1, clock + draw.expovariate(1)
+        counts.append(len(set(draw.choices(range(adapters), shares, k=total))))
+    assert sum(counts) / 1000 == pytest.approx(distinct_adapters(shares, running), rel=0.04)
+
+
+@pytest.mark.parametrize("adapters", [20, 200])
+@pytest.mark.parametrize("skew", [0.0, 0.8, 1.5])
+@pytest.mark.parametrize("slots", [4, 16])
+def test_the_hit_rate_is_that_of_the_real_slots(adapters: int, skew: float, slots: int):
+    """One request after another; what Che's approximation is off by falls as slots and adapters grow."""
+    table, hits, asked = AdapterSlots(slots), 0, 8_000
+    for adapter in zipf_adapters(adapters, skew, asked, seed=7):
+        hits += adapter in table
+        table.activate(adapter)
+    assert lru_hit_rate(zipf_shares(adapters, skew), slots) == pytest.approx(hits / asked, abs=0.02)
+
+
+def test_with_a_slot_for_each_adapter_all_are_hits():
+    assert lru_hit_rate(zipf_shares(5, 1.0), 5) == lru_hit_rate(zipf_shares(5, 1.0), 9) == 1.0
+
+
+class Flat:
+    """A step without adapters takes 5 ms."""
+
+    def seconds(self, shape: StepShape) -> float:
+        return 0.005
+
+
+DECODES = StepShape.of([(1, 100)] * 8)
+
+
+def test_costs_are_launches_until_bytes_take_longer():
+    cost = AdapterCost(Flat(), known_model("Llama-3.1-8B"), get_hardware("H100"), 16)
+    sums = 2 * (8192 + 5120) + 3 * (4096 + 14336)
+    assert cost.slot_bytes == 2 * 16 * 32 * sums
+    assert cost.flops_per_token == 2 * 16 * 32 * sums
+    assert cost.launches == 2 * 4 * 32
+    launches = 256 * LAUNCH_SECONDS
+    assert cost.seconds(DECODES, 0) == 0.005
+    assert cost.seconds(DECODES, 3) == pytest.approx(0.005 + launches)
+    assert cost.loop_seconds(DECODES, 3) == pytest.approx(0.005 + 3 * launches)
+    assert cost.merged_seconds(DECODES, 3) == pytest.approx(3 * 0.005)
+    many = cost.seconds(DECODES, 200) - 0.005
+    assert many == pytest.approx((200 * cost.slot_bytes + 8 * cost.row_bytes) / (3.35e12 * 0.9))
+    assert many > launches
+    assert cost.load_seconds(8) == pytest.approx(cost.slot_bytes / 2 / (64e9 * 0.9))
+
+
+def test_adapters_on_fewer_linears_have_fewer_launches():
+    model, gpu = known_model("Llama-3.1-8B"), get_hardware("H100")
+    attention = AdapterCost(Flat(), model, gpu, 8, ("q_proj", "v_proj"))
+    assert attention.launches == 2 * 32
+    assert attention.slot_bytes == 2 * 8 * 32 * (8192 + 5120)
+    assert attention.row_bytes == 32 * (2 * (4096 + 2 * (4096 + 1024)) + 2 * 4 * 8 * 2)
+
+
+def test_a_long_prefill_is_bound_by_its_arithmetic():
+    cost = AdapterCost(Flat(), known_model("Llama-3.1-8B"), get_hardware("H100"), 512)
+    chunk = StepShape.of([(8192, 0)])
+    assert cost.seconds(chunk, 1) - 0.005 == pytest.approx(8192 * cost.flops_per_token / (989.4e12 * 0.9))

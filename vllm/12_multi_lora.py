@@ -1,0 +1,357 @@
+"""Lesson 12. Multi-LoRA: how do a thousand models share one?
+
+Builds the adapter beside the weight it changes, one pair of kernels for a batch in which every token may have another
+adapter, the slots that adapters lie in, and the gate that keeps a batch within them. You learn what an adapter weighs,
+what it costs to apply instead of to merge, and which number matters: not how many adapters there are, but how many
+different ones a step has.
+
+    uv run python vllm/12_multi_lora.py                           # under a minute on a laptop, no GPU needed
+    uv run python vllm/12_multi_lora.py --adapters 200 --skew 0.5
+"""
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.errors import MinivllmError
+from minivllm.lab.cli import run
+from minivllm.lab.disturbance import Control
+from minivllm.lab.lesson import begin, keep
+from minivllm.lab.proof import prove
+from minivllm.lab.reports import multi_lora as report
+from minivllm.lab.tables import heading
+from minivllm.platforms.triton_utils import tl, triton
+
+# %% 1. The pain: a model for every customer
+
+
+# region: weigh
+def adapter_numbers(rank: int, projections: Iterable[tuple[int, int]]) -> int:
+    """Numbers of an adapter: A [rank, in] and B [out, rank] for each projection, given as (out, in)."""
+    return sum(rank * (outputs + inputs) for outputs, inputs in projections)
+
+
+# endregion
+
+# %% 2. The idea: leave the weight alone, and add the small product
+
+
+# region: applied
+def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The weight of a model of its own: W + BA. weight [out, in], a [rank, in], b [out, rank] with the scale in it."""
+    return weight + b @ a
+
+
+def applied(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The same product with the weight as it is: x [tokens, in] -> [tokens, out]. BA is never made."""
+    return x @ weight.T + (x @ a.T) @ b.T
+
+
+# endregion
+
+# %% 3. One forward for many adapters: group the tokens, and let each group have its own
+
+
+# region: group
+def group_tokens(token_slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which tokens go with which adapter, by number, so that no token itself is moved; all int32.
+
+    token_slots [tokens]: the slot of each token's adapter, -1 for none. Returns order [tokens with an adapter]: their
+    indices, by slot, those of a slot as they came; active [groups]: the slots that occur; starts [groups + 1].
+    """
+    order = torch.argsort(token_slots, stable=True)
+    order = order[token_slots[order] >= 0]
+    active, counts = torch.unique_consecutive(token_slots[order], return_counts=True)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return order.int(), active.int(), starts.int()
+
+
+# endregion
+
+
+# region: kernels
+@triton.jit
+def rows_of_tile(order, starts, group, tile, TILE: tl.constexpr):
+    """The tokens of one tile of a group, [TILE], and which of them are there."""
+    first, last = tl.load(starts + group), tl.load(starts + group + 1)
+    place = first + tile * TILE + tl.arange(0, TILE)
+    return tl.load(order + place, mask=place < last, other=0).to(tl.int64), place < last
+
+
+@triton.jit
+def shrink_kernel(
+    small, x, a, order, active, starts, IN, MAX_RANK: tl.constexpr,
+    RANKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """small[token] = A[its slot] · x[token]. Grid: (tiles of the largest group, groups).
+
+    small fp32 [tokens, MAX_RANK]; x [tokens, IN]; a [slots, MAX_RANK, IN]; order, active, starts as `group_tokens` has
+    them. RANKS is MAX_RANK rounded up for the matrix product. A tile that its group does not reach does nothing. Reads
+    the adapter once for each tile, x once; 2 · MAX_RANK · IN FLOPs a token.
+    """
+    tile, group = tl.program_id(0), tl.program_id(1)
+    token, there = rows_of_tile(order, starts, group, tile, TILE)
+    if tl.sum(there.to(tl.int32)) > 0:
+        slot, rank = tl.load(active + group).to(tl.int64), tl.arange(0, RANKS)
+        sums = tl.zeros([TILE, RANKS], tl.float32)
+        for start in range(0, IN, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = (column < IN)[None, :]
+            rows = tl.load(x + token[:, None] * IN + column[None, :], mask=there[:, None] & inside, other=0.0)
+            at = (slot * MAX_RANK + rank[:, None]) * IN + column[None, :]
+            down = tl.load(a + at, mask=(rank < MAX_RANK)[:, None] & inside, other=0.0)
+            sums = tl.dot(rows, tl.trans(down), sums, input_precision="ieee")
+        at = token[:, None] * MAX_RANK + rank[None, :]
+        tl.store(small + at, sums, mask=there[:, None] & (rank < MAX_RANK)[None, :])
+
+
+@triton.jit
+def expand_kernel(
+    out, small, b, order, active, starts, OUT, MAX_RANK: tl.constexpr,
+    RANKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[token] += B[its slot] · small[token]. Grid: (tiles of the largest group, groups, ceil(OUT / BLOCK)).
+
+    out [tokens, OUT], which holds the base model's product; b [slots, OUT, MAX_RANK]; the rest as `shrink_kernel`.
+    """
+    tile, group = tl.program_id(0), tl.program_id(1)
+    token, there = rows_of_tile(order, starts, group, tile, TILE)
+    if tl.sum(there.to(tl.int32)) > 0:
+        slot, rank = tl.load(active + group).to(tl.int64), tl.arange(0, RANKS)
+        column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        real, inside = (rank < MAX_RANK)[None, :], (column < OUT)[:, None]
+        rows = tl.load(small + token[:, None] * MAX_RANK + rank[None, :], mask=there[:, None] & real, other=0.0)
+        up = tl.load(b + (slot * OUT + column[:, None]) * MAX_RANK + rank[None, :], mask=inside & real, other=0.0)
+        at = out + token[:, None] * OUT + column[None, :]
+        mask = there[:, None] & (column < OUT)[None, :]
+        sums = tl.dot(rows.to(up.dtype), tl.trans(up), tl.load(at, mask=mask, other=0.0).to(tl.float32),
+                      input_precision="ieee")  # fmt: skip
+        tl.store(at, sums.to(out.dtype.element_ty), mask=mask)
+
+
+# endregion
+
+TILE, BLOCK = 16, 64
+
+
+def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel; `trace_kernel` takes the same arguments, and counts what is read."""
+    kernel[grid](*arguments, **constants)
+
+
+def add_lora(
+    out: Tensor, x: Tensor, a: Tensor, b: Tensor, groups: tuple[Tensor, Tensor, Tensor], launch: Callable = launched
+) -> None:
+    """Adds to `out` what the adapters of these groups give, in two launches; none if there are no groups.
+
+    out [tokens, out], x [tokens, in], a [slots, max_rank, in], b [slots, out, max_rank]; contiguous.
+    """
+    order, active, starts = groups
+    if not len(active):
+        return
+    max_rank = a.shape[1]
+    small = torch.empty(len(x), max_rank, device=x.device)
+    tiles = triton.cdiv(int((starts[1:] - starts[:-1]).max()), TILE)
+    sizes = {"MAX_RANK": max_rank, "RANKS": max(16, triton.next_power_of_2(max_rank)), "TILE": TILE, "BLOCK": BLOCK}
+    columns = triton.cdiv(out.shape[1], BLOCK)
+    launch(shrink_kernel, (tiles, len(active)), small, x, a, order, active, starts, x.shape[1], **sizes)
+    launch(expand_kernel, (tiles, len(active), columns), out, small, b, order, active, starts, out.shape[1], **sizes)
+
+
+# %% 4. Four ways to call them: history in one table
+
+
+# region: ways
+def by_sorting(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, launch: Callable = launched) -> None:
+    """Now: tokens stay where they are, their numbers are sorted."""
+    add_lora(out, x, a, b, group_tokens(token_slots), launch)
+
+
+def by_loop(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, launch: Callable = launched) -> None:
+    """The obvious way: adapter after adapter, two launches for each."""
+    order, active, starts = group_tokens(token_slots)
+    for index, (first, last) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
+        alone = torch.tensor([0, last - first], dtype=torch.int32, device=x.device)
+        add_lora(out, x, a, b, (order[first:last], active[index : index + 1], alone), launch)
+
+
+def by_token(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, launch: Callable = launched) -> None:
+    """What bgmv did: every token is a group of its own, and reads its adapter alone."""
+    order = torch.nonzero(token_slots >= 0).flatten().int()
+    starts = torch.arange(len(order) + 1, dtype=torch.int32, device=x.device)
+    add_lora(out, x, a, b, (order, token_slots[order.long()], starts), launch)
+
+
+def by_segment(out: Tensor, x: Tensor, a: Tensor, b: Tensor, token_slots: Tensor, launch: Callable = launched) -> None:
+    """What sgmv needed: the rows of an adapter side by side. So they are copied there, and back."""
+    order, active, starts = group_tokens(token_slots)
+    there = out[order.long()]
+    add_lora(there, x[order.long()], a, b, (torch.arange(len(order)).to(order), active, starts), launch)
+    out[order.long()] = there
+
+
+# endregion
+
+# %% 5. Slots, and who may use them
+
+
+# region: slots
+class AdapterSlots:
+    """Places for adapters. `slots`: the adapter in each, or None. If none is free, the least recently used one goes."""
+
+    def __init__(self, max_loras: int) -> None:
+        self.slots: list[int | None] = [None] * max_loras
+        self.pinned: set[int] = set()
+        self._used: dict[int, None] = {}  # the least recently used first
+
+    def activate(self, adapter: int) -> int:
+        """The slot of an adapter, which it has from now on, and which makes it the most recently used.
+
+        Raises:
+            MinivllmError: no slot is free, and all adapters are pinned.
+        """
+        if adapter not in self._used:
+            if None not in self.slots:
+                self.deactivate(self._least_recently_used())
+            self.slots[self.slots.index(None)] = adapter
+        self._used.pop(adapter, None)
+        self._used[adapter] = None
+        return self.slots.index(adapter)
+
+    def deactivate(self, adapter: int) -> None:
+        """Empties its slot; nothing happens if it has none."""
+        if adapter in self._used:
+            self.slots[self.slots.index(adapter)] = None
+            self.pinned.discard(adapter)
+            del self._used[adapter]
+
+    def pin(self, adapter: int) -> None:
+        """Activates it if it has no slot, and keeps it there. Raises as `activate`."""
+        if adapter not in self._used:
+            self.activate(adapter)
+        self.pinned.add(adapter)
+
+    def _least_recently_used(self) -> int:
+        for adapter in self._used:
+            if adapter not in self.pinned:
+                return adapter
+        raise MinivllmError(f"all {len(self.slots)} slots hold pinned adapters; unload one, or raise max_loras")
+
+
+# endregion
+
+
+# region: admit
+def admit(running: Sequence[int], waiting: Sequence[int], max_loras: int, places: int) -> list[int]:
+    """Who of those that wait may start: their indices. Adapters are given by number, 0 for none.
+
+    The adapters of all that run, and of those that start, are `max_loras` at most. Who would be one too many is passed
+    over, and those behind it are asked.
+    """
+    active, admitted = set(running) - {0}, []
+    for index, adapter in enumerate(waiting):
+        if len(admitted) == places:
+            break
+        if adapter == 0 or adapter in active or len(active) < max_loras:
+            admitted.append(index)
+            active |= {adapter} - {0}
+    return admitted
+
+
+# endregion
+
+
+@dataclass
+class Request:
+    """It runs for so many `steps` once it is admitted; `adapter` 0 is none; it comes before step `arrives`."""
+
+    name: str
+    adapter: int
+    steps: int
+    arrives: int = 0
+
+
+def serve(requests: Sequence[Request], max_loras: int, max_num_seqs: int) -> Iterator[tuple[list[Request], int]]:
+    """(who runs, how many wait) in each step, until all are served."""
+    coming, running, waiting, left, step = list(requests), [], [], {one.name: one.steps for one in requests}, 0
+    while coming or running or waiting:
+        waiting += [one for one in coming if one.arrives <= step]
+        coming = [one for one in coming if one.arrives > step]
+        adapters = [[one.adapter for one in some] for some in (running, waiting)]
+        chosen = admit(*adapters, max_loras, max_num_seqs - len(running))
+        running += [waiting[index] for index in chosen]
+        waiting = [one for index, one in enumerate(waiting) if index not in chosen]
+        yield list(running), len(waiting)
+        for one in running:
+            left[one.name] -= 1
+        running, step = [one for one in running if left[one.name]], step + 1
+
+
+def tiers(batches: Iterable[Iterable[int]], max_loras: int, max_cpu_loras: int) -> Counter:
+    """What steps with these adapters cost: `used` (adapters, step by step), `copied` into a slot, read `from disk`.
+
+    An adapter is read from disk into host memory, and copied from there into a slot. What leaves the host leaves its
+    slot as well.
+    """
+    device, host, counts = AdapterSlots(max_loras), AdapterSlots(max_cpu_loras), Counter()
+    for adapters in batches:
+        for adapter in dict.fromkeys(one for one in adapters if one):
+            before = set(host.slots)
+            host.activate(adapter)
+            for gone in before - set(host.slots) - {None}:
+                device.deactivate(gone)
+            counts.update(used=1, copied=adapter not in device.slots, **{"from disk": adapter not in before})
+            device.activate(adapter)
+    return counts
+
+
+def first_steps() -> list[list[str]]:
+    """The exercise on paper: two slots, three places."""
+    requests = [Request("A", 1, 2), Request("B", 2, 4), Request("C", 3, 2), Request("D", 0, 1), Request("E", 2, 1)]
+    return [[one.name for one in running] for running, _ in serve(requests, max_loras=2, max_num_seqs=3)]
+
+
+# %% The talk, in order
+
+
+def main(arguments: Namespace) -> None:
+    """Run the lesson from top to bottom."""
+    device, control = begin("Lesson 12. Multi-LoRA", arguments), Control()
+    report.check(arguments, device)
+    heading("1. What an adapter weighs, and what a model of its own does")
+    found: dict = {"weighs": report.show_weights(adapter_numbers)}
+    heading("2. Merged or applied")
+    with control.watch():
+        found["applied"] = report.measure_applied(merged, applied, arguments, device)
+    heading("3. The same batch, four ways")
+    ways = {"loop": by_loop, "bgmv": by_token, "sgmv": by_segment, "sorted": by_sorting}
+    found["kernels"] = prove(partial(report.verify_kernels, ways), device)
+    found["counted"] = report.count_ways(ways)
+    with control.watch():
+        found["distinct"] = report.measure_distinct(arguments, device)
+    heading("4. Slots, and a tier below them")
+    found["tiers"] = report.show_tiers(serve, tiers, Request, arguments)
+    heading("5. A thousand adapters in one process")
+    with control.watch():
+        found["thousand"] = report.measure_thousand(arguments)
+    with control.watch():
+        found["cost"] = report.measure_cost(arguments)
+    found["answers"] = report.show_answers(arguments)
+    heading("6. Break it")
+    found["slots"] = report.show_gate(serve, tiers, Request)
+    found["ranks"] = report.show_ranks(by_sorting, adapter_numbers)
+    found["shared"] = report.share_hashes(arguments)
+    report.close(found, control.disturbance())
+    keep(__file__, found, arguments, report.draw, disturbance=control.record())
+
+
+parser = partial(report.parser, __doc__)
+
+if __name__ == "__main__":
+    run(main, parser())

@@ -1,0 +1,67 @@
+"""Which adapter lies in which slot of the device: least recently used first out, pinned ones never.
+
+Bookkeeping only; who owns the tensors copies an adapter's weights in when `activate` gives it a slot that it did not
+have. In vLLM v0.33.0: `vllm/lora/model_manager.py` (`LRUCacheLoRAModelManager`, `AdapterLRUCache`).
+"""
+
+import heapq
+
+from minivllm.errors import MinivllmError
+
+
+class AdapterSlots:
+    """The adapters in `max_loras` slots, by their ids. All operations take O(log max_loras) at most."""
+
+    def __init__(self, max_loras: int) -> None:
+        self.slots: list[int | None] = [None] * max_loras
+        """The adapter in each slot."""
+        self.pinned: set[int] = set()
+        self._slot_of: dict[int, int] = {}
+        """By adapter, the least recently used first."""
+        self._free = list(range(max_loras))
+
+    def __contains__(self, adapter_id: int) -> bool:
+        return adapter_id in self._slot_of
+
+    def activate(self, adapter_id: int) -> int:
+        """Return an adapter's slot and make it the most recently used.
+
+        One that has no slot gets the first free one, or else that of the least recently used adapter.
+
+        Raises:
+            MinivllmError: no slot is free, and all adapters in them are pinned.
+        """
+        slot = self._slot_of.pop(adapter_id, None)
+        if slot is None:
+            if not self._free:
+                self.deactivate(self._least_recently_used())
+            slot = heapq.heappop(self._free)
+            self.slots[slot] = adapter_id
+        self._slot_of[adapter_id] = slot
+        return slot
+
+    def deactivate(self, adapter_id: int) -> None:
+        """Empty an adapter's slot, pinned or not; nothing happens if it has none."""
+        slot = self._slot_of.pop(adapter_id, None)
+        if slot is not None:
+            self.slots[slot] = None
+            self.pinned.discard(adapter_id)
+            heapq.heappush(self._free, slot)
+
+    def pin(self, adapter_id: int) -> None:
+        """Keep an adapter in its slot until it is deactivated; one that has none gets one first.
+
+        Raises:
+            MinivllmError: it gets none, since all slots hold pinned adapters.
+        """
+        if adapter_id not in self._slot_of:
+            self.activate(adapter_id)
+        self.pinned.add(adapter_id)
+
+    def _least_recently_used(self) -> int:
+        for adapter_id in self._slot_of:
+            if adapter_id not in self.pinned:
+                return adapter_id
+        raise MinivllmError(
+            f"no slot for another adapter: all {len(self.slots)} hold pinned ones; remove one, or set max_loras higher"
+        )

@@ -1,0 +1,111 @@
+"""The adapters that a core has been told of. The ranks read them; the scheduler counts those that run.
+
+An adapter is read when it is added, or when the first request names it, so that one which cannot be served is refused
+to whoever names it. One that is removed while requests use it goes when the last of them has ended.
+
+In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`, `list_loras`, `pin_lora`), which removes
+it at once.
+"""
+
+from dataclasses import replace
+
+from minivllm.core.lora_request import LoRARequest
+from minivllm.core.scheduler import Scheduler
+from minivllm.errors import MinivllmError
+from minivllm.executor.abstract import Executor
+
+
+class AdapterRefused(MinivllmError):
+    """What was asked for cannot be done. Nothing has changed, in the ranks neither."""
+
+
+class LoRARegistry:
+    """Adapters by id. Folders are read anew only where an adapter is added anew: then cached blocks do not fit it."""
+
+    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
+        self._executor, self._scheduler = executor, scheduler
+        self._adapters: dict[int, LoRARequest] = {}
+        self._leaving: set[int] = set()
+        self._num_reads: dict[tuple[str, str], int] = {}
+
+    def add(self, lora_request: LoRARequest) -> LoRARequest:
+        """Returns the adapter as its requests are to name it. It is read unless it is known, or is to be read anew.
+
+        Raises:
+            AdapterRefused: it cannot be served, or its id is another one's.
+        """
+        self._check_enabled(lora_request)
+        wanted = replace(lora_request, load_inplace=False, generation=0)
+        known = self._adapters.get(lora_request.lora_int_id)
+        same = known is not None and replace(known, generation=0) == wanted
+        if known is not None and same and not lora_request.load_inplace:
+            self._leaving.discard(known.lora_int_id)
+            return known
+        if known is not None and not same and not lora_request.load_inplace:
+            raise AdapterRefused(
+                f"lora_int_id {known.lora_int_id} is that of {known.lora_name!r} in {known.lora_path}: give "
+                f"{lora_request.lora_name!r} another id, or set load_inplace"
+            )
+        anew = replace(lora_request, load_inplace=known is not None)
+        _raise_first(self._executor.collective_rpc("add_lora", anew))
+        place = wanted.lora_name, wanted.lora_path
+        found = replace(wanted, generation=self._num_reads.get(place, 0))
+        self._num_reads[place] = found.generation + 1
+        self._adapters[found.lora_int_id] = found
+        self._leaving.discard(found.lora_int_id)
+        return found
+
+    def remove(self, lora_id: int) -> bool:
+        """Removes an adapter, or has it go with its last request; returns whether it was there."""
+        if lora_id not in self._adapters or lora_id in self._leaving:
+            return False
+        self._leaving.add(lora_id)
+        self._scheduler.pinned_loras.discard(lora_id)
+        self.forget_unused()
+        return True
+
+    def pin(self, lora_id: int) -> None:
+        """Keeps an adapter in a slot, whether or not anybody uses it.
+
+        Raises:
+            AdapterRefused: it was not added, or nobody else could run beside it and those that run now.
+        """
+        if lora_id not in self._adapters or lora_id in self._leaving:
+            raise AdapterRefused(f"there is no adapter {lora_id} to pin; add it first")
+        used = self._scheduler.running_loras() | {lora_id}
+        most = self._scheduler.config.max_loras
+        if len(used) > most:
+            raise AdapterRefused(
+                f"the adapter {lora_id} cannot be pinned: all max_loras = {most} slots are pinned, or in use now"
+            )
+        _raise_first(self._executor.collective_rpc("pin_lora", self._adapters[lora_id]))
+        self._scheduler.pinned_loras.add(lora_id)
+
+    def list(self) -> "set[int]":
+        """The adapters in the ranks' host memory."""
+        return set(self._executor.collective_rpc("list_loras")[0]) - self._leaving
+
+    def forget_unused(self) -> None:
+        """Lets removed adapters go that no request uses any more."""
+        if not self._leaving:
+            return
+        requests = self._scheduler.requests.values()
+        used = {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
+        for lora_id in self._leaving - used:
+            self._executor.collective_rpc("remove_lora", lora_id)
+            self._leaving.discard(lora_id)
+            del self._adapters[lora_id]
+
+    def _check_enabled(self, lora_request: LoRARequest) -> None:
+        if self._scheduler.config.max_loras == 0:
+            raise AdapterRefused(
+                f"the adapter {lora_request.lora_name!r} needs an engine with adapters: set enable_lora=True "
+                "(--enable-lora)"
+            )
+
+
+def _raise_first(refusals: "list[str | None]") -> None:
+    """The ranks' answers: all None, or why one of them cannot."""
+    refusal = next(filter(None, refusals), None)
+    if refusal is not None:
+        raise AdapterRefused(refusal)

@@ -1,0 +1,112 @@
+"""Which adapters a server begins with, and from where a client may load others.
+
+In vLLM v0.33.0: `LoRAModulePath` in `vllm/entrypoints/openai/models/protocol.py`, `LoRAParserAction` in
+`vllm/entrypoints/launchers/cli_args.py`. vLLM loads from any path, or from the Hub, once
+`VLLM_ALLOW_RUNTIME_LORA_UPDATING` is set; here the folders are named, and that variable asks for them.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from minivllm.config.checks import encodable, require
+from minivllm.engine.arg_utils import EngineArgs
+from minivllm.entrypoints.openai.settings import FrontendArgs
+from minivllm.lora.peft_helper import CONFIG_FILE, WEIGHTS_FILE
+
+RUNTIME_VARIABLES = ("MINIVLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+MAX_NAME_CHARACTERS = 256
+
+
+@dataclass(frozen=True)
+class LoRAModulePath:
+    """An adapter that a server has from the start. `base_model_name`: what the list of models shows as its parent."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def lora_modules_of(given: Sequence[str]) -> list[LoRAModulePath]:
+    """Return what `--lora-modules` says: each `name=path`, or {"name": …, "path": …, "base_model_name": …} in JSON.
+
+    Raises:
+        MinivllmError: one says something else, or two have one name.
+    """
+    modules = [_module_of(text) for text in given]
+    names = [module.name for module in modules]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    require(twice is None, f"lora_modules has two adapters named {twice!r}; give each a name of its own")
+    return modules
+
+
+def _module_of(text: str) -> LoRAModulePath:
+    wrong = f'lora_modules has {text[:100]!r}; an adapter is name=path, or {{"name": …, "path": …}} in JSON'
+    if not text.lstrip().startswith("{"):
+        name, equals, path = text.partition("=")
+        require(bool(name and equals and path), wrong)
+        return LoRAModulePath(check_name(name), path)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = {}
+    known = {"name", "path", "base_model_name"}
+    fits = {"name", "path"} <= found.keys() <= known and all(isinstance(value, str) for value in found.values())
+    require(fits and bool(found["path"]), wrong)
+    check_name(found["name"])
+    return LoRAModulePath(**found)
+
+
+def check_name(name: str) -> str:
+    """Return an adapter's name if a list of models, a label and a line of a log can show it.
+
+    Raises:
+        MinivllmError: they cannot.
+    """
+    encodable(name, "lora_name")
+    require(
+        0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and bool(name.strip()),
+        f"the adapter's name {name[:60]!r} must be 1 to {MAX_NAME_CHARACTERS} printable characters",
+    )
+    return name
+
+
+def check_lora_settings(args: EngineArgs, settings: FrontendArgs, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse what a server's flags say of adapters and cannot be done.
+
+    Raises:
+        MinivllmError: one line says what.
+    """
+    modules, folders = lora_modules_of(settings.lora_modules), settings.runtime_lora_path
+    for name, value in (("lora_modules", modules), ("runtime_lora_path", folders)):
+        require(args.enable_lora or not value, f"{name} needs an engine with adapters: give --enable-lora too")
+    asked = next((name for name in RUNTIME_VARIABLES if environment.get(name, "0") not in ("", "0")), None)
+    require(
+        asked is None or bool(folders),
+        f"{asked} is set, but no folder to load adapters from: give --runtime-lora-path FOLDER",
+    )
+    missing = next((folder for folder in folders if not Path(folder).is_dir()), None)
+    require(missing is None, f"runtime_lora_path is {missing!r}, which is no folder")
+    require(
+        not folders or settings.api_server_count == 1,
+        f"runtime_lora_path does not go with api_server_count {settings.api_server_count}, of which each has models of "
+        "its own: leave one of the two out",
+    )
+
+
+def adapter_folder(path: str, folders: Sequence[str]) -> str | None:
+    """Return where an adapter really lies, if that is below one of these folders; else None, whether it exists or not.
+
+    Links are followed first, those of its files too, so that none leads out; and there must be files, not pipes.
+    """
+    try:
+        allowed = [Path(os.path.realpath(folder, strict=True)) for folder in folders]
+        found = Path(os.path.realpath(path, strict=True))
+        config = Path(os.path.realpath(found / CONFIG_FILE, strict=True))
+        weights = Path(os.path.realpath(found / WEIGHTS_FILE))
+    except (OSError, ValueError):  # it is not there, it is too long, it has a NUL, or links go round in circles
+        return None
+    inside = all(any(part.is_relative_to(folder) for folder in allowed) for part in (found, config, weights))
+    return str(found) if inside and config.is_file() and (weights.is_file() or not weights.exists()) else None

@@ -1,0 +1,142 @@
+"""The CPU counterpart of `lora_linear.py`'s kernels, compiled by numba: shrink and expand in one pass.
+
+A program takes up to 16 rows of one slot, so an adapter's numbers are loaded once for all of them. For each slice it
+writes A x, a few numbers a row, into a scratch buffer that stays in the nearest cache, and adds B times these to y, 64
+outputs at a time, which stay in registers meanwhile. Nothing but y goes to memory, and all adapters and slices of a
+linear are one call.
+
+A row of A has a product of its own for each row of x, so four of them are computed at once, for two rows of x where
+there are two; a row of B is added to the outputs as it lies.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from minivllm.kernels.cpu.cells import LoRALinearCells
+from minivllm.kernels.cpu.lanes import load, load_one, multiply_add, store, store_sums, sum_fours, zero
+from minivllm.kernels.cpu.programs import (
+    array_at,
+    cells_at,
+    compile_programs,
+    layout_of,
+    sources_changed,
+    take_number,
+)
+from minivllm.kernels.lora_metadata import CPU_TILE
+
+CELLS = layout_of(LoRALinearCells)
+jit = njit(fastmath=True, error_model="numpy", nogil=True)
+
+
+@jit
+def shrink_row(small, at, x, x_at, a, a_at, width, rank):
+    """small [rank] = A x of one row; up to three numbers beyond the rank are written too."""
+    for r in range(0, rank, 4):
+        line = a_at + r * width
+        p, q, s, t = zero(), zero(), zero(), zero()
+        for k in range(0, width, 16):
+            numbers = load(x, x_at + k)
+            p = multiply_add(numbers, load(a, line + k), p)
+            q = multiply_add(numbers, load(a, line + width + k), q)
+            s = multiply_add(numbers, load(a, line + 2 * width + k), s)
+            t = multiply_add(numbers, load(a, line + 3 * width + k), t)
+        store_sums(small, at + r, sum_fours(p, q, s, t))
+
+
+@jit
+def shrink_two_rows(small, at, stride, x, x_at, other_x_at, a, a_at, width, rank):
+    """The same for two rows of x, whose results are `stride` apart."""
+    for r in range(0, rank, 4):
+        line = a_at + r * width
+        p, q, s, t = zero(), zero(), zero(), zero()
+        e, f, g, h = zero(), zero(), zero(), zero()
+        for k in range(0, width, 16):
+            numbers, others = load(x, x_at + k), load(x, other_x_at + k)
+            weights = load(a, line + k)
+            p, e = multiply_add(numbers, weights, p), multiply_add(others, weights, e)
+            weights = load(a, line + width + k)
+            q, f = multiply_add(numbers, weights, q), multiply_add(others, weights, f)
+            weights = load(a, line + 2 * width + k)
+            s, g = multiply_add(numbers, weights, s), multiply_add(others, weights, g)
+            weights = load(a, line + 3 * width + k)
+            t, h = multiply_add(numbers, weights, t), multiply_add(others, weights, h)
+        store_sums(small, at + r, sum_fours(p, q, s, t))
+        store_sums(small, at + stride + r, sum_fours(e, f, g, h))
+
+
+@jit
+def expand_row(y, y_at, small, at, b, b_at, outputs, first, last, rank):
+    """Add B small to the outputs from `first` to `last` of one row of y."""
+    column = first
+    while column + 64 <= last:
+        p, q = load(y, y_at + column), load(y, y_at + column + 16)
+        s, t = load(y, y_at + column + 32), load(y, y_at + column + 48)
+        for r in range(rank):
+            number, line = load_one(small, at + r), b_at + r * outputs + column
+            p, q = multiply_add(number, load(b, line), p), multiply_add(number, load(b, line + 16), q)
+            s, t = multiply_add(number, load(b, line + 32), s), multiply_add(number, load(b, line + 48), t)
+        store(y, y_at + column, p)
+        store(y, y_at + column + 16, q)
+        store(y, y_at + column + 32, s)
+        store(y, y_at + column + 48, t)
+        column += 64
+    while column < last:
+        p = load(y, y_at + column)
+        for r in range(rank):
+            p = multiply_add(load_one(small, at + r), load(b, b_at + r * outputs + column), p)
+        store(y, y_at + column, p)
+        column += 16
+
+
+@jit
+def add_adapters(cells, y, x, a, b):
+    """Run programs, each for a tile of rows of one slot, until none are left."""
+    num_tiles, slices, slots, max_rank = cells.tiles, cells.slices, cells.slots, cells.max_rank
+    width, outputs, x_stride = cells.width, cells.outputs, cells.x_stride
+    ranks = array_at(cells.ranks, slices * slots, np.int32)
+    bounds = array_at(cells.bounds, slices + 1, np.int32)
+    indices = array_at(cells.indices, 1, np.int32)
+    table = array_at(cells.tile_table, 3 * num_tiles, np.int64)
+    small = np.empty(CPU_TILE * max_rank, np.float32)
+    while True:
+        tile = take_number(cells)
+        if tile >= num_tiles:
+            return
+        slot, first, count = table[tile], table[num_tiles + tile], table[2 * num_tiles + tile]
+        for piece in range(slices):
+            rank = ranks[piece * slots + slot]
+            a_at = (piece * slots + slot) * max_rank * width
+            if rank == 0:
+                continue
+            for row in range(0, count - 1, 2):
+                here, there = indices[first + row] * x_stride, indices[first + row + 1] * x_stride
+                shrink_two_rows(small, row * max_rank, max_rank, x, here, there, a, a_at, width, rank)
+            if count % 2:
+                here = indices[first + count - 1] * x_stride
+                shrink_row(small, (count - 1) * max_rank, x, here, a, a_at, width, rank)
+            b_at = slot * max_rank * outputs
+            for row in range(count):
+                y_at = indices[first + row] * outputs
+                expand_row(y, y_at, small, row * max_rank, b, b_at, outputs, bounds[piece], bounds[piece + 1], rank)
+
+
+@functools.cache
+def programs_for(element: Any) -> Any:
+    """`add_adapters` on x, y, a and b of `element` (np.float32, or np.uint16 for bfloat16), called with
+    `LoRALinearCells`.
+    """
+    changed = sources_changed()
+
+    def programs(address):
+        _ = changed
+        cells = cells_at(address, CELLS)
+        y, x = array_at(cells.y, 1, element), array_at(cells.x, 1, element)
+        a, b = array_at(cells.a, 1, element), array_at(cells.b, 1, element)
+        add_adapters(cells, y, x, a, b)
+
+    return compile_programs(programs)

@@ -1,0 +1,268 @@
+"""`y += B (A x)` for every row with an adapter, all adapters of a step in two launches: shrink, then expand.
+
+A linear may be several merged ones, side by side in y (q, k and v; gate and up): its slices. An adapter has an A and a B
+for each slice, or none, each of a rank of its own up to `max_rank`. It lies in a slot of two stacked tensors.
+
+Layouts
+    x        [rows, in], a row contiguous
+    y        [rows, out], contiguous: the base's product, which the adapters' are added to
+    a        [slices, slots, max_rank, in]
+    b        [slots, max_rank, out], A's partner transposed, so that both walk along contiguous numbers
+    ranks    int32 [slices, slots]; 0: this slot's adapter leaves this slice alone
+    bounds   int32 [slices + 1]: where each slice begins in `out`
+    shrunk   fp32 [splits, slices, rows, max_rank]: A x in the sorted order of `LoRAKernelMeta`, by parts of the sum
+
+Grid
+    shrink  (row tiles × rank tiles × splits, slices, active slots)
+    expand  (row tiles × column tiles of the widest slice, slices, active slots)
+A program beyond its slot's rows, rank or slice ends at once, so a slot pays for the rows and ranks that it has; only its
+memory is that of `max_rank`. A decode has few rows, and a long sum for each: the shrink divides it into `splits`, whose
+parts the expand adds in one order, so that results do not depend on which program is first. vLLM adds them atomically.
+
+Must move, for each active slot: its A once per row tile and its B, rank × (slices × in + out) numbers; x, and y twice,
+once for each slice or column tile. 2 × rows × rank × (slices × in + out) FLOPs. For few rows the bytes of A and B are
+all that counts.
+
+In vLLM v0.33.0: `vllm/lora/ops/triton_ops/lora_shrink_op.py` (`_lora_shrink_kernel`), `lora_expand_op.py`
+(`_lora_expand_kernel`), called by `vllm/lora/punica_wrapper/punica_gpu.py` (`add_lora_linear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels.cpu.lora_calls import lora_linear_cpu
+from minivllm.kernels.lora_metadata import LoRAKernelMeta
+from minivllm.kernels.reshape_and_cache import choose_backend
+from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
+
+FEW_ROWS = 64
+"""Up to so many rows of a slot the shrink divides its sums."""
+MOST_SPLITS = 16
+BLOCK_K, BLOCK_N = 128, 64
+ALIGNMENT = 16
+"""Of a slice's first column, in numbers, where loads are wide."""
+
+
+@triton.jit
+def lora_shrink_kernel(
+    shrunk,
+    x,
+    a,
+    ranks,
+    indices,
+    active,
+    starts,
+    counts,
+    rows,
+    K,
+    x_stride,
+    slots,
+    SLICES: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Grid (row tiles × rank tiles × splits, slices, active slots)."""
+    split = tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // SPLITS
+    first_rank = tile % tl.cdiv(MAX_RANK, BLOCK_R) * BLOCK_R
+    first_row = tile // tl.cdiv(MAX_RANK, BLOCK_R) * BLOCK_M
+    piece = tl.program_id(1)
+    slot = tl.load(active + tl.program_id(2)).to(tl.int64)
+    if slot < 0:
+        return
+    count = tl.load(counts + tl.program_id(2))
+    rank = tl.load(ranks + piece * slots + slot)
+    if (first_row >= count) | (first_rank >= rank):
+        return
+    number = first_row + tl.arange(0, BLOCK_M)
+    wanted = number < count
+    place = tl.load(starts + tl.program_id(2)) + number
+    row = tl.load(indices + place, mask=wanted, other=0).to(tl.int64)
+    r = first_rank + tl.arange(0, BLOCK_R)
+    inside = r < rank
+    weights = a + ((piece * slots + slot) * MAX_RANK + r) * K
+    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
+    sums = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for start in range(split * share, tl.minimum(K, (split + 1) * share), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        xs = tl.load(x + row[:, None] * x_stride + k[None, :], mask=wanted[:, None] & (k < K)[None, :], other=0.0)
+        ws = tl.load(weights[None, :] + k[:, None], mask=inside[None, :] & (k < K)[:, None], other=0.0)
+        sums += tl.dot(xs.to(DOT_TYPE), ws.to(DOT_TYPE), input_precision="ieee")
+    out = shrunk + ((split * SLICES + piece) * rows + place.to(tl.int64)[:, None]) * MAX_RANK + r[None, :]
+    tl.store(out, sums, mask=wanted[:, None] & inside[None, :])
+
+
+@triton.jit
+def lora_expand_kernel(
+    y,
+    shrunk,
+    b,
+    ranks,
+    bounds,
+    indices,
+    active,
+    starts,
+    counts,
+    rows,
+    N,
+    slots,
+    column_tiles,
+    SLICES: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # divides all of `bounds`
+):
+    """Grid (row tiles × column tiles of the widest slice, slices, active slots)."""
+    first_row = tl.program_id(0) // column_tiles * BLOCK_M
+    piece = tl.program_id(1)
+    slot = tl.load(active + tl.program_id(2)).to(tl.int64)
+    if slot < 0:
+        return
+    count = tl.load(counts + tl.program_id(2))
+    rank = tl.load(ranks + piece * slots + slot)
+    first_column = tl.load(bounds + piece) + tl.program_id(0) % column_tiles * BLOCK_N
+    first_column = tl.multiple_of(first_column, ALIGNMENT)
+    last_column = tl.multiple_of(tl.load(bounds + piece + 1), ALIGNMENT)
+    if (first_row >= count) | (first_column >= last_column) | (rank == 0):
+        return
+    number = first_row + tl.arange(0, BLOCK_M)
+    wanted = number < count
+    place = (tl.load(starts + tl.program_id(2)) + number).to(tl.int64)
+    row = tl.load(indices + place, mask=wanted, other=0).to(tl.int64)
+    column = first_column + tl.arange(0, BLOCK_N)
+    inside = column < last_column
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, rank, BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        small = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for split in range(SPLITS):
+            at = shrunk + ((split * SLICES + piece) * rows + place[:, None]) * MAX_RANK + r[None, :]
+            small += tl.load(at, mask=wanted[:, None] & (r < rank)[None, :], other=0.0)
+        ws = tl.load(
+            b + (slot * MAX_RANK + r)[:, None] * N + column[None, :],
+            mask=(r < rank)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        sums += tl.dot(small.to(DOT_TYPE), ws.to(DOT_TYPE), input_precision="ieee")
+    at = y + row[:, None] * N + column[None, :]
+    mask = wanted[:, None] & inside[None, :]
+    sums += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, sums.to(y.dtype.element_ty), mask=mask)
+
+
+def lora_linear(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ranks: torch.Tensor,
+    bounds: torch.Tensor,
+    meta: LoRAKernelMeta,
+    *,
+    edges: Sequence[int] | None = None,
+    fixed_grid: bool = False,
+    backend: str | None = None,
+) -> None:
+    """Adds to y what the adapters of `meta`'s rows give for x; layouts as above.
+
+    Args:
+        y, x, a, b, ranks, bounds: see above.
+        meta: the slot of each row.
+        edges: the same as `bounds`, on the host; None: they are looked up, which waits for the device.
+        fixed_grid: launch for any slots that these rows could have, as a CUDA graph must.
+        backend: "triton" or "cpu"; None follows x's device.
+
+    Raises:
+        MinivllmError: shapes do not match, or the backend is unknown.
+    """
+    _check(y, x, a, b, ranks, meta)
+    if not fixed_grid and not meta.num_active:
+        return
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    edges = bounds.tolist() if edges is None else edges
+    if choose_backend(backend, x) == "cpu":
+        lora_linear_cpu(y, x, a, b, ranks, bounds, meta, edges)
+    else:
+        _launch(y, x, a, b, ranks, bounds, meta, edges, fixed_grid)
+
+
+def tiles(most_rows: int, width: int, max_rank: int) -> dict[str, int]:
+    """The kernels' constants for the most rows of a slot, the width of x and `max_rank`; BLOCK_K is the shrink's."""
+    splits = 1
+    if most_rows <= FEW_ROWS:
+        splits = min(MOST_SPLITS, triton.cdiv(width, 2 * BLOCK_K))
+    return {
+        "SPLITS": splits,
+        "BLOCK_M": 16 if most_rows <= FEW_ROWS else 32,
+        "BLOCK_R": max(16, min(32, triton.next_power_of_2(max_rank))),
+        "BLOCK_K": BLOCK_K if most_rows <= FEW_ROWS else BLOCK_K // 2,
+    }
+
+
+def _launch(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ranks: torch.Tensor,
+    bounds: torch.Tensor,
+    meta: LoRAKernelMeta,
+    edges: Sequence[int],
+    fixed_grid: bool,
+) -> None:
+    (rows, width), (slices, slots, max_rank, _) = x.shape, a.shape
+    most_rows = rows if fixed_grid else meta.most_rows
+    num_active = min(rows, slots) if fixed_grid else meta.num_active
+    constants = tiles(most_rows, width, max_rank)
+    block_k = constants.pop("BLOCK_K")
+    dtype = str(a.dtype).removeprefix("torch.")
+    constants |= {
+        "SLICES": slices,
+        "MAX_RANK": max_rank,
+        "DOT_TYPE": tl.float32 if INTERPRETED else getattr(tl, dtype),  # the interpreter's NumPy has no bf16
+    }
+    shrunk = torch.empty(constants["SPLITS"], slices, rows, max_rank, dtype=torch.float32, device=x.device)
+    where = (meta.indices, meta.active, meta.starts, meta.counts)
+    row_tiles = triton.cdiv(most_rows, constants["BLOCK_M"])
+    rank_tiles = triton.cdiv(max_rank, constants["BLOCK_R"])
+    lora_shrink_kernel[(row_tiles * rank_tiles * constants["SPLITS"], slices, num_active)](
+        shrunk, x, a, ranks, *where, rows, width, x.stride(0), slots, BLOCK_K=block_k, num_warps=4, **constants
+    )
+    widest = max(last - first for first, last in pairwise(edges))
+    column_tiles = triton.cdiv(widest, BLOCK_N)
+    constants["ALIGNMENT"] = ALIGNMENT if all(edge % ALIGNMENT == 0 for edge in edges) else 1
+    lora_expand_kernel[(row_tiles * column_tiles, slices, num_active)](
+        y, shrunk, b, ranks, bounds, *where, rows, y.shape[1], slots, column_tiles, BLOCK_N=BLOCK_N, num_warps=4,
+        **constants,
+    )  # fmt: skip
+
+
+def _check(
+    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor, meta: LoRAKernelMeta
+) -> None:
+    slices, slots, max_rank, width = a.shape
+    fits = x.shape[1] == width and tuple(b.shape) == (slots, max_rank, y.shape[1])
+    if not fits or len(x) != len(y) or tuple(ranks.shape) != (slices, slots):
+        raise MinivllmError(
+            f"x {list(x.shape)}, y {list(y.shape)}, ranks {list(ranks.shape)} do not match a {list(a.shape)} and "
+            f"b {list(b.shape)}"
+        )
+    if len(x) != meta.num_rows or meta.max_loras != slots:
+        raise MinivllmError(
+            f"{len(x)} rows and {slots} slots; the step has {meta.num_rows} rows, {meta.max_loras} slots"
+        )
+    if not (y.is_contiguous() and a.is_contiguous() and b.is_contiguous() and ranks.is_contiguous()):
+        raise MinivllmError("y, a, b and ranks must be contiguous")

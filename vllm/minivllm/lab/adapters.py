@@ -1,0 +1,145 @@
+"""LoRA adapters in PEFT's format: writing them, reading them, and making any number of random ones.
+
+A folder holds `adapter_config.json` and `adapter_model.safetensors`, whose keys are
+`base_model.model.model.layers.N.self_attn.q_proj.lora_A.weight` [rank, in] and `…lora_B.weight` [out, rank], as `peft`
+writes and reads them. vLLM v0.33.0 reads them in `vllm/lora/peft_helper.py` and `vllm/lora/lora_model.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.memory.adapters import ALL_LINEARS, MLP_LINEARS, adapter_parameters, linear_shapes
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = dict[str, "torch.Tensor"]
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+STRENGTH = 0.5
+
+
+def peft_key(layer: int, linear: str, matrix: str) -> str:
+    """The key of a matrix, "A" or "B", in PEFT's file."""
+    part = "mlp" if linear in MLP_LINEARS else "self_attn"
+    return f"base_model.model.model.layers.{layer}.{part}.{linear}.lora_{matrix}.weight"
+
+
+def random_adapter(
+    config: ModelConfig,
+    rank: int = 8,
+    seed: int = 0,
+    targets: Sequence[str] = ALL_LINEARS,
+    dtype: str = "bfloat16",
+    strength: float = STRENGTH,
+) -> Tensors:
+    """Tensors of a random adapter under PEFT's keys, for the scale 1, that is `lora_alpha` = `rank`.
+
+    The same arguments give the same tensors. `strength` is how large B A x is beside x, in root mean square: at 0.5
+    another text comes out of the embedded model within a few tokens, and it stays text.
+
+    Raises:
+        MinivllmError: an unknown target, a rank below 1, or a model whose linears are not known here.
+    """
+    import torch
+
+    adapter_parameters(config, rank, targets)
+    generator = torch.Generator().manual_seed(seed)
+    shapes, tensors = linear_shapes(config), {}
+    for layer in range(config.num_hidden_layers):
+        for name in targets:
+            out, into = shapes[name]
+            for matrix, shape, deviation in (
+                ("A", (rank, into), into**-0.5),
+                ("B", (out, rank), strength * rank**-0.5),
+            ):
+                numbers = torch.randn(shape, generator=generator) * deviation
+                tensors[peft_key(layer, name, matrix)] = numbers.to(getattr(torch, dtype))
+    return tensors
+
+
+def write_adapter(
+    directory: str | Path,
+    tensors: Tensors,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+    base: str,
+    **fields: object,
+) -> Path:
+    """Write an adapter as PEFT does and return its folder. `fields` are more of its config, such as `use_rslora`."""
+    from safetensors.torch import save_file
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": list(targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+        **fields,
+    }
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    return directory
+
+
+def read_adapter(directory: str | Path) -> tuple[dict[str, Any], Tensors]:
+    """Return the config and the tensors of an adapter's folder."""
+    from safetensors.torch import load_file
+
+    config = json.loads((Path(directory) / CONFIG_FILE).read_text())
+    return config, load_file(Path(directory) / WEIGHTS_FILE)
+
+
+def merge_adapter(model: torch.nn.Module, directory: str | Path) -> None:
+    """Add scale * B A to the weights of a model of `transformers`, in place: what a merged copy computes.
+
+    The scale is `lora_alpha` / r, and with rsLoRA `lora_alpha` / sqrt(r); A and B are multiplied in the weights' dtype.
+    Patterns of ranks and alphas are not looked at.
+    """
+    config, tensors = read_adapter(directory)
+    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    for key in tensors:
+        if not key.endswith("lora_A.weight"):
+            continue
+        weight = model.get_parameter(key.removeprefix("base_model.model.").replace("lora_A.", ""))
+        a, b = (tensors[key.replace("lora_A", name)].to(weight) for name in ("lora_A", "lora_B"))
+        weight.data += scale * (b @ a)
+
+
+def write_random_adapters(
+    directory: str | Path,
+    count: int,
+    rank: int | Sequence[int] = 8,
+    seed: int = 0,
+    targets: Sequence[str] = ALL_LINEARS,
+    model: str | Path = EMBEDDED_MODEL,
+    dtype: str = "bfloat16",
+    strength: float = STRENGTH,
+) -> list[Path]:
+    """Write random adapters `adapter-0000`, `adapter-0001`, … for a model; several ranks take turns.
+
+    Adapter i depends on `seed` + i only, so the first ones of many are those of a few.
+    """
+    config, base = ModelConfig.from_pretrained(model), Path(model).name
+    ranks = [rank] if isinstance(rank, int) else rank
+    folders = []
+    for index, r in enumerate(islice(cycle(ranks), count)):
+        tensors = random_adapter(config, r, seed + index, targets, dtype, strength)
+        folders.append(write_adapter(Path(directory) / f"adapter-{index:04d}", tensors, r, r, targets, base))
+    return folders

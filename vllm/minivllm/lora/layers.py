@@ -1,0 +1,142 @@
+"""Linears with slots for adapters: the base's product, and what the adapter of each row adds to it.
+
+    y = base(x);  y += B_slot (A_slot x)   for each row that has an adapter
+
+`LoRALinearMethod` wraps whatever method the linear had: plain, in panels, or quantized. Merged projections keep one A
+and one B each (slices). Of a tensor-parallel linear, a rank has the same part as of the base. One that is divided by its
+outputs has all of A and its rows of B. One that is divided by its inputs has its columns of A and all of B: its part of
+A x gives its part of B A x, which the all-reduce that follows adds up with the base's. So nothing more is exchanged.
+
+In vLLM v0.33.0: `vllm/lora/layers/` (`MergedColumnParallelLinearWithLoRA`, `QKVParallelLinearWithLoRA`,
+`RowParallelLinearWithLoRA`), `vllm/lora/punica_wrapper/punica_base.py` (`PunicaWrapperBase.update_metadata`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.kernels.elementwise import silu_and_mul
+from minivllm.kernels.lora_linear import lora_linear
+from minivllm.kernels.lora_metadata import LoRAKernelMeta
+from minivllm.models.linear import Linear, LinearMethod
+
+
+class LoRAStep:
+    """Which slot each row of the present step uses. All linears read it; the runner sets it before each forward pass.
+
+    The last layer goes on with some of the rows only: then there are two sets of rows, which their numbers tell apart.
+    """
+
+    def __init__(self) -> None:
+        self.metas: tuple[LoRAKernelMeta, ...] = ()
+        self.fixed_grid = False
+        """Launch for any slots, as a CUDA graph must."""
+
+    def meta_of(self, x: Tensor) -> LoRAKernelMeta | None:
+        """Returns the rows' slots; None if none of them has an adapter."""
+        for meta in self.metas:
+            if meta.num_rows == len(x):
+                return meta if meta.num_active or self.fixed_grid else None
+        assert not self.metas, "rows that the step does not know of"
+        return None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One stored projection of a linear: outputs `first` to `last` here, and which part of it a rank has.
+
+    `part` is (index, parts) of the inputs if `divides_inputs`, else of the outputs.
+    """
+
+    name: str
+    first: int
+    last: int
+    part: tuple[int, int]
+    divides_inputs: bool = False
+
+
+@dataclass
+class LoRALayerWeights:
+    """An adapter's share of one linear on one rank, as the slot takes it: for each slice A `[rank, in]` and the
+    transposed B `[rank, out]`, or None.
+    """
+
+    slices: list[tuple[Tensor, Tensor] | None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(a.nbytes + b.nbytes for a, b in filter(None, self.slices))
+
+
+class LoRALinearMethod(LinearMethod):
+    """The method of one linear: `base`, and slots of stacked matrices in the layouts of `kernels/lora_linear.py`."""
+
+    def __init__(
+        self,
+        base: LinearMethod,
+        slices: list[Slice],
+        in_features: int,
+        *,
+        step: LoRAStep,
+        ranks: Tensor,
+        max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """`ranks` `[slices, slots]`, int32, is on the device already; whoever fills a slot sets it."""
+        self.base, self.slices, self.step, self.ranks = base, slices, step, ranks
+        device, max_loras = ranks.device, ranks.shape[1]
+        outputs = slices[-1].last
+        self.lora_a = torch.zeros(len(slices), max_loras, max_rank, in_features, dtype=dtype, device=device)
+        self.lora_b = torch.zeros(max_loras, max_rank, outputs, dtype=dtype, device=device)
+        self.edges = (0, *(piece.last for piece in slices))
+        self.bounds = torch.tensor(self.edges, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return self.lora_a.nbytes + self.lora_b.nbytes
+
+    def apply(self, linear: Linear, x: Tensor) -> Tensor:
+        """As `LinearMethod`."""
+        y = self.base.apply(linear, x)
+        meta = self.step.meta_of(x)
+        if meta is not None:
+            self._add(y, x, meta)
+        return y
+
+    def apply_gated(self, linear: Linear, x: Tensor) -> Tensor:
+        """As `LinearMethod`. Without adapters the base may fuse the activation; else it comes after them."""
+        meta = self.step.meta_of(x)
+        if meta is None:
+            return self.base.apply_gated(linear, x)
+        y = self.base.apply(linear, x)
+        self._add(y, x, meta)
+        return silu_and_mul(y)
+
+    def set_lora(self, slot: int, weights: LoRALayerWeights | None) -> np.ndarray:
+        """Copies an adapter's matrices into a slot. Returns the rank of each slice `[slices]`; 0: it has none."""
+        ranks = np.zeros(len(self.slices), np.int32)
+        for index, piece in enumerate(self.slices):
+            pair = weights.slices[index] if weights is not None else None
+            if pair is not None:
+                a, b = pair
+                ranks[index] = len(a)
+                self.lora_a[index, slot, : len(a)].copy_(a, non_blocking=True)
+                self.lora_b[slot, : len(b), piece.first : piece.last].copy_(b, non_blocking=True)
+        return ranks
+
+    def _add(self, y: Tensor, x: Tensor, meta: LoRAKernelMeta) -> None:
+        lora_linear(
+            y,
+            x,
+            self.lora_a,
+            self.lora_b,
+            self.ranks,
+            self.bounds,
+            meta,
+            edges=self.edges,
+            fixed_grid=self.step.fixed_grid,
+        )

@@ -1,0 +1,80 @@
+"""An adapter's matrices, read from its safetensors file: A `[rank, in]` and B `[out, rank]` of each adapted module.
+
+In vLLM v0.33.0: `vllm/lora/lora_model.py` (`LoRAModel.from_local_checkpoint`), `vllm/lora/utils.py`
+(`parse_fine_tuned_lora_name`).
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minivllm.errors import MinivllmError
+from minivllm.lora.peft_helper import WEIGHTS_FILE, PEFTHelper
+from minivllm.memory.adapters import ALL_LINEARS
+from minivllm.models.loader import stored_tensors
+
+NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>(?:model\.)?layers\.(?P<layer>\d{1,6})\.(?:self_attn|mlp)\.(?P<projection>\w+))"
+    r"\.lora_(?P<matrix>[AB])(?:\.default)?\.weight"
+)
+ModuleName = tuple[int, str]
+"""A layer's number and the name of a projection in it: (0, "q_proj")."""
+ShapeOf = Callable[[ModuleName], tuple[int, int] | None]
+"""(in, out) of a module of the whole model; None: the model has no such module."""
+
+
+@dataclass
+class LoRAPair:
+    """A and B of one module; B is multiplied by the adapter's scale already."""
+
+    lora_a: Tensor
+    lora_b: Tensor
+
+
+def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> dict[ModuleName, LoRAPair]:
+    """Return all pairs of an adapter in a local PEFT folder, in fp32.
+
+    Raises:
+        MinivllmError: there is no adapter, it does not fit the model, or it has something that is not served.
+    """
+    helper = PEFTHelper.from_local_dir(folder, max_lora_rank)
+    found: dict[ModuleName, dict[str, Tensor]] = {}
+    scales: dict[ModuleName, float] = {}
+    for name, tensor in stored_tensors([Path(folder) / WEIGHTS_FILE]):
+        match = NAME.fullmatch(name)
+        if match is None or match["projection"] not in ALL_LINEARS:
+            raise MinivllmError(
+                f"the adapter in {folder} has the tensor {name[:200]!r}; served are lora_A and lora_B of "
+                f"{', '.join(ALL_LINEARS)}"
+            )
+        module = int(match["layer"]), match["projection"]
+        found.setdefault(module, {})[match["matrix"]] = tensor
+        scales[module] = helper.scale_of(match["module"])
+        _check_tensor(folder, name, tensor, match["matrix"], helper.rank_of(match["module"]), shape_of(module))
+    if not found:
+        raise MinivllmError(f"the adapter in {folder} has no tensors")
+    for (layer, projection), pair in found.items():
+        if len(pair) < 2:
+            raise MinivllmError(
+                f"the adapter in {folder} has only lora_{next(iter(pair))} of {projection} in layer {layer}; it needs both"
+            )
+    return {module: LoRAPair(pair["A"].float(), pair["B"].float() * scales[module]) for module, pair in found.items()}
+
+
+def _check_tensor(
+    folder: str | Path, name: str, tensor: Tensor, matrix: str, rank: int, shape: tuple[int, int] | None
+) -> None:
+    if shape is None:
+        raise MinivllmError(f"the adapter in {folder} has the tensor {name!r}, of a layer that the model does not have")
+    expected = (rank, shape[0]) if matrix == "A" else (shape[1], rank)
+    if tuple(tensor.shape) != expected or not tensor.is_floating_point():
+        raise MinivllmError(
+            f"the tensor {name!r} of the adapter in {folder} is {str(tensor.dtype).removeprefix('torch.')} "
+            f"{list(tensor.shape)}; with this model and rank it is floating point {list(expected)}"
+        )
+    if not torch.isfinite(tensor.float()).all():
+        raise MinivllmError(f"the tensor {name!r} of the adapter in {folder} holds NaN or infinity")

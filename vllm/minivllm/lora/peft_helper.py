@@ -1,0 +1,148 @@
+"""A PEFT adapter's `adapter_config.json`: what of it is served, and what is refused. No torch.
+
+In vLLM v0.33.0: `vllm/lora/peft_helper.py` (`PEFTHelper`).
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minivllm.config.checks import is_count, is_number
+from minivllm.config.model import read_json_object
+from minivllm.errors import MinivllmError
+from minivllm.memory.adapters import ALL_LINEARS
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PICKLED_FILES = ("adapter_model.bin", "adapter_model.pt")
+REQUIRED = ("r", "lora_alpha", "target_modules")
+PATTERN = re.compile(r"\^?[\w.-]{1,300}")
+OTHER_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to begin that change the base's weights too, so the adapter alone is not the difference."""
+REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "use_dora": (bool, "DoRA, which scales the base's weights"),
+    "lora_bias": (bool, "biases of its own (lora_bias)"),
+    "modules_to_save": (bool, "whole modules beside the adapter (modules_to_save)"),
+    "trainable_token_indices": (bool, "trained embeddings (trainable_token_indices)"),
+    "layer_replication": (bool, "layers that occur more than once (layer_replication)"),
+    "target_parameters": (bool, "adapters of parameters that are no linears (target_parameters)"),
+    "alora_invocation_tokens": (bool, "an adapter that begins in the middle of a text (aLoRA)"),
+    "use_qalora": (bool, "QALoRA, which averages its inputs"),
+    "use_bdlora": (bool, "BD-LoRA, whose matrices are block diagonal"),
+    "arrow_config": (bool, "a router over adapters (Arrow)"),
+    "kasa_config": (bool, "KaSA, which has a diagonal between the two matrices"),
+    "monteclora_config": (bool, "MonteCLoRA, which samples its weights"),
+    "velora_config": (bool, "VeLoRA, which projects its inputs"),
+    "bias": (lambda value: value not in (None, "none"), "trained biases (bias)"),
+    "peft_type": (lambda value: value not in (None, "LORA"), "another form than LoRA (peft_type)"),
+    "init_lora_weights": (
+        lambda value: isinstance(value, str) and value.lower().startswith(OTHER_INITS),
+        "an init_lora_weights that changes the base's weights; PEFT can convert such an adapter when it saves it",
+    ),
+}
+"""What an adapter may not have, when a value means that it has it, and what that is."""
+
+
+@dataclass(frozen=True)
+class PEFTHelper:
+    """The rank and the scale of each module's pair of matrices.
+
+    A pattern is a module's name or the end of it, behind a dot; the first one that matches counts. PEFT takes regular
+    expressions too. Here they are refused: a hostile one can take for ever.
+    """
+
+    r: int
+    lora_alpha: float
+    target_modules: str | list[str]
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_local_dir(cls, folder: str | Path, max_lora_rank: int) -> "PEFTHelper":
+        """Read and check the config of an adapter in a local folder.
+
+        Raises:
+            MinivllmError: there is none, or it has something that is not served; one line says what.
+        """
+        path = Path(folder)
+        if not (path / CONFIG_FILE).is_file():
+            raise MinivllmError(f"there is no adapter in {path}: it has no {CONFIG_FILE}")
+        helper = cls.from_dict(read_json_object(path / CONFIG_FILE), path, max_lora_rank)
+        if not (path / WEIGHTS_FILE).is_file():
+            pickled = next((name for name in PICKLED_FILES if (path / name).exists()), None)
+            instead = f"; {pickled} is a pickle, which can run code: save it as safetensors" if pickled else ""
+            raise MinivllmError(f"the adapter in {path} has no {WEIGHTS_FILE}{instead}")
+        return helper
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], path: Path, max_lora_rank: int) -> "PEFTHelper":
+        """Check what the config of the adapter in `path` says; raises as `from_local_dir`."""
+        missing = [name for name in REQUIRED if config.get(name) is None]
+        if missing:
+            raise MinivllmError(f"{path / CONFIG_FILE} lacks {', '.join(missing)}; an adapter's config has all of them")
+        for name, (has, what) in REFUSED.items():
+            if has(config.get(name)):
+                raise MinivllmError(f"the adapter in {path} has {what}, which is not served: {name} is set")
+        helper = cls(
+            **{name: config[name] for name in REQUIRED},
+            use_rslora=bool(config.get("use_rslora")),
+            rank_pattern=config.get("rank_pattern") or {},
+            alpha_pattern=config.get("alpha_pattern") or {},
+        )
+        helper._check(path, max_lora_rank)
+        return helper
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of this module's pair, such as "model.layers.0.self_attn.q_proj"."""
+        return _matching(self.rank_pattern, module, self.r)
+
+    def scale_of(self, module: str) -> float:
+        """Return what B A is multiplied by: alpha / r, or alpha / √r with rank-stabilised LoRA."""
+        rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def _check(self, path: Path, max_lora_rank: int) -> None:
+        where = f"of the adapter in {path}"
+        patterns = (self.rank_pattern, self.alpha_pattern)
+        if not all(isinstance(pattern, dict) for pattern in patterns):
+            raise MinivllmError(f"rank_pattern and alpha_pattern {where} must map names of modules to numbers")
+        for rank in (self.r, *self.rank_pattern.values()):
+            if not is_count(rank, 1):
+                raise MinivllmError(f"the rank {rank!r} {where} must be a whole number of at least 1")
+            if rank > max_lora_rank:
+                raise MinivllmError(
+                    f"the rank {rank} {where} is greater than max_lora_rank {max_lora_rank}: raise that, or take an "
+                    "adapter of lower rank"
+                )
+        for alpha in (self.lora_alpha, *self.alpha_pattern.values()):
+            if not is_number(alpha):
+                raise MinivllmError(f"lora_alpha {where} is {alpha!r}; it must be a number")
+        for pattern in (*self.rank_pattern, *self.alpha_pattern):
+            if not PATTERN.fullmatch(pattern):
+                raise MinivllmError(f"the pattern {pattern[:60]!r} {where} must be a module's name, or the end of one")
+        self._check_targets(where)
+
+    def _check_targets(self, where: str) -> None:
+        targets = self.target_modules
+        if isinstance(targets, str):  # "all-linear", or a regular expression: the tensors tell which modules there are
+            return
+        if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+            raise MinivllmError(
+                f"target_modules {where} is {str(targets)[:60]!r}; it must be a list of names, or a text"
+            )
+        unknown = sorted(name for name in targets if name.rpartition(".")[2] not in ALL_LINEARS)
+        if unknown:
+            raise MinivllmError(
+                f"target_modules {where} has {unknown[0]!r}; served are adapters of {', '.join(ALL_LINEARS)}"
+            )
+
+
+def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+    for pattern, value in patterns.items():
+        name = pattern.removeprefix("^")
+        if module == name or (name is pattern and module.endswith(f".{name}")):
+            return value
+    return otherwise

@@ -1,0 +1,119 @@
+"""A rank's adapters: read from their folders when a step needs them, and the slots of the step's rows.
+
+In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`), `vllm/v1/worker/lora_model_runner_mixin.py`
+(`LoRAModelRunnerMixin.set_active_loras`).
+"""
+
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from minivllm.config import LoRAConfig
+from minivllm.core.adapter_slots import AdapterSlots
+from minivllm.core.lora_request import LoRARequest
+from minivllm.errors import AdapterError, MinivllmError
+from minivllm.kernels.lora_metadata import LoRAKernelMeta
+from minivllm.lora.layers import LoRAStep
+from minivllm.lora.lora_model import read_adapter
+from minivllm.lora.model_manager import LRUCacheLoRAModelManager
+from minivllm.models.decoder import Decoder
+
+
+class LRUCacheWorkerLoRAManager:
+    """Adapters by the requests that name them. `num_loads`: how many folders were read."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: LoRAConfig,
+        max_rows: int,
+        make_slots: Callable[[int], AdapterSlots] = AdapterSlots,
+    ) -> None:
+        """`max_rows`: of the largest step. `make_slots`: called with `max_loras`."""
+        self.config = config
+        self.manager = LRUCacheLoRAModelManager(model, config, make_slots(config.max_loras))
+        self.num_loads = 0
+        new_meta = (max_rows, config.max_loras, self.manager.device)
+        self._metas = LoRAKernelMeta(*new_meta), LoRAKernelMeta(*new_meta)
+
+    def add_adapter(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter into host memory, unless it is there; returns whether it had to be read.
+
+        With `load_inplace` it is read anew.
+
+        Raises:
+            MinivllmError: it cannot be served, or there is no room.
+        """
+        lora_id = lora_request.lora_int_id
+        if lora_id in self.manager.list_adapters() and not lora_request.load_inplace:
+            return False
+        pairs = read_adapter(lora_request.lora_path, self.config.max_lora_rank, self.manager.shape_of)
+        self.manager.add_adapter(lora_id, self.manager.share_of(pairs))
+        self.num_loads += 1
+        return True
+
+    def set_active_adapters(self, requests: Collection[LoRARequest]) -> dict[int, int]:
+        """Gives each of a step's adapters a slot; returns the slots by id.
+
+        Raises:
+            AdapterError: one of them cannot be read any more.
+        """
+        slots: dict[int, int] = {}
+        in_slots, registered = self.manager.lora_index_to_id, self.manager.registered
+        # Those that are there come first, so that none of them has to go for the others.
+        absence = {
+            one.lora_int_id: (one.lora_int_id not in in_slots, one.lora_int_id not in registered) for one in requests
+        }
+        for request in sorted(requests, key=lambda one: absence[one.lora_int_id]):
+            lora_id = request.lora_int_id
+            try:
+                if lora_id not in registered:
+                    self.add_adapter(request)
+                slots[lora_id] = self.manager.activate_adapter(lora_id)
+            except MinivllmError as error:
+                raise AdapterError(f"the adapter {request.lora_name!r} cannot be used: {error}", lora_id) from error
+        return slots
+
+    def set_rows(self, slots: np.ndarray | None, wanted: np.ndarray | None = None) -> None:
+        """Tells the linears the slot of each row of the step [rows], -1 for none; None: no row has an adapter.
+
+        `wanted`: the rows that the last layer goes on with; None: all.
+        """
+        step = self.manager.step
+        if slots is None:
+            step.metas = ()
+            return
+        self._metas[0].prepare(slots)
+        step.metas = self._metas[:1]
+        if wanted is not None:
+            self._metas[1].prepare(slots[wanted])
+            step.metas = self._metas
+
+    def for_graphs(self, most_rows: int) -> "LoRAOfGraphs":
+        """What CUDA graphs of up to so many rows read instead."""
+        meta = LoRAKernelMeta(most_rows, self.config.max_loras, self.manager.device)
+        return LoRAOfGraphs(self.manager.step, meta)
+
+
+class LoRAOfGraphs:
+    """The rows' slots at addresses of their own, and launches that do not depend on how many slots are in use."""
+
+    def __init__(self, step: LoRAStep, meta: LoRAKernelMeta) -> None:
+        self._step, self._meta = step, meta
+
+    def around(self, forward: Callable[[], None], rows: int) -> Callable[[], None]:
+        """`forward` with the launches for adapters of so many rows."""
+
+        def with_adapters() -> None:
+            self._meta.num_rows = rows
+            self._step.metas, self._step.fixed_grid = (self._meta,), True
+            try:
+                forward()
+            finally:
+                self._step.metas, self._step.fixed_grid = (), False
+
+        return with_adapters
+
+    def load(self, slots: np.ndarray, rows: int) -> None:
+        """The slots of a step [tokens]; the rows of padding behind them have none."""
+        self._meta.prepare(np.concatenate((slots, np.full(rows - len(slots), -1, np.int32))))

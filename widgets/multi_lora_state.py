@@ -1,0 +1,233 @@
+"""The state of lesson 12's widget: what requests for many adapters wait for over the slots, and where that breaks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from minivllm.config.checks import require
+from minivllm.lab.gating_scheduler import Admit
+from minivllm.memory import weight_bytes
+from minivllm.simulate.cost_model import StepShape
+from minivllm.simulate.lever_checks import median_error, published_checks
+from minivllm.simulate.load_sweep import within
+from minivllm.simulate.multi_lora import distinct_adapters
+from widgets.chunked_prefill_state import Span, spans
+from widgets.multi_lora_runs import ANSWER, PROMPT, Experiment, Own, Point, Serving, Slots, experiment
+from widgets.spec import require_numbers
+
+MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B")
+GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
+SLOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ADAPTERS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+SKEWS = (0.0, 0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
+RANKS = (8, 16, 32, 64, 128, 256)
+LOADS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 40.0, 60.0)
+"""Requests a second."""
+TTFTS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+CLIENTS = 0.9
+"""Share of the clients that must have their first token in time."""
+MOST = {
+    "slots": 512, "adapters": 4000, "skew": 4.0, "rank": 512, "max_rank": 512, "load": 1e3, "ttft": 1e3,
+}  # fmt: skip
+START = {
+    "slots": 8, "max_rank": 16, "adapters": 1000, "skew": 1.0, "rank": 16, "load": 20.0, "ttft": 0.2,
+    "model": "Llama-3.1-8B", "gpu": "H100",
+}  # fmt: skip
+WAYS = ("together", "loop", "merged")
+
+
+@dataclass(frozen=True)
+class State:
+    """One engine at every number of slots that has been run so far."""
+
+    slots: int
+    ttft: float
+    """Seconds within which nine of ten requests must have their first token."""
+    serving: Serving
+    points: Mapping[int, Point]
+    refusals: Mapping[int, str]
+    """Why it does not start; only where it does not."""
+    own: bool
+    """Whether parts of the reader's decide."""
+    twin: Point | None
+    """What the engine's own do with so many slots, where the reader's decide."""
+    error: float | None
+    """The cost model's median error on published measurements; None until it has been asked for."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the engine does not start with so many slots."""
+        return self.slots in self.refusals
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known what becomes of this many slots."""
+        return self.refused or (self.slots in self.points and (self.twin is not None or not self.own))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every number of slots is known."""
+        return self.known and all(one in self.points or one in self.refusals for one in SLOTS)
+
+    @property
+    def here(self) -> Point:
+        """What became of the requests where the reader stands."""
+        return self.points[self.slots]
+
+    @property
+    def like_the_engine(self) -> bool:
+        """Whether the reader's parts do what the engine's own do, as far as this many slots show."""
+        return self.twin is None or self.twin == self.here
+
+    @property
+    def run(self) -> list[int]:
+        """Numbers of slots that have been run."""
+        return sorted(self.points)
+
+    def first(self, slots: int) -> float:
+        """Seconds within which nine of ten requests have their first token."""
+        return within(self.points[slots].ttfts, CLIENTS)
+
+    def cause(self, slots: int) -> str:
+        """What is wrong with so many slots: "slots" (the queue waits for them), "cache", "engine"; or nothing."""
+        point = self.points[slots]
+        if self.first(slots) <= self.ttft:
+            return ""
+        if point.held > point.waiting / 2:
+            return "slots"
+        return "cache" if point.cache_used > 0.8 else "engine"
+
+    @property
+    def late(self) -> list[Span]:
+        """Where first tokens come too late."""
+        found = spans(self.run, [self.first(one) / self.ttft for one in self.run])
+        most = max(self.run, default=0)
+        end = self.stopped[0][0] if self.stopped and most else None
+        return [(low, high or end) for low, high in found]
+
+    @property
+    def stopped(self) -> list[Span]:
+        """Where the engine does not start: from some number of slots on, or with any."""
+        wrong = [one for one in SLOTS if one in self.refusals]
+        if not wrong:
+            return []
+        return [(None if wrong[0] == SLOTS[0] else float(wrong[0]), None)]
+
+    @property
+    def wanted(self) -> float:
+        """Adapters at once if nobody waited for a slot, by closed form: see `distinct_adapters`."""
+        return distinct_adapters(self.serving.shares, self.serving.at_once)
+
+    @property
+    def batch(self) -> int:
+        """Requests of the mean step if nobody waited: for the comparison with a loop and with merged copies."""
+        return max(1, round(self.serving.at_once))
+
+    @property
+    def distinct(self) -> float:
+        """Adapters of the mean step here."""
+        point = self.points.get(self.slots)
+        return point.distinct if point else min(self.slots, self.wanted)
+
+    def rate(self, way: str, distinct: int) -> float:
+        """Tokens a second of a decode step with so many adapters in it: one of `WAYS`, modelled."""
+        cost = self.serving.cost
+        shape = StepShape.of([(1, PROMPT + ANSWER // 2)] * self.batch)
+        if way == "together":
+            return self.batch / cost.seconds(shape, distinct)
+        return self.batch / (cost.loop_seconds if way == "loop" else cost.merged_seconds)(shape, distinct)
+
+    @property
+    def merged_bytes(self) -> int:
+        """Of a merged copy of the model for each adapter."""
+        return self.serving.adapters * weight_bytes(self.serving.model)
+
+
+def sweep(
+    slots: int = START["slots"],
+    max_rank: int = START["max_rank"],
+    adapters: int = START["adapters"],
+    skew: float = START["skew"],
+    rank: int = START["rank"],
+    load: float = START["load"],
+    ttft: float = START["ttft"],
+    model: str = START["model"],
+    gpu: str = START["gpu"],
+    table: Callable[[int], Slots] | None = None,
+    admit: Admit | None = None,
+) -> Iterator[State]:
+    """Serve requests for many adapters with 1 to 256 slots; each state knows more of the curves.
+
+    Args:
+        slots: max_loras: where the reader stands.
+        max_rank: max_lora_rank: how wide a slot is.
+        adapters: how many there are.
+        skew: Zipf's exponent; 0: all are asked for alike.
+        rank: of every adapter.
+        load: requests a second.
+        ttft: seconds within which nine of ten must have their first token.
+        model, gpu: names of `known_models` and `hardware`.
+        table, admit: the reader's own, as in exercise 12.
+
+    Raises:
+        MinivllmError: a value makes no sense, or the reader's parts give what cannot be carried out.
+    """
+    require_numbers(MOST, slots=slots, max_rank=max_rank, adapters=adapters, skew=skew, rank=rank, load=load, ttft=ttft)
+    require(
+        min(slots, max_rank, adapters, rank) >= 1 and min(load, ttft) > 0 and skew >= 0,
+        f"slots, max_rank, adapters and rank are 1 or more, load and ttft above 0, skew 0 or more; slots is {slots}, "
+        f"max_rank {max_rank}, adapters {adapters}, rank {rank}, load {load}, ttft {ttft}, skew {skew}",
+    )
+    for name, value, allowed in (("model", model, MODELS), ("gpu", gpu, GPUS)):
+        require(isinstance(value, str) and value in allowed, f"{name} is one of {', '.join(allowed)}, not {value!r}")
+    own: Own = (table, admit)
+    setting = model, gpu, adapters, float(skew), rank, max_rank, float(load)
+    runs = experiment(*setting, own if any(own) else None)
+    return _Sweep(runs, experiment(*setting) if any(own) else None, slots, ttft).states()
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """A sweep under way."""
+
+    runs: Experiment
+    twin: Experiment | None
+    slots: int
+    ttft: float
+
+    def states(self) -> Iterator[State]:
+        """Ever more complete states: so many slots first, then the others, the nearest before."""
+        state = self._now()
+        yield state
+        for wanted in self._wanted():
+            for _ in wanted:
+                yield state
+            if not state.complete:
+                state = self._now()
+                yield state
+
+    def _wanted(self) -> Iterator[Iterator[None]]:
+        """Runs that are still to be done, one after another."""
+        for other in sorted({*SLOTS, self.slots}, key=lambda other: abs(math.log(other / self.slots))):
+            if not self.runs.refusal(other):
+                yield self.runs.runs.run(other)
+                if self.twin and other == self.slots:
+                    yield self.twin.runs.run(other)
+            median_error()
+
+    def _now(self) -> State:
+        numbers = sorted({*SLOTS, self.slots})
+        refusals = {one: why for one in numbers if (why := self.runs.refusal(one))}
+        found = self.runs.runs.found
+        return State(
+            slots=self.slots,
+            ttft=self.ttft,
+            serving=self.runs.serving,
+            points={one: found[one] for one in numbers if one in found and one not in refusals},
+            refusals=refusals,
+            own=self.twin is not None,
+            twin=self.twin.runs.found.get(self.slots) if self.twin else None,
+            error=median_error() if published_checks.cache_info().currsize else None,
+        )
