@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.kernels.cpu.lora_calls import CompiledLoRALinear, has_loops
 from minivllm.kernels.elementwise import silu_and_mul
 from minivllm.kernels.lora_linear import lora_linear
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
@@ -35,9 +36,10 @@ class LoRAStep:
         """Launch for any slots, as a CUDA graph must."""
 
     def meta_of(self, x: Tensor) -> LoRAKernelMeta | None:
-        """Returns the rows' slots; None if none of them has an adapter."""
+        """Returns the slots of x's rows; None if none of them has an adapter."""
+        rows = x.shape[0]
         for meta in self.metas:
-            if meta.num_rows == len(x):
+            if meta.num_rows == rows:
                 return meta if meta.num_active or self.fixed_grid else None
         assert not self.metas, "rows that the step does not know of"
         return None
@@ -93,6 +95,10 @@ class LoRALinearMethod(LinearMethod):
         self.lora_b = torch.zeros(max_loras, max_rank, outputs, dtype=dtype, device=device)
         self.edges = (0, *(piece.last for piece in slices))
         self.bounds = torch.tensor(self.edges, dtype=torch.int32, device=device)
+        on_cpu = device.type == "cpu" and has_loops(self.lora_a, self.lora_b, self.edges)
+        self._compiled = (
+            CompiledLoRALinear(self.lora_a, self.lora_b, self.ranks, self.bounds) if on_cpu else None
+        )
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +135,9 @@ class LoRALinearMethod(LinearMethod):
         return ranks
 
     def _add(self, y: Tensor, x: Tensor, meta: LoRAKernelMeta) -> None:
+        if self._compiled is not None and x.dtype is self._compiled.dtype and meta.num_active:
+            self._compiled(y, x, meta)
+            return
         lora_linear(
             y,
             x,

@@ -105,7 +105,7 @@ class LoRAOfGraphs:
         """`forward` with the launches for adapters of so many rows."""
 
         def with_adapters() -> None:
-            self._meta.num_rows = rows
+            assert self._meta.num_rows == rows
             self._step.metas, self._step.fixed_grid = (self._meta,), True
             try:
                 forward()
