@@ -1,4 +1,4 @@
-"""What adapters cost a step: a decode step and a prompt's, without them, with slots that nobody uses, and with adapters.
+"""What adapters cost a step, of decodes or of a prompt: none, slots that nobody uses, one adapter, several.
 
     uv run python benchmarks/lora.py
 
@@ -42,11 +42,11 @@ SLOTS = 8
 CASES = ("base", "none", "one, rank 8", "one, rank 16", "several, rank 8")
 WIDER = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 1024,
-    "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "intermediate_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8,
     "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
     "tie_word_embeddings": True, "attention_bias": False, "dtype": "float32",
 }  # fmt: skip
-"""Four layers of Qwen3-0.6B's shapes, with random weights."""
+"""Two layers of Qwen3-0.6B's shapes, with random weights."""
 
 
 class Engine:
@@ -130,9 +130,9 @@ def measure(model: Path, folder: Path, steps: int) -> dict[str, dict[str, float]
         "base": [], "none": [], "one, rank 8": found[8][:1], "one, rank 16": found[16][:1], "several, rank 8": found[8],
     }  # fmt: skip
     engines = {case: Engine(model, case, adapters[case]) for case in CASES}
-    prompt_seconds(engines, 2)
+    prompt_seconds(engines, 1)
     figures = {f"decode of {batch}": figures_of(decode_seconds(engines, batch, steps)) for batch in BATCHES}
-    figures[f"prompt of {PROMPT}"] = figures_of(prompt_seconds(engines, max(5, steps // 8)))
+    figures[f"prompt of {PROMPT}"] = figures_of(prompt_seconds(engines, max(5, steps // 10)))
     for engine in engines.values():
         engine.core.shutdown()
     return figures
@@ -148,7 +148,7 @@ def main(arguments: argparse.Namespace) -> None:
         (folder / "wider" / "config.json").write_text(json.dumps(WIDER))
         for title, model, steps in (
             ("tiny-python", EMBEDDED_MODEL, arguments.steps),
-            ("4 layers of Qwen3-0.6B's shapes", folder / "wider", max(20, arguments.steps // 4)),
+            ("2 layers of Qwen3-0.6B's shapes", folder / "wider", max(10, arguments.steps // 6)),
         ):
             figures[title] = measure(model, folder, steps)
             columns = ("step", "base, µs", *(f"{case}, %" for case in CASES[1:]))

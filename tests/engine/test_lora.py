@@ -173,7 +173,12 @@ def transformers():
 
 
 MATRICES = "adapter_model.safetensors"
-RANKS = {"small": (1, ["q_proj"]), "usual": (8, ALL_LINEARS), "odd": (13, ["v_proj", "down_proj", "k_proj"]), "large": (64, ALL_LINEARS)}
+RANKS = {
+    "small": (1, ["q_proj"]),
+    "usual": (8, ALL_LINEARS),
+    "odd": (13, ["v_proj", "down_proj", "k_proj"]),
+    "large": (64, ALL_LINEARS),
+}
 
 
 def write_adapters(config: ModelConfig, folder: Path) -> None:

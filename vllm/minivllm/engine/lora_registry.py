@@ -3,8 +3,8 @@
 An adapter is read when it is added, or when the first request names it, so that one which cannot be served is refused
 to whoever names it. One that is removed while requests use it goes when the last of them has ended.
 
-In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`, `list_loras`, `pin_lora`), which removes
-it at once.
+In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`, `list_loras`, `pin_lora`). It removes
+an adapter at once.
 """
 
 from collections.abc import Callable

@@ -3,9 +3,10 @@
     y = base(x);  y += B_slot (A_slot x)   for each row that has an adapter
 
 `LoRALinearMethod` wraps whatever method the linear had: plain, in panels, or quantized. Merged projections keep one A
-and one B each (slices). Of a tensor-parallel linear, a rank has the same part as of the base. One that is divided by its
-outputs has all of A and its rows of B. One that is divided by its inputs has its columns of A and all of B: its part of
-A x gives its part of B A x, which the all-reduce that follows adds up with the base's. So nothing more is exchanged.
+and one B each (slices). Of a tensor-parallel linear, a rank has the same part as of the base. One that is divided by
+its outputs has all of A and its rows of B. One that is divided by its inputs has its columns of A and all of B: its
+part of A x gives its part of B A x, which the all-reduce that follows adds up with the base's. So nothing more is
+exchanged.
 
 In vLLM v0.33.0: `vllm/lora/layers/` (`MergedColumnParallelLinearWithLoRA`, `QKVParallelLinearWithLoRA`,
 `RowParallelLinearWithLoRA`), `vllm/lora/punica_wrapper/punica_base.py` (`PunicaWrapperBase.update_metadata`).
@@ -96,9 +97,7 @@ class LoRALinearMethod(LinearMethod):
         self.edges = (0, *(piece.last for piece in slices))
         self.bounds = torch.tensor(self.edges, dtype=torch.int32, device=device)
         on_cpu = device.type == "cpu" and has_loops(self.lora_a, self.lora_b, self.edges)
-        self._compiled = (
-            CompiledLoRALinear(self.lora_a, self.lora_b, self.ranks, self.bounds) if on_cpu else None
-        )
+        self._compiled = CompiledLoRALinear(self.lora_a, self.lora_b, self.ranks, self.bounds) if on_cpu else None
 
     @property
     def nbytes(self) -> int:

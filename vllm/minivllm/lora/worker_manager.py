@@ -1,7 +1,7 @@
 """A rank's adapters: read from their folders when a step needs them, and the slots of the step's rows.
 
-In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`), `vllm/v1/worker/lora_model_runner_mixin.py`
-(`LoRAModelRunnerMixin.set_active_loras`).
+In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`),
+`vllm/v1/worker/lora_model_runner_mixin.py` (`LoRAModelRunnerMixin.set_active_loras`).
 """
 
 from collections.abc import Callable, Collection
