@@ -27,7 +27,8 @@ def hops(mark: str) -> list[tuple[str, str]]:
 
 WAY, PROCESSES, SERVED, WIDGET = hops("way"), hops("processes"), hops("served"), hops("widget")
 SEVERAL = hops("several")
-ALL = WAY + hops("ahead") + hops("drafts") + PROCESSES + hops("stages") + hops("tiers") + SERVED + SEVERAL
+KINDS = ("ahead", "drafts", "adapters", "stages", "tiers")
+ALL = WAY + [hop for kind in KINDS for hop in hops(kind)] + PROCESSES + SERVED + SEVERAL
 SPINE = re.findall(r"`([\w/]+\.py)`", between("spine"))
 
 
