@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minivllm import LLM, BeamSearchParams, MinivllmError, NotServedError
+from minivllm import LLM, BeamSearchParams, MinivllmError
 from minivllm.config import EMBEDDED_MODEL
 
 PROMPTS = ["def add(a, b):\n    return", "import"]

@@ -64,18 +64,19 @@ def measure_memory(
         name, memory = "CPU (memory that is available)", (available_memory() or UNKNOWN_MEMORY) // ranks
     if device.type == "cpu" and ranks > 1:
         name = f"{name}, one of {ranks} ranks' share"
-    outside = _bytes_outside_torch(device)
-    rest = (
-        weights,
-        activation_peak,
-        dtype,
-        cuda_graphs,
-        drafter,
-        drafter_bytes,
-        lora_bytes,
-        ranks * (device.type == "cpu"),
+    return MemoryUse(
+        device_name=name,
+        device_memory=memory,
+        outside_torch=_bytes_outside_torch(device),
+        weights=weights,
+        activation_peak=activation_peak,
+        dtype=dtype,
+        cuda_graphs=cuda_graphs,
+        drafter=drafter,
+        drafter_bytes=drafter_bytes,
+        lora_bytes=lora_bytes,
+        ranks_in_host_memory=ranks * (device.type == "cpu"),
     )
-    return MemoryUse(name, memory, outside, *rest)
 
 
 def profile_memory(
