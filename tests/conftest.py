@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -24,10 +24,23 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
-AS_FOUND = pytest.StashKey[dict[str, dict[Any, Any]]]()
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
 NIXL_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_NIXL"))
 """Then the tests that need it are not left out, and fail where it is not installed."""
+
+
+def leave_as_found() -> Iterator[None]:
+    """Whoever leaves the process changed fails, in place of another test after it."""
+    before = state()
+    seed_everything()
+    yield
+    if left := changes(before, state()):
+        put_back(before)
+        pytest.fail("left behind for the tests after it:\n" + "\n".join(left), pytrace=False)
+
+
+each_test_leaves_as_found = pytest.fixture(leave_as_found, autouse=True)
+each_file_leaves_as_found = pytest.fixture(leave_as_found, autouse=True, scope="module")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -189,25 +202,6 @@ def mutation_scores(reporter: pytest.TerminalReporter) -> list[str]:
     rows = [(number, len(found), sum(found.values())) for number, found in sorted(caught_in.items())]
     lines = [f"{number:>6} {tried:>8} {caught:>7} {caught / tried:>6.0%}" for number, tried, caught in rows]
     return ["lesson  mutants  caught  score", *lines] if lines else []
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """Note the state of the process before any fixture of the test."""
-    item.stash[AS_FOUND] = state()
-    seed_everything()
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """A test that leaves the process changed fails itself, in place of another one after it."""
-    result = yield
-    before = item.stash[AS_FOUND]
-    if left := changes(before, state()):
-        put_back(before)
-        pytest.fail("left behind for the tests after it:\n" + "\n".join(left), pytrace=False)
-    return result
 
 
 @pytest.hookimpl(wrapper=True)

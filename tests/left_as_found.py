@@ -26,8 +26,8 @@ SIGNALS = (
     signal.SIGCHLD, signal.SIGPIPE,
 )  # fmt: skip
 OURS = {"minivllm", "widgets"}
-NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-"""Variables that pytest sets for each test, and torch when its compiler is first asked for."""
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "NIXL_LOG_LEVEL"}
+"""Variables that pytest sets for each test, torch when its compiler is first asked for, and we when nixl is loaded."""
 ABSENT = "nothing"
 
 

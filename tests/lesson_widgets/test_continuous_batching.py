@@ -4,11 +4,11 @@ import itertools
 import math
 import re
 import statistics
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ET
 from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from minivllm.errors import MinivllmError
 from minivllm.lab.exercise import load as load_lesson
 from widgets import continuous_batching as widget
+from widgets import continuous_batching_curves as curves
 from widgets import continuous_batching_runs as runs
 from widgets.continuous_batching_curves import LOADS, SERVICE, Curve
 from widgets.session import Session
@@ -306,8 +307,14 @@ def test_the_command_says_slots_load_and_service_level():
 # ---- how it runs
 
 
-def test_the_first_state_is_soon_there_and_a_load_that_is_known_costs_little():
-    runs.experiment.cache_clear()
+@pytest.fixture
+def no_runs_yet(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forget all runs until the test ends, when they are there again: to run them anew takes seconds."""
+    return lambda: monkeypatch.setattr(curves, "experiment", lru_cache(runs.experiment.__wrapped__))
+
+
+def test_the_first_state_is_soon_there_and_a_load_that_is_known_costs_little(no_runs_yet):
+    no_runs_yet()
     states = widget.sweep(slots=4, burstiness=16.0)
     start = time.process_time()
     widget.figure(next(states))
@@ -321,10 +328,9 @@ def test_the_first_state_is_soon_there_and_a_load_that_is_known_costs_little():
     assert statistics.median(spent) < 0.03
 
 
-def test_runs_that_were_left_are_taken_up_again_and_give_the_same():
-    runs.experiment.cache_clear()
+def test_runs_that_were_left_are_taken_up_again_and_give_the_same(no_runs_yet):
     expected = complete(slots=16).curves
-    runs.experiment.cache_clear()
+    no_runs_yet()
     for _ in range(300):  # as when the load is dragged: each sweep is left after three steps
         states = widget.sweep(slots=16)
         for _ in range(3):
@@ -333,15 +339,6 @@ def test_runs_that_were_left_are_taken_up_again_and_give_the_same():
             break
     state = complete(slots=16)
     assert [curve.points for curve in state.curves] == [curve.points for curve in expected]
-
-
-def test_importing_and_showing_need_no_torch():
-    code = (
-        "import sys; from widgets import continuous_batching as widget; widget.show(); "
-        "print({'torch', 'triton', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules))"
-    )
-    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert run.stdout.strip().endswith("set()"), run.stderr
 
 
 @pytest.mark.parametrize(
