@@ -381,15 +381,16 @@ FEW, MANY, ROWS = 4, 32, 256
 def measure_knee(knee: Callable[[float, float, float], float], arguments: argparse.Namespace) -> dict[str, Any]:
     """Steps of a model that is larger than any cache, by their tokens; the knee foretold, and found in them.
 
-    Foretold of two rates of one matrix product: of many rows its operations a second, of one row its bytes a second.
-    Found: see `sweep_knee`. The medians of all turns count; each turn by itself also foretells and finds, which gives
-    the spread.
+    Foretold of two rates of matrix products alone: of many rows their operations a second, of one row their bytes a
+    second. Found: see `sweep_knee`. The medians of all turns count; each turn by itself also foretells and finds, which
+    gives the spread.
     """
     config = ModelConfig.from_dict(LARGE | ({"num_hidden_layers": 1} if arguments.quick else {}))
     turns, numbers = _turns_of_steps(config, arguments), config.intermediate_size * config.hidden_size
+    parameters = num_parameters(config) - config.vocab_size * config.hidden_size
 
     def judged(seconds: Mapping[str, float]) -> dict[str, float]:
-        flops, bandwidth = 2 * ROWS * numbers / seconds["rows"], 4 * numbers / seconds["row"]
+        flops, bandwidth = 2 * ROWS * numbers / seconds["rows"], 4 * parameters / seconds["row"]
         foretold, found = knee(flops, bandwidth, 4), sweep_knee({size: seconds[str(size)] for size in SIZES})
         rates = {"flops": flops, "bandwidth": bandwidth}
         return {**rates, "foretold": foretold, "found": found, "off": foretold / found - 1}
@@ -397,15 +398,14 @@ def measure_knee(knee: Callable[[float, float, float], float], arguments: argpar
     seconds = {name: statistics.median(times) for name, times in turns.items()}
     one = judged(seconds)
     each = [judged(dict(zip(turns, times, strict=True)))["off"] for times in zip(*turns.values(), strict=True)]
-    parameters = num_parameters(config) - config.vocab_size * config.hidden_size
     rows = [
         (size, ms(seconds[str(size)]), ms(seconds[str(size)] / size), f"{seconds[str(size)] / seconds['1']:.2f} ×")
         for size in SIZES
     ]
     caption = (
-        f"{parameters / 1e6:.0f} million parameters, {4 * parameters / 1e6:.0f} MB, one thread. One product alone: "
-        f"{one['flops'] / 1e9:.0f} billion operations a second with {ROWS} rows, {one['bandwidth'] / 1e9:.1f} GB/s "
-        "with one."
+        f"{parameters / 1e6:.0f} million parameters, {4 * parameters / 1e6:.0f} MB, one thread. Matrix products "
+        f"alone: {one['flops'] / 1e9:.0f} billion operations a second with {ROWS} rows, "
+        f"{one['bandwidth'] / 1e9:.1f} GB/s with one."
     )
     table("A step by its tokens", ("tokens", "ms", "ms a token", "of one token"), rows, caption)
     console.print(
@@ -417,7 +417,7 @@ def measure_knee(knee: Callable[[float, float, float], float], arguments: argpar
 
 
 def _turns_of_steps(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of steps by their tokens, and of the last product of an MLP with one row and with many, in turns.
+    """Seconds of steps by their tokens, of all layers' products with one row, and of one product with many, in turns.
 
     A shared machine's memory is not always equally fast; in turns that affects all alike. The tokens are those of as
     many requests, since of a prompt's tokens the engine takes only those that sample through all of the last layer.
@@ -429,9 +429,15 @@ def _turns_of_steps(config: ModelConfig, arguments: argparse.Namespace) -> dict[
         sizes = {"max_model_len": 256, "max_num_seqs": SIZES[-1], "max_num_batched_tokens": SIZES[-1]}
         core = bare_engine(folder, device, blocks, load_format="dummy", dtype="float32", **sizes)
         model: Any = runner_of(core).model
-        product, x = model.layers[0].mlp.down_proj, torch.randn(ROWS, config.intermediate_size, device=device)
-        # The one row first: the step before it has left nothing of this matrix in a cache.
-        calls: dict[str, Callable[[], object]] = {"row": lambda: product(x[:1]), "rows": lambda: product(x)}
+        x = torch.randn(ROWS, config.intermediate_size, device=device)
+
+        def one_row() -> None:
+            for layer in model.layers:
+                for product in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj):
+                    product(x[:1, : config.hidden_size].contiguous())
+                layer.mlp.down_proj(x[:1])
+
+        calls: dict[str, Callable[[], object]] = {"row": one_row, "rows": lambda: model.layers[0].mlp.down_proj(x)}
         calls |= {str(size): partial(record_run, core, [(1, 1)] * size, warm_up=False) for size in SIZES}
         return in_turns(calls, 1 if arguments.quick else 7, device, own_clock(core))
 
