@@ -85,9 +85,7 @@ def show_waste(found: dict[str, Any]) -> None:
         f"Published: vllm#54644, no lengths given. Ours: {REQUESTS} requests, {AT_ONCE} at once, {STEP} tokens a step; "
         "lengths guessed."
     )
-    table(
-        "Computed a second time, of all computed tokens", ("victim", *(f"{one} blocks" for one in pools)), rows, caption
-    )
+    table("Computed a second time, of all computed tokens", ("victim; blocks of the pool:", *pools), rows, caption)
 
 
 # ---- the cliff on a live server
