@@ -81,8 +81,6 @@ def _process() -> dict[str, Any]:
         "sys.path": tuple(sys.path),
         "sys.excepthook": sys.excepthook,
         "threading.excepthook": threading.excepthook,
-        "sys.stdout": sys.stdout,
-        "sys.stderr": sys.stderr,
         "switch interval": sys.getswitchinterval(),
         "socket timeout": socket.getdefaulttimeout(),
         "garbage collector": (gc.isenabled(), gc.get_threshold()),
@@ -99,7 +97,6 @@ def _restore_process(was: dict[str, Any]) -> None:
     os.chdir(was["working directory"])
     sys.argv[:], sys.path[:] = was["sys.argv"], was["sys.path"]
     sys.excepthook, threading.excepthook = was["sys.excepthook"], was["threading.excepthook"]
-    sys.stdout, sys.stderr = was["sys.stdout"], was["sys.stderr"]
     sys.setswitchinterval(was["switch interval"])
     socket.setdefaulttimeout(was["socket timeout"])
     enabled, threshold = was["garbage collector"]
@@ -133,7 +130,8 @@ def _logging() -> dict[str, Any]:
     loggers = {"": logging.root, **{name: logging.getLogger(name) for name in ours}}
     found: dict[str, Any] = {"disabled up to": logging.root.manager.disable}
     for name, one in loggers.items():
-        levels = (one.level, one.disabled, one.propagate, tuple(one.handlers), tuple(one.filters))
+        handlers = tuple(each for each in one.handlers if not type(each).__module__.startswith("_pytest"))
+        levels = (one.level, one.disabled, one.propagate, handlers, tuple(one.filters))
         if levels != (logging.NOTSET, False, True, (), ()):
             found[f"logger {name!r}"] = levels
     return found
@@ -148,7 +146,8 @@ def _restore_logging(was: dict[str, Any]) -> None:
         one = logging.getLogger(name)
         level, one.disabled, one.propagate, handlers, filters = was.get(known, (logging.NOTSET, False, True, (), ()))
         one.setLevel(level)
-        one.handlers[:], one.filters[:] = handlers, filters
+        of_pytest = [each for each in one.handlers if type(each).__module__.startswith("_pytest")]
+        one.handlers[:], one.filters[:] = [*handlers, *of_pytest], filters
 
 
 def _modules() -> dict[str, Any]:
