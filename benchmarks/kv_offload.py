@@ -206,7 +206,7 @@ def show(figures: dict[str, Any]) -> None:
         for name, one in figures["chats"]["systems"].items()
     ]
     columns = ["below the pool", "TTFT p50, ms", "TTFT p99, ms", "tokens/s", "of prompts computed"]
-    table(f"{figures['chats']['turns']} turns of chats, of which the pool holds a fourth", columns, rows)
+    table(f"{figures['chats']['turns']} turns of chats, of which the pool holds {POOL_CHATS}", columns, rows)
     kinds = ("copy", "store", "store_scattered", "load", "load_scattered")
     rows = [
         (name, f"{one['copy_gb_s']:.1f}", *(f"{one[f'{kind}_share']:.0%}" for kind in kinds[1:]))

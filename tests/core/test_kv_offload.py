@@ -128,6 +128,10 @@ def test_arc_moves_its_target_by_the_ratio_of_the_ghosts_once_a_request() -> Non
     assert policy.target_t1_size == 3, "6 / 2, though two of its keys are remembered"
     policy.touch([KEYS[10]])
     assert policy.target_t1_size == 2, "by 1 at least"
+    policy.b1.update(OrderedDict.fromkeys(KEYS[20:38]))
+    policy.target_t1_size = 9.0
+    policy.touch([KEYS[10]])
+    assert policy.target_t1_size == 9 - 20 / 6
     policy.target_t1_size = 9.5
     policy.touch([KEYS[0]])
     assert policy.target_t1_size == 10, "the capacity is the most"

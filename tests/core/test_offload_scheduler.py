@@ -156,7 +156,18 @@ def test_lazy_stores_come_to_an_end_where_the_tier_is_smaller_than_what_stands_n
     run = OffloadRun(connector_of(lazy_offload=True, num_usable=2), most_steps=3)
     for number in range(4):
         run.serve(f"r{number}", prompt_of(number, 21), 5)
-    assert run.tier._num_stores < 30
+    num_stores = run.tier._num_stores
+    run.serve("decoding", prompt_of(5, 3), 20)
+    assert run.tier._num_stores - num_stores < 6, "it takes no more than six blocks, and has 20 steps"
+
+
+def test_what_is_stored_lazily_stays_next_to_be_evicted() -> None:
+    """At the tail of the free queue it would make room near the head for others, until all had been stored."""
+    run = OffloadRun(connector_of(lazy_offload=True), num_gpu_blocks=21)
+    run.serve("first", prompt_of(0, 37))
+    run.serve("second", prompt_of(1, 37))
+    run.serve("decoding", prompt_of(2, 3), 12)
+    assert 0 < run.tier.state()["used"] <= 4 + 4, "4 blocks are looked at, and 4 are taken"
 
 
 def test_eager_duplicate_store_skipped() -> None:
@@ -182,8 +193,10 @@ def test_touched_blocks_survive_eviction(policy: str) -> None:
     """A request that comes again makes its blocks young, though it finds them in the pool and loads nothing."""
     run = OffloadRun(connector_of(num_usable=6, eviction_policy=policy), num_gpu_blocks=30)
     first, second = run.serve("first", prompt_of(0, 12)), run.serve("second", prompt_of(1, 12))
-    run.serve("first again", prompt_of(0, 12))
-    run.serve("third", prompt_of(2, 8))
+    run.add("first again", prompt_of(0, 12), 9)
+    run.step()
+    run.add("third", prompt_of(2, 8))
+    run.finish()
     assert run.has(first) == [True] * 3
     assert run.has(second) == [True, False, False]
 
