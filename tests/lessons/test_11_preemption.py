@@ -277,8 +277,10 @@ def test_quick_run(tmp_path):
     assert tokens["V0's swap, block by block"]["copies"] == 8 * 12 * 2
     assert figures["policies"]["priority"]["preempted"]["b"] == 0
     waste = figures["waste"]
-    assert waste["2800"]["first_chunk"] == 0
     assert waste["400"]["first_chunk"] > 2 * waste["400"]["whole"] > 0.4
+    cliff = figures["cliff"]
+    assert cliff["500"]["ttft"] > 10 * cliff["800"]["ttft"] > 1
+    assert cliff["500"]["p99"] > 1.3 * cliff["800"]["p99"]
     thrash = figures["broken"]["thrash"]
     assert thrash["32"]["first_chunk"]["rate"] < 0.9 * thrash["16"]["first_chunk"]["rate"]
     assert thrash["32"]["whole"]["rate"] > thrash["16"]["whole"]["rate"]

@@ -1022,7 +1022,7 @@ def in_turn() -> Seen:
 
 
 def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int, int]]) -> Seen:
-    """When each request (prompt, answer, priority) ended, its preemptions, and steps in which somebody got no token."""
+    """When each request (prompt, answer, priority) ended, its preemptions, and steps in which it got nothing."""
     limits = SchedulerConfig(max_model_len=24, max_num_batched_tokens=32, max_num_seqs=8, policy=policy)
     pool = CacheConfig(num_gpu_blocks=num_blocks, block_size=4, enable_prefix_caching=False)
     scheduler, ends, preempted, idle = Scheduler(limits, pool), {}, dict.fromkeys(asks, 0), dict.fromkeys(asks, 0)

@@ -116,7 +116,7 @@ def _still(
 
 def _legend(computes: int) -> Mapping[str, str]:
     named = {"computed": tint(BLUE, 0.55), "known, not computed": BLANK}
-    return {**named, "computed again in this step": tint(ORANGE, 0.35)} if computes else named
+    return {**named, "computed in this step": tint(ORANGE, 0.35)} if computes else named
 
 
 def _key(legend: Mapping[str, str]) -> Sequence[str]:

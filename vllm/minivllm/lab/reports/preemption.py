@@ -410,7 +410,7 @@ def show_gpus(
 
 # ---- 6. what is computed twice ---------------------------------------------------------------------------------------
 
-QUICK_POOLS = (2800, 400)
+QUICK_POOLS = (400,)
 
 
 def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -437,7 +437,7 @@ def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-RATE, OPEN_POOLS, QUICK_OPEN_POOLS = 10, (2000, 1000, 800, 600, 500, 400), (1000, 800, 500)
+RATE, OPEN_POOLS, QUICK_OPEN_POOLS = 10, (2000, 1000, 800, 600, 500, 400), (800, 500)
 """Requests a second, and the pools that they come to."""
 
 
@@ -510,20 +510,25 @@ def show_cliff(found: Mapping[str, Any]) -> None:
 # ---- 7. break it -----------------------------------------------------------------------------------------------------
 
 THRASH, LONG, THRASH_REQUESTS, THRASH_BLOCKS, THRASH_STEP = (4, 8, 16, 32, 64), 8, 100, 3200, 4096
+QUICK_THRASH = (16, 32)
 """How many may run at once; the workload with prompts 8 times as long, and a pool for about twelve."""
 
 
 def break_it(engine: Make, arguments: argparse.Namespace) -> dict[str, Any]:
     """Thrash, an urgent request that must wait, and the tier's own run."""
-    return {"thrash": _thrash(), "inversion": _inversion(engine, arguments), "tier": _tier(arguments)}
+    return {
+        "thrash": _thrash(QUICK_THRASH if arguments.quick else THRASH),
+        "inversion": _inversion(engine, arguments),
+        "tier": _tier(arguments),
+    }
 
 
-def _thrash() -> dict[str, Any]:
+def _thrash(counts: Sequence[int]) -> dict[str, Any]:
     """Output tokens a second by how many may run at once, where the pool holds about twelve. Modelled."""
     cost, found, rows = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H100")), {}, []
     work = [SimulatedRequest(LONG * one.prompt_tokens, one.output_tokens) for one in workload()[:THRASH_REQUESTS]]
     useful = sum(one.prompt_tokens + one.output_tokens - 1 for one in work)
-    for at_once in track(THRASH, "thrashing"):
+    for at_once in track(counts, "thrashing"):
         one: dict[str, Any] = {}
         for name, whole in (("first_chunk", False), ("whole", True)):
             limits = SchedulerConfig(
