@@ -220,6 +220,7 @@ def count_ways(ways: Mapping[str, Way]) -> dict[str, Any] | None:
         rows.append((name, *cells, "yes" if one["rows_copied"] else ""))
     for batch, slots in COUNTED.items():
         assert found["sorted"][batch] == {"launches": 2, "adapters_read": len(set(slots))}, batch
+    console.print()
     title = "16 tokens: launches / adapters read"
     table(title, ("", *(f"of {name}" for name in COUNTED), "copies rows"), rows)
     return found
@@ -265,6 +266,7 @@ def measure_distinct(arguments: argparse.Namespace, device: torch.device) -> dic
         one = found[str(distinct)] = {name: 1e3 * statistics.median(times) for name, times in turns.items()}
         one["read_mb"] = distinct * 4 * RANK * 2 * wide / MB
         rows.append((distinct, f"{one['read_mb']:.1f}", *(f"{one[name]:.2f}" for name in calls)))
+    console.print()
     title = f"64 tokens through one linear of {wide:,} × {wide:,}, rank {RANK}; ms on top of the base product"
     columns = ("adapters", "MB of them", "base alone", "loop", "gathered (bgmv)", "the engine's")
     table(title, columns, rows)
@@ -450,6 +452,7 @@ def measure_cost(arguments: argparse.Namespace) -> dict[str, Any]:
         ratio = statistics.median(one / other for one, other in zip(times, base, strict=True))
         found[name] = {"ms": 1e3 * statistics.median(times), "ratio": ratio}
         rows.append((name, f"{found[name]['ms']:.2f}", f"{ratio:.2f} ×"))
+    console.print()
     title = f"A decode step of {AT_ONCE} requests, adapters of rank 8 on all seven projections"
     table(title, ("", "ms", "of one without"), rows, "Medians of turns.")
     return found
@@ -516,6 +519,7 @@ def show_ranks(by_sorting: Way, adapter_numbers: Callable[..., int]) -> dict[str
         slot = 2 * model.num_hidden_layers * adapter_numbers(max_rank, projections)
         one = found[str(max_rank)] = {"slot_bytes": slot, "read": read, "real": 4 * 4 * 8 * 128 / read}
         rows.append((max_rank, _bytes(slot), f"{read / 1e3:.0f} kB", f"{one['real']:.0%}"))
+    console.print()
     title = "Adapters of rank 8 in slots for more: Llama-3.1-8B's slot; what four adapters of a small linear read"
     table(title, ("max_lora_rank", "a slot", "read", "of it adapters"), rows)
     return found
@@ -541,6 +545,7 @@ def show_answers(arguments: argparse.Namespace) -> dict[str, str]:
     wanted = [None, *trained()]
     texts = _texts(llm, wanted)
     found = {one.lora_name if one else "no adapter": text for one, text in zip(wanted, texts, strict=True)}
+    console.print()
     rows = [(name, repr(text)) for name, text in found.items()]
     table("One prompt, and who answers", ("adapter", "text"), rows, words=True)
     return found
@@ -568,6 +573,7 @@ def share_hashes(arguments: argparse.Namespace) -> dict[str, Any]:
     (sound, shared) = found.values()
     assert sound["cached"] == 0 < shared["cached"], f"cached: {sound['cached']}, {shared['cached']}"
     assert sound["text"] != shared["text"], "the mutant says the same: take another prompt"
+    console.print()
     title = f"The second request begins as the first one did, with {second.lora_name} in place of {first.lora_name}"
     table(title, ("prefix cache", "tokens found", "text"), rows, words=True)
     return found
