@@ -110,7 +110,7 @@ class StepLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestState(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A request in a key line: known tokens, tokens whose keys and values are computed, the block table, the adapter."""
+    """A request in a key line: known tokens, tokens whose keys and values are computed, block table, adapter."""
 
     number: int
     request_id: str
