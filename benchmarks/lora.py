@@ -154,8 +154,8 @@ def main(arguments: argparse.Namespace) -> None:
             columns = ("step", "base, µs", *(f"{case}, %" for case in CASES[1:]))
             rows = [(step, *one.values()) for step, one in figures[title].items()]
             table(f"What adapters add to a step, {title}", columns, rows)
-    if arguments.json:
-        write_json(arguments.json, "lora", figures)
+            if arguments.json:
+                write_json(arguments.json, "lora", figures)
     print(json.dumps(record("lora", figures)))
 
 

@@ -68,7 +68,7 @@ def test_the_way_is_told_whole():
 def test_the_spine_can_be_read_in_a_weekend():
     lines = {file: len((ENGINE / file).read_text().splitlines()) for file in SPINE}
     assert 20 <= len(lines) <= 26
-    assert sum(lines.values()) < 6200
+    assert sum(lines.values()) < 6500
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", PAGE))))

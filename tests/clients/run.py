@@ -31,7 +31,10 @@ RESULTS = ROOT / "benchmarks" / "results" / "clients.cpu.json"
 SECONDS = 600
 NAME = "tiny-python"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health")
+ROUTES = (
+    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+)  # fmt: skip
 """What schemathesis tries."""
 NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 12, 32, 12
 """Of the clients that load the server."""
@@ -245,6 +248,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="also those that load the server")
     full = parser.parse_args().full
     flags = ("--chat-template", str(CHAT_TEMPLATE), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    flags += ("--enable-lora", "--runtime-lora-path", str(HERE.parent / "lora_adapters"))
     with tempfile.TemporaryDirectory() as name, running(*flags) as server:
         folder = Path(name)
         clients = list(fast_clients(server.url, folder))

@@ -59,6 +59,7 @@ class Watched:
             assert (one.num_tokens, one.num_computed_tokens) == (request.num_tokens, request.num_computed_tokens)
             assert (one.num_preemptions, one.prompt_tokens) == (request.num_preemptions, request.num_prompt_tokens)
             assert one.max_tokens == request.max_tokens
+            assert one.adapter == (request.lora_request.lora_name if request.lora_request else "")
         assert state.cached == {b.block_id for b in manager.block_pool.blocks if b.block_hash is not None}
         held = {b.block_id: b.ref_cnt for b in manager.block_pool.blocks if b.ref_cnt}
         assert {block: len(holders) for block, holders in state.holders().items()} == held

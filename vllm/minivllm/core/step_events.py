@@ -44,13 +44,17 @@ class HeaderLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     cores: int = 1
 
 
-class NamedRequest(msgspec.Struct, array_like=True):
-    """A request that is mentioned for the first time. `max_tokens` is 0 where it is not known any more."""
+class NamedRequest(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A request that is mentioned for the first time. `max_tokens` is 0 where it is not known any more.
+
+    `adapter`: the name of its LoRA adapter, if it has one.
+    """
 
     number: int
     request_id: str
     prompt_tokens: int
     max_tokens: int
+    adapter: str = ""
 
 
 class Admitted(msgspec.Struct, array_like=True):
@@ -108,8 +112,8 @@ class StepLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     tier: list[int] = []
 
 
-class RequestState(msgspec.Struct, array_like=True):
-    """A request in a key line: known tokens, tokens whose keys and values are computed, and the block table."""
+class RequestState(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A request in a key line: known tokens, tokens whose keys and values are computed, block table, adapter."""
 
     number: int
     request_id: str
@@ -120,10 +124,14 @@ class RequestState(msgspec.Struct, array_like=True):
     num_preemptions: int
     running: bool
     blocks: list[int]
+    adapter: str = ""
 
 
-class KeyLine(msgspec.Struct, kw_only=True):
-    """The whole state after step `key`. Block 0 is the null block: `num_blocks` includes it, and nobody holds it."""
+class KeyLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The whole state after step `key`. Block 0 is the null block: `num_blocks` includes it, and nobody holds it.
+
+    `max_loras`: how many adapters may run at once; 0 where none are served.
+    """
 
     key: int
     t: float
@@ -135,6 +143,7 @@ class KeyLine(msgspec.Struct, kw_only=True):
     cached: list[int]
     waiting: Waiting
     tier: list[int] = []
+    max_loras: int = 0
 
 
 class StepRecorder:
@@ -240,7 +249,8 @@ class StepRecorder:
         if number is None:
             number = self._new_number(request_id)
             request = self._scheduler.requests.get(request_id)  # it may have been aborted while it was computed
-            line.named.append(NamedRequest(number, request_id, prompt_tokens, request.max_tokens if request else 0))
+            most, adapter = (request.max_tokens, _adapter_of(request)) if request else (0, "")
+            line.named.append(NamedRequest(number, request_id, prompt_tokens, most, adapter))
         return number
 
     def _new_number(self, request_id: str) -> int:
@@ -332,6 +342,7 @@ class StepRecorder:
             cached=sorted(self._cached),
             waiting=self._waiting,
             tier=self._tier,
+            max_loras=config.max_loras,
         )
 
     def _state(self, request: Request, number: int) -> RequestState:
@@ -345,4 +356,9 @@ class StepRecorder:
             request.num_preemptions,
             request.status is RequestStatus.RUNNING,
             self._scheduler.kv_cache_manager.get_block_ids(request.request_id),
+            _adapter_of(request),
         )
+
+
+def _adapter_of(request: Request) -> str:
+    return request.lora_request.lora_name if request.lora_request else ""

@@ -40,6 +40,7 @@ class ReplayedRequest:
     num_preemptions: int = 0
     running: bool = False
     blocks: list[int] = field(default_factory=list)
+    adapter: str = ""
 
 
 @dataclass
@@ -70,7 +71,7 @@ class ReplayedState:
         requests = {
             one.number: ReplayedRequest(
                 one.request_id, one.prompt_tokens, one.max_tokens, one.num_tokens, one.num_computed_tokens,
-                one.num_preemptions, one.running, list(one.blocks),
+                one.num_preemptions, one.running, list(one.blocks), one.adapter,
             )
             for one in key.requests
         }  # fmt: skip
@@ -92,7 +93,7 @@ class ReplayedState:
         self.step = line.step
         for one in line.named:
             self.requests[one.number] = ReplayedRequest(
-                one.request_id, one.prompt_tokens, one.max_tokens, num_tokens=one.prompt_tokens
+                one.request_id, one.prompt_tokens, one.max_tokens, num_tokens=one.prompt_tokens, adapter=one.adapter
             )
         for number in line.gone:
             self.requests.pop(number, None)

@@ -7,11 +7,14 @@ In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`),
 from collections.abc import Callable, Collection
 
 import numpy as np
+import torch
 
 from minivllm.config import LoRAConfig
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.lora_request import LoRARequest
 from minivllm.errors import AdapterError, MinivllmError
+from minivllm.kernels.cpu.lora_calls import LANES
+from minivllm.kernels.elementwise import silu_and_mul
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.lora.layers import LoRAStep
 from minivllm.lora.lora_model import read_adapter
@@ -88,6 +91,10 @@ class LRUCacheWorkerLoRAManager:
         if wanted is not None:
             self._metas[1].prepare(slots[wanted])
             step.metas = self._metas
+
+    def warm_up(self) -> None:
+        """Compiles what only steps with adapters run: their own loops are compiled with the slots, the gate is not."""
+        silu_and_mul(torch.zeros(1, 2 * LANES, dtype=self.manager.dtype, device=self.manager.device))
 
     def for_graphs(self, most_rows: int) -> "LoRAOfGraphs":
         """What CUDA graphs of up to so many rows read instead."""

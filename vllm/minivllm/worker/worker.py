@@ -224,6 +224,8 @@ class Worker:
         request = NewRequestData("warm-up", [0, 0], [0, 0], [0], 0, SamplingParams(temperature=1.0, seed=0))
         step = SchedulerOutput([request], CachedRequestData(), {"warm-up": 2}, 2, {}, set(), set())
         self.runner.execute_model(step)
+        if self.runner.lora is not None:
+            self.runner.lora.warm_up()
         self.runner.reset()
         self.group.bytes_reduced = 0
 

@@ -34,7 +34,7 @@ const tierOf = (line) => (Array.isArray(line.tier) && [0, 5].includes(line.tier.
 
 function checkLine(line) {
   ensure(line !== null && typeof line === "object" && typeof line.t === "number" && isFinite(line.t), "no line of a recording");
-  const named = (one) => Array.isArray(one) && counts([one[0], one[2], one[3]]) && typeof one[1] === "string";
+  const named = (one) => Array.isArray(one) && counts([one[0], one[2], one[3]]) && typeof one[1] === "string" && typeof (one[4] ?? "") !== "object";
   const blocks = (one) => Array.isArray(one) && isCount(one[0]) && counts(one.at(-1));
   const waiting = line.waiting ?? [0, []];
   const fits =
@@ -46,7 +46,7 @@ function checkLine(line) {
   ensure(fits, "a field has another form than it should");
   if (!("key" in line)) return ensure(isCount(line.step), "the step has no number");
   const sizes = [line.key, line.num_blocks, line.block_size, line.max_num_seqs, line.max_num_batched_tokens];
-  ensure(counts(sizes) && line.num_blocks >= 2 && line.num_blocks <= MOST_BLOCKS && line.block_size > 0, "no sizes of a pool");
+  ensure(isCount(line.max_loras ?? 0) && counts(sizes) && line.num_blocks >= 2 && line.num_blocks <= MOST_BLOCKS && line.block_size > 0, "no sizes of a pool");
   const state = (one) => named(one) && counts(one.slice(4, 7), 3) && typeof one[7] === "boolean" && counts(one[8]);
   ensure(Array.isArray(line.requests) && line.requests.every(state) && counts(line.cached), "no state of a pool");
 }
@@ -59,13 +59,14 @@ class State {
     this.blockSize = key.block_size;
     this.maxSeqs = key.max_num_seqs;
     this.budget = key.max_num_batched_tokens;
+    this.maxLoras = key.max_loras ?? 0;
     this.cached = new Set(this.inPool(key.cached));
     this.waiting = key.waiting;
     this.tier = tierOf(key);
     this.requests = new Map();
     this.refs = new Map(); // block -> how many requests hold it
-    for (const [number, id, prompt, max, tokens, computed, preemptions, running, blocks] of key.requests) {
-      const request = { number, id, prompt, max, tokens, computed, preemptions, running, blocks: [] };
+    for (const [number, id, prompt, max, tokens, computed, preemptions, running, blocks, adapter = ""] of key.requests) {
+      const request = { number, id, prompt, max, tokens, computed, preemptions, running, blocks: [], adapter };
       this.requests.set(number, request);
       this.hold(request, blocks);
     }
@@ -99,8 +100,8 @@ class State {
     const happened = { fresh: new Set(), hits: new Set(), batch: [], preempted: line.preempted ?? [], ended: line.ended ?? [] };
     this.step = line.step;
     this.t = line.t;
-    for (const [number, id, prompt, max] of line.named ?? [])
-      this.requests.set(number, { number, id, prompt, max, tokens: prompt, computed: 0, preemptions: 0, running: false, blocks: [] });
+    for (const [number, id, prompt, max, adapter = ""] of line.named ?? [])
+      this.requests.set(number, { number, id, prompt, max, tokens: prompt, computed: 0, preemptions: 0, running: false, blocks: [], adapter });
     for (const number of line.gone ?? []) this.end(number);
     for (const number of happened.preempted) {
       const request = this.known(number);
@@ -580,10 +581,15 @@ class View {
     const usable = state.numBlocks - 1;
     const tokens = frame.batch.reduce((sum, one) => sum + one.tokens, 0);
     let running = 0;
-    for (const one of state.requests.values()) running += one.running;
+    const adapters = new Set();
+    for (const one of state.requests.values()) {
+      running += one.running;
+      if (one.running && one.adapter) adapters.add(one.adapter);
+    }
     const set = (name, value, rest) => this.numbers[name].replaceChildren(value.toLocaleString("en"), make("small", {}, ` ${rest}`));
     set("tokens", tokens, `of ${state.budget.toLocaleString("en")}`);
-    set("running", running, `of ${state.maxSeqs.toLocaleString("en")}`);
+    const inSlots = state.maxLoras ? `, with ${adapters.size} of at most ${plural(state.maxLoras, "adapter")}` : "";
+    set("running", running, `of ${state.maxSeqs.toLocaleString("en")}${inSlots}`);
     set("waiting", state.waiting[0], "");
     set("held", holders.size, `${Math.round((100 * holders.size) / usable)} %`);
     set("cached", idle, `${Math.round((100 * idle) / usable)} %`);
@@ -896,6 +902,7 @@ class View {
       ["request", `#${request.number}`], ["id", request.id], ["status", request.running ? "running" : request.preemptions ? "waits after a preemption" : "waits"],
       ["prompt", plural(request.prompt, "token")], ["generated", `${request.tokens - request.prompt}${request.max ? ` of at most ${request.max}` : ""}`],
       ["computed", `${request.computed} of ${request.tokens} tokens`], ["preemptions", String(request.preemptions)],
+      ...(request.adapter ? [["adapter", String(request.adapter)]] : []),
     ];
     const table = make("ol", { class: "xr-table", tabindex: 0, "aria-label": "Block table" }, ...request.blocks.slice(0, 256).map((block, index) => {
       const filled = Math.max(0, Math.min(state.blockSize, request.computed - index * state.blockSize));
