@@ -27,7 +27,7 @@ def hops(mark: str) -> list[tuple[str, str]]:
 
 WAY, PROCESSES, SERVED, WIDGET = hops("way"), hops("processes"), hops("served"), hops("widget")
 SEVERAL = hops("several")
-ALL = WAY + hops("ahead") + hops("drafts") + PROCESSES + hops("stages") + SERVED + SEVERAL
+ALL = WAY + hops("ahead") + hops("drafts") + hops("adapters") + PROCESSES + hops("stages") + SERVED + SEVERAL
 SPINE = re.findall(r"`([\w/]+\.py)`", between("spine"))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT
 from engine.test_equivalence import FAMILIES, SHAPE
 from safetensors.torch import load_file, save_file
 
@@ -25,15 +26,6 @@ from minivllm.lab.adapters import merge_adapter, random_adapter, write_adapter
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory.adapters import ALL_LINEARS
 
-ADAPTERS = Path(__file__).parents[1] / "lora_adapters"
-PROMPT = [516, 994, 8, 65, 12, 309, 288, 281, 386]
-EXPECTED = {
-    None: [289, 465, 309, 199, 199, 516, 415, 1071],
-    "a": [289, 199, 199, 516, 309, 8, 66, 12],
-    "b": [409, 65, 61, 281, 379, 289, 326, 309],
-    "c": [309, 199, 199, 3, 3, 3, 3, 3],
-}
-"""Eight greedy tokens of the embedded model, and with each adapter: what both PEFT and vLLM say."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SETTINGS = {"device": "cpu", "max_model_len": 128, "enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -170,14 +162,6 @@ def test_adapters_are_managed_across_processes(two_ranks):
     check(two_ranks, "a", "c")
 
 
-def test_two_stages_have_their_own_layers():
-    llm = LLM(EMBEDDED_MODEL, **SETTINGS, pipeline_parallel_size=2)
-    try:
-        check(llm, *["a", "b", "c", None] * 2)
-    finally:
-        llm.shutdown()
-
-
 # ---- other models, other adapters ------------------------------------------------------------------------------------
 
 
@@ -189,7 +173,12 @@ def transformers():
 
 
 MATRICES = "adapter_model.safetensors"
-RANKS = {"small": (1, ["q_proj"]), "usual": (8, ALL_LINEARS), "odd": (13, ["v_proj", "down_proj", "k_proj"]), "large": (64, ALL_LINEARS)}
+RANKS = {
+    "small": (1, ["q_proj"]),
+    "usual": (8, ALL_LINEARS),
+    "odd": (13, ["v_proj", "down_proj", "k_proj"]),
+    "large": (64, ALL_LINEARS),
+}
 
 
 def write_adapters(config: ModelConfig, folder: Path) -> None:

@@ -6,14 +6,16 @@ One engine of two stages serves most of these; what the scheduler decides is cha
 from dataclasses import replace
 
 import pytest
+from engine.golden_adapters import ADAPTERS, EXPECTED, PROMPT
 from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES
 from executor.failing_worker import failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
 
-from minivllm import LLM, MinivllmError
+from minivllm import LLM, LoRARequest, MinivllmError, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import WorkerFailedError
+from minivllm.inputs import TokensPrompt
 from minivllm.lab.inside import core_of
 from minivllm.lab.pipeline import record_pipeline
 from minivllm.memory import kv_bytes_per_token
@@ -27,7 +29,8 @@ def llm():
     """Two stages of one rank each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minivllm.executor.multiproc_executor.worker_of_rank", failing_worker_of_rank)
-        llm = LLM(EMBEDDED_MODEL, **SETTINGS, pipeline_parallel_size=2)
+        adapters = {"enable_lora": True, "max_loras": 2}
+        llm = LLM(EMBEDDED_MODEL, **SETTINGS, **adapters, pipeline_parallel_size=2)
     yield llm
     llm.shutdown()
 
@@ -60,6 +63,17 @@ def test_the_tokens_of_one_rank(llm, expected, budget, num_blocks):
     assert tokens_of(llm) == expected
     assert tokens_of(llm) == expected, "with what the first run left in the prefix cache"
     assert (llm.llm_engine.stats.num_preemptions > 0) == bool(num_blocks)
+
+
+def test_each_stage_has_the_adapters_of_its_own_layers(llm):
+    reschedule(llm, 24)
+    names = ["a", "b", "c", None] * 2
+    adapters = [name and LoRARequest(name, "abc".index(name) + 1, str(ADAPTERS / name)) for name in names]
+    wanted = SamplingParams(temperature=0.0, max_tokens=8)
+    prompts = [TokensPrompt(prompt_token_ids=PROMPT)] * len(names)
+    outputs = llm.generate(prompts, wanted, lora_request=adapters, use_tqdm=False)
+    for name, output in zip(names, outputs, strict=True):
+        assert output.outputs[0].token_ids == EXPECTED[name], name
 
 
 @pytest.mark.parametrize("rank", [0, 1])

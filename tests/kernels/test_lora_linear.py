@@ -1,5 +1,7 @@
 """Adapters' products: kernels and CPU forms give what each row's own adapter gives, whatever lies beside it."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -55,7 +57,7 @@ def make(case, dtype=torch.float32, device=CPU, slots=3):
     x, y, a, b = (one.to(dtype) for one in (x, y, a, b))
     expected = y.double()
     for row, slot in enumerate(rows_slots):
-        for piece, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for piece, (first, last) in enumerate(itertools.pairwise(bounds)):
             rank = int(ranks[piece, slot])
             if slot >= 0 and rank:
                 small = a[piece, slot, :rank].double() @ x[row].double()
@@ -63,7 +65,7 @@ def make(case, dtype=torch.float32, device=CPU, slots=3):
     for slot in range(slots):
         for piece in range(len(slices)):
             a[piece, slot, ranks[piece, slot] :] = torch.nan
-        for piece, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for piece, (first, last) in enumerate(itertools.pairwise(bounds)):
             b[slot, ranks[piece, slot] :, first:last] = torch.nan
     meta = LoRAKernelMeta(rows, slots, device)
     meta.prepare(np.array(rows_slots, np.int32))

@@ -159,7 +159,7 @@ def test_a_pickle_is_named_and_not_opened(tmp_path):
 
 WRONG = {
     "a layer too many": (lambda: pair(layer=99), "layer that the model does not have"),
-    "only one of two": (lambda: dict(list(pair().items())[:1]), "only lora_A of q_proj in layer 0"),
+    "only one of two": (lambda: dict(list(pair().items())[:1]), "only lora_. of q_proj in layer 0"),
     "embeddings": (lambda: {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)}, "embed_tokens"),
     "the head": (lambda: {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 4)}, "lm_head"),
     "a magnitude": (

@@ -120,8 +120,8 @@ def test_arguments_are_assigned_and_checked_when_an_engine_is_made():
     args.block_size = 0
     with pytest.raises(MinivllmError, match="block_size is 0"):
         minivllm.LLMEngine.from_engine_args(args)
-    with pytest.raises(NotServedError, match="enable_lora is True; minivllm does not serve LoRA adapters"):
-        args.enable_lora = True
+    with pytest.raises(NotServedError, match="enable_prompt_embeds is True; minivllm does not serve prompts as"):
+        args.enable_prompt_embeds = True
     with pytest.raises(AttributeError, match="blok_size"):
         args.blok_size = 5  # type: ignore[attr-defined]
     params = SamplingParams()

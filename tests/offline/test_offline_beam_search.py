@@ -135,7 +135,7 @@ def test_wrong_prompts_are_named_and_leave_nothing(llm):
     for prompts, said in ((["a", ""], "prompt 1"), ([[5000]], "the vocabulary is"), ([[1] * 64], "prompt of 64")):
         with pytest.raises(MinivllmError, match=said):
             llm.beam_search(prompts, params)
-    with pytest.raises(NotServedError, match="lora_request"):
+    with pytest.raises(MinivllmError, match="must be a LoRARequest"):
         llm.beam_search(["a"], params, lora_request="x")
     params.beam_width = 0
     with pytest.raises(MinivllmError, match="beam_width is 0"):

@@ -169,8 +169,8 @@ def test_an_engine_from_its_arguments_counts_unless_told_not_to():
     engine = LLMEngine.from_engine_args(args)
     with pytest.raises(MinivllmError, match="disable_log_stats=False"):
         engine.get_metrics()
-    with pytest.raises(NotServedError, match="lora_request is"):
-        engine.add_request("a", "b", GREEDY, lora_request="adapter")
+    with pytest.raises(NotServedError, match="kv_hints is"):
+        engine.add_request("a", "b", GREEDY, kv_hints="somewhere")
     assert not engine.has_unfinished_requests()
     llm = LLM.from_engine_args(args)
     assert repr(llm) == f"LLM({str(EMBEDDED_MODEL)!r})"

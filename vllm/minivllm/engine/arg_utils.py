@@ -109,8 +109,8 @@ class EngineArgs:
       on every machine. Messages between them are encrypted.
     - `async_scheduling`: schedule a step while the one before it is computed. None: on a GPU, unless `parts` replace
       the scheduler. On a CPU the host's work and the model's share the same cores, so there is little to gain.
-    - `enable_lora`: serve LoRA adapters, which requests name (`lora_request`). `max_loras`: slots on the device, the most
-      adapters that run at once. `max_lora_rank`: the largest rank of an adapter; every slot has room for it.
+    - `enable_lora`: serve LoRA adapters, which requests name (`lora_request`). `max_loras`: slots on the device, the
+      most adapters that run at once. `max_lora_rank`: the largest rank of an adapter; every slot has room for it.
       `max_cpu_loras`: adapters kept in host memory; None: as many as slots. `lora_dtype`: of the adapters' weights;
       "auto" is the model's.
     - `enforce_eager`: do not use CUDA graphs. On a CPU there are none anyway.

@@ -100,7 +100,7 @@ class EngineCore:
         if connector is not None:
             recomputes = connector.config.kv_transfer_config.recomputes
             self.scheduler.use_connector(connector, recomputes)
-        self.loras = LoRARegistry(self.executor, self.scheduler)
+        self.loras = LoRARegistry(self.executor, lambda: self.scheduler)
         self._takes_drafts = args.speculation is not None and not ahead  # else the worker keeps them
         self.batch_queue: deque[_Batch] | None = deque() if ahead else None
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))

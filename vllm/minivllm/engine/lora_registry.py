@@ -3,10 +3,11 @@
 An adapter is read when it is added, or when the first request names it, so that one which cannot be served is refused
 to whoever names it. One that is removed while requests use it goes when the last of them has ended.
 
-In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`, `list_loras`, `pin_lora`), which removes
-it at once.
+In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`, `list_loras`, `pin_lora`). It removes
+an adapter at once.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from minivllm.core.lora_request import LoRARequest
@@ -22,7 +23,8 @@ class AdapterRefused(MinivllmError):
 class LoRARegistry:
     """Adapters by id. Folders are read anew only where an adapter is added anew: then cached blocks do not fit it."""
 
-    def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
+    def __init__(self, executor: Executor, scheduler: Callable[[], Scheduler]) -> None:
+        """`scheduler` returns the present one."""
         self._executor, self._scheduler = executor, scheduler
         self._adapters: dict[int, LoRARequest] = {}
         self._leaving: set[int] = set()
@@ -60,7 +62,7 @@ class LoRARegistry:
         if lora_id not in self._adapters or lora_id in self._leaving:
             return False
         self._leaving.add(lora_id)
-        self._scheduler.pinned_loras.discard(lora_id)
+        self._scheduler().pinned_loras.discard(lora_id)
         self.forget_unused()
         return True
 
@@ -72,14 +74,14 @@ class LoRARegistry:
         """
         if lora_id not in self._adapters or lora_id in self._leaving:
             raise AdapterRefused(f"there is no adapter {lora_id} to pin; add it first")
-        used = self._scheduler.running_loras() | {lora_id}
-        most = self._scheduler.config.max_loras
+        used = self._scheduler().running_loras() | {lora_id}
+        most = self._scheduler().config.max_loras
         if len(used) > most:
             raise AdapterRefused(
                 f"the adapter {lora_id} cannot be pinned: all max_loras = {most} slots are pinned, or in use now"
             )
         _raise_first(self._executor.collective_rpc("pin_lora", self._adapters[lora_id]))
-        self._scheduler.pinned_loras.add(lora_id)
+        self._scheduler().pinned_loras.add(lora_id)
 
     def list(self) -> "set[int]":
         """The adapters in the ranks' host memory."""
@@ -89,7 +91,7 @@ class LoRARegistry:
         """Lets removed adapters go that no request uses any more."""
         if not self._leaving:
             return
-        requests = self._scheduler.requests.values()
+        requests = self._scheduler().requests.values()
         used = {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
         for lora_id in self._leaving - used:
             self._executor.collective_rpc("remove_lora", lora_id)
@@ -97,7 +99,7 @@ class LoRARegistry:
             del self._adapters[lora_id]
 
     def _check_enabled(self, lora_request: LoRARequest) -> None:
-        if self._scheduler.config.max_loras == 0:
+        if self._scheduler().config.max_loras == 0:
             raise AdapterRefused(
                 f"the adapter {lora_request.lora_name!r} needs an engine with adapters: set enable_lora=True "
                 "(--enable-lora)"

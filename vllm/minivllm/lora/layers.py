@@ -3,9 +3,10 @@
     y = base(x);  y += B_slot (A_slot x)   for each row that has an adapter
 
 `LoRALinearMethod` wraps whatever method the linear had: plain, in panels, or quantized. Merged projections keep one A
-and one B each (slices). Of a tensor-parallel linear, a rank has the same part as of the base. One that is divided by its
-outputs has all of A and its rows of B. One that is divided by its inputs has its columns of A and all of B: its part of
-A x gives its part of B A x, which the all-reduce that follows adds up with the base's. So nothing more is exchanged.
+and one B each (slices). Of a tensor-parallel linear, a rank has the same part as of the base. One that is divided by
+its outputs has all of A and its rows of B. One that is divided by its inputs has its columns of A and all of B: its
+part of A x gives its part of B A x, which the all-reduce that follows adds up with the base's. So nothing more is
+exchanged.
 
 In vLLM v0.33.0: `vllm/lora/layers/` (`MergedColumnParallelLinearWithLoRA`, `QKVParallelLinearWithLoRA`,
 `RowParallelLinearWithLoRA`), `vllm/lora/punica_wrapper/punica_base.py` (`PunicaWrapperBase.update_metadata`).
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.kernels.cpu.lora_calls import CompiledLoRALinear, has_loops
 from minivllm.kernels.elementwise import silu_and_mul
 from minivllm.kernels.lora_linear import lora_linear
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
@@ -35,9 +37,10 @@ class LoRAStep:
         """Launch for any slots, as a CUDA graph must."""
 
     def meta_of(self, x: Tensor) -> LoRAKernelMeta | None:
-        """Returns the rows' slots; None if none of them has an adapter."""
+        """Returns the slots of x's rows; None if none of them has an adapter."""
+        rows = x.shape[0]
         for meta in self.metas:
-            if meta.num_rows == len(x):
+            if meta.num_rows == rows:
                 return meta if meta.num_active or self.fixed_grid else None
         assert not self.metas, "rows that the step does not know of"
         return None
@@ -93,6 +96,8 @@ class LoRALinearMethod(LinearMethod):
         self.lora_b = torch.zeros(max_loras, max_rank, outputs, dtype=dtype, device=device)
         self.edges = (0, *(piece.last for piece in slices))
         self.bounds = torch.tensor(self.edges, dtype=torch.int32, device=device)
+        on_cpu = device.type == "cpu" and has_loops(self.lora_a, self.lora_b, self.edges)
+        self._compiled = CompiledLoRALinear(self.lora_a, self.lora_b, self.ranks, self.bounds) if on_cpu else None
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +134,9 @@ class LoRALinearMethod(LinearMethod):
         return ranks
 
     def _add(self, y: Tensor, x: Tensor, meta: LoRAKernelMeta) -> None:
+        if self._compiled is not None and x.dtype is self._compiled.dtype and meta.num_active:
+            self._compiled(y, x, meta)
+            return
         lora_linear(
             y,
             x,

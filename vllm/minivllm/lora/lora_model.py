@@ -60,7 +60,8 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
     for (layer, projection), pair in found.items():
         if len(pair) < 2:
             raise MinivllmError(
-                f"the adapter in {folder} has only lora_{next(iter(pair))} of {projection} in layer {layer}; it needs both"
+                f"the adapter in {folder} has only lora_{next(iter(pair))} of {projection} in layer {layer}; the other "
+                "matrix is missing"
             )
     return {module: LoRAPair(pair["A"].float(), pair["B"].float() * scales[module]) for module, pair in found.items()}
 

@@ -1,7 +1,7 @@
 """A rank's adapters: read from their folders when a step needs them, and the slots of the step's rows.
 
-In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`), `vllm/v1/worker/lora_model_runner_mixin.py`
-(`LoRAModelRunnerMixin.set_active_loras`).
+In vLLM v0.33.0: `vllm/lora/worker_manager.py` (`LRUCacheWorkerLoRAManager`),
+`vllm/v1/worker/lora_model_runner_mixin.py` (`LoRAModelRunnerMixin.set_active_loras`).
 """
 
 from collections.abc import Callable, Collection
@@ -105,7 +105,7 @@ class LoRAOfGraphs:
         """`forward` with the launches for adapters of so many rows."""
 
         def with_adapters() -> None:
-            self._meta.num_rows = rows
+            assert self._meta.num_rows == rows
             self._step.metas, self._step.fixed_grid = (self._meta,), True
             try:
                 forward()

@@ -259,7 +259,9 @@ class Part(NamedTuple):
     order: Tensor | None = None
 
 
-def merged_projections(config: ModelConfig, mine: tuple[int, int], shared: tuple[int, int]) -> dict[str, tuple[Part, ...]]:
+def merged_projections(
+    config: ModelConfig, mine: tuple[int, int], shared: tuple[int, int]
+) -> dict[str, tuple[Part, ...]]:
     """The stored projections, by the name of the one that they are parts of.
 
     `mine` and `shared`: which part of how many the rank has of what is divided, and of keys and values.

@@ -70,7 +70,11 @@ class _Answer:
     ) -> None:
         self._serving = serving
         self._request = request
-        self._base = {"id": request_id, "created": int(time.time()), "model": serving.models.name_in_reply(request.model)}
+        self._base = {
+            "id": request_id,
+            "created": int(time.time()),
+            "model": serving.models.name_in_reply(request.model),
+        }
         self._prompt = prompt
         last = request.messages[-1]
         self._role = serving.settings.response_role if request.add_generation_prompt else last["role"]

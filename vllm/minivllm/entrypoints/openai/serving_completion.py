@@ -86,7 +86,11 @@ class _Answer:
     ) -> None:
         self._serving = serving
         self._request = request
-        self._base = {"id": request_id, "created": int(time.time()), "model": serving.models.name_in_reply(request.model)}
+        self._base = {
+            "id": request_id,
+            "created": int(time.time()),
+            "model": serving.models.name_in_reply(request.model),
+        }
         self._prompts = prompts
         self._n = request.n or 1
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)

@@ -76,7 +76,10 @@ class OpenAIServingModels:
         return ModelList(
             data=[
                 *own,
-                *(self._card(name, self._roots[name], one.base_model_name or self.name, None) for name, one in adapters),
+                *(
+                    self._card(name, self._roots[name], one.base_model_name or self.name, None)
+                    for name, one in adapters
+                ),
             ]
         )
 

@@ -84,21 +84,21 @@ class QuantizedLinearCells(NamedTuple):
 class LoRALinearCells(NamedTuple):
     """Arguments of `lora_loops.add_adapters`; shapes as in `lora_linear.py`."""
 
-    tiles: int
+    tiles: int  # as the next five, of the step; the others are of the linear
+    x_stride: int  # of a row
+    y: int  # an address, as the next three
+    x: int
+    indices: int  # int32
+    tile_table: int  # int64 [3, tiles]: slot, first place, rows
     slices: int
     slots: int
     max_rank: int
     width: int  # of a row of x
     outputs: int
-    x_stride: int  # of a row
-    y: int  # from here on addresses
-    x: int
-    a: int
+    a: int  # from here on addresses
     b: int
-    ranks: int  # int32, as the next two
+    ranks: int  # int32, as bounds
     bounds: int
-    indices: int
-    tile_table: int  # int64 [3, tiles]: slot, first place, rows
 
 
 class NormCells(NamedTuple):

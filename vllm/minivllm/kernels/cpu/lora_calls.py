@@ -32,44 +32,33 @@ def lora_linear_cpu(
     edges: Sequence[int],
 ) -> None:
     """As `lora_linear`; `edges` are `bounds` on the host."""
-    same_dtype = x.dtype in ELEMENTS and x.dtype is y.dtype is a.dtype is b.dtype
-    in_lanes = a.shape[2] % 4 == 0 and all(number % LANES == 0 for number in (x.shape[1], *edges))
-    if same_dtype and in_lanes and has_numba():
-        numba_lora_linear(y, x, a, b, ranks, bounds, meta)
+    if x.dtype is y.dtype is a.dtype and has_loops(a, b, edges):
+        CompiledLoRALinear(a, b, ranks, bounds)(y, x, meta)
     else:
         looped_lora_linear(y, x, a, b, ranks, meta, edges)
 
 
-def numba_lora_linear(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    ranks: torch.Tensor,
-    bounds: torch.Tensor,
-    meta: LoRAKernelMeta,
-) -> None:
-    """The compiled loops: x, y, a and b of one dtype, fp32 or bf16; widths that are multiples of 16."""
-    slices, slots, max_rank, width = a.shape
-    num_tiles = meta.tiles.shape[1]
-    cells = LoRALinearCells(
-        tiles=num_tiles,
-        slices=slices,
-        slots=slots,
-        max_rank=max_rank,
-        width=width,
-        outputs=y.shape[1],
-        x_stride=x.stride(0),
-        y=y.data_ptr(),
-        x=x.data_ptr(),
-        a=a.data_ptr(),
-        b=b.data_ptr(),
-        ranks=ranks.data_ptr(),
-        bounds=bounds.data_ptr(),
-        indices=meta.indices.data_ptr(),
-        tile_table=meta.tiles.ctypes.data,
-    )
-    run_programs(_programs(x.dtype), cells, most_threads=num_tiles)
+def has_loops(a: torch.Tensor, b: torch.Tensor, edges: Sequence[int]) -> bool:
+    """Whether the compiled loops support these adapters: fp32 or bf16, and widths that are multiples of 16."""
+    in_lanes = a.shape[2] % 4 == 0 and all(number % LANES == 0 for number in (a.shape[3], *edges))
+    return in_lanes and a.dtype in ELEMENTS and b.dtype is a.dtype and has_numba()
+
+
+class CompiledLoRALinear:
+    """The compiled loops for one linear, whose addresses are looked up once: a call takes microseconds."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, ranks: torch.Tensor, bounds: torch.Tensor) -> None:
+        self._tensors = a, b, ranks, bounds  # which the addresses are of
+        slices, slots, max_rank, width = a.shape
+        self.dtype = a.dtype
+        self._of_linear = (slices, slots, max_rank, width, b.shape[2], *(one.data_ptr() for one in self._tensors))
+        self._programs = _programs(a.dtype)
+
+    def __call__(self, y: torch.Tensor, x: torch.Tensor, meta: LoRAKernelMeta) -> None:
+        """As `lora_linear`; x and y of the adapters' dtype, a row of x contiguous."""
+        num_tiles, indices, table = meta.cpu_tiles
+        of_step = (num_tiles, x.stride(0), y.data_ptr(), x.data_ptr(), indices, table)
+        run_programs(self._programs, LoRALinearCells(*of_step, *self._of_linear), most_threads=num_tiles)
 
 
 def looped_lora_linear(
