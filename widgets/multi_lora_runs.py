@@ -50,7 +50,10 @@ PATIENCE = 2.0
 class Slots(Protocol):
     """A slot table as exercise 12 asks for it."""
 
-    slots: Sequence[int | None]
+    @property
+    def slots(self) -> Sequence[int | None]:
+        """The adapter in each slot; None: it is free."""
+        ...
 
     def activate(self, adapter_id: int, /) -> int:
         """The slot of an adapter from now on."""
@@ -114,7 +117,7 @@ class _Slotted(OpenEngine):
         self.hits = self.asked = self.loads = 0
         self.active: set[int] = set()
         """Adapters of the last step."""
-        self.sums = dict.fromkeys(("distinct", "running", "waiting", "held", "cache"), 0.0)
+        self.sums: dict[str, float] = dict.fromkeys(("distinct", "running", "waiting", "held", "cache"), 0.0)
         self.strip: list[Moment] = []
         blocks = serving.ledger(len(slots.slots)).num_blocks
         self.share_of_cache = scheduler.kv_cache_manager.block_pool.num_usable_blocks / (blocks - 1)

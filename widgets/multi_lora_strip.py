@@ -54,10 +54,11 @@ def draw_strip(drawing: Drawing, state: State, y: float) -> float:
     rows = min(ROWS, state.slots)
     box = Box(MARGIN + NAMES, y + 12, wide - NAMES, rows * (HIGH + 2))
     _name(drawing, box, "slots" if rows == state.slots else f"{rows} of {state.slots} slots")
+    lines = [Box(box.x, box.y + row * (HIGH + 2), box.width, HIGH) for row in range(rows)]
+    for line in lines:
+        drawing.rect(line, IDLE)
     with drawing.answer():
-        for row in range(rows):
-            line = Box(box.x, box.y + row * (HIGH + 2), box.width, HIGH)
-            drawing.rect(line, IDLE)
+        for row, line in enumerate(lines):
             for stay in _stays(strip, row):
                 _draw_stay(drawing, line, stay, across)
     below = Box(box.x, box.bottom + 4, box.width, 24)
@@ -112,10 +113,13 @@ def _draw_stay(drawing: Drawing, line: Box, stay: Stay, across: Scale) -> None:
 
 def _draw_queue(drawing: Drawing, box: Box, strip: Sequence[Moment], across: Scale) -> None:
     """How many wait, and how many of them for a slot only."""
-    most = max([1, *(moment.waiting for moment in strip)])
-    _name(drawing, box, f"wait: up to {most if strip and max(one.waiting for one in strip) else 0}")
+    longest = max((moment.waiting for moment in strip), default=0)
+    most = max(longest, 1)
+    _name(drawing, box, "wait")
     drawing.rect(box, IDLE)
     with drawing.answer():
+        place = (box.x - 8, box.y + box.height / 2 + 4)
+        drawing.text(place, f"up to {longest}", size=SMALL, colour=QUIET, anchor="end")
         for group in _alike(strip):
             left, right = _place(box, across, group[0].start, group[-1].end)
             high = box.height * group[0].held / most

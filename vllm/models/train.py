@@ -465,6 +465,18 @@ def sibling_lines() -> list[str]:
     ]
 
 
+def adapter_lines() -> list[str]:
+    """Where the card of the adapters is, which `train_adapters.py` writes."""
+    if not (HERE / "adapters" / "README.md").exists():
+        return []
+    return [
+        "",
+        "## The adapters",
+        "",
+        "Three LoRA adapters for `tiny-python` have [a card of their own](adapters/README.md).",
+    ]
+
+
 def write_card() -> None:
     """Rewrite README.md from what is in the directories: nothing in it is typed by hand."""
     directories = [HERE / name for name in SHAPES if (HERE / name / "training.json").exists()]
@@ -513,7 +525,7 @@ def write_card() -> None:
     if "tiny-python-draft" in models:
         alpha = acceptance_rate(models["tiny-python"], models["tiny-python-draft"], held_out)
         lines += ["", f"The draft's acceptance rate on held-out text, E[Σ min(p, q)], temperature 1: **{alpha:.3f}**."]
-    lines += head_lines() + sibling_lines()
+    lines += head_lines() + sibling_lines() + adapter_lines()
     lines += ["", "## Samples", "", "`tiny-python`, temperature 0.6, top-k 50, seed 0, first try."]
     for prompt in PROMPTS:
         text = sample(models["tiny-python"], tokenizer, prompt, seed=0).rstrip()

@@ -61,7 +61,7 @@ def lru_hit_rate(shares: Sequence[float], slots: int) -> float:
     """Share of requests that find their adapter in an LRU of so many slots, one request after another.
 
     Che's approximation: an adapter is in if it was asked for within the last t requests, and t is such that the
-    adapters that are in fill the slots (Che, Tung and Wang, 2002; it is exact as both numbers grow).
+    adapters that are in fill the slots (Che et al., 2002; it is exact as both numbers grow).
     """
     if slots >= len(shares):
         return 1.0
