@@ -1063,7 +1063,8 @@ def with_slots(slots: int, **settings: Any) -> LLMEngine:
 def one_name_two_folders() -> Seen:
     """A customer's adapter is replaced by one of the same name in another folder; the same prompt comes again."""
     old, new = trained("braces", 1, "customer"), trained("doctest", 2, "customer")
-    asks = {"the old one": Ask(TOTAL, adapter=old), "the new one": Ask(TOTAL, adapter=new, at=30)}
+    prompt = "def add(a, b):\n    return a + b\n\n\ndef total(items):"
+    asks = {"the old one": Ask(prompt, adapter=old), "the new one": Ask(prompt, adapter=new, at=30)}
     answers = serve(with_slots(2), asks)
     return {**texts(answers), **hits(answers)}
 

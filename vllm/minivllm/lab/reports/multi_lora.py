@@ -70,7 +70,8 @@ def show_weights(adapter_numbers: Callable[[int, Iterable[tuple[int, int]]], int
         model = ModelConfig.from_pretrained(EMBEDDED_MODEL) if name == MODELS[-1] else known_model(name)
         size = 2 * num_parameters(model)
         projections = list(linear_shapes(model).values())
-        one = found[name] = {"model_bytes": size}
+        one: dict[str, float] = {"model_bytes": size}
+        found[name] = one
         for rank in RANKS:
             one[str(rank)] = 2 * model.num_hidden_layers * adapter_numbers(rank, projections)
         share = one["16"] / size
@@ -424,7 +425,7 @@ def counting(lora: Any, into: list[int]) -> Iterator[None]:
 def _generate(llm: LLM, adapters: Sequence[LoRARequest | None], max_tokens: int = 8) -> float:
     """Seconds that requests with these adapters take."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    prompts = [{"prompt_token_ids": [1 + number % 50] * 8} for number in range(len(adapters))]
+    prompts: list[Any] = [{"prompt_token_ids": [1 + number % 50] * 8} for number in range(len(adapters))]
     start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False, lora_request=list(adapters))
     return time.perf_counter() - start
