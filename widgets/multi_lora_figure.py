@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE
 from minivllm.memory import weight_bytes
-from widgets.chunked_prefill_state import Span
+from minivllm.simulate.load_sweep import Span
 from widgets.multi_lora_runs import ANSWER, PROMPT, Point
 from widgets.multi_lora_state import CLIENTS, SLOTS, WAYS, State
 from widgets.multi_lora_strip import draw_strip, seconds

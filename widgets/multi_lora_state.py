@@ -11,9 +11,8 @@ from minivllm.lab.gating_scheduler import Admit
 from minivllm.memory import weight_bytes
 from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.lever_checks import median_error, published_checks
-from minivllm.simulate.load_sweep import within
+from minivllm.simulate.load_sweep import Span, spans, within
 from minivllm.simulate.multi_lora import distinct_adapters
-from widgets.chunked_prefill_state import Span, spans
 from widgets.multi_lora_runs import ANSWER, PROMPT, Experiment, Own, Point, Serving, Slots, experiment
 from widgets.spec import require_numbers
 
