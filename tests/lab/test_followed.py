@@ -42,6 +42,10 @@ def test_rows_are_what_a_reader_can_work_out(scene):
         for row, start in zip(step.rows, step.query_start_loc, strict=False):
             tokens = run.requests[row.request].tokens
             assert row.query_start == start
+            if index and row.request in run.steps[index - 1].waiting and computed[row.request]:
+                assert row.num_computed_tokens < computed[row.request], "preempted: what it found of its own blocks"
+                assert row.num_computed_tokens % BLOCK_SIZE == 0
+                computed[row.request] = row.num_computed_tokens
             assert row.num_computed_tokens == computed[row.request]
             assert row.seq_len == row.num_computed_tokens + row.num_scheduled_tokens
             assert row.positions == tuple(range(row.num_computed_tokens, row.seq_len))
@@ -109,3 +113,14 @@ def test_it_logs_nothing_between_the_pictures_of_a_notebook(capfd):
 def test_an_unknown_scene_is_refused():
     with pytest.raises(MinivllmError, match="alone, company, prefix hit"):
         followed("nobody")
+
+
+def test_in_the_small_pool_it_is_preempted_and_finds_two_blocks_again():
+    run = followed("small pool")
+    rows = [step.row() for step in run.steps]
+    gone = [index for index, step in enumerate(run.steps) if NAME in step.waiting]
+    assert gone == [3, 4, 5]
+    back = rows[6]
+    assert back is not None
+    assert (back.num_computed_tokens, back.num_scheduled_tokens) == (8, 3)
+    assert run.request.output == followed().request.output

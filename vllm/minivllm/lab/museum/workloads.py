@@ -1011,12 +1011,12 @@ def _steps_of_tokens(llm: LLMEngine, asks: Mapping[str, Ask]) -> Seen:
 
 
 def by_priority() -> Seen:
-    """Four requests decode in 12 blocks of 4 slots, by priority; blocks run out again and again."""
-    return _tight_steps("priority", 13, {"a": (9, 14, 2), "b": (9, 14, 0), "c": (9, 14, 3), "d": (9, 14, 1)})
+    """Four requests come one after another to 12 blocks of 4 slots, by priority; blocks run out again and again."""
+    return _tight_steps("priority", 13, {"a": (9, 14, 3), "b": (11, 12, 0), "c": (9, 14, 2), "d": (10, 13, 1)})
 
 
 def in_turn() -> Seen:
-    """Four requests, first come, first served, in 12 blocks of 4 slots, and short ones behind them in the queue."""
+    """Four requests come one by one to 12 blocks of 4 slots, first come, first served; three short ones follow."""
     asks = dict.fromkeys("abcd", (9, 14, 0)) | {f"short {number}": (6, 2, 0) for number in range(3)}
     return _tight_steps("fcfs", 13, asks)
 
@@ -1026,10 +1026,13 @@ def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int
     limits = SchedulerConfig(max_model_len=24, max_num_batched_tokens=32, max_num_seqs=8, policy=policy)
     pool = CacheConfig(num_gpu_blocks=num_blocks, block_size=4, enable_prefix_caching=False)
     scheduler, ends, preempted, idle = Scheduler(limits, pool), {}, dict.fromkeys(asks, 0), dict.fromkeys(asks, 0)
-    for at, (name, (prompt, output, priority)) in enumerate(asks.items()):
-        request = Request(name, [0] * prompt, max_tokens=output, priority=priority, arrival_time=float(at))
-        scheduler.add_request(request)
+    coming = [
+        Request(name, [0] * prompt, max_tokens=output, priority=priority, arrival_time=float(at))
+        for at, (name, (prompt, output, priority)) in enumerate(asks.items())
+    ]
     for number in range(1, MOST_STEPS):
+        if coming:
+            scheduler.add_request(coming.pop(0))
         step, live = scheduler.schedule(), dict(scheduler.requests)
         for request in scheduler.running:
             idle[request.request_id] += request.request_id not in step.num_scheduled_tokens
@@ -1038,7 +1041,7 @@ def _tight_steps(policy: str, num_blocks: int, asks: Mapping[str, tuple[int, int
         done = [name for name in step.num_scheduled_tokens if live[name].num_computed_tokens == live[name].num_tokens]
         scheduler.update_from_output(step, ModelRunnerOutput({name: [1] for name in done}))
         ends |= {name: number for name in live if name not in scheduler.requests}
-        if not scheduler.has_unfinished_requests():
+        if not coming and not scheduler.has_unfinished_requests():
             break
     seen: Seen = {f"{name} ends in step": ends.get(name, "never") for name in asks}
     seen |= {f"times that {name} is preempted": count for name, count in preempted.items()}
