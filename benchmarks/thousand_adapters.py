@@ -187,15 +187,15 @@ def flatness(found: dict[str, Any], counts: Sequence[int]) -> float:
 # ---- vLLM beside it
 
 
-def measure_peers(requests: int, rounds: int, seed: int) -> dict[str, Any]:
+def measure_peers(counts: Sequence[int], requests: int, rounds: int, seed: int) -> dict[str, Any]:
     """Requests a second of both engines, in turns, on the same requests."""
-    wishes, prompts = wishes_of(PEER_ADAPTERS, requests, seed), prompts_of(requests, seed)
+    wishes, prompts = wishes_of(counts, requests, seed), prompts_of(requests, seed)
     wishes = {kind: some for kind, some in wishes.items() if not kind.startswith("Zipf")}
     turns: dict[str, dict[str, list[float]]] = {}
     outputs: dict[str, dict[str, list[list[int]]]] = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as processes:
         folder = Path(name)
-        folders = write_random_adapters(folder / "adapters", max(PEER_ADAPTERS), RANK)
+        folders = write_random_adapters(folder / "adapters", max(counts), RANK)
         work = {
             "model": str(EMBEDDED_MODEL), "load_format": "auto", "device": "cpu", "max_model_len": 64,
             "max_num_batched_tokens": 2048, "max_num_seqs": PLACES,
@@ -267,7 +267,8 @@ def main(arguments: argparse.Namespace) -> None:
     with control.watch():
         if arguments.peer:
             requests = QUICK_REQUESTS if arguments.quick else PEER_REQUESTS
-            figures: dict[str, Any] = {"peer": measure_peers(requests, rounds, arguments.seed)}
+            counts = QUICK_ADAPTERS if arguments.quick else PEER_ADAPTERS
+            figures: dict[str, Any] = {"peer": measure_peers(counts, requests, rounds, arguments.seed)}
         else:
             counts = arguments.adapters or (QUICK_ADAPTERS if arguments.quick else ADAPTERS)
             requests = QUICK_REQUESTS if arguments.quick else REQUESTS
