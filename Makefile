@@ -10,7 +10,7 @@ export UV_NO_GROUP := torch
 endif
 
 UV_RUN := uv run
-WORKERS ?= 3
+WORKERS ?= 4
 BENCHMARKS := scheduler simulator kernels quality
 LESSON = $(firstword $(wildcard vllm/$(N)_*.py vllm/0$(N)_*.py))
 
@@ -32,8 +32,8 @@ setup-cpu: ## the small way: torch without CUDA (about 2 GB)
 run: setup ## lesson 01 on the embedded model
 	@$(UV_RUN) python vllm/01_kv_cache.py
 
-test: setup ## every test that this machine can run, three at a time (half of their time is waiting)
-	@$(UV_RUN) --group nixl pytest -n $(WORKERS) --dist worksteal
+test: setup ## every test that this machine can run, four at a time (a third of their time is waiting)
+	@$(UV_RUN) --group nixl pytest -n $(WORKERS)
 
 lesson: setup ## one lesson's script: make lesson N=01
 	@test -n "$(LESSON)" || { echo "no lesson '$(N)': say for example make lesson N=01" >&2; exit 2; }

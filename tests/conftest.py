@@ -15,6 +15,7 @@ import pytest
 import torch
 from cluster.hosts import why_not_here
 from e2e.chromium import HOW_TO_GET_IT, find_chromium
+from left_as_found import changes, put_back, seed_everything, state
 
 from minivllm.kv_connector.nixl_agent import is_nixl_installed
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
@@ -26,6 +27,31 @@ LEFT_OUT = pytest.StashKey[dict[str, int]]()
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
 NIXL_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_NIXL"))
 """Then the tests that need it are not left out, and fail where it is not installed."""
+
+
+def leave_as_found() -> Iterator[None]:
+    """Whoever leaves the process changed fails, in place of another test after it."""
+    before = state()
+    seed_everything()
+    yield
+    if left := changes(before, state()):
+        put_back(before)
+        pytest.fail("left behind for the tests after it:\n" + "\n".join(left), pytrace=False)
+
+
+each_test_leaves_as_found = pytest.fixture(leave_as_found, autouse=True)
+each_file_leaves_as_found = pytest.fixture(leave_as_found, autouse=True, scope="module")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in another order")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from distribution import ByFile
+
+    return ByFile(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +76,7 @@ def browser() -> Iterator[Browser]:
 
 
 def compute_on_one_thread() -> None:
-    """Here and in the processes that tests start: three workers of xdist share two cores, and the models are small."""
+    """Here and in the processes that tests start: four workers of xdist share two cores, and the models are small."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
@@ -105,6 +131,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_out(mark, reason, config, items)
     if any(item.get_closest_marker("browser") for item in items):
         leave_out("without_browser", "do without a browser what others do in one", config, items)
+    put_in_order(config, items)
+
+
+def put_in_order(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order in which the workers of xdist are given files; alone, as they stand."""
+    seed = config.getoption("shuffle")
+    if seed is None and not hasattr(config, "workerinput"):
+        return
+    from distribution import longest_first, shuffle  # xdist is not on every machine that runs `make gpu`
+
+    longest_first(items) if seed is None else shuffle(items, seed)
 
 
 def refuse_names_that_change(items: list[pytest.Item]) -> None:

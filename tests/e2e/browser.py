@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, ViewportSize
 
@@ -21,6 +22,7 @@ FLAGS = [
 OPEN_SECONDS = 180
 RUN_SECONDS = 240
 SETTLE_SECONDS = 20
+ColorScheme = Literal["light", "dark"]
 WINDOW = ViewportSize(width=1500, height=1000)
 
 LIMITED = """async ([work, argument, seconds]) => {
@@ -176,6 +178,23 @@ class Notebook:
 def start_browser(playwright: Playwright, executable: str) -> Browser:
     """Debian's Chromium, headless; playwright gives it a fresh profile folder."""
     return playwright.chromium.launch(executable_path=executable, args=FLAGS)
+
+
+_pages: WeakKeyDictionary[Browser, Page] = WeakKeyDictionary()
+
+
+def emptied_page(browser: Browser, width: int, height: int, color_scheme: ColorScheme = "light") -> Page:
+    """The page that tests of this browser share, with nothing in it: to open another takes longer than most of them."""
+    page = _pages.get(browser)
+    if page is None or page.is_closed():
+        _pages[browser] = page = browser.new_context().new_page()
+    page.unroute_all()
+    page.goto("about:blank")
+    page.context.clear_cookies()
+    page.mouse.move(0, 0)
+    page.set_viewport_size({"width": width, "height": height})
+    page.emulate_media(color_scheme=color_scheme)
+    return page
 
 
 class Lab:

@@ -7,7 +7,7 @@ import pytest
 from e2e.browser import Lab, Notebook
 from playwright.sync_api import TimeoutError
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 
 WIDGET = """\
 from widgets.knobs import slider

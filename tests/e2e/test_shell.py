@@ -6,7 +6,7 @@ from e2e.widget_page import WidgetPage, widget_page
 from lesson_widgets.sizes import SPEC
 from playwright.sync_api import Browser
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture

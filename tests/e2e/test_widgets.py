@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, ViewportSize
 
 from widgets.spec import Spec
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 OUT = Path(__file__).resolve().parents[2] / "out" / "widgets"
 TURNED = {"choice": "ArrowDown", "steps": "ArrowRight", "slider": "ArrowRight", "switch": "Space"}
 TURNED_BACK = {"choice": "ArrowUp", "steps": "ArrowLeft", "slider": "ArrowLeft", "switch": "Space"}

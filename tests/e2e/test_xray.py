@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from e2e.browser import Seen
+from e2e.browser import ColorScheme, Seen, emptied_page
 from e2e.xray_run import BusyScheduler, Served, served
 from playwright.sync_api import Browser, Page
 
@@ -20,7 +20,7 @@ from minivllm.entrypoints.xray.page import script, style
 from minivllm.entrypoints.xray.recorder import STEPS_KEPT, is_key
 from minivllm.lab.step_recording import ReplayedState
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 STEPS = 300
 
 
@@ -40,20 +40,18 @@ def server(run: list[bytes]) -> Iterator[Served]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    contexts: list[Any] = []
-    seen = Seen()
+    seen, unwatch = Seen(), []
 
-    def open_at(url: str, scheme: Any = "light", width: int = 1366) -> Page:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        seen.watch(page)
+    def open_at(url: str, scheme: ColorScheme = "light", width: int = 1366) -> Page:
+        page = emptied_page(browser, width, 900, scheme)
+        unwatch.append(seen.watch(page))
         page.goto(f"{url}/xray")
         return page
 
     yield open_at
-    for context in contexts:
-        context.close()
+    for end in unwatch:
+        end()
+    emptied_page(browser, 1366, 900)  # which ends its stream
     assert [one for one in seen.errors if "401" not in one] == []
     assert seen.elsewhere == []
 
@@ -292,15 +290,15 @@ def test_a_notebook_shows_the_same_view_without_a_kernel(browser: Browser, run: 
       const model = {{ get: () => ({{ text: {json.dumps(text)}, still: "still" }}) }};
       window.end = widget.render({{ model, el: document.getElementById("here") }});
       </script></body></html>"""
-    with browser.new_context() as context:
-        page, seen = context.new_page(), Seen()
-        seen.watch(page)
-        page.route("**/view.js", lambda route: route.fulfill(body=script(), content_type="text/javascript"))
-        page.route("**/here", lambda route: route.fulfill(body=body, content_type="text/html"))
-        page.goto("http://127.0.0.1:1/here")
-        page.get_by_text("■ recording").wait_for()
-        assert not page.get_by_text("a picture").is_visible()
-        page.get_by_role("button", name="Step forward").click()
-        page.get_by_text("step 1 ·").wait_for()
-        page.evaluate("window.end()")
-        assert seen.errors == []
+    page, seen = emptied_page(browser, 1366, 900), Seen()
+    unwatch = seen.watch(page)
+    page.route("**/view.js", lambda route: route.fulfill(body=script(), content_type="text/javascript"))
+    page.route("**/here", lambda route: route.fulfill(body=body, content_type="text/html"))
+    page.goto("http://127.0.0.1:1/here")
+    page.get_by_text("■ recording").wait_for()
+    assert not page.get_by_text("a picture").is_visible()
+    page.get_by_role("button", name="Step forward").click()
+    page.get_by_text("step 1 ·").wait_for()
+    page.evaluate("window.end()")
+    unwatch()
+    assert seen.errors == []

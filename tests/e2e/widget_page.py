@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from e2e.browser import Seen
+from e2e.browser import Seen, emptied_page
 from playwright.sync_api import Browser, Locator, Page, Route
 
 from minivllm.errors import MinivllmError
@@ -98,22 +99,34 @@ def widget_page(
                 return {**session.settle(), "words": str(error), "tone": "broken", "sign": "✕"}
         return session.pin() if message["do"] == "pin" else session.unpin()
 
-    with browser.new_context(viewport={"width": width, "height": height}) as context:
-        page, seen = context.new_page(), Seen()
-        seen.watch(page)
-        page.expose_function("ask", ask)
-        parts = {"view": view, "described": session.described()}
-        body = BODY % {
-            "style": style(),
-            "ground": GROUNDS[theme],
-            **{name: json.dumps(part).replace("</", "<\\/") for name, part in parts.items()},
-        }
-        page.route(f"{ADDRESS}**", lambda route: _answer(route, body))
+    page, seen = emptied_page(browser, width, height), Seen()
+    unwatch = seen.watch(page)
+    _answered_by(page, ask)
+    parts = {"view": view, "described": session.described()}
+    body = BODY % {
+        "style": style(),
+        "ground": GROUNDS[theme],
+        **{name: json.dumps(part).replace("</", "<\\/") for name, part in parts.items()},
+    }
+    page.route(f"{ADDRESS}**", lambda route: _answer(route, body))
+    try:
         page.goto(ADDRESS)
         page.wait_for_selector(".lw-picture svg")
         opened = WidgetPage(page, session, seen)
         opened.settled()
         yield opened
+    finally:
+        unwatch()
+
+
+_asked: WeakKeyDictionary[Page, Callable[[Mapping[str, Any]], dict[str, Any]]] = WeakKeyDictionary()
+"""Who answers a page's widget."""
+
+
+def _answered_by(page: Page, ask: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+    if page not in _asked:
+        page.expose_function("ask", lambda message: _asked[page](message))
+    _asked[page] = ask
 
 
 def _answer(route: Route, body: str) -> None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import itertools
 import json
+import math
 import os
+import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import pytest
 import torch
 
 from minivllm.lab.cli import run
-from minivllm.lab.exercise import CheckResult, checks_of, exercise_path, load, run_checks
+from minivllm.lab.exercise import Check, CheckResult, checks_of, exercise_path, load, run_checks
 from minivllm.lab.mutants import Mutant, load_mutant
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
@@ -31,6 +35,12 @@ noted: list[tuple[str, object]] = []
 def script_path(number: str) -> Path:
     """`vllm/NN_*.py`."""
     (path,) = (REPOSITORY / "vllm").glob(f"{number}_*.py")
+    return path
+
+
+def checks_path(number: str) -> Path:
+    """`lessons/exercises/checks/NN_*.py`."""
+    (path,) = (REPOSITORY / "lessons" / "exercises" / "checks").glob(f"{number}_*.py")
     return path
 
 
@@ -117,7 +127,64 @@ def problems_of(number: str, mutant: Mutant) -> Iterator[str]:
     return (result.problem or "" for result in _failures(number, mutant))
 
 
+def exercise_tests(
+    number: str, mutants: Mapping[str, Mutant], messages: Mapping[str, str | re.Pattern[str]]
+) -> tuple[Callable, Callable]:
+    """Two tests for the file of a lesson, with a case for each mistake:
+
+        test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("13", MUTANTS, MESSAGES)
+
+    Args:
+        mutants: the wrong variants of the script, each of which a check must catch.
+        messages: for some of them, a part of what a check then says (or a pattern).
+    """
+    interpreted = pytest.mark.interpreted
+    quietly = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some mistakes make NaN
+
+    @interpreted
+    @quietly
+    @pytest.mark.parametrize("mistake", mutants)
+    def test_the_checks_catch(mistake: str) -> None:
+        assert checks_that_catch(number, mutants[mistake])
+
+    @interpreted
+    @quietly
+    @pytest.mark.parametrize("mistake", messages)
+    def test_the_message_recognises_the_mistake(mistake: str) -> None:
+        expected = messages[mistake]
+        says = re.compile(re.escape(expected)) if isinstance(expected, str) else expected
+        assert any(says.search(problem) for problem in problems_of(number, mutants[mistake]))
+
+    return test_the_checks_catch, test_the_message_recognises_the_mistake
+
+
 _checks = cache(checks_of)
+
+
+def nearest_first(number: str, function: str) -> list[Check]:
+    """The lesson's checks, those first that lead to this function of the script in the fewest calls.
+
+    They are the likeliest to catch a mistake in it; what leads elsewhere only takes time.
+    """
+    return sorted(_checks(number), key=lambda check: _calls_from(number, check.__name__).get(function, math.inf))
+
+
+@cache
+def _calls_from(number: str, check: str) -> dict[str, int]:
+    """How many functions lie nearer to a check than each that it leads to, in its own file and in the script."""
+    named = _names(checks_path(number)) | _names(script_path(number))
+    found, latest = {}, {check}
+    while latest:
+        found |= dict.fromkeys(latest, len(found))
+        latest = set().union(*(named[name] for name in latest)) & named.keys() - found.keys()
+    return found
+
+
+@cache
+def _names(path: Path) -> dict[str, set[str]]:
+    """All names and attributes in each function and class of a file."""
+    parts = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {part.name: {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(part)} for part in parts}
 
 
 def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:
@@ -134,5 +201,6 @@ def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:
 def _tried(number: str, mutant: Mutant) -> tuple[list[CheckResult], Iterator[CheckResult]]:
     """The checks that have failed on the mutant so far, and an iterator over those that still will."""
     module = load_mutant(script_path(number), mutant)
-    results = (result for check in _checks(number) for result in run_checks(module, [check]))
+    checks = nearest_first(number, mutant[0].partition(".")[0])
+    results = (result for check in checks for result in run_checks(module, [check]))
     return [], (result for result in results if not result.passed)

@@ -5,14 +5,7 @@ import re
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, awkward_lengths, reference_attention
-from lessons.harness import (
-    REPOSITORY,
-    assert_refuses,
-    checks_that_catch,
-    figures_of_quick_run,
-    problems_of,
-    script_path,
-)
+from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm import memory
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
@@ -421,38 +414,28 @@ MUTANTS = {
 }
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_the_checks_catch(mistake):
-    assert checks_that_catch("01", MUTANTS[mistake])
+MESSAGES = {
+    "counts the query heads": re.compile(r"524,288 for 32 layers, .* four times too much. Did you count query heads\?"),
+    "forgets that K and V are two": re.compile(r"65,536 .* two times too little. K and V are two"),
+    "counts query heads in place of layers": "query heads in place of the layers",
+    "divides the hidden size": "head_dim` need not be",
+    "gives the latent vector a value too": "no factor 2",
+    "does not see itself": "must see itself",
+    "sees garbage": "a slot read that holds no token",
+    "forgets the scale": re.compile(r"off by .* Divide the scores by sqrt\(head_dim\)"),
+    "divides by the head's length": "not by head_dim",
+    "takes the softmax over the heads": "over the slots, not over the heads",
+    "takes the softmax without its maximum": "Subtract the largest score",
+    "mixes up the groups": "Neighbouring query heads share",
+    "works on a copy": "a copy, perhaps",
+    "ends without a return": "is there a `return`",
+    "writes into the next head": re.compile(r"a race: .* mask the load and the store"),
+    "writes a full request into its neighbour": "is full",
+    "has the first program write all heads": re.compile(r"program 0 writes 6 elements .* each program writes one head"),
+    "has the first program serve all requests": "each program writes one request's token",
+}
 
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("mistake", "says"),
-    [
-        ("counts the query heads", r"524,288 for 32 layers, .* four times too much. Did you count query heads\?"),
-        ("forgets that K and V are two", "65,536 .* two times too little. K and V are two"),
-        ("counts query heads in place of layers", "query heads in place of the layers"),
-        ("divides the hidden size", "head_dim` need not be"),
-        ("gives the latent vector a value too", "no factor 2"),
-        ("does not see itself", "must see itself"),
-        ("sees garbage", "a slot read that holds no token"),
-        ("forgets the scale", r"off by .* Divide the scores by sqrt\(head_dim\)"),
-        ("divides by the head's length", "not by head_dim"),
-        ("takes the softmax over the heads", "over the slots, not over the heads"),
-        ("takes the softmax without its maximum", "Subtract the largest score"),
-        ("mixes up the groups", "Neighbouring query heads share"),
-        ("works on a copy", "a copy, perhaps"),
-        ("ends without a return", "is there a `return`"),
-        ("writes into the next head", "a race: .* mask the load and the store"),
-        ("writes a full request into its neighbour", "is full"),
-        ("has the first program write all heads", "program 0 writes 6 elements .* each program writes one head"),
-        ("has the first program serve all requests", "each program writes one request's token"),
-    ],
-)
-def test_a_usual_mistake_is_recognised(mistake, says):
-    assert any(re.search(says, problem) for problem in problems_of("01", MUTANTS[mistake]))
+test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("01", MUTANTS, MESSAGES)
 
 
 def test_the_learners_part_serves_the_engine(capsys):

@@ -13,13 +13,7 @@ from kernels.harness import (
     reference_attention,
     start_locations,
 )
-from lessons.harness import (
-    assert_refuses,
-    checks_that_catch,
-    figures_of_quick_run,
-    problems_of,
-    script_path,
-)
+from lessons.harness import assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
@@ -469,35 +463,24 @@ MUTANTS = {
 }
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_the_checks_catch(mistake):
-    assert checks_that_catch("02", MUTANTS[mistake])
+MESSAGES = {
+    "takes the place in the table for the block": "these are the positions themselves: the table is not used",
+    "forgets the place in the block": "the place in the block is missing",
+    "copies where nothing is written": "append(0) wants to copy [(3, 4)]",
+    "gathers without the table": (
+        "comes from slot 2, not 22 (blocks of 4, table [5, 2, 7]): that is the token's own number"
+    ),
+    "takes a block for a slot": "that is the block's number, not a slot",
+    "loads behind the last token": "Are those behind the last token masked?",
+    "stores behind the last token": "Is the last block masked, in the load and in the store?",
+    "writes all sequences over one another": "Does each sequence begin at its own start?",
+    "reads the null block": "must not read the null block",
+    "has the first program gather the sequence": "program 0 writes rows [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] of out",
+    "has the first program gather all sequences": "each program does its part, and not the others' too",
+    "looks a block up for each of its tokens": "96 bytes of block_table were read, 48 are enough",
+}
 
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        ("takes the place in the table for the block", "these are the positions themselves: the table is not used"),
-        ("forgets the place in the block", "the place in the block is missing"),
-        ("copies where nothing is written", "append(0) wants to copy [(3, 4)]"),
-        (
-            "gathers without the table",
-            "comes from slot 2, not 22 (blocks of 4, table [5, 2, 7]): that is the token's own number",
-        ),
-        ("takes a block for a slot", "that is the block's number, not a slot"),
-        ("loads behind the last token", "Are those behind the last token masked?"),
-        ("stores behind the last token", "Is the last block masked, in the load and in the store?"),
-        ("writes all sequences over one another", "Does each sequence begin at its own start?"),
-        ("reads the null block", "must not read the null block"),
-        ("has the first program gather the sequence", "program 0 writes rows [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] of out"),
-        ("has the first program gather all sequences", "each program does its part, and not the others' too"),
-        ("looks a block up for each of its tokens", "96 bytes of block_table were read, 48 are enough"),
-    ],
-)
-def test_a_usual_mistake_is_recognised(mistake, said):
-    assert any(said in problem for problem in problems_of("02", MUTANTS[mistake]))
+test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("02", MUTANTS, MESSAGES)
 
 
 def test_the_engine_runs_on_the_exercises_pool(capsys):

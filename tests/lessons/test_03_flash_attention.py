@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
-from lessons.harness import (
-    REPOSITORY,
-    assert_refuses,
-    checks_that_catch,
-    figures_of_quick_run,
-    problems_of,
-    script_path,
-)
+from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.units import GIB
@@ -419,19 +412,7 @@ MESSAGES = {
 }
 """What the checks say about the usual mistakes."""
 
-
-@pytest.mark.interpreted
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some mistakes make NaN
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_the_checks_catch(mistake):
-    assert checks_that_catch("03", MUTANTS[mistake])
-
-
-@pytest.mark.interpreted
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("mistake", MESSAGES)
-def test_the_message_recognises_the_mistake(mistake):
-    assert any(MESSAGES[mistake] in problem for problem in problems_of("03", MUTANTS[mistake]))
+test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("03", MUTANTS, MESSAGES)
 
 
 @pytest.mark.parametrize("function", ["softmax_step", "merge"])

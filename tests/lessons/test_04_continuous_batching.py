@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, reference_attention
-from lessons.harness import assert_refuses, checks_that_catch, figures_of_quick_run, problems_of, script_path
+from lessons.harness import assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
@@ -323,7 +323,7 @@ MUTANTS = {
         "start, first_key = ..., 0 * request",
     ),
 }
-SAYS = {
+MESSAGES = {
     "schedules decodes first": "in the order of admission, decodes or not",
     "puts decodes first in the list": "in the order of admission, decodes or not",
     "counts a full block too many": "A full block needs no further one",
@@ -341,17 +341,7 @@ SAYS = {
 }
 """What a check says of the usual mistakes."""
 
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_the_checks_catch(mistake):
-    assert checks_that_catch("04", MUTANTS[mistake])
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", SAYS)
-def test_the_message_recognises_the_mistake(mistake):
-    assert any(SAYS[mistake] in problem for problem in problems_of("04", MUTANTS[mistake]))
+test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("04", MUTANTS, MESSAGES)
 
 
 @pytest.mark.parametrize("mistake", ["schedules decodes first", "puts decodes first in the list"])

@@ -6,14 +6,7 @@ import re
 import pytest
 import torch
 from kernels.harness import assert_close, assert_compiles, random_block_table, reference_attention
-from lessons.harness import (
-    REPOSITORY,
-    assert_refuses,
-    checks_that_catch,
-    figures_of_quick_run,
-    problems_of,
-    script_path,
-)
+from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 from pictures import differences
 
 from minivllm import LLM, SamplingParams
@@ -432,17 +425,7 @@ MESSAGES = {
     "padding is written": "Is something not masked, or not skipped?",
 }
 
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_the_checks_catch(mistake):
-    assert checks_that_catch("05", MUTANTS[mistake])
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MESSAGES)
-def test_the_message_recognises_the_mistake(mistake):
-    assert any(MESSAGES[mistake] in problem for problem in problems_of("05", MUTANTS[mistake]))
+test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("05", MUTANTS, MESSAGES)
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,7 @@ from argparse import Namespace
 import pytest
 import torch
 from kernels.harness import assert_compiles
-from lessons.harness import (
-    REPOSITORY,
-    assert_refuses,
-    checks_that_catch,
-    figures_of_quick_run,
-    problems_of,
-    script_path,
-)
+from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS
@@ -503,17 +496,7 @@ MESSAGES = {
     "all rows have a grammar": "a row without a grammar was written",
 }
 
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_the_checks_catch(mistake):
-    assert checks_that_catch("06", MUTANTS[mistake])
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MESSAGES)
-def test_the_message_recognises_the_mistake(mistake):
-    assert any(MESSAGES[mistake] in problem for problem in problems_of("06", MUTANTS[mistake]))
+test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("06", MUTANTS, MESSAGES)
 
 
 def test_the_server_runs_with_the_learners_parts():

@@ -9,14 +9,7 @@ from functools import partial
 import pytest
 import torch
 from kernels.harness import assert_compiles
-from lessons.harness import (
-    REPOSITORY,
-    assert_refuses,
-    checks_that_catch,
-    figures_of_quick_run,
-    problems_of,
-    script_path,
-)
+from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS
 from minivllm.core.request import RequestStatus
@@ -518,17 +511,7 @@ MESSAGES = {
     "one block: no mask": "are enough",
 }
 
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_the_checks_catch(mistake):
-    assert checks_that_catch("08", MUTANTS[mistake])
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MESSAGES)
-def test_the_message_recognises_the_mistake(mistake):
-    assert any(MESSAGES[mistake] in problem for problem in problems_of("08", MUTANTS[mistake]))
+test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("08", MUTANTS, MESSAGES)
 
 
 def test_two_engines_run_with_the_learners_connector():

@@ -5,11 +5,13 @@ script (`solution` of an exhibit).
 """
 
 import ast
+import inspect
 from pathlib import Path
 
 import pytest
-from lessons.harness import checks_that_catch
+from lessons.harness import checks_that_catch, nearest_first
 
+from minivllm.lab.exercise import checks_of
 from minivllm.lab.museum.exhibits import exhibits
 
 LEAST_MUTANTS = 10
@@ -31,11 +33,16 @@ def test_every_lesson_has_mutants_and_tries_all_of_them(path):
     used = {node.id for node in ast.walk(mutants) if isinstance(node, ast.Name)}
     parts = [node for node in statements if isinstance(node, ast.Assign) and used & set(map(ast.unparse, node.targets))]
     assert sum(len(node.keys) for node in ast.walk(ast.List(parts)) if isinstance(node, ast.Dict)) >= LEAST_MUTANTS
-    assert any(isinstance(node, ast.FunctionDef) and _is_tried_on_all(node) for node in statements)
+    both = "test_the_checks_catch, test_the_message_recognises_the_mistake"
+    tried = f"{both} = exercise_tests({path.stem[5:7]!r}, MUTANTS, MESSAGES)"
+    assert ast.dump(ast.parse(tried).body[0]) in map(ast.dump, statements)
 
 
-def _is_tried_on_all(function: ast.FunctionDef) -> bool:
-    """Whether a test is run on every mutant, and asserts that it is caught."""
-    marks = [ast.unparse(mark) for mark in function.decorator_list]
-    asserted = [ast.unparse(line) for line in function.body if isinstance(line, ast.Assert)]
-    return any("MUTANTS" in mark for mark in marks) and any("checks_that_catch(" in line for line in asserted)
+def test_a_mutant_meets_all_checks_those_first_that_lead_to_its_function():
+    names = [check.__name__ for check in nearest_first("09", "kv_heads_of_rank")]
+    assert sorted(names) == sorted(check.__name__ for check in checks_of("09"))
+    there = {check.__name__: "kv_heads_of_rank" in inspect.getsource(check) for check in nearest_first("09", "")}
+    assert [there[name] for name in names] == sorted(there.values(), reverse=True)
+    assert 0 < sum(there.values()) < len(there)
+    (first, *_) = nearest_first("09", "scores_kernel")
+    assert first.__name__ == "check_kernel_1_scores", "through the function that launches it"

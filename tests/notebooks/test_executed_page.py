@@ -1,17 +1,14 @@
 """A page made from an executed notebook shows each widget's picture and verdict, without a kernel and without a network."""
 
-import asyncio
 from pathlib import Path
 
 import nbformat
 import pytest
-from e2e.browser import start_browser
-from e2e.chromium import find_chromium
 from nbconvert import HTMLExporter
 from nbconvert.preprocessors import ExecutePreprocessor
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 
 WIDGET = """\
 from widgets.knobs import slider
@@ -40,16 +37,14 @@ def page_of_a_widget(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `jupyter nbconvert --execute --to html` writes."""
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(WIDGET)], metadata=kernel)
-    asyncio.set_event_loop(asyncio.new_event_loop())
     ExecutePreprocessor(timeout=120, kernel_name="python3").preprocess(notebook)
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
     return path
 
 
-def test_the_picture_and_the_verdict_are_on_the_page(page_of_a_widget: Path):
-    with sync_playwright() as playwright:
-        context = start_browser(playwright, find_chromium() or "").new_context(offline=True)
+def test_the_picture_and_the_verdict_are_on_the_page(page_of_a_widget: Path, browser: Browser):
+    with browser.new_context(offline=True) as context:
         page = context.new_page()
         page.goto(page_of_a_widget.as_uri(), wait_until="domcontentloaded")
         picture = page.get_by_text("the picture of 3")

@@ -77,7 +77,6 @@ def test_colab_installs_then_goes_to_the_notebooks(monkeypatch):
 
 
 @pytest.mark.browser
-@pytest.mark.xdist_group("browser")
 def test_make_lab_opens_the_list_of_notebooks(tmp_path: Path, browser: Browser):
     """The rendered list, full names, nothing over it, and no question to the network; in a small window."""
     recipe = re.search(r"^lab:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -169,7 +169,8 @@ def started(monkeypatch) -> list[str]:
     monkeypatch.setattr(spinning, "thread_times", lambda: {1: CpuTimes(1.0, 0.0)})
     monkeypatch.setattr(spinning.sys, "platform", "linux")
     for name in (*spinning.CHOICES, "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is taken back where it was not set, whatever sets it meanwhile
+        monkeypatch.delenv(name)
     return names
 
 

@@ -9,15 +9,6 @@ from server.serving import CHAT_TEMPLATE, Server, running
 KEYS = ("first-key", "second-key")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """These tests come first: so one worker of xdist has them all, and starts each server once.
-
-    The others take from the end of its list what they steal.
-    """
-    here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.parent != here)
-
-
 @pytest.fixture(scope="session")
 def base() -> Iterator[Server]:
     with running(env={"VLLM_SERVER_DEV_MODE": "1"}) as server:

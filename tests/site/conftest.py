@@ -5,11 +5,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from e2e.browser import Seen
+from e2e.browser import ColorScheme, Seen, emptied_page
 from filelock import FileLock
 from playwright.sync_api import Browser, Page
 from sphinx.deprecation import RemovedInSphinx11Warning
@@ -51,7 +51,8 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
             import site_widgets
 
             program = load(ROOT / "tools" / "build_site.py")
-            specs = {**site_widgets.specs(), "tiny": SPEC}
+            # Each preset is one more sweep; that they are drawn, and that tables have them, is proven without a page.
+            specs = {name: replace(spec, presets={}) for name, spec in site_widgets.specs().items()} | {"tiny": SPEC}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser
                 program.build(repository(tmp_path_factory.mktemp("repository")), shared / "building", specs, VIEWS)
@@ -76,11 +77,11 @@ def opened(site: Path, browser: Browser):
     """`opened("lessons/01_kv_cache.html", width=400)` as a context manager."""
 
     @contextmanager
-    def opening(name: str, width: int = 1366, theme: str = "light") -> Iterator[Opened]:
-        with browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme) as context:
-            page, seen = context.new_page(), Seen()
-            seen.watch(page)
-            page.goto(f"{site.as_uri()}/{name}")
-            yield Opened(page, seen)
+    def opening(name: str, width: int = 1366, theme: ColorScheme = "light") -> Iterator[Opened]:
+        page, seen = emptied_page(browser, width, 800, theme), Seen()
+        unwatch = seen.watch(page)
+        page.goto(f"{site.as_uri()}/{name}")
+        yield Opened(page, seen)
+        unwatch()
 
     return opening

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import copy
 import difflib
+import functools
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,17 +45,28 @@ def load_mutant(path: Path, mutant: Mutant) -> ModuleType:
 def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
     """The script's source with the mutant's change, in the form that `ast.unparse` gives it."""
     where, old, new = mutant
-    tree = ast.parse(source)
+    tree, sound = ast.parse(source), _unparsed(source)
     pattern, replacement = _parsed(old, new)
     function = _only(list(_functions(tree, where)), f"function {where!r}", name)
     place, holes = _only(list(_places(function, pattern)), f"{old!r}", f"{where} of {name}")
     _replace(place, _filled(replacement, holes))
-    changed = ast.unparse(tree)
-    if changed == ast.unparse(ast.parse(source)):
+    first, last = function.lineno, function.end_lineno
+    changed = [
+        ast.unparse(statement) if statement.lineno <= first and last <= statement.end_lineno else text
+        for statement, text in zip(tree.body, sound, strict=True)
+    ]
+    if changed == [*sound]:
         raise MinivllmError(f"a mutant must change something; {old!r} and {new!r} are the same")
-    return changed
+    return "\n".join(changed)
 
 
+@functools.lru_cache(maxsize=8)
+def _unparsed(source: str) -> tuple[str, ...]:
+    """The statements of a file, which most mutants leave as they are: to unparse them is most of the work."""
+    return tuple(map(ast.unparse, ast.parse(source).body))
+
+
+@functools.lru_cache(maxsize=128)
 def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
     """The source with the mutant's change and no other: every other line stays as it is.
 
@@ -80,7 +92,8 @@ def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
     return changed
 
 
-def changed_lines(before: str, after: str) -> list[int]:
+@functools.lru_cache(maxsize=128)
+def changed_lines(before: str, after: str) -> tuple[int, ...]:
     """The numbers of the lines of `after` that `before` has not, from 1.
 
     Where lines were only taken away, those on both sides of the gap.
@@ -90,7 +103,7 @@ def changed_lines(before: str, after: str) -> list[int]:
     for kind, _, _, start, end in matcher.get_opcodes():
         if kind != "equal":
             lines += range(start + 1, end + 1) if end > start else (start, start + 1)
-    return lines
+    return tuple(lines)
 
 
 def function_lines(source: str, name: str) -> range:

@@ -51,7 +51,7 @@ class Exhibit:
         """The source of `file` as it should be."""
         return (ENGINE / self.file).read_text()
 
-    def lines(self) -> list[int]:
+    def lines(self) -> tuple[int, ...]:
         """The line numbers of the defect in the broken source."""
         return changed_lines(self.sound_source(), self.broken_source())
 

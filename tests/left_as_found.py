@@ -1,0 +1,177 @@
+"""What a test must leave as it found it: the state of a process that the next test in the same worker would inherit."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+try:
+    from prometheus_client import REGISTRY
+except ImportError:  # not on every machine that runs `make gpu`
+    REGISTRY = None
+
+SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGVTALRM, signal.SIGUSR1, signal.SIGUSR2,
+    signal.SIGCHLD, signal.SIGPIPE,
+)  # fmt: skip
+OURS = {"minivllm", "widgets"}
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "NIXL_LOG_LEVEL"}
+"""Variables that pytest sets for each test, torch when its compiler is first asked for, and we when nixl is loaded."""
+ABSENT = "nothing"
+
+
+def seed_everything() -> None:
+    """Every test begins with the same random numbers, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats a stack for a GPU that is not there
+
+
+def state() -> dict[str, dict[Any, Any]]:
+    """Kind of state -> what it is now, by name."""
+    return {kind: look() for kind, (look, _) in KINDS.items()}
+
+
+def changes(before: dict[str, dict[Any, Any]], now: dict[str, dict[Any, Any]]) -> list[str]:
+    """One line for each value that is not what it was."""
+    found = []
+    for kind, was in before.items():
+        if was == now[kind]:
+            continue
+        added = [] if kind in MAY_GROW else [name for name in now[kind] if name not in was]
+        names = [*was, *added]
+        values = ((name, was.get(name, ABSENT), now[kind].get(name, ABSENT)) for name in names)
+        found += [f"{kind} {name}: {old!r:.200} became {new!r:.200}" for name, old, new in values if old != new]
+    return found
+
+
+def put_back(before: dict[str, dict[Any, Any]]) -> None:
+    """Restore what can be restored, so that one test fails and not all after it."""
+    for kind, was in before.items():
+        look, restore = KINDS[kind]
+        if restore is not None and was != look():
+            restore(was)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in NOT_OURS}
+
+
+def _restore_environment(was: dict[str, str]) -> None:
+    for name in set(_environment()) - set(was):
+        del os.environ[name]
+    os.environ.update(was)
+
+
+def _process() -> dict[str, Any]:
+    return {
+        "working directory": os.getcwd(),
+        "sys.argv": tuple(sys.argv),
+        "sys.path": tuple(sys.path),
+        "sys.excepthook": sys.excepthook,
+        "threading.excepthook": threading.excepthook,
+        "switch interval": sys.getswitchinterval(),
+        "socket timeout": socket.getdefaulttimeout(),
+        "garbage collector": (gc.isenabled(), gc.get_threshold()),
+        "numpy errors": tuple(np.geterr().items()),
+        "Prometheus metrics of the process": _metrics(),
+    }
+
+
+def _metrics() -> int:
+    return len(REGISTRY._names_to_collectors) if REGISTRY else 0
+
+
+def _restore_process(was: dict[str, Any]) -> None:
+    os.chdir(was["working directory"])
+    sys.argv[:], sys.path[:] = was["sys.argv"], was["sys.path"]
+    sys.excepthook, threading.excepthook = was["sys.excepthook"], was["threading.excepthook"]
+    sys.setswitchinterval(was["switch interval"])
+    socket.setdefaulttimeout(was["socket timeout"])
+    enabled, threshold = was["garbage collector"]
+    gc.enable() if enabled else gc.disable()
+    gc.set_threshold(*threshold)
+    np.seterr(**dict(was["numpy errors"]))
+
+
+def _torch() -> dict[str, Any]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 products": torch.get_float32_matmul_precision(),
+    }
+
+
+def _restore_torch(was: dict[str, Any]) -> None:
+    torch.set_default_dtype(was["default dtype"])
+    torch.set_num_threads(was["threads"])
+    torch.set_grad_enabled(was["gradients"])
+    torch.use_deterministic_algorithms(was["deterministic algorithms"])
+    torch.set_float32_matmul_precision(was["float32 products"])
+
+
+def _logging() -> dict[str, Any]:
+    ours = [name for name in [*logging.root.manager.loggerDict] if name.partition(".")[0] == "minivllm"]
+    loggers = {"": logging.root, **{name: logging.getLogger(name) for name in ours}}
+    found: dict[str, Any] = {"disabled up to": logging.root.manager.disable}
+    for name, one in loggers.items():
+        handlers = tuple(each for each in one.handlers if not type(each).__module__.startswith("_pytest"))
+        levels = (one.level, one.disabled, one.propagate, handlers, tuple(one.filters))
+        if levels != (logging.NOTSET, False, True, (), ()):
+            found[f"logger {name!r}"] = levels
+    return found
+
+
+def _restore_logging(was: dict[str, Any]) -> None:
+    logging.disable(was["disabled up to"])
+    for known, now in _logging().items():
+        name = known.removeprefix("logger ").strip("'")
+        if known == "disabled up to" or was.get(known) == now:
+            continue
+        one = logging.getLogger(name)
+        level, one.disabled, one.propagate, handlers, filters = was.get(known, (logging.NOTSET, False, True, (), ()))
+        one.setLevel(level)
+        of_pytest = [each for each in one.handlers if type(each).__module__.startswith("_pytest")]
+        one.handlers[:], one.filters[:] = [*handlers, *of_pytest], filters
+
+
+def _modules() -> dict[str, Any]:
+    """Only the project's own: what a test loads under a name of its own is nobody else's."""
+    return {name: module for name, module in [*sys.modules.items()] if name.partition(".")[0] in OURS}
+
+
+def _signals() -> dict[str, Any]:
+    return {one.name: signal.getsignal(one) for one in SIGNALS}
+
+
+def _restore_signals(was: dict[str, Any]) -> None:
+    for name, handler in was.items():
+        if signal.getsignal(signal.Signals[name]) != handler:
+            signal.signal(signal.Signals[name], handler)
+
+
+KINDS: dict[str, tuple[Callable[[], dict[Any, Any]], Callable[[dict[Any, Any]], None] | None]] = {
+    "environment variable": (_environment, _restore_environment),
+    "process:": (_process, _restore_process),
+    "torch:": (_torch, _restore_torch),
+    "logging:": (_logging, _restore_logging),
+    "handler of": (_signals, _restore_signals),
+    "module": (_modules, sys.modules.update),
+}
+MAY_GROW = {"module"}
+"""Kinds in which something new is no change."""

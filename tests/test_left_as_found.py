@@ -1,0 +1,100 @@
+"""What a test leaves behind is named and taken back; and files are handed out whole, the longest first."""
+
+import gc
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import distribution
+import numpy as np
+import pytest
+import torch
+from left_as_found import changes, put_back, seed_everything, state
+
+import minivllm.config as config
+
+LEAKS = {
+    "environment variable LEFT_BEHIND": lambda: os.environ.update(LEFT_BEHIND="1"),
+    "environment variable PATH": lambda: os.environ.pop("PATH"),
+    "process: working directory": lambda: os.chdir("/"),
+    "process: sys.argv": lambda: sys.argv.append("--quick"),
+    "process: sys.path": lambda: sys.path.append("nowhere"),
+    "process: garbage collector": gc.disable,
+    "process: socket timeout": lambda: socket.setdefaulttimeout(9),
+    "process: numpy errors": lambda: np.seterr(all="ignore"),
+    "torch: default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "torch: threads": lambda: torch.set_num_threads(2),
+    "torch: gradients": lambda: torch.set_grad_enabled(False),
+    "logging: logger 'minivllm'": lambda: logging.getLogger("minivllm").setLevel(1),
+    "logging: logger 'minivllm.somewhere'": lambda: setattr(logging.getLogger("minivllm.somewhere"), "disabled", True),
+    "logging: disabled up to": lambda: logging.disable(50),
+    "handler of SIGTERM": lambda: signal.signal(signal.SIGTERM, lambda *_: None),
+    "module minivllm.config": lambda: sys.modules.pop(config.__name__),
+}
+
+
+@pytest.mark.parametrize("where", LEAKS)
+def test_what_is_left_behind_is_named_and_put_back(where: str):
+    before = state()
+    LEAKS[where]()
+    left = changes(before, state())
+    put_back(before)
+    (line,) = left
+    assert line.startswith(f"{where}: ")
+    assert changes(before, state()) == []
+
+
+def test_what_is_as_it_was_is_no_change():
+    assert changes(state(), state()) == []
+
+
+def test_random_numbers_begin_alike():
+    def drawn() -> list:
+        seed_everything()
+        return [torch.rand(3).tolist(), np.random.rand(3).tolist()]
+
+    assert drawn() == drawn()
+
+
+@pytest.mark.parametrize("shared", sorted({*distribution.TOGETHER, *distribution.TOGETHER.values()}))
+def test_files_that_share_something_are_there(shared: str):
+    assert (Path(__file__).parents[1] / shared).is_file()
+
+
+@pytest.mark.parametrize("first", distribution.LONGEST)
+def test_what_comes_first_is_there(first: str):
+    assert (Path(__file__).parents[1] / first).exists()
+
+
+def items(*names: str) -> list:
+    return [SimpleNamespace(nodeid=name) for name in names]
+
+
+def test_a_unit_is_in_one_piece_and_the_longest_come_first():
+    order = items(
+        "tests/core/test_request.py::a", "tests/e2e/test_harness.py::a", "tests/e2e/test_shell.py::a",
+        "tests/e2e/test_notebooks.py::a", "tests/lessons/test_09_attention_heads.py::b",
+        "tests/core/test_request.py::b",
+    )  # fmt: skip
+    distribution.longest_first(order)
+    assert [item.nodeid.removeprefix("tests/") for item in order] == [
+        "e2e/test_harness.py::a", "e2e/test_notebooks.py::a", "e2e/test_shell.py::a",
+        "lessons/test_09_attention_heads.py::b", "core/test_request.py::a", "core/test_request.py::b",
+    ]  # fmt: skip
+
+
+def test_another_order_has_the_same_tests_and_keeps_files_together():
+    names = [f"{file}::{test}" for file in "abcdefgh" for test in range(9)]
+    orders = []
+    for seed in (1, 1, 2):
+        orders.append(items(*names))
+        distribution.shuffle(orders[-1], seed)
+    first, again, other = ([item.nodeid for item in order] for order in orders)
+    assert first == again != other
+    assert sorted(first) == sorted(names) != first
+    assert len([name for name, next_ in itertools.pairwise(first) if name[0] != next_[0]]) == 7
