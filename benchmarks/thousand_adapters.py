@@ -269,7 +269,7 @@ def main(arguments: argparse.Namespace) -> None:
             requests = QUICK_REQUESTS if arguments.quick else PEER_REQUESTS
             figures: dict[str, Any] = {"peer": measure_peers(requests, rounds, arguments.seed)}
         else:
-            counts = QUICK_ADAPTERS if arguments.quick else ADAPTERS
+            counts = arguments.adapters or (QUICK_ADAPTERS if arguments.quick else ADAPTERS)
             requests = QUICK_REQUESTS if arguments.quick else REQUESTS
             figures = {"requests": requests, "rounds": rounds, **measure(counts, requests, rounds, arguments.seed)}
     figures["disturbance_peer" if arguments.peer else "disturbance"] = control.record()
@@ -296,6 +296,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--peer", action="store_true", help="our engine and vLLM's CPU build, in turns")
+    flags.add_argument("--adapters", type=positive_int, nargs="+", help="how many (default: 5 50 200 1000)")
     flags.add_argument("--rounds", type=positive_int, help="turns of each kind (default: 2, quick: 1)")
     flags.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests, up to 50 adapters, one round")
     flags.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
