@@ -6,14 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from kernels.harness import assert_compiles
-from lessons.harness import (
-    REPOSITORY,
-    assert_refuses,
-    checks_that_catch,
-    figures_of_quick_run,
-    problems_of,
-    script_path,
-)
+from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import NO_PARTS, CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
@@ -491,16 +484,7 @@ MESSAGES = {
 """What a check says of the usual mistakes."""
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_the_checks_catch(mistake):
-    assert checks_that_catch("11", MUTANTS[mistake])
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("mistake", MESSAGES)
-def test_the_message_recognises_the_mistake(mistake):
-    assert any(MESSAGES[mistake] in problem for problem in problems_of("11", MUTANTS[mistake]))
+test_the_checks_catch, test_the_message_recognises_the_mistake = exercise_tests("11", MUTANTS, MESSAGES)
 
 
 @pytest.mark.parametrize("mistake", ["loop: positions do not move", "victim: arrival does not count"])
