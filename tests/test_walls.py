@@ -37,7 +37,7 @@ ENGINE_FLOORS = (
 )
 BESIDE_THE_ENGINE = ("simulate", "lab")
 FLOORS = (*ENGINE_FLOORS, *BESIDE_THE_ENGINE)
-SHARED_BY_WIDGETS = ("theme", "svg", "plot", "knobs", "spec", "session", "plain", "shell")
+SHARED_BY_WIDGETS = ("theme", "svg", "plot", "knobs", "spec", "swept", "session", "plain", "shell")
 WITHOUT_TORCH = (
     "errors",
     "logger",

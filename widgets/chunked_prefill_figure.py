@@ -95,9 +95,9 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     )
     _draw_broken(axes, state)
     if pinned and pinned.points:
-        axes.pinned(pinned.budgets, [pinned.first(one) for one in pinned.budgets])
-        axes.pinned(pinned.budgets, [pinned.waited(one) for one in pinned.budgets])
-    budgets = state.budgets
+        axes.pinned(pinned.run, [pinned.first(one) for one in pinned.run])
+        axes.pinned(pinned.run, [pinned.waited(one) for one in pinned.run])
+    budgets = state.run
     for limit in (state.gap, state.ttft):
         axes.mark_y(limit, "", GREEN)
     axes.line(budgets, [state.first(one) for one in budgets], ORANGE)
@@ -169,7 +169,7 @@ def _draw_words(axes: Axes, span: Span, words: str, beside: Sequence[float], dow
 
 def late_words(state: State, span: Span) -> str:
     """Why long prompts wait in a region, by what is wrong at its edge, or here if it has none."""
-    inside = [one for one in (*state.budgets, *state.refusals) if _is_in(one, span)]
+    inside = [one for one in (*state.run, *state.refusals) if _is_in(one, span)]
     if not inside:
         return ""
     nearest = max(inside) if span[1] is not None else min(inside) if span[0] is not None else state.budget
@@ -213,7 +213,7 @@ def cause_words(state: State, cause: str, budget: int) -> str:
 
 def _draw_tips(axes: Axes, state: State) -> None:
     """What the pointer asks for: the figures of the nearest budget, anywhere in the plot."""
-    for budget, strip in axes.strips(state.budgets):
+    for budget, strip in axes.strips(state.run):
         point = state.points[budget]
         said = (
             f"Budget {budget:,}: {CLIENTS:.0%} of the clients never wait over {seconds(point.longest_gap(CLIENTS))} "
@@ -249,7 +249,7 @@ def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
 
 def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
     """How long chats wait for their first token."""
-    firsts = {one: within(state.points[one].chat_ttft, CLIENTS) for one in state.budgets}
+    firsts = {one: within(state.points[one].chat_ttft, CLIENTS) for one in state.run}
     least = state.serving.cost.seconds(StepShape.of([(CHAT, 0)]))
     axes = Axes(drawing, box, BUDGET, _span(0.8 * least, max([20 * least, *state.alone.values()])))
     label = f"chats: first token, {CLIENTS:.0%}"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minivllm.config.checks import require
 from minivllm.lab.capping_scheduler import AdmittedTokens, ChunkLimit, RunningTokens
-from minivllm.simulate.lever_checks import median_error, published_checks
 from minivllm.simulate.load_sweep import Span, spans, within
 from widgets.chunked_prefill_runs import POLICIES, Experiment, Point, Serving, experiment
 from widgets.spec import require_numbers
+from widgets.swept import Sweep, SweptState
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
 GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
@@ -34,10 +34,11 @@ START = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class State:
+@dataclass(frozen=True, kw_only=True)
+class State(SweptState[Point]):
     """One engine at every budget that has been run so far."""
 
+    PLACES = BUDGETS
     budget: int
     gap: float
     """Seconds that a client may wait for a next token."""
@@ -46,44 +47,15 @@ class State:
     judged: str
     """Whose gaps must be short: of JUDGED."""
     serving: Serving
-    points: Mapping[int, Point]
-    refusals: Mapping[int, str]
-    """Why it does not start; only where it does not."""
     capacity: Mapping[int, float]
     """Requests a second that each budget does at most."""
     alone: Mapping[int, float]
     """Seconds of a long prompt that nobody else is there with, in steps of each budget."""
-    own: bool
-    """Whether functions of the reader's decide."""
-    twin: Point | None
-    """What the engine's own do at this budget, where the reader's decide."""
-    error: float | None
-    """The cost model's median error on published measurements; None until it has been asked for."""
 
     @property
-    def known(self) -> bool:
-        """Whether it is known what becomes of this budget."""
-        return self.refused or (self.budget in self.points and (self.twin is not None or not self.own))
-
-    @property
-    def complete(self) -> bool:
-        """Whether every budget is known."""
-        return self.known and all(one in self.points or one in self.refusals for one in BUDGETS)
-
-    @property
-    def refused(self) -> bool:
-        """Whether the engine does not start with this budget."""
-        return self.budget in self.refusals
-
-    @property
-    def like_the_engine(self) -> bool:
-        """Whether the reader's functions do what the engine's own do, as far as this budget shows."""
-        return self.twin is None or self.twin == self.points[self.budget]
-
-    @property
-    def budgets(self) -> list[int]:
-        """Those that have been run."""
-        return sorted(self.points)
+    def at(self) -> int:
+        """The budget."""
+        return self.budget
 
     def waited(self, budget: int) -> float:
         """Seconds for a next token, as they are judged."""
@@ -106,14 +78,14 @@ class State:
     @property
     def late(self) -> list[Span]:
         """Where long prompts wait too long for their first token, or the queue grows."""
-        budgets = self.budgets
+        budgets = self.run
         ratios = [max(self.first(one) / self.ttft, self.serving.load / self.capacity[one]) for one in budgets]
         return self._allowed(spans(budgets, ratios))
 
     @property
     def stalled(self) -> list[Span]:
         """Where a next token comes too late."""
-        return self._allowed(spans(self.budgets, [self.waited(one) / self.gap for one in self.budgets]))
+        return self._allowed(spans(self.run, [self.waited(one) / self.gap for one in self.run]))
 
     @property
     def stopped(self) -> list[Span]:
@@ -185,52 +157,22 @@ def sweep(
     return _Sweep(runs, twin, budget, gap, ttft, judged).states()
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """A sweep under way."""
+class _Sweep(Sweep[State]):
+    def __init__(
+        self, runs: Experiment, twin: Experiment | None, budget: int, gap: float, ttft: float, judged: str
+    ) -> None:
+        super().__init__(runs, twin, budget, BUDGETS)
+        self.engine, self.gap, self.ttft, self.judged = runs, gap, ttft, judged
 
-    runs: Experiment
-    twin: Experiment | None
-    budget: int
-    gap: float
-    ttft: float
-    judged: str
-
-    def states(self) -> Iterator[State]:
-        """Ever more complete states: this budget first, then the others, the nearest before."""
-        state = self._now()
-        yield state
-        for wanted in self._wanted():
-            for _ in wanted:
-                yield state
-            if not state.complete:
-                state = self._now()
-                yield state
-
-    def _wanted(self) -> Iterator[Iterator[None]]:
-        """Runs that are still to be done, one after another."""
-        for other in sorted({*BUDGETS, self.budget}, key=lambda other: abs(math.log(other / self.budget))):
-            if not self.runs.refusal(other):
-                yield self.runs.runs.run(other)
-                if self.twin and other == self.budget:
-                    yield self.twin.runs.run(other)
-            median_error()
-
-    def _now(self) -> State:
-        budgets = sorted({*BUDGETS, self.budget})
-        refusals = {one: why for one in budgets if (why := self.runs.refusal(one))}
-        allowed = [one for one in budgets if one not in refusals]
+    def state(self, allowed: Sequence[int], known: Mapping[str, Any]) -> State:
+        """See `Sweep`."""
         return State(
-            budget=self.budget,
+            budget=self.at,
             gap=self.gap,
             ttft=self.ttft,
             judged=self.judged,
-            serving=self.runs.serving,
-            points={one: self.runs.runs.found[one] for one in allowed if one in self.runs.runs.found},
-            refusals=refusals,
-            capacity={one: self.runs.capacity(one) for one in allowed},
-            alone={one: self.runs.alone(one) for one in allowed},
-            own=self.twin is not None,
-            twin=self.twin.runs.found.get(self.budget) if self.twin else None,
-            error=median_error() if published_checks.cache_info().currsize else None,
+            serving=self.engine.serving,
+            capacity={one: self.engine.capacity(one) for one in allowed},
+            alone={one: self.engine.alone(one) for one in allowed},
+            **known,
         )

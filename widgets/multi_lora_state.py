@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minivllm.config.checks import require
 from minivllm.lab.gating_scheduler import Admit
 from minivllm.memory import weight_bytes
 from minivllm.simulate.cost_model import StepShape
-from minivllm.simulate.lever_checks import median_error, published_checks
 from minivllm.simulate.load_sweep import Span, spans, within
 from minivllm.simulate.multi_lora import distinct_adapters
 from widgets.multi_lora_runs import ANSWER, PROMPT, Experiment, Own, Point, Serving, Slots, experiment
 from widgets.spec import require_numbers
+from widgets.swept import Sweep, SweptState
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B")
 GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
@@ -37,53 +37,20 @@ START = {
 WAYS = ("together", "loop", "merged")
 
 
-@dataclass(frozen=True)
-class State:
+@dataclass(frozen=True, kw_only=True)
+class State(SweptState[Point]):
     """One engine at every number of slots that has been run so far."""
 
+    PLACES = SLOTS
     slots: int
     ttft: float
     """Seconds within which nine of ten requests must have their first token."""
     serving: Serving
-    points: Mapping[int, Point]
-    refusals: Mapping[int, str]
-    """Why it does not start; only where it does not."""
-    own: bool
-    """Whether parts of the reader's decide."""
-    twin: Point | None
-    """What the engine's own do with so many slots, where the reader's decide."""
-    error: float | None
-    """The cost model's median error on published measurements; None until it has been asked for."""
 
     @property
-    def refused(self) -> bool:
-        """Whether the engine does not start with so many slots."""
-        return self.slots in self.refusals
-
-    @property
-    def known(self) -> bool:
-        """Whether it is known what becomes of this many slots."""
-        return self.refused or (self.slots in self.points and (self.twin is not None or not self.own))
-
-    @property
-    def complete(self) -> bool:
-        """Whether every number of slots is known."""
-        return self.known and all(one in self.points or one in self.refusals for one in SLOTS)
-
-    @property
-    def here(self) -> Point:
-        """What became of the requests where the reader stands."""
-        return self.points[self.slots]
-
-    @property
-    def like_the_engine(self) -> bool:
-        """Whether the reader's parts do what the engine's own do, as far as this many slots show."""
-        return self.twin is None or self.twin == self.here
-
-    @property
-    def run(self) -> list[int]:
-        """Numbers of slots that have been run."""
-        return sorted(self.points)
+    def at(self) -> int:
+        """The number of slots."""
+        return self.slots
 
     def first(self, slots: int) -> float:
         """Seconds within which nine of ten requests have their first token."""
@@ -187,46 +154,11 @@ def sweep(
     return _Sweep(runs, experiment(*setting) if any(own) else None, slots, ttft).states()
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """A sweep under way."""
+class _Sweep(Sweep[State]):
+    def __init__(self, runs: Experiment, twin: Experiment | None, slots: int, ttft: float) -> None:
+        super().__init__(runs, twin, slots, SLOTS)
+        self.engine, self.ttft = runs, ttft
 
-    runs: Experiment
-    twin: Experiment | None
-    slots: int
-    ttft: float
-
-    def states(self) -> Iterator[State]:
-        """Ever more complete states: so many slots first, then the others, the nearest before."""
-        state = self._now()
-        yield state
-        for wanted in self._wanted():
-            for _ in wanted:
-                yield state
-            if not state.complete:
-                state = self._now()
-                yield state
-
-    def _wanted(self) -> Iterator[Iterator[None]]:
-        """Runs that are still to be done, one after another."""
-        for other in sorted({*SLOTS, self.slots}, key=lambda other: abs(math.log(other / self.slots))):
-            if not self.runs.refusal(other):
-                yield self.runs.runs.run(other)
-                if self.twin and other == self.slots:
-                    yield self.twin.runs.run(other)
-            median_error()
-
-    def _now(self) -> State:
-        numbers = sorted({*SLOTS, self.slots})
-        refusals = {one: why for one in numbers if (why := self.runs.refusal(one))}
-        found = self.runs.runs.found
-        return State(
-            slots=self.slots,
-            ttft=self.ttft,
-            serving=self.runs.serving,
-            points={one: found[one] for one in numbers if one in found and one not in refusals},
-            refusals=refusals,
-            own=self.twin is not None,
-            twin=self.twin.runs.found.get(self.slots) if self.twin else None,
-            error=median_error() if published_checks.cache_info().currsize else None,
-        )
+    def state(self, allowed: Sequence[int], known: Mapping[str, Any]) -> State:
+        """See `Sweep`."""
+        return State(slots=self.at, ttft=self.ttft, serving=self.engine.serving, **known)

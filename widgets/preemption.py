@@ -154,7 +154,7 @@ def _words(state: State) -> str:
 
 
 def _edge(state: State) -> Progress:
-    smaller = [one for one in state.pools if one < state.pool]
+    smaller = [one for one in state.run if one < state.pool]
     next_one = max(smaller, default=None)
     near = next_one is not None and state.pool / next_one <= STEP
     good = state.known and not state.refused and not state.cause(state.pool)

@@ -93,11 +93,11 @@ def _draw_latency(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         _draw_broken(axes, state)
     if pinned and pinned.points:
-        axes.pinned(pinned.pools, [pinned.latency(one) for one in pinned.pools])
+        axes.pinned(pinned.run, [pinned.latency(one) for one in pinned.run])
     axes.mark_y(state.limit, "", GREEN)
     if axes.x.low < state.saturation < axes.x.high:
         axes.mark_x(state.saturation, QUIET, dash="2 3")
-    pools = state.pools
+    pools = state.run
     with axes.drawing.answer():
         axes.line(pools, [state.points[one].latency(0.5) for one in pools], BLUE, width=1.8, dash="2 4")
         axes.line(pools, [state.latency(one) for one in pools], BLUE)
@@ -120,7 +120,7 @@ def _draw_broken(axes: Axes, state: State) -> None:
 def late_words(state: State, span: Span) -> str:
     """Why answers come late in a region, by what is wrong at its edge, or here if it has none."""
     low, high = span
-    inside = [one for one in state.pools if (low or 0) <= one < (high or math.inf)]
+    inside = [one for one in state.run if (low or 0) <= one < (high or math.inf)]
     if not inside:
         return ""
     nearest = max(inside) if high is not None else state.pool if state.pool in inside else min(inside)
@@ -153,7 +153,7 @@ def _tip(state: State, pool: int) -> str:
 
 def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
     """Tokens a second that are computed, and those of them that were not computed before."""
-    pools = state.pools
+    pools = state.run
     known = [state.points[one] for one in pools]
     most = max([state.serving.demand, *(one.computed / one.seconds for one in known)])
     axes = Axes(drawing, box, POOL, Scale(0, 1.12 * most))

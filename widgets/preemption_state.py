@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minivllm.config.checks import require
 from minivllm.lab.victim_scheduler import Victim
 from minivllm.simulate.kv_links import LINKS
-from minivllm.simulate.lever_checks import median_error, published_checks
 from minivllm.simulate.load_sweep import Span, spans
 from widgets.preemption_runs import ADMISSIONS, POLICIES, RULES, Experiment, Point, Serving, experiment
 from widgets.spec import require_numbers
+from widgets.swept import Sweep, SweptState
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B")
 GPUS = ("L4", "A100-80", "H100", "H200", "B200", "MI300X")
@@ -35,51 +35,23 @@ START = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class State:
+@dataclass(frozen=True, kw_only=True)
+class State(SweptState[Point]):
     """One engine with every pool that has been run so far."""
 
+    PLACES = POOLS
     pool: int
     """Tokens."""
     limit: float
     """Seconds within which 99 % of the requests must be answered."""
     serving: Serving
-    points: Mapping[int, Point]
-    refusals: Mapping[int, str]
-    """Why it does not start; only where it does not."""
     capacity: Mapping[int, float]
     """Requests a second that each pool serves at most, were nothing done twice."""
-    own: bool
-    """Whether a function of the reader's chooses the victims."""
-    twin: Point | None
-    """What the engine's own choice does with this pool, where the reader's chooses."""
-    error: float | None
-    """The cost model's median error on published measurements; None until it has been asked for."""
 
     @property
-    def known(self) -> bool:
-        """Whether it is known what becomes of this pool."""
-        return self.refused or (self.pool in self.points and (self.twin is not None or not self.own))
-
-    @property
-    def complete(self) -> bool:
-        """Whether every pool is known."""
-        return self.known and all(one in self.points or one in self.refusals for one in POOLS)
-
-    @property
-    def refused(self) -> bool:
-        """Whether the engine does not start with this pool."""
-        return self.pool in self.refusals
-
-    @property
-    def like_the_engine(self) -> bool:
-        """Whether the reader's function does what the engine's own choice does, as far as this pool shows."""
-        return self.twin is None or self.twin == self.points[self.pool]
-
-    @property
-    def pools(self) -> list[int]:
-        """Those that have been run."""
-        return sorted(self.points)
+    def at(self) -> int:
+        """The pool."""
+        return self.pool
 
     def latency(self, pool: int) -> float:
         """Seconds within which 99 % of the requests are answered."""
@@ -100,7 +72,7 @@ class State:
     @property
     def late(self) -> list[Span]:
         """Where requests take too long, or the queue grows."""
-        pools = self.pools
+        pools = self.run
         return self.where(
             [max(self.latency(one) / self.limit, self.serving.load / self.capacity[one]) for one in pools]
         )
@@ -110,7 +82,7 @@ class State:
         stopped = self.stopped
         least = max((high for low, high in stopped if low is None and high), default=None)
         most = min((low for low, _ in stopped if low), default=None)
-        return [(low or least, high or most) for low, high in spans(self.pools, ratios)]
+        return [(low or least, high or most) for low, high in spans(self.run, ratios)]
 
     @property
     def stopped(self) -> list[Span]:
@@ -178,47 +150,17 @@ def sweep(
     return _Sweep(runs, experiment(*setting) if victim else None, pool, limit).states()
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """A sweep under way."""
+class _Sweep(Sweep[State]):
+    def __init__(self, runs: Experiment, twin: Experiment | None, pool: int, limit: float) -> None:
+        super().__init__(runs, twin, pool, POOLS)
+        self.engine, self.limit = runs, limit
 
-    runs: Experiment
-    twin: Experiment | None
-    pool: int
-    limit: float
-
-    def states(self) -> Iterator[State]:
-        """Ever more complete states: this pool first, then the others, the nearest before."""
-        state = self._now()
-        yield state
-        for wanted in self._wanted():
-            for _ in wanted:
-                yield state
-            if not state.complete:
-                state = self._now()
-                yield state
-
-    def _wanted(self) -> Iterator[Iterator[None]]:
-        """Runs that are still to be done, one after another."""
-        for other in sorted({*POOLS, self.pool}, key=lambda other: abs(math.log(other / self.pool))):
-            if not self.runs.refusal(other):
-                yield self.runs.runs.run(other)
-                if self.twin and other == self.pool:
-                    yield self.twin.runs.run(other)
-            median_error()
-
-    def _now(self) -> State:
-        pools = sorted({*POOLS, self.pool})
-        refusals = {one: why for one in pools if (why := self.runs.refusal(one))}
-        allowed = [one for one in pools if one not in refusals]
+    def state(self, allowed: Sequence[int], known: Mapping[str, Any]) -> State:
+        """See `Sweep`."""
         return State(
-            pool=self.pool,
+            pool=self.at,
             limit=self.limit,
-            serving=self.runs.serving,
-            points={one: self.runs.runs.found[one] for one in allowed if one in self.runs.runs.found},
-            refusals=refusals,
-            capacity={one: self.runs.capacity(one) for one in allowed},
-            own=self.twin is not None,
-            twin=self.twin.runs.found.get(self.pool) if self.twin else None,
-            error=median_error() if published_checks.cache_info().currsize else None,
+            serving=self.engine.serving,
+            capacity={one: self.engine.capacity(one) for one in allowed},
+            **known,
         )

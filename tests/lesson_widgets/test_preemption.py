@@ -197,9 +197,9 @@ def test_the_edge_lies_where_the_load_fills_the_pool():
     inside = state.saturation / state.serving.held
     step = state.serving.steady().step_seconds(inside)
     assert inside == pytest.approx(14 * state.serving.answer * step, rel=0.02)
-    first = min(pool for pool in state.pools if not state.points[pool].preemptions)
+    first = min(pool for pool in state.run if not state.points[pool].preemptions)
     assert edge < first < 2 * edge
-    assert [state.latency(pool) > state.latency(first) for pool in state.pools] == [pool < edge for pool in state.pools]
+    assert [state.latency(pool) > state.latency(first) for pool in state.run] == [pool < edge for pool in state.run]
 
 
 def test_a_pool_that_is_never_full_is_not_run_again():
