@@ -335,7 +335,7 @@ class Scheduler:
         queue.prepend_requests(skipped)
 
     def running_loras(self) -> set[int]:
-        """The adapters that have a slot for sure: of all running requests, scheduled or not, and pinned ones."""
+        """The adapters that need a slot: of all running requests, scheduled or not, and pinned ones."""
         if not self.config.max_loras:
             return set()
         running = {request.lora_request.lora_int_id for request in self.running if request.lora_request}

@@ -21,7 +21,11 @@ class AdapterRefused(MinivllmError):
 
 
 class LoRARegistry:
-    """Adapters by id. Folders are read anew only where an adapter is added anew: then cached blocks do not fit it."""
+    """Adapters by id. One that is added anew gets a generation of its own, since cached blocks do not fit it.
+
+    What host memory has forgotten is read from its folder again, as it was: a folder that is written anew must be added
+    anew (`load_inplace`).
+    """
 
     def __init__(self, executor: Executor, scheduler: Callable[[], Scheduler]) -> None:
         """`scheduler` returns the present one."""
@@ -62,7 +66,6 @@ class LoRARegistry:
         if lora_id not in self._adapters or lora_id in self._leaving:
             return False
         self._leaving.add(lora_id)
-        self._scheduler().pinned_loras.discard(lora_id)
         self.forget_unused()
         return True
 
@@ -95,6 +98,7 @@ class LoRARegistry:
         used = {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
         for lora_id in self._leaving - used:
             self._executor.collective_rpc("remove_lora", lora_id)
+            self._scheduler().pinned_loras.discard(lora_id)  # not earlier: the ranks have it pinned until now
             self._leaving.discard(lora_id)
             del self._adapters[lora_id]
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
+from minivllm.lora.peft_helper import CONFIG_FILE, WEIGHTS_FILE
 from minivllm.memory.adapters import ALL_LINEARS, MLP_LINEARS, adapter_parameters, linear_shapes
 
 if TYPE_CHECKING:
     import torch
 
 Tensors = dict[str, "torch.Tensor"]
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 STRENGTH = 0.5
 
 

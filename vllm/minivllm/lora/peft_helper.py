@@ -142,7 +142,7 @@ class PEFTHelper:
 
 def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
     for pattern, value in patterns.items():
-        name = pattern.removeprefix("^")
-        if module == name or (name is pattern and module.endswith(f".{name}")):
+        whole = pattern.startswith("^")
+        if module == pattern.removeprefix("^") or (not whole and module.endswith(f".{pattern}")):
             return value
     return otherwise

@@ -215,7 +215,7 @@ def count_ways(ways: Mapping[str, Way]) -> dict[str, Any] | None:
             assert not any(trace.races + trace.out_of_bounds for trace in traces), f"{name}: {batch}"
             read = sum(trace.arguments[key].bytes_read for trace in traces for key in "ab" if key in trace.arguments)
             one[batch] = {"launches": len(traces), "adapters_read": read / adapter}
-        copied = sum(bytes_of_copies(case) for case in [lora_case(COUNTED["four"], 8, 64, 64, torch.float32)])
+        copied = bytes_of_copies(lora_case(COUNTED["four"], 8, 64, 64, torch.float32))
         one["rows_copied"] = copied if name == "sgmv" else 0
         cells = (f"{of['launches']} / {of['adapters_read']:.0f}" for of in (one[batch] for batch in COUNTED))
         rows.append((name, *cells, "yes" if one["rows_copied"] else ""))

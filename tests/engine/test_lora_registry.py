@@ -1,0 +1,52 @@
+"""What the core tells the ranks and the scheduler of adapters, when a pinned one is removed while a request uses it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from minivllm.core.lora_request import LoRARequest
+from minivllm.engine.lora_registry import LoRARegistry
+
+PINNED = LoRARequest("pinned", 1, "adapters/pinned")
+
+
+@pytest.fixture
+def core():
+    """A registry, its scheduler, and what the ranks were told; one request uses the pinned adapter and waits."""
+    told = []
+
+    def collective_rpc(method, *arguments):
+        told.append((method, *arguments))
+        return [None]
+
+    scheduler = SimpleNamespace(
+        config=SimpleNamespace(max_loras=1),
+        pinned_loras=set(),
+        requests={"x": SimpleNamespace(lora_request=PINNED)},
+        running_loras=lambda: set(scheduler.pinned_loras),
+    )
+    registry = LoRARegistry(SimpleNamespace(collective_rpc=collective_rpc), lambda: scheduler)
+    registry.add(PINNED)
+    registry.pin(1)
+    return registry, scheduler, told
+
+
+def test_the_scheduler_counts_it_as_long_as_the_ranks_have_it_pinned(core):
+    registry, scheduler, told = core
+    assert registry.remove(1)
+    assert scheduler.pinned_loras == {1}
+    assert ("remove_lora", 1) not in told
+    scheduler.requests.clear()
+    registry.forget_unused()
+    assert scheduler.pinned_loras == set()
+    assert told[-1] == ("remove_lora", 1)
+
+
+def test_one_that_comes_back_is_still_pinned(core):
+    registry, scheduler, told = core
+    assert registry.remove(1)
+    assert registry.add(PINNED) == PINNED
+    scheduler.requests.clear()
+    registry.forget_unused()
+    assert scheduler.pinned_loras == {1}
+    assert ("remove_lora", 1) not in told
