@@ -169,6 +169,10 @@ WRONG = {
     "another rank": (lambda: pair(rank=5), r"\[5, .*\[4, "),
     "NaN": (lambda: {name: one * torch.nan for name, one in pair().items()}, "NaN or infinity"),
     "integers": (lambda: {name: one.int() for name, one in pair().items()}, "int32"),
+    "one of them twice": (
+        lambda: pair() | {name.replace("base_model.model.", "", 1): one for name, one in pair().items()},
+        "lora_A of q_proj in layer 0 twice",
+    ),
     "nothing": (dict, "no tensors"),
 }
 
@@ -178,3 +182,8 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, case):
     make, message = WRONG[case]
     with pytest.raises(MinivllmError, match=message):
         read_adapter(written(tmp_path, make()), 16, shape_of)
+
+
+def test_a_scale_beyond_fp32_is_refused(tmp_path):
+    with pytest.raises(MinivllmError, match="lora_alpha"):
+        read_adapter(written(tmp_path, pair(), lora_alpha=1e300), 16, shape_of)

@@ -52,7 +52,11 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
                 f"{', '.join(ALL_LINEARS)}"
             )
         module = int(match["layer"]), match["projection"]
-        found.setdefault(module, {})[match["matrix"]] = tensor
+        if match["matrix"] in found.setdefault(module, {}):
+            raise MinivllmError(
+                f"the adapter in {folder} has lora_{match['matrix']} of {module[1]} in layer {module[0]} twice"
+            )
+        found[module][match["matrix"]] = tensor
         scales[module] = helper.scale_of(match["module"])
         _check_tensor(folder, name, tensor, match["matrix"], helper.rank_of(match["module"]), shape_of(module))
     if not found:
@@ -63,7 +67,16 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
                 f"the adapter in {folder} has only lora_{next(iter(pair))} of {projection} in layer {layer}; the other "
                 "matrix is missing"
             )
-    return {module: LoRAPair(pair["A"].float(), pair["B"].float() * scales[module]) for module, pair in found.items()}
+    return {module: _scaled(folder, pair, scales[module]) for module, pair in found.items()}
+
+
+def _scaled(folder: str | Path, pair: dict[str, Tensor], scale: float) -> LoRAPair:
+    lora_b = pair["B"].float() * scale
+    if not torch.isfinite(lora_b).all():
+        raise MinivllmError(
+            f"the adapter in {folder} is scaled by {scale:g}, beyond what fp32 holds: see its lora_alpha"
+        )
+    return LoRAPair(pair["A"].float(), lora_b)
 
 
 def _check_tensor(

@@ -49,8 +49,8 @@ def frames() -> Frames:
     first, second = (str(of_slot[slot]).strip("[]") for slot in active)
     none = slots.count(-1)
     captions = [
-        f"{last + 1} tokens of three requests are a step. {NAME} wants the adapter in slot 1, class the one in slot 0, "
-        "for the base model. W x is one product for all of them.",
+        f"{last + 1} tokens of three requests are a step. “{NAME}” wants the adapter in slot 1, “class” the one in "
+        "slot 0, “for” the base model. W x is one product for all of them.",
         f"Adapter after adapter: pick the tokens, two products, put back. {2 * len(of_slot)} launches in each linear, "
         "and two more for each further adapter.",
         f"One launch, a program for each token. The adapter in slot 0 is read {counts[0]} times, once for each token "
