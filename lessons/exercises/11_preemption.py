@@ -57,7 +57,7 @@ def preempt(request, waiting, memory):
     memory   `memory.free(request_id)` takes all its blocks away
 
     Afterwards it is as if nothing of it had been computed; its drafts are gone, and it counts one preemption more. The
-    status is RequestStatus.PREEMPTED.
+    status is RequestStatus.PREEMPTED (`minivllm.core.request`).
     """
     raise NotImplementedError("free, reset, count, and put it back")
 

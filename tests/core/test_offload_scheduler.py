@@ -396,7 +396,7 @@ def test_the_disk_index_keeps_its_bound_and_what_is_pinned() -> None:
         ({"num_usable": None, "cpu_bytes_to_use": 99}, "a block of 4 tokens takes 100"),
         ({"num_usable": 10**16}, "this machine has"),
         ({"disk_path": "/proc/x", "disk_bytes_to_use": 10**6}, "cannot be used"),
-        ({"disk_path": "/x", "disk_bytes_to_use": 10}, "give it 2 at least"),
+        ({"disk_path": "/x", "disk_bytes_to_use": 10}, "bytes at least"),
         ({"num_cpu_blocks": 1}, "at least 2"),
     ],
 )

@@ -69,6 +69,22 @@ def test_a_full_disk_is_told_once_and_then_left_alone(tmp_path: Path, monkeypatc
     assert files.read(KEY, room())
 
 
+def test_a_disk_that_can_only_be_read_raises_nothing(tmp_path: Path, monkeypatch) -> None:
+    def read_only(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    files, damaged = DiskFiles(tmp_path, 0), b"2" * 32
+    files.write(KEY, PAYLOAD)
+    path_of(tmp_path, damaged, 0).write_bytes(b"x")
+    monkeypatch.setattr(Path, "unlink", read_only)
+    monkeypatch.setattr(os, "writev", read_only)
+    assert not files.write(b"3" * 32, PAYLOAD)
+    assert not files.read(damaged, room())
+    files.remove([KEY])
+    files.clear()
+    assert files.read(KEY, room()), "what is there can still be read"
+
+
 def test_two_engines_have_a_folder_each_and_the_next_one_finds_the_files(tmp_path: Path) -> None:
     first, second = DiskFolder(str(tmp_path), "kind"), DiskFolder(str(tmp_path), "kind")
     assert first.path != second.path

@@ -1,9 +1,11 @@
 """Files with one rank's part of a block each: its bytes behind a header with their number and checksum.
 
 A file appears when it is complete. One that is missing, cut or altered is a miss, and nothing in it is ever executed or
-unpacked. A disk that is full, or fails, is told once; what is there can still be read.
+unpacked. A disk that is full, or fails, is told once; what is there can still be read. A file that cannot be removed
+stays.
 """
 
+import contextlib
 import os
 import struct
 from collections.abc import Sequence
@@ -42,7 +44,7 @@ class DiskFiles:
         except OSError as error:
             self.failed = True
             logger.warning("No more blocks are written to %s: %s", self.folder, error.strerror)
-            unfinished.unlink(missing_ok=True)
+            _remove(unfinished)
             return False
         return True
 
@@ -59,22 +61,28 @@ class DiskFiles:
         if complete and header == self._header(into):
             return True
         logger.warning("%s is damaged, and removed", path)
-        path.unlink(missing_ok=True)
+        _remove(path)
         return False
 
     def remove(self, keys: Sequence[BlockHash]) -> None:
         """Removes these keys' files, as far as they are there."""
         for key in keys:
-            path_of(self.folder, key, self.rank).unlink(missing_ok=True)
+            _remove(path_of(self.folder, key, self.rank))
 
     def clear(self) -> None:
         """Removes all files of this rank."""
         for path in self.folder.glob(f"*.{self.rank}"):
-            path.unlink(missing_ok=True)
+            _remove(path)
 
     def _header(self, payload: np.ndarray) -> bytes:
         name = self._checksum
         return HEADER.pack(MAGIC, name.encode(), len(payload), CHECKSUMS[name](Payload.of(payload.data)))
+
+
+def _remove(path: Path) -> None:
+    """Removes a file; one that is not there, or on a disk that fails or can only be read, costs no step."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:

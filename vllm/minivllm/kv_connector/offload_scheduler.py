@@ -56,7 +56,7 @@ class _Hit:
 
     @property
     def disk_keys(self) -> list[BlockHash]:
-        """See `KVConnectorBase_V1`."""
+        """Those that lie in files only."""
         return [key for key in self.keys if key not in self.cpu_block_ids]
 
 
@@ -401,7 +401,8 @@ def blocks_within(name: str, num_bytes: float | None, block_bytes: int, block_si
     num_blocks = int((num_bytes or 0) // block_bytes)
     if num_blocks < 2:
         raise MinivllmError(
-            f"{name} is {num_bytes:,.0f}, and a block of {block_size} tokens takes {block_bytes:,}: give it 2 at least"
+            f"{name} is {num_bytes:,.0f}, and a block of {block_size} tokens takes {block_bytes:,}: give it "
+            f"{2 * block_bytes:,} bytes at least"
         )
     return num_blocks
 

@@ -86,8 +86,8 @@ class OffloadWorker:
             self._disk = DiskFiles(Path(metadata.disk_folder), self.rank)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are never within the step."""
-        self._computes = True  # loads are never within the step
+        """Waits for nothing: a load never belongs to the step that computes. Takes note that this one does."""
+        self._computes = True
 
     def wait_for_save(self, metadata: OffloadMetadata) -> None:
         """Begins the step's store. Its blocks are not overwritten before it has ended; see `need_flush`."""

@@ -1,7 +1,7 @@
 """What it costs to take a request's blocks away and bring it back: computed again, or copied to the host. *Modelled*.
 
     crossover = Crossover.of(known_model("Meta-Llama-3-8B"), get_hardware("H100"), get_link("PCIe 5"), LARGE)
-    crossover.recompute, crossover.copy, crossover.ratio      # 32 µs and 2.7 µs for each token, 12 times cheaper
+    crossover.recompute, crossover.copy, crossover.ratio      # 32 µs and 2.8 µs for each token, 12 times cheaper
 
 Of T tokens, computing again takes 2 N T / (share of the peak × FLOP/s), and a copy takes T × bytes per token /
 bandwidth, and a little for each piece: both grow with T, which cancels. A swap copies twice, out and back; a host tier,
