@@ -117,6 +117,21 @@ def test_eager_store_and_load_roundtrip() -> None:
     assert hits(run) == 12
 
 
+def test_an_id_is_in_use_until_its_blocks_are_loaded() -> None:
+    """A request that is aborted meanwhile keeps them, and another of its name would be given the same ones."""
+    run = OffloadRun(connector_of(), most_steps=20, rng=Random(1))
+    run.serve("first", prompt_of(0, 12))
+    run.serve("other", prompt_of(1, 37))
+    run.add("again", [*prompt_of(0, 12), 9], 2)
+    run.step()
+    run.scheduler.finish_requests(["again"], RequestStatus.FINISHED_ABORTED)
+    with pytest.raises(MinivllmError, match="still being moved"):
+        run.add("again", prompt_of(2, 12))
+    run.requests.pop("again")
+    run.finish()
+    run.serve("again", [*prompt_of(0, 12), 9], 2)
+
+
 def test_max_hit_len_cap_drops_last_full_block() -> None:
     """Of a prompt of whole blocks the last token must be computed, so its last block is not loaded."""
     run = OffloadRun(connector_of())

@@ -202,6 +202,14 @@ def test_the_tier_is_in_the_report_of_memory(caplog: pytest.LogCaptureFixture) -
         ({"kv_offloading_size": 1.0, "enable_prefix_caching": False}, "leave enable_prefix_caching on"),
         ({"kv_offloading_size": 1.0, "use_kv_cache": False}, "leave it True"),
         ({"kv_transfer_config": {"kv_connector_extra_config": {}}}, "lacks kv_connector"),
+        (
+            {
+                "kv_offloading_size": 1.0,
+                "kv_transfer_config": {"kv_connector_extra_config": {"disk_path": "kv"}},
+                "enable_lora": True,
+            },
+            "leave disk_path out",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(settings: dict[str, Any], message: str) -> None:

@@ -23,7 +23,7 @@ from minivllm.config import (
 from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import is_count, is_number, require, require_flags
 from minivllm.config.flags import add_flags, add_unlisted_flags, words_of
-from minivllm.config.kv_offloading import check_offloading, is_tier, with_offloading
+from minivllm.config.kv_offloading import check_offloading, is_tier, tier_in_host_only, with_offloading
 from minivllm.config.profiler import ProfilerConfig
 from minivllm.config.quantization import QUANTIZATIONS
 from minivllm.config.units import GIB
@@ -300,6 +300,7 @@ class EngineArgs:
         if transfer is None:
             return
         alone = is_tier(transfer)
+        on_disk = alone and not tier_in_host_only(transfer)
         require(
             self.enable_prefix_caching or not (alone or self.kv_offloading_size),
             "a second tier of the KV cache extends the prefix cache: leave enable_prefix_caching on",
@@ -309,6 +310,11 @@ class EngineArgs:
             ("data_parallel_size", alone or self.data_parallel_size == 1, "start a server for each core"),
             ("use_kv_cache", self.use_kv_cache, "leave it True"),
             ("parts.scheduler", self.parts.scheduler is None, "leave it out"),
+            (
+                "enable_lora",
+                not (self.enable_lora and on_disk),
+                "leave disk_path out, for an adapter's files may change",
+            ),
         ):
             require(fits, f"kv_transfer_config does not go with this {name}: {instead}")
 

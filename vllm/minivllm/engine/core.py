@@ -326,10 +326,15 @@ class EngineCore:
         return True
 
     def shutdown(self) -> None:
-        """Ends the processes of the ranks, if any; without them no step can run."""
-        if self.scheduler.remote is not None:
-            self.scheduler.remote.connector.shutdown()
-        self.executor.shutdown()
+        """Ends the processes of the ranks, if any; without them no step can run.
+
+        The scheduler's side of a connector comes last: it may hold what the ranks' sides write to, such as a folder.
+        """
+        try:
+            self.executor.shutdown()
+        finally:
+            if self.scheduler.remote is not None:
+                self.scheduler.remote.connector.shutdown()
 
     def _observe(self, step: tuple[SchedulerOutput, list[EngineCoreOutput]] | None = None) -> None:
         """Writes down a step, or what happened while nothing ran. Whatever fails here costs no request its answer."""
