@@ -22,14 +22,12 @@ html_theme = "furo"
 html_title = project
 html_css_files = ["site.css", "shell.css"]
 html_js_files = [("glossary.js", {"defer": ""}), ("page.js", {"defer": ""})]
-templates_path = ["templates"]
 html_sidebars = {
     "**": [
         "sidebar/brand.html",
         "sidebar/search.html",
         "sidebar/scroll-start.html",
         "sidebar/navigation.html",
-        "sidebar/to_come.html",
         "sidebar/scroll-end.html",
     ]
 }

@@ -96,7 +96,6 @@ def run_sphinx(pages: Pages, source: Path, out: Path, static: Path) -> None:
     """Make HTML of the staged pages."""
     settings = {
         "html_static_path": [str(pages.root / "site" / "static"), str(static)],
-        "html_context": {"to_come": site_pages.to_come(pages)},
     }
     app = Sphinx(
         srcdir=source,

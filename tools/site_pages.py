@@ -26,9 +26,7 @@ from notebooks import CODE_SPAN, LINKS, Fence, read_lesson
 INDEX = "index.md"
 PICTURES = (".svg", ".png")
 ELSEWHERE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:|#|/")
-TO_COME = re.compile(r"^\| (?P<number>\d\d) \| (?P<title>[^|\[]+?) \|.*\*to come\*", re.MULTILINE)
 MARKDOWN_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
-BEING_WRITTEN = "*being written*"
 IDS = re.compile(r' id="(?!diagram)[^"]*"')
 DIAGRAM = {
     "fontFamily": "system-ui, sans-serif",
@@ -108,7 +106,7 @@ def page_lines(pages: Pages, name: str, embed: Embed) -> list[str]:
                 embedded = False
                 continue
             embedded = embedded and not part
-            lines.append(relinked(part, lambda target: pages.target(name, target)).replace("*to come*", BEING_WRITTEN))
+            lines.append(relinked(part, lambda target: pages.target(name, target)))
         elif part.language == "mermaid":
             diagrams += 1
             lines += ["", diagram(part, diagrams), ""]
@@ -184,11 +182,6 @@ def diagram(fence: Fence, number: int) -> str:
 def one_line(html: str) -> str:
     """HTML that a blank line would end, as Markdown reads it."""
     return re.sub(r"\s*\n\s*", " ", html)
-
-
-def to_come(pages: Pages) -> list[tuple[str, str]]:
-    """Number and title of each lesson that is still being written, from the README's table."""
-    return [(match["number"], match["title"]) for match in TO_COME.finditer((pages.root / "README.md").read_text())]
 
 
 def contents(pages: Pages) -> str:

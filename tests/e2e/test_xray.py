@@ -81,7 +81,7 @@ def told(run: list[bytes], step: int) -> dict[str, Any]:
         {
             "number": number, "id": one.request_id, "prompt": one.prompt_tokens, "max": one.max_tokens,
             "tokens": one.num_tokens, "computed": one.num_computed_tokens, "preemptions": one.num_preemptions,
-            "running": one.running, "blocks": one.blocks,
+            "running": one.running, "blocks": one.blocks, "adapter": one.adapter,
         }
         for number, one in sorted(state.requests.items())
     ]  # fmt: skip

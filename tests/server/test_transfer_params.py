@@ -43,6 +43,7 @@ def serving(has_connector: bool = True) -> OpenAIServingCompletion:
     """Its checks only, without an engine behind it."""
     found = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
     found.engine = SimpleNamespace(engine_args=SimpleNamespace(kv_transfer_config={} if has_connector else None))  # type: ignore[assignment]
+    found.models = SimpleNamespace(check=lambda name: None, name_in_reply=lambda name: "tiny")  # type: ignore[assignment]
     return found
 
 
@@ -136,7 +137,6 @@ def test_a_whole_reply_has_what_the_first_prompts_request_was_told():
     from minivllm.entrypoints.openai.serving_completion import _Answer, usage_of
 
     found = serving()
-    found.models = SimpleNamespace(name="tiny")  # type: ignore[assignment]
     found.fingerprint, found.usage = "f", lambda prompt, generated, cached=None: usage_of(prompt, generated)  # type: ignore[method-assign]
     prompts = [SimpleNamespace(token_ids=[1]), SimpleNamespace(token_ids=[2])]
     answer = _Answer(found, CompletionRequest(prompt=["a", "b"]), "cmpl-a", prompts)  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def test_a_request_is_seen_by_its_id_and_lengths_and_not_by_its_text(chat: Serve
     seen, number = [], None
     for line in lines:
         seen.append(json.dumps(line))
-        for one, request_id, prompt, max_tokens in line.get("named", []):
+        for one, request_id, prompt, max_tokens, _ in line.get("named", []):
             if "crossing" in request_id:
                 number = one
                 assert (prompt, max_tokens) == (usage["prompt_tokens"], 5)

@@ -25,7 +25,7 @@ def test_the_search_finds_a_word_and_leads_to_it(opened):
     with opened("index.html") as site:
         site.page.locator("input[name=q]").fill("preemption")
         site.page.keyboard.press("Enter")
-        result = site.page.locator("#search-results a", has_text="Glossary > preemption")
+        result = site.page.get_by_role("link", name="Glossary > preemption", exact=True)
         result.wait_for()
         result.click()
         site.page.wait_for_url("**/lessons/GLOSSARY.html*#preemption")

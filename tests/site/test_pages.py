@@ -102,14 +102,6 @@ def test_the_front_page_has_all_twelve_rows(site: Path):
     assert [*rows] == [f"{number:02}" for number in range(1, 13)]
     linked = [number for number, row in rows.items() if re.search(rf'href="lessons/{number}_\w+\.html"', row)]
     assert linked == [name[:2] for name in LESSONS]
-    assert [number for number in rows if number not in linked] == [n for n in rows if "being written" in rows[n]]
-
-
-def test_the_side_bar_names_the_lessons_to_come(site: Path):
-    side = (site / "lessons" / f"{LESSONS[0]}.html").read_text()
-    coming = site_pages.to_come(site_pages.pages_of(ROOT, ADDRESS))
-    assert len(LESSONS) + len(coming) == 12
-    assert all(f"{number} · {title}" in side for number, title in coming)
 
 
 def test_lessons_lead_to_each_other(site: Path):
@@ -174,7 +166,6 @@ def a_repository(folder: Path, page: str) -> site_pages.Pages:
         ("[a](lessons)", "[a](https://x.org/r/tree/main/lessons)"),
         ("[a](#b) [c](https://d.e)", "[a](#b) [c](https://d.e)"),
         ("`[a](lessons/a.py)`", "`[a](lessons/a.py)`"),
-        ("| 06 | B | *to come* |", "| 06 | B | *being written* |"),
     ],
 )
 def test_each_kind_of_link(tmp_path: Path, line: str, expected: str):
