@@ -15,10 +15,21 @@ from minivllm.lab.reports import disaggregation as report
 BINDS = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to cores here")
 
 
-def started_by_us() -> list[str]:
-    """The commands of minivllm that run below this process."""
+@pytest.fixture
+def nothing_stays():
+    """Whatever of minivllm the test has started below this process has ended; a server that others share may run on."""
+    before = _running()
+    yield
+    assert _running() <= before
+
+
+def _running() -> set[tuple[int, str]]:
     below = psutil.Process().children(recursive=True)
-    return [" ".join(one.cmdline()) for one in below if one.status() != "zombie" and "minivllm" in one.cmdline()]
+    return {(one.pid, " ".join(one.cmdline())) for one in below if _serves(one)}
+
+
+def _serves(process: psutil.Process) -> bool:
+    return process.status() != psutil.STATUS_ZOMBIE and "minivllm" in process.cmdline()
 
 
 @BINDS
@@ -48,12 +59,12 @@ def test_sigterm_ends_the_block_and_the_old_handler_comes_back():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.usefixtures("nothing_stays")
 def test_a_server_that_does_not_start_is_told_and_the_others_end(monkeypatch):
     monkeypatch.setattr(server_pair, "_serve", lambda *_: ("serve", "nowhere-at-all"))
     told = pytest.raises(MinivllmError, match=r"minivllm serve does not start.*nowhere-at-all")
     with told, server_pair.server_pair("nowhere-at-all", 128):
         pytest.fail("it cannot be ready")
-    assert not started_by_us()
 
 
 def test_what_the_servers_need_and_is_not_there_is_said(monkeypatch, capsys):
@@ -63,6 +74,7 @@ def test_what_the_servers_need_and_is_not_there_is_said(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_stays")
 def test_one_server_and_two_say_the_same(monkeypatch, capsys):
     """All prompts' keys and values move, none is computed again; nothing runs afterwards."""
     monkeypatch.setattr(report, "SERVED_PROMPTS", 2)
@@ -71,4 +83,3 @@ def test_one_server_and_two_say_the_same(monkeypatch, capsys):
     assert found["tokens_received"] == 2 * 100 + report.CHATS * report.CHAT_PROMPT
     assert all(found[name][column] > 0 for name in report.SERVERS for column in report.INTERFERENCE)
     assert "6 of 6 answers are the same" in " ".join(capsys.readouterr().out.split())
-    assert not started_by_us()
