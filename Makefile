@@ -32,7 +32,7 @@ setup-cpu: ## the small way: torch without CUDA (about 2 GB)
 run: setup ## lesson 01 on the embedded model
 	@$(UV_RUN) python vllm/01_kv_cache.py
 
-test: setup ## every test that this machine can run, four at a time (a third of their time is waiting)
+test: setup ## every test that this machine can run, four at a time
 	@$(UV_RUN) --group nixl pytest -n $(WORKERS)
 
 lesson: setup ## one lesson's script: make lesson N=01
