@@ -130,7 +130,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise MinivllmError(f"vLLM has no environment at {vllm_cli.ENVIRONMENT}: make .peers")
     bursts = 1 if arguments.quick else 2
     budgets = arguments.budgets or ((256, 2048) if arguments.quick else BUDGETS)
-    control = Control()
+    control = Control(loads_cores=True)
     with control.watch():
         servers = measure(budgets, bursts, arguments.peer)
     which = "disturbance_vllm" if arguments.peer else "disturbance"

@@ -7,7 +7,8 @@ Closed load: as many requests are served at once as `--batches` says, and each t
 most steps of a large batch have a prompt in them. Three engines take turns, round after round, on the same prompts:
 without drafts, with n-gram drafts, with the rule. What they serve before the first round is not counted: there the rule
 sees both modes. The one of the first two with the higher median is the better; the rule is compared with that, round by
-round, and the median counts. The table is followed by one line of JSON.
+round, and the median counts. Nine cases take more than seven minutes; FILE has each as soon as it is known. The table
+is followed by one line of JSON.
 """
 
 import argparse
@@ -78,15 +79,21 @@ def compare(arguments: argparse.Namespace, batch: int, kind: str) -> dict[str, f
 def main(arguments: argparse.Namespace) -> None:
     """Compares at each batch and on each kind of text."""
     cases = [(batch, kind) for batch in arguments.batches for kind in KINDS]
-    found = {f"{batch} {kind}": compare(arguments, batch, kind) for batch, kind in track(cases, "comparing")}
+    found: dict[str, dict[str, float]] = {}
+    for batch, kind in track(cases, "comparing"):
+        found[f"{batch} {kind}"] = compare(arguments, batch, kind)
+        if arguments.json:
+            write_record(arguments.json, record_of(arguments, found))
     rows = [(case, f"{one['always']:.2f}", f"{one['rule']:.2f}") for case, one in found.items()]
     table("Drafting only if it is faster", ["requests, text", "always ÷ never", "rule ÷ the better"], rows)
-    result = record(
+    print(json.dumps(record_of(arguments, found)))
+
+
+def record_of(arguments: argparse.Namespace, found: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """The cases so far, with the machine and the versions."""
+    return record(
         "drafting_rule", {"drafts": arguments.drafts or WAYS["n-gram"]["num_speculative_tokens"], "cases": found}
     )
-    if arguments.json:
-        write_record(arguments.json, result)
-    print(json.dumps(result))
 
 
 def parser() -> argparse.ArgumentParser:

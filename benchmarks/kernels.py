@@ -33,6 +33,7 @@ from minivllm.kernels.attention_configurations import configurations
 from minivllm.kernels.cpu.attention_gather import gather_attention
 from minivllm.kernels.cpu.cache_calls import quantize
 from minivllm.kernels.cpu.rejection_calls import torch_rejection
+from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import launch, rejection_sample
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
@@ -108,8 +109,8 @@ class Verification:
         rows = self.requests * (self.drafts + 1 + self.drafts * self.drawn)
         return 4 * self.vocab * rows
 
-    def tensors(self, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-        """The arguments of `rejection_sample`, random: more than half of the drafts are accepted."""
+    def step(self, device: torch.device) -> RejectionArguments:
+        """What is verified, random: more than half of the drafts are accepted."""
         torch.manual_seed(0)
         target = 2 * torch.randn(self.requests, self.drafts + 1, self.vocab, device=device)
         theirs = (target[:, :-1] + torch.randn_like(target[:, :-1])).flatten(0, 1)
@@ -120,7 +121,8 @@ class Verification:
         counts = torch.full((self.requests,), self.drafts, dtype=torch.int32)
         greedy = torch.zeros(self.requests, dtype=torch.bool, device=device)
         keys = torch.randint(2**31, (self.requests * (self.drafts + 1), 2), dtype=torch.int32, device=device)
-        return target.flatten(0, 1), drafts.int(), counts, theirs if self.drawn else None, greedy, keys
+        q = theirs if self.drawn else None
+        return RejectionArguments(target.flatten(0, 1), drafts.int(), counts, q, greedy, keys)
 
 
 def step_tensors(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -221,12 +223,12 @@ def cpu_writes(tokens: int, repeats: int) -> dict:
 
 def cpu_verification(case: Verification, repeats: int) -> dict:
     """One row: microseconds of summing up all logits, of the compiled loops and of torch."""
-    arguments, as_many_bytes = case.tensors(torch.device("cpu")), torch.ones(case.logit_bytes // 4)
+    step, as_many_bytes = case.step(torch.device("cpu")), torch.ones(case.logit_bytes // 4)
     seconds = medians_in_turn(
         {
             "floor": as_many_bytes.sum,
-            "engine": lambda: rejection_sample(*arguments),
-            "torch": lambda: torch_rejection(*arguments),
+            "engine": lambda: rejection_sample(step),
+            "torch": lambda: torch_rejection(step),
         },
         repeats,
     )
@@ -380,15 +382,15 @@ def gpu_prefill(case: Case, device: torch.device) -> dict:
 
 def gpu_verification(case: Verification, bandwidth: float, device: torch.device) -> dict:
     """Bytes of all logits over the time that verifying takes, as a share of `bandwidth`."""
-    target, drafts, counts, theirs, greedy, keys = case.tensors(device)
+    step = case.step(device)
     starts = (case.drafts + 1) * torch.arange(case.requests + 1, dtype=torch.int32, device=device)
     out = torch.empty(case.requests, case.drafts + 1, dtype=torch.int64, device=device)
 
     def verify() -> None:
         if device.type == "cuda":
-            launch(out, target, theirs, starts, drafts, greedy, keys)
+            launch(out, step, starts)
         else:
-            rejection_sample(target, drafts, counts, theirs, greedy, keys)
+            rejection_sample(step)
 
     function = replayed(verify) if device.type == "cuda" else verify
     seconds = median_seconds(function, repeats=REPEATS, device=device)

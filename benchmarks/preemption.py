@@ -204,7 +204,8 @@ def main(arguments: argparse.Namespace) -> None:
 
 def timed_cliff(arguments: argparse.Namespace) -> dict[str, Any]:
     """The cliff, and whether anything disturbed it."""
-    control, pools = Control(), arguments.pools or (QUICK_POOLS if arguments.quick else POOLS)
+    control = Control(loads_cores=True)
+    pools = arguments.pools or (QUICK_POOLS if arguments.quick else POOLS)
     with control.watch():
         cliff = measure_cliff(pools, 60 if arguments.quick else LOADED)
     if words := control.disturbance():

@@ -7,7 +7,8 @@
 Acceptance length is the tokens that a verification yields, 1 + accepted / drafts. The speed-up is of output tokens a
 second over the same engine without drafts: the median of rounds in which all take turns. Time counts while the batch is
 whole, from when each request has its first token until the first one ends. Greedy, float32, so that all write the same
-text, which is counted too. Below 1 × a method costs more than it buys. Methods that look tokens up draft five, since
+text, which is counted too. Below 1 × a method costs more than it buys. Memory is what the engine's ledger has beside
+the target: the weights of whatever drafts, and its cache for each token. Methods that look tokens up draft five, since
 that costs nearly nothing; those that run a model draft three. Texts: held-out Python, its docstrings, random tokens.
 The table is followed by one line of JSON; `--page` also puts it into lesson 07.
 """
@@ -31,6 +32,7 @@ from tokenizers import Tokenizer
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, CacheConfig
 from minivllm.config.speculative import METHODS
 from minivllm.core.messages import EngineCoreRequest
+from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core import EngineCore
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, positive_int, run
@@ -40,6 +42,7 @@ from minivllm.lab.progress import track
 from minivllm.lab.recording import bare_engine, own_clock
 from minivllm.lab.results import record, write_record
 from minivllm.lab.tables import markdown_table, table
+from minivllm.memory import MemoryLedger
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 
@@ -56,6 +59,7 @@ KINDS = ("code", "prose", "random")
 NAMES = count()
 """A request's name is never used again: the suffix tree knows requests by their names."""
 OFF = "off"
+LAST_COLUMNS = "Memory by the engine's ledger, in float32; training on one core."
 LEAST_PROMPTS = 8
 """However small the batch: one text alone says little."""
 LESSON = Path(__file__).resolve().parents[1] / "lessons" / "07_speculative_decoding.md"
@@ -133,6 +137,36 @@ def engine_of(arguments: argparse.Namespace, way: dict[str, Any] | None, batch: 
     return bare_engine(arguments.model, torch.device("cpu"), cache, speculative_config=config, **settings)
 
 
+def costs(model: str, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Way -> bytes by the engine's ledger, bytes of a token in its cache, minutes of training; OFF is the target.
+
+    The minutes are those of `training.json` beside the weights, 0 where there is none. What lies on the host is not in
+    the ledger.
+    """
+    found = {}
+    for name, way in {OFF: None, **ways}.items():
+        ledger, weights = ledger_of(model, way), model if way is None else way.get("model")
+        row = "draft model" if way else "weights and rotary table"
+        trained = Path(weights or "") / "training.json"
+        found[name] = {
+            "bytes": sum(one.bytes for one in ledger.rows if one.name == row),
+            "bytes_per_token": ledger.bytes_per_token - (found[OFF]["bytes_per_token"] if way else 0),
+            "minutes": round(json.loads(trained.read_text())["minutes"], 1) if weights and trained.is_file() else 0,
+        }
+    return found
+
+
+def ledger_of(model: str, way: dict[str, Any] | None) -> MemoryLedger:
+    """Where the memory of an engine for one request goes, float32 as in the comparison."""
+    settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 1, "dtype": "float32", "skip_tokenizer_init": True}
+    core = EngineCore(EngineArgs(model=model, device="cpu", speculative_config=way, **settings))
+    try:
+        assert core.ledger is not None, "no number of blocks was given"
+        return core.ledger
+    finally:
+        core.shutdown()
+
+
 def serve(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int) -> Served:
     """Serve these prompts, all at once; timed from when each has its first token until the first one ends."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -186,21 +220,29 @@ def compare(arguments: argparse.Namespace, batch: int, ways: dict[str, dict[str,
     return found
 
 
-def cells(figures: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Columns and rows of the table of `figures`, way -> batch -> kind of text."""
-    batches = list(next(iter(figures.values())))
-    columns, rows = ["method", "text", *chain.from_iterable((f"length, {b}", f"× off, {b}") for b in batches)], []
-    for (name, way), kind in product(figures.items(), KINDS):
+def cells(outcome: dict[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Columns and rows of the table of what was found: `ways`, way -> batch -> kind of text, and `costs`, by way."""
+    ways, costs_of = outcome["ways"], outcome["costs"]
+    of_batches = [*chain.from_iterable((f"length, {b}", f"× off, {b}") for b in next(iter(ways.values())))]
+    rows = [("no drafts", "", *[""] * len(of_batches), *shown_costs(costs_of[OFF]))]
+    for (name, way), kind in product(ways.items(), KINDS):
         shown = chain.from_iterable(
             (f"{one[kind]['length']:.2f}", f"{one[kind]['speed_up']:.2f}") for one in way.values()
         )
-        rows.append((name if kind == KINDS[0] else "", kind, *shown))
-    return columns, rows
+        first = kind == KINDS[0]
+        rows.append((name if first else "", kind, *shown, *(shown_costs(costs_of[name]) if first else ("", "", ""))))
+    return ["method", "text", *of_batches, "MB", "B/token", "trained, min"], rows
 
 
-def page_table(figures: dict[str, Any]) -> str:
-    """The same table as lesson 07 has it."""
-    return markdown_table(*cells(figures))
+def shown_costs(cost: dict[str, float]) -> tuple[str, ...]:
+    """Megabytes, bytes a token, and minutes of training; a dash where there are none."""
+    shown = f"{cost['bytes'] / 1e6:.1f}", f"{cost['bytes_per_token']:,}", f"{cost['minutes']:.0f}"
+    return tuple(one if float(one.replace(",", "")) else "–" for one in shown)
+
+
+def page_table(outcome: dict[str, Any]) -> str:
+    """The same table as lesson 07 has it, and what it says of its last columns."""
+    return f"{markdown_table(*cells(outcome))}\n\n{LAST_COLUMNS}"
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -212,17 +254,16 @@ def main(arguments: argparse.Namespace) -> None:
     figures = {
         name: {str(batch): found[name] for batch, found in by_batch.items()} for name in ways
     }  # way -> batch -> kind
-    columns, rows = cells(figures)
     same = statistics.mean(one["same"] for way in figures.values() for batch in way.values() for one in batch.values())
-    caption = f"Length and speed-up for so many requests. Same texts as without: {same:.1%}."
-    table("Speculation, method by method", columns, rows, caption)
     drafts = {name: arguments.drafts or way["num_speculative_tokens"] for name, way in ways.items()}
-    outcome = {"drafts": drafts, "ways": figures}
+    outcome = {"drafts": drafts, "ways": figures, "costs": costs(arguments.model, ways)}
+    caption = f"Length and speed-up for so many requests. Same texts as without: {same:.1%}. {LAST_COLUMNS}"
+    table("Speculation, method by method", *cells(outcome), caption)
     result = record("speculation", outcome)
     if arguments.json:
         write_record(arguments.json, result)
     if arguments.page:
-        LESSON.write_text(put_between_marks(LESSON.read_text(), "speculation", page_table(figures)))
+        LESSON.write_text(put_between_marks(LESSON.read_text(), "speculation", page_table(outcome)))
     print(json.dumps(result))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MINIVLLM_COMPILED", str(Path(__file__).with_name("compiled.json")))
     compute_on_one_thread()
     keep_bytecode()
+    hear_interrupts()
     gc.disable()
 
 
@@ -88,6 +90,12 @@ def keep_bytecode() -> None:
     """
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+
+
+def hear_interrupts() -> None:
+    """A job in the background of a script is started with SIGINT ignored, and tests of Ctrl-C would wait for ever."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)

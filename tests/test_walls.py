@@ -124,27 +124,30 @@ def test_core_stays_free_of_torch_at_run_time():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_generation_loads_nothing_of_what_stands_beside_the_engine():
-    code = (
-        "import sys\n"
-        "from minivllm import LLM, SamplingParams\n"
-        "from minivllm.config import EMBEDDED_MODEL\n"
-        "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64).generate('def', SamplingParams(max_tokens=4))\n"
-        "print(sorted(name for name in sys.modules if name.startswith(('minivllm.simulate', 'minivllm.lab'))))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_a_generation_loads_nothing_of_the_server():
+def test_a_generation_loads_nothing_of_the_server_nor_of_what_stands_beside_the_engine():
     code = (
         "import sys\n"
         "from minivllm import LLM, SamplingParams\n"
         "from minivllm.config import EMBEDDED_MODEL\n"
         "LLM(EMBEDDED_MODEL, device='cpu', max_model_len=64).generate('def', SamplingParams(max_tokens=4))\n"
         "server = {'fastapi', 'starlette', 'uvicorn', 'pydantic', 'prometheus_client', 'jinja2', 'llguidance'}\n"
-        "own = {name for name in sys.modules if name.startswith('minivllm.entrypoints.openai')}\n"
+        "ours = ('minivllm.entrypoints.openai', 'minivllm.simulate', 'minivllm.lab')\n"
+        "own = {name for name in sys.modules if name.startswith(ours)}\n"
         "print(sorted((server | own) & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_front_end_whose_core_is_another_process_loads_no_torch():
+    code = (
+        "import sys\n"
+        "from minivllm.engine import async_llm, llm_engine, mp_client\n"
+        "from minivllm.entrypoints import llm\n"
+        "from minivllm.entrypoints.cli import bench_serve, main\n"
+        "from minivllm.entrypoints.openai import api_server\n"
+        "from minivllm.entrypoints.proxy import proxy\n"
+        f"print(sorted({HEAVY} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -37,7 +37,8 @@ def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEW
     """All that a page needs to show a widget without a kernel; `tableHost` in `shell.js` reads it.
 
     Returns:
-        described: the texts and knobs; a knob that can be turned has only the values for which there are views.
+        described: the texts and knobs; a knob that can be turned has only the values for which there are views; a
+            challenge that no view meets is `elsewhere`.
         turns: the knobs that can be turned.
         axes: the knobs that differ between views.
         values: all knobs at the start.
@@ -61,6 +62,8 @@ def table(spec: Spec, settings: Mapping[str, Value], most_views: int = MOST_VIEW
         indices = [pieces.setdefault(piece, len(pieces)) for piece in PIECE.split(view["svg"]) if piece]
         views.append({**view, "svg": indices})
     described = _described(session, turned)
+    for index, challenge in enumerate(described["challenges"]):
+        challenge["elsewhere"] = not any(view["challenges"][index]["met"] for view in views)
     return {
         "described": described,
         "turns": [*turned],

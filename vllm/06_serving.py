@@ -358,7 +358,7 @@ def apply_grammar_bitmask_kernel(logits, bitmask, has_grammar, vocab_size, num_w
 
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, control, model = begin("Lesson 06. Serving", arguments), Control(), arguments.model
+    device, control, model = begin("Lesson 06. Serving", arguments), Control(loads_cores=True), arguments.model
     settings = {"model": model, "device": device.type, "num_gpu_blocks_override": 600, "max_model_len": 512}
     found: dict = {}
     with report.Stage() as stage:

@@ -87,10 +87,10 @@ def pool_heads(weight: Tensor, kv_heads: int, into: int) -> Tensor:
 
 
 # region: latent
-def expanded_attention(
+def plain_attention(
     q_nope: Tensor, q_rope: Tensor, latents: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor
 ) -> Tensor:
-    """Latent attention as it is defined: keys and values of every head are made from the latents, then attended to.
+    """Latent attention as it is defined, the plain form: all heads' keys and values are made, then attended to.
 
     One query: q_nope [heads, nope], q_rope [heads, rope]. The cache: latents [positions, rank], k_rope [positions,
     rope]. Weights: w_uk [heads, nope, rank], w_uv [heads, v, rank] -> [heads, v].
@@ -327,7 +327,7 @@ def main(arguments: Namespace) -> None:
         found["shared"] = report.measure_shared(grouped_attention, arguments, device)
     heading("3. One latent for all heads")
     with control.watch():
-        found["latent"] = report.measure_latent(expanded_attention, absorbed_attention, arguments, device)
+        found["latent"] = report.measure_latent(plain_attention, absorbed_attention, arguments, device)
     heading("4. The kernels")
     found["kernels"] = prove(
         partial(report.verify_kernels, grouped_attention, absorbed_attention, decode, latent_decode), device

@@ -9,7 +9,7 @@ from itertools import groupby
 from minivllm.lab.drawing import text_width, wrapped
 from minivllm.lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.attention_heads_state import TPS, Kind, Place, State
-from widgets.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Scale, short, three_boxes, tokens
+from widgets.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Key, Scale, draw_keys, short, three_boxes, tokens
 from widgets.svg import QUIET, SMALL, Box, Drawing
 from widgets.theme import CARD, IDLE, MID, MISSED
 
@@ -36,7 +36,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{tokens(state.context)} tokens; memory as vLLM would count it, rates modelled, off by {state.error:.0%} "
         "(median)"
     )
-    y = _draw_keys(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19)
+    y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 146, large=0.54)
     _draw_fits(Axes(drawing, main, GPUS, _scale(state)), state, pinned)
     _draw_bytes(drawing, upper, state)
@@ -63,20 +63,9 @@ def style(kind: Kind) -> tuple[str, str]:
     return STYLES[kind.name[:4]] if kind.name[:4] in STYLES else STYLES[kind.name[:3]]
 
 
-def _draw_keys(drawing: Drawing, state: State, y: float) -> float:
-    """Colours and dashes, in as many rows as they need; returns the y of the last."""
-    x: float = MARGIN
+def _keys(state: State) -> list[Key]:
     beside = [(kind.name, *style(kind), 1.8) for kind in state.others]
-    for words, colour, dash, wide in (
-        (state.mine.name, BLUE, "", 2.5), *beside, (f"asked: {state.wanted}", GREEN, "4 3", 1.5)
-    ):  # fmt: skip
-        room = 27 + text_width(words, SMALL)
-        if x > MARGIN and x + room > drawing.width - MARGIN:
-            x, y = MARGIN, y + 17
-        drawing.line((x, y - 4), (x + 22, y - 4), colour=colour, dash=dash, width=wide)
-        drawing.text((x + 27, y), words, size=SMALL, colour=QUIET)
-        x += room + 10
-    return y
+    return [(state.mine.name, BLUE, "", 2.5), *beside, (f"asked: {state.wanted}", GREEN, "4 3", 1.5)]
 
 
 # ---- requests that fit
@@ -94,7 +83,7 @@ def _draw_fits(axes: Axes, state: State, pinned: State | None) -> None:
         "requests",
         x_ticks=TPS,
         x_format="{:g}".format,
-        y_ticks=_powers(axes.y),
+        y_ticks=axes.y.powers(),
         y_format=short,
     )
     with axes.drawing.answer():
@@ -194,10 +183,10 @@ def _draw_bytes(drawing: Drawing, box: Box, state: State) -> None:
     each = _curve(state.mine, lambda place: place.kv_bytes / KIB)
     whole = _curve(state.mine, lambda place: place.kv_bytes * place.tp / KIB)
     axes = Axes(drawing, box, GPUS, _span(each[1] + whole[1]))
-    axes.frame("", "KiB a token; dashed: on all", x_ticks=(), y_ticks=_powers(axes.y), y_format=short)
+    axes.frame("", "KiB a token; dashed: on all", x_ticks=(), y_ticks=axes.y.powers(), y_format=short)
     axes.line(*whole, BLUE, width=1.8, dash="5 3")
     axes.line(*each, BLUE)
-    _draw_line_here(axes, state)
+    axes.also_here(state.tp)
     for place in state.mine.places:
         if place.kv_bytes:
             said = f"{place.tp} GPUs: a token takes {kib(place.kv_bytes)} KiB on each, "
@@ -211,33 +200,20 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     curves = [_curve(kind, lambda place: place.tokens_per_second) for kind in kinds]
     axes = Axes(drawing, box, GPUS, _span([rate for _, rates in curves for rate in rates]))
     label = f"tokens a second, {state.wanted} or what fits"
-    axes.frame("GPUs", label, x_ticks=TPS, x_format="{:g}".format, y_ticks=_powers(axes.y), y_format=short)
+    axes.frame("GPUs", label, x_ticks=TPS, x_format="{:g}".format, y_ticks=axes.y.powers(), y_format=short)
     for kind, curve in zip(state.others, curves[1:], strict=True):
         colour, dash = style(kind)
         axes.line(*curve, colour, width=1.5, dash=dash)
     axes.line(*curves[0], BLUE)
-    _draw_line_here(axes, state)
+    axes.also_here(state.tp)
     for place in state.mine.places:
         batch = min(state.wanted, int(place.fits))
         said = f"{place.tp} GPUs: {place.tokens_per_second:,.0f} tokens a second, {batch} at once"
         drawing.rect(_cell(axes, place.tp), "transparent", tip=said)
 
 
-def _draw_line_here(axes: Axes, state: State) -> None:
-    x = axes.at(state.tp, axes.y.low)[0]
-    axes.drawing.line((x, axes.box.y), (x, axes.box.bottom), colour=INK, width=1.5)
-
-
 def _span(values: Sequence[float]) -> Scale:
-    """A logarithmic scale around the values with round ends, three to a decade."""
-    low, high = 0.8 * min(values, default=1), 1.25 * max(values, default=10)
-    return Scale(10 ** (math.floor(3 * math.log10(low)) / 3), 10 ** (math.ceil(3 * math.log10(high)) / 3), log=True)
-
-
-def _powers(scale: Scale) -> list[float]:
-    """Powers of ten on a scale."""
-    low, high = math.ceil(math.log10(scale.low) - 1e-9), math.floor(math.log10(scale.high) + 1e-9)
-    return [10.0**power for power in range(low, high + 1)]
+    return Scale.around(0.8 * min(values, default=1), 1.25 * max(values, default=10))
 
 
 # ---- the GPUs one by one

@@ -13,8 +13,8 @@ from typing import Any
 
 from minivllm.simulate.known_models import CONFIGS
 from minivllm.simulate.load_sweep import within
-from widgets.chunked_prefill_figure import cause_words, figure, seconds
-from widgets.chunked_prefill_runs import ANSWER, CHAT, PLACES
+from widgets.chunked_prefill_figure import cause_words, figure
+from widgets.chunked_prefill_runs import ANSWER, CHAT, PLACES, Point
 from widgets.chunked_prefill_state import (
     ALL_GAPS,
     BUDGETS,
@@ -32,7 +32,7 @@ from widgets.chunked_prefill_state import (
     sweep,
 )
 from widgets.knobs import choice, steps
-from widgets.plot import tokens
+from widgets.plot import seconds, tokens
 from widgets.shell import LessonWidget
 from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -51,12 +51,9 @@ def share(value: float) -> str:
 
 def verdict(state: State) -> Verdict:
     """What this budget means for who waits, in one line."""
-    if state.refused:
-        return Verdict(f"The engine does not start with {state.budget:,}: {state.refusals[state.budget]}.", "broken")
-    if not state.known:
-        return Verdict(f"Requests are being served, in steps of {state.budget:,} tokens at most.", "tight")
-    if not state.like_the_engine:
-        return Verdict(_unlike(state), "broken")
+    where = f"with steps of {state.budget:,} tokens at most"
+    if found := state.not_served(where, "Your functions make other steps", _figures):
+        return found
     causes, first = state.causes(state.budget), seconds(state.first(state.budget))
     if causes:
         return Verdict(" ".join(_wrong(state, cause) for cause in causes), "broken")
@@ -94,16 +91,10 @@ def _wrong(state: State, cause: str) -> str:
     return f"{said} {CLIENTS:.0%} have their first token within {first}, and {seconds(state.ttft)} is asked."
 
 
-def _unlike(state: State) -> str:
-    """What the reader's functions do that the engine's do not."""
-    mine, engine = state.points[state.budget], state.twin
-    assert engine
-    yours, ours = (
-        f"{seconds(one.longest[-1])} is the longest gap, and long prompts begin within "
-        f"{seconds(within(one.long_ttft, CLIENTS))}"
-        for one in (mine, engine)
-    )
-    return f"Your functions make other steps than the engine's. Yours: {yours}. The engine's: {ours}."
+def _figures(point: Point) -> str:
+    """What other functions than the engine's change."""
+    begins = seconds(within(point.long_ttft, CLIENTS))
+    return f"{seconds(point.longest[-1])} is the longest gap, and long prompts begin within {begins}"
 
 
 def command(state: State) -> str:

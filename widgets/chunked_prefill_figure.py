@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from minivllm.lab.drawing import text_width, wrapped
-from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, SKY, VERMILLION
+from minivllm.lab.drawing import wrapped
+from minivllm.lab.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
 from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.load_sweep import Span, within
 from widgets.chunked_prefill_runs import ANSWER, CHAT
 from widgets.chunked_prefill_state import ALL_GAPS, BUDGETS, CLIENTS, State
-from widgets.chunked_prefill_steps import draw_steps, seconds
-from widgets.plot import LEAST_ROOM, MARGIN, Axes, Scale, short, three_boxes, tokens
+from widgets.chunked_prefill_steps import draw_steps
+from widgets.plot import LEAST_ROOM, MARGIN, Axes, Key, Scale, draw_keys, seconds, short, three_boxes, tokens
 from widgets.svg import QUIET, SMALL, Box, Drawing
 
 BUDGET = Scale(BUDGETS[0], BUDGETS[-1], log=True)
@@ -31,7 +31,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{tokens(serving.longest)} tokens, the others {CHAT} in, all {ANSWER} out; {POLICIES[serving.policy]}; "
         f"modelled{off}"
     )
-    y = _draw_keys(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19)
+    y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
     _draw_waits(Axes(drawing, main, BUDGET, _scale(state)), state, pinned)
     _draw_rate(drawing, upper, state)
@@ -45,23 +45,14 @@ def gap_words(judged: str) -> str:
     return f"{ALL_GAPS:.0%} of all gaps" if judged == "gaps" else f"longest gap, {CLIENTS:.0%} of clients"
 
 
-def _draw_keys(drawing: Drawing, state: State, y: float) -> float:
-    """Colours and dashes, in as many rows as they need; returns the y of the last."""
+def _keys(state: State) -> list[Key]:
     other = "clients" if state.judged == "gaps" else "gaps"
-    x: float = MARGIN
-    for words, colour, dash, wide in (
+    return [
         (gap_words(state.judged), BLUE, "", 2.5),
         (gap_words(other), BLUE, "2 4", 1.8),
         (f"first token, {CLIENTS:.0%} of long prompts", ORANGE, "", 2.5),
         ("asked", GREEN, "4 3", 1.5),
-    ):
-        room = 22 + text_width(words, SMALL)
-        if x > MARGIN and x + room > drawing.width - MARGIN:
-            x, y = MARGIN, y + 17
-        drawing.line((x, y - 4), (x + 18, y - 4), colour=colour, dash=dash, width=wide)
-        drawing.text((x + 22, y), words, size=SMALL, colour=QUIET)
-        x += room + 9
-    return y
+    ]
 
 
 # ---- waiting times over the budget
@@ -70,19 +61,7 @@ def _draw_keys(drawing: Drawing, state: State, y: float) -> float:
 def _scale(state: State) -> Scale:
     """From a plain step's time to beyond a long prompt's at the least budget, so that it changes seldom."""
     least = min(state.gap, state.serving.cost.seconds(StepShape.of([(1, CHAT)])))
-    return _span(0.8 * least, 2 * max([state.ttft, state.gap, *state.alone.values()]))
-
-
-def _span(least: float, most: float) -> Scale:
-    """A logarithmic scale with round ends, three to a decade."""
-    low, high = math.floor(3 * math.log10(least)), math.ceil(3 * math.log10(most))
-    return Scale(10 ** (low / 3), 10 ** (high / 3), log=True)
-
-
-def _powers(scale: Scale) -> list[float]:
-    """Powers of ten on a scale."""
-    low, high = math.ceil(math.log10(scale.low) - 1e-9), math.floor(math.log10(scale.high) + 1e-9)
-    return [10.0**power for power in range(low, high + 1)]
+    return Scale.around(0.8 * least, 2 * max([state.ttft, state.gap, *state.alone.values()]))
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
@@ -231,8 +210,8 @@ def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
     serving = state.serving
     rates = {budget: serving.prompt / alone for budget, alone in state.alone.items()}
     known = [serving.demand, *rates.values()]
-    axes = Axes(drawing, box, BUDGET, _span(0.8 * min(known), 1.25 * max(known)))
-    ticks = _powers(axes.y)
+    axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * min(known), 1.25 * max(known)))
+    ticks = axes.y.powers()
     axes.frame("", "prompt tokens a second, alone", x_ticks=(), y_ticks=ticks, y_format=short)
     axes.line(list(rates), list(rates.values()), ORANGE)
     axes.mark_y(serving.demand, f"{short(serving.demand)} come", GREEN, below=axes.y.share(serving.demand) > 0.5)
@@ -240,7 +219,7 @@ def _draw_rate(drawing: Drawing, box: Box, state: State) -> None:
     with drawing.on_top():
         place = (axes.at(serving.knee, axes.y.low)[0] + 5, box.bottom - 5)
         drawing.text(place, f"knee {serving.knee:.0f}", size=SMALL, colour=QUIET, halo=True)
-    _draw_line_here(axes, state)
+    axes.also_here(state.budget)
     for budget, strip in axes.strips(list(rates)):
         step = seconds(serving.cost.seconds(StepShape.of([(budget, 0)])))
         said = f"Steps of {budget:,} tokens: {rates[budget]:,.0f} prompt tokens a second; the first takes {step}."
@@ -251,16 +230,11 @@ def _draw_chats(drawing: Drawing, box: Box, state: State) -> None:
     """How long chats wait for their first token."""
     firsts = {one: within(state.points[one].chat_ttft, CLIENTS) for one in state.run}
     least = state.serving.cost.seconds(StepShape.of([(CHAT, 0)]))
-    axes = Axes(drawing, box, BUDGET, _span(0.8 * least, max([20 * least, *state.alone.values()])))
+    axes = Axes(drawing, box, BUDGET, Scale.around(0.8 * least, max([20 * least, *state.alone.values()])))
     label = f"chats: first token, {CLIENTS:.0%}"
-    axes.frame("budget", label, x_ticks=TICKS, x_format=tokens, y_ticks=_powers(axes.y), y_format=seconds)
+    axes.frame("budget", label, x_ticks=TICKS, x_format=tokens, y_ticks=axes.y.powers(), y_format=seconds)
     axes.line(list(firsts), list(firsts.values()), SKY)
-    _draw_line_here(axes, state)
+    axes.also_here(state.budget)
     for budget, strip in axes.strips(list(firsts)):
         said = f"Budget {budget:,}: {CLIENTS:.0%} of the chats have their first token within {seconds(firsts[budget])}"
         drawing.rect(strip, "transparent", tip=said)
-
-
-def _draw_line_here(axes: Axes, state: State) -> None:
-    x = axes.at(state.budget, axes.y.low)[0]
-    axes.drawing.line((x, axes.box.y), (x, axes.box.bottom), colour=INK, width=1.5)

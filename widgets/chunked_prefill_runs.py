@@ -16,7 +16,6 @@ from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.lab.bounded import bounded
 from minivllm.lab.capping_scheduler import AdmittedTokens, ChunkLimit, RunningTokens, scheduler_that_caps
 from minivllm.memory import memory_ledger
 from minivllm.simulate.cost_model import Cost, StepShape
@@ -28,6 +27,7 @@ from minivllm.simulate.load_sweep import Runs, share_within, within
 from minivllm.simulate.open_load import OpenEngine, OpenLoad
 from minivllm.simulate.prefill_first import PrefillFirst
 from minivllm.simulate.workloads import RequestLengths, gamma_arrivals
+from widgets.swept import patient
 
 CHAT, ANSWER = 128, 48
 """Tokens of a chat's prompt, and of every answer."""
@@ -40,8 +40,6 @@ LEAST_STEP = 64
 """Tokens of the smallest step that is looked at for the best rate."""
 WINDOW = 3.0
 """The stretch of time that is drawn step by step, in times what a long prompt takes alone in one piece."""
-PATIENCE = 2.0
-"""Seconds of the processor's time that a run may take between two pauses with the reader's own code."""
 POLICIES = ("mixed", "whole", "first")
 """Chunks beside decodes; prompts that are not cut; and these alone in a step, before all decodes (vLLM's V0)."""
 Caps = tuple[ChunkLimit | None, RunningTokens | None, AdmittedTokens | None]
@@ -327,18 +325,7 @@ class Experiment:
         load = OpenLoad(serving.lengths, serving.arrivals, COUNTED, 0)
         scheduler = serving.scheduler(budget, self.own)
         run = _Watched(load, scheduler, serving, self.one_by_one).watched()
-        return (yield from (_bounded(run) if self.own else run))
-
-
-def _bounded(run: Generator[None, None, Point]) -> Generator[None, None, Point]:
-    """A run that stops where the reader's code does not return."""
-    while True:
-        try:
-            with bounded(PATIENCE, "your function"):
-                next(run)
-        except StopIteration as end:
-            return end.value
-        yield
+        return (yield from (patient(run, "your function") if self.own else run))
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from minivllm.lab.drawing import number, text_width
 from minivllm.lab.palette import BLUE, ORANGE, SKY
 from widgets.chunked_prefill_runs import Step
 from widgets.chunked_prefill_state import State
-from widgets.plot import MARGIN, Scale
+from widgets.plot import MARGIN, Scale, seconds
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.theme import IDLE, MID, MISSED
 
@@ -18,11 +18,6 @@ NAMES = 104
 """Pixels left of the steps, for what the rows are."""
 FRAMES, LEAST_BAR = 24, 5
 """Frames in which the steps are played; pixels of a bar at least: shorter steps are drawn together."""
-
-
-def seconds(value: float) -> str:
-    """A time in the unit that people would say."""
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
 def draw_steps(drawing: Drawing, state: State, y: float) -> float:

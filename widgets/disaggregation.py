@@ -16,7 +16,7 @@ from typing import Any
 from minivllm.simulate.disaggregation import PREFILL_BUDGET, SHARE
 from minivllm.simulate.known_models import CONFIGS
 from minivllm.simulate.kv_links import LINKS
-from widgets.disaggregation_figure import cause_words, figure, seconds
+from widgets.disaggregation_figure import cause_words, figure
 from widgets.disaggregation_state import (
     BUDGETS,
     GPUS,
@@ -30,7 +30,7 @@ from widgets.disaggregation_state import (
     sweep,
 )
 from widgets.knobs import choice, steps, switch
-from widgets.plot import tokens
+from widgets.plot import seconds, tokens
 from widgets.shell import LessonWidget
 from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -145,8 +145,8 @@ def _loses(state: State) -> Progress:
         (state.mine.goodput == 0, "Tokens each: no request is in time at any rate."),
     ]
     mend = (
-        "Tokens each, First token in: give the client's tokens longer. Then all that counts is how much work the GPUs "
-        "do, and a GPU that does both is never idle."
+        "Tokens each, First token in: give tokens longer. Then only work counts, and a GPU that does both is never "
+        "idle."
     )
     return _wanted(state, asked, state.gain <= 0.8, _words(state), mend)
 
@@ -181,8 +181,8 @@ CHALLENGES = (
         "Where each token's time binds, every chunk of a prompt in a decoding step costs goodput. Two pools have none.",
     ),
     Challenge(
-        "The same four GPUs as 2 + 2, with a link of 400 Gb/s or faster: find where they bear no more than 0.8 of what "
-        "the four bear that do both.",
+        "The same four GPUs as 2 + 2, with a link of 400 Gb/s or faster: find where they bear at most 0.8 of what the "
+        "four bear that do both.",
         _loses,
         "Without a tight time for each token, work is all that counts, and GPUs of two kinds wait for one another.",
     ),
@@ -237,7 +237,7 @@ SPEC = Spec(
     knobs=KNOBS,
     presets={
         "Too many requests": {"rate": 80.0},
-        "Too few that decode": {"prefill": 3, "decode": 1},
+        "Too few decode": {"prefill": 3, "decode": 1},
         "A slow link": {"link": "10 Gb/s", "prompt": 2048, "rate": 10.0},
         "No hurry": {"tpot": 0.05, "ttft": 1.0, "rate": 80.0},
     },

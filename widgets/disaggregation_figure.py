@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
 from minivllm.simulate.disaggregation import SHARE
 from widgets.disaggregation_state import RATES, Side, State
-from widgets.plot import MARGIN, WIDE, Axes, Scale, tokens
+from widgets.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, seconds, tokens
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
 from widgets.theme import MID
 
@@ -25,11 +24,6 @@ TIMES = (
 )
 
 
-def seconds(value: float) -> str:
-    """A time in the unit that people would say."""
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
-
-
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     """Requests in time over the rate; beside it what each split bears; below, the way to the first token."""
     many = state.mine.gpus
@@ -43,7 +37,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"modelled{off}"
     )
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "Who is in time") + 18), note, width - 2 * MARGIN)
-    _draw_keys(drawing, state, y + 20)
+    y = draw_keys(drawing, y + 20, _keys(state)) - 20
     wide = width >= WIDE
     left = Box(52, y + 50, round(width * (0.56 if wide else 1)) - 52 - (0 if wide else MARGIN), 170)
     _draw_shares(Axes(drawing, left, RATE, SHARES), state, pinned)
@@ -55,16 +49,12 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     return drawing.render()
 
 
-def _draw_keys(drawing: Drawing, state: State, y: float) -> None:
-    x: float = MARGIN
-    for words, colour, dash, wide in (
+def _keys(state: State) -> list[Key]:
+    return [
         (f"{state.mine.name}: prefill + decode", BLUE, "", 2.5),
         ("all do both", ORANGE, "7 4", 2.0),
-        ("90 %", GREEN, "4 3", 1.5),
-    ):
-        drawing.line((x, y - 4), (x + 22, y - 4), colour=colour, dash=dash, width=wide)
-        drawing.text((x + 27, y), words, size=SMALL, colour=QUIET)
-        x += 40 + text_width(words, SMALL)
+        (f"{SHARE:.0%}", GREEN, "4 3", 1.5),
+    ]
 
 
 # ---- the share in time, over the rate
@@ -102,10 +92,7 @@ def _draw_line(axes: Axes, side: Side, colour: str, dash: str, wide: float) -> N
 def _draw_tips(axes: Axes, state: State) -> None:
     """What the pointer asks for: the figures of the nearest rate, anywhere in the plot."""
     rates = sorted({*state.mine.points, *state.both.points})
-    edges = [RATE.low, *(math.sqrt(low * high) for low, high in pairwise(rates)), RATE.high]
-    for rate, low, high in zip(rates, edges, edges[1:], strict=False):
-        left, right = (axes.at(edge, 0)[0] for edge in (low, high))
-        strip = Box(left, axes.box.y, max(0.0, right - left), axes.box.height)
+    for rate, strip in axes.strips(rates):
         axes.drawing.rect(strip, "transparent", tip=f"{rate:g} requests a second. {_share_words(state, rate)}")
 
 

@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache, partial
 
 from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
-from minivllm.lab.bounded import bounded
 from minivllm.simulate.disaggregation import SHARE, Colocated, Disaggregated, Objective, Served, Work
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
@@ -19,6 +18,7 @@ from minivllm.simulate.lever_checks import median_error, published_checks
 from minivllm.simulate.load_sweep import Runs
 from widgets.disaggregation_connector import CheckedConnector, ConnectorScheduler
 from widgets.spec import require_numbers
+from widgets.swept import patient
 
 MODELS = ("Llama-3.2-3B", "Llama-3.1-8B", "Llama-2-13b-hf", "Qwen3-14B", "Qwen3-32B")
 GPUS = ("A100-80", "H100", "H200", "B200", "MI300X")
@@ -31,8 +31,6 @@ RATES = (
 """Requests a second, over all GPUs."""
 COUNTED = 60
 """Requests that are looked at in a run."""
-PATIENCE = 2.0
-"""Seconds of the processor's time that a stretch of a run may take with the reader's own connector."""
 MOST = {"rate": 1e4, "prefill": 8, "decode": 8, "prompt": 8192, "output": 1024, "budget": 65536, "ttft": 1e3,
         "tpot": 1e3}  # fmt: skip
 START = {
@@ -195,7 +193,7 @@ class Experiment:
 
     def _run(self, rate: float) -> Generator[None, None, Served]:
         if isinstance(self.system, Disaggregated) and self.system.connector:
-            return _bounded(self.system.serve(self.work, rate))
+            return patient(self.system.serve(self.work, rate), "your connector")
         return self.system.serve(self.work, rate)
 
     def _bound(self, objective: Objective) -> tuple[float, str]:
@@ -211,17 +209,6 @@ class Experiment:
             last = replace(last, points=dict(found))
         self._sides[objective] = last
         return last
-
-
-def _bounded(run: Generator[None, None, Served]) -> Generator[None, None, Served]:
-    """A run that stops where the reader's code does not return."""
-    while True:
-        try:
-            with bounded(PATIENCE, "your connector"):
-                next(run)
-        except StopIteration as end:
-            return end.value
-        yield
 
 
 @lru_cache(maxsize=512)

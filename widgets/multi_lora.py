@@ -15,7 +15,7 @@ from typing import Any
 from minivllm.simulate.known_models import CONFIGS
 from widgets.knobs import choice, steps
 from widgets.multi_lora_figure import cause_words, figure, free, gigabytes
-from widgets.multi_lora_runs import ANSWER, MAX_MODEL_LEN, PLACES, PROMPT
+from widgets.multi_lora_runs import ANSWER, MAX_MODEL_LEN, PLACES, PROMPT, Point
 from widgets.multi_lora_state import (
     ADAPTERS,
     CLIENTS,
@@ -30,7 +30,7 @@ from widgets.multi_lora_state import (
     State,
     sweep,
 )
-from widgets.multi_lora_strip import seconds
+from widgets.plot import counted, seconds
 from widgets.shell import LessonWidget
 from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
 
@@ -40,26 +40,29 @@ ONLY_JUST = 0.5
 
 def verdict(state: State) -> Verdict:
     """What so many slots mean for who waits, in one line."""
-    if state.refused:
-        return Verdict(
-            f"The engine does not start with {_slots(state.slots)}: {state.refusals[state.slots]}.", "broken"
-        )
-    if not state.known:
-        return Verdict(f"Requests are being served, with {_slots(state.slots)}.", "tight")
-    if not state.like_the_engine:
-        return Verdict(_unlike(state), "broken")
-    point, cause, first = state.here, state.cause(state.slots), seconds(state.first(state.slots))
+    if found := state.not_served(f"with {counted(state.slots, 'slot')}", "Your parts do something else", _figures):
+        return found
+    point, cause = state.here, state.cause(state.slots)
+    first = f"{CLIENTS:.0%} have their first token within {seconds(state.first(state.slots))}{_later(state)}"
     if cause:
         why = cause_words(state, cause, state.slots)
         wanted = f" About {state.wanted:.0f} adapters are wanted at once." if cause == "slots" else ""
         said = f"{why[0].upper()}{why[1:]}.{wanted}"
-        return Verdict(f"{said} {CLIENTS:.0%} have their first token within {first}, and {asked(state)}.", "broken")
+        return Verdict(f"{said} {first}, and {asked(state)}.", "broken")
     said = (
-        f"{CLIENTS:.0%} have their first token within {first}: {point.distinct:.0f} adapters run at once, and "
-        f"{point.hit_rate:.0%} of the requests find theirs in a slot."
+        f"{first}: {counted(point.distinct, 'adapter')} at once, and {point.hit_rate:.0%} of the requests find theirs "
+        "in a slot."
     )
-    just = state.first(state.slots) > ONLY_JUST * state.ttft
+    just = state.in_the_end(state.slots) > ONLY_JUST * state.ttft
     return Verdict(f"{'Only just: ' * just}{said}", "tight" if just else "fine")
+
+
+def _later(state: State) -> str:
+    """What a run is too short to show."""
+    later = state.long_wait[state.slots]
+    if later <= state.first(state.slots):
+        return ""
+    return f" of this short run, in the long run within {seconds(later) if later < 3600 else 'hours'}"
 
 
 def asked(state: State) -> str:
@@ -67,18 +70,10 @@ def asked(state: State) -> str:
     return f"{seconds(state.ttft)} is asked"
 
 
-def _slots(count: int) -> str:
-    return f"{count} slot{'s' * (count > 1)}"
-
-
-def _unlike(state: State) -> str:
-    """What the reader's parts do that the engine's do not."""
-    assert state.twin
-    yours, ours = (
-        f"{point.distinct:.3g} adapters at once, {point.loads} copies into slots, {point.waiting:.3g} requests waiting"
-        for point in (state.here, state.twin)
-    )
-    return f"Your parts do something else than the engine's. Yours: {yours}. The engine's: {ours}."
+def _figures(point: Point) -> str:
+    """What other parts than the engine's change."""
+    copies = f"{point.loads} copies into slots"
+    return f"{point.distinct:.3g} adapters at once, {copies}, {point.waiting:.3g} requests waiting"
 
 
 def command(state: State) -> str:
@@ -133,10 +128,10 @@ def _wanted(state: State, asked_for: list[tuple[bool, str]], met: bool, mend: st
 def _words(state: State) -> str:
     taken = gigabytes(state.slots * state.serving.cost.slot_bytes)
     if not state.known or state.refused:
-        return f"{_slots(state.slots)}, {taken}."
+        return f"{counted(state.slots, 'slot')}, {taken}."
     point = state.here
     return (
-        f"{_slots(state.slots)}, {taken}: {CLIENTS:.0%} within {seconds(state.first(state.slots))}, "
+        f"{counted(state.slots, 'slot')}, {taken}: {CLIENTS:.0%} within {seconds(state.first(state.slots))}, "
         f"{point.hit_rate:.0%} hits, {free(point)} of the cache free."
     )
 

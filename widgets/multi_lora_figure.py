@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
-from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE
+from minivllm.lab.palette import BLUE, GREEN, ORANGE, PURPLE
 from minivllm.memory import weight_bytes
 from minivllm.simulate.load_sweep import Span
 from widgets.multi_lora_runs import ANSWER, PROMPT, Point
 from widgets.multi_lora_state import CLIENTS, SLOTS, WAYS, State
-from widgets.multi_lora_strip import draw_strip, seconds
-from widgets.plot import MARGIN, Axes, Scale, three_boxes
+from widgets.multi_lora_strip import draw_strip
+from widgets.plot import MARGIN, Axes, Scale, counted, seconds, three_boxes
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, stacked_bar
 from widgets.theme import RESERVED
 
@@ -24,7 +22,9 @@ DASHES = {"together": "", "loop": "6 3", "merged": "2 4"}
 
 
 def gigabytes(value: float) -> str:
-    """Bytes in GB or TB."""
+    """Bytes in MB, GB or TB."""
+    if value < 0.9995e9:
+        return f"{value / 1e6:.3g} MB"
     return f"{value / 1e12:.3g} TB" if value >= 0.9995e12 else f"{value / 1e9:.3g} GB"
 
 
@@ -35,7 +35,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     y = drawing.heading((MARGIN, 23), "What clients wait for")
     off = f", a step off by {state.error:.0%} (median)" if state.error else ""
     note = (
-        f"{serving.name} on one {serving.gpu.name}; {serving.adapters:,} adapter{'s' * (serving.adapters > 1)} of rank "
+        f"{serving.name} on one {serving.gpu.name}; {counted(serving.adapters, 'adapter')} of rank "
         f"{serving.rank}, Zipf {serving.skew:g}; {serving.load:g} requests a second, {PROMPT} tokens in, {ANSWER} out; "
         f"modelled{off}"
     )
@@ -79,11 +79,11 @@ def _draw_memory(drawing: Drawing, state: State, y: float) -> float:
 def _scale(state: State) -> Scale:
     """From a first step's time to beyond the longest wait, in thirds of a decade."""
     low, high = 0.8 * min(state.ttft, 0.012), 2 * max([state.ttft, 5.0, *(state.first(one) for one in state.run)])
-    return Scale(10 ** (math.floor(3 * math.log10(low)) / 3), 10 ** (math.ceil(3 * math.log10(high)) / 3), log=True)
+    return Scale.around(low, high)
 
 
 def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
-    label = f"first token, {CLIENTS:.0%} of the clients"
+    label = f"first token, {CLIENTS:.0%}; dotted: in the long run"
     axes.frame("slots on the GPU (max_loras)", label, x_ticks=TICKS, y_format=seconds)
     for span in state.stopped:
         _break(axes, state, span, _refusal_words(state))
@@ -94,10 +94,12 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
         axes.pinned(pinned.run, [pinned.first(one) for one in pinned.run])
     axes.mark_y(state.ttft, "asked", GREEN)
     with axes.drawing.answer():
+        later = [one for one in state.run if state.long_wait[one] > state.first(one)]
+        axes.line(later, [state.long_wait[one] for one in later], BLUE, width=1.8, dash="2 4")
         axes.line(state.run, [state.first(one) for one in state.run], BLUE)
-    axes.here(state.slots, "slots", f"{state.slots} slot{'s' * (state.slots > 1)}")
+    axes.here(state.slots, "slots", counted(state.slots, "slot"))
     with axes.drawing.answer():
-        for slots, strip in _strips(axes, state.run):
+        for slots, strip in axes.strips(state.run):
             axes.drawing.rect(strip, "transparent", tip=_tip(state, slots))
 
 
@@ -142,19 +144,11 @@ def _refusal_words(state: State) -> str:
 def _tip(state: State, slots: int) -> str:
     point = state.points[slots]
     return (
-        f"{slots} slots: {CLIENTS:.0%} have their first token within {seconds(state.first(slots))}. "
+        f"{counted(slots, 'slot')}: {CLIENTS:.0%} have their first token within {seconds(state.first(slots))}. "
         f"{point.distinct:.3g} adapters run on average, {point.waiting:.3g} requests wait, {point.held:.3g} for a "
         f"slot only; {point.cache_used:.1%} of the KV cache is used; {point.loads} copies into slots for "
         f"{point.asked} requests."
     )
-
-
-def _strips(axes: Axes, values: Sequence[int]) -> Iterator[tuple[int, Box]]:
-    """Each value with the part of the plot that is nearest to it."""
-    edges = [axes.x.low, *(math.sqrt(low * high) for low, high in pairwise(values)), axes.x.high]
-    for value, low, high in zip(values, edges, edges[1:], strict=False):
-        left, right = (axes.at(edge, axes.y.low)[0] for edge in (low, high))
-        yield value, Box(left, axes.box.y, max(0.0, right - left), axes.box.height)
 
 
 # ---- tokens a second, and hits
@@ -170,16 +164,14 @@ def _draw_rates(drawing: Drawing, box: Box, state: State) -> None:
     low, high = min(map(min, rates.values())), max(map(max, rates.values()))
     scale = Scale(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high * 1.2)), log=True)
     axes = Axes(drawing, box, Scale(1, most, log=True), scale)
-    y_ticks = [10.0**power for power in range(round(math.log10(scale.low)), round(math.log10(scale.high)) + 1)]
     label = f"adapters in a step of {state.batch} requests"
-    axes.frame(label, "tokens a second", x_ticks=_doublings(most), y_ticks=y_ticks[::2])
+    axes.frame(label, "tokens a second", x_ticks=_doublings(most), y_ticks=scale.powers()[::2])
     with drawing.answer():
         for way in reversed(WAYS):
             axes.line(counts, rates[way], COLOURS[way], dash=DASHES[way])
         _name_ways(axes, rates)
-    x = axes.at(min(max(state.distinct, 1), most), scale.low)[0]
-    drawing.line((x, box.y), (x, box.bottom), colour=INK, width=1.5)
-    for count, strip in _strips(axes, counts):
+    axes.also_here(min(max(state.distinct, 1), most))
+    for count, strip in axes.strips(counts):
         said = ", ".join(f"{NAMES[way]} {state.rate(way, count):,.0f}" for way in WAYS)
         with drawing.answer():
             drawing.rect(strip, "transparent", tip=f"{count} adapters in a step of {state.batch}, tokens/s: {said}")
@@ -212,9 +204,8 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     axes.line(SLOTS, [state.serving.hit_rate(one) for one in SLOTS], PURPLE, width=1.8, dash="2 4")
     with drawing.answer():
         axes.line(state.run, [state.points[one].hit_rate for one in state.run], BLUE)
-    x = axes.at(state.slots, 0)[0]
-    drawing.line((x, box.y), (x, box.bottom), colour=INK, width=1.5)
-    for slots, strip in _strips(axes, state.run):
+    axes.also_here(state.slots)
+    for slots, strip in axes.strips(state.run):
         said = (
             f"{slots} slots: {state.points[slots].hit_rate:.0%} of those who got in found their adapter in a slot; one "
             f"after another it would be {state.serving.hit_rate(slots):.0%}"

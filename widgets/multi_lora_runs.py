@@ -17,19 +17,26 @@ from minivllm.core.lora_request import LoRARequest
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.lab.bounded import bounded
 from minivllm.lab.gating_scheduler import Admit, scheduler_that_gates
 from minivllm.memory import MemoryLedger, memory_ledger, rotary_table_bytes, weight_bytes
 from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.hardware import Hardware, get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.layouts import Layout, PlacedModel
+from minivllm.simulate.layouts import Layout, PlacedModel, Steady
 from minivllm.simulate.load_sweep import Runs
-from minivllm.simulate.multi_lora import AdapterCost, distinct_adapters, lru_hit_rate, zipf_adapters, zipf_shares
+from minivllm.simulate.multi_lora import (
+    AdapterCost,
+    distinct_adapters,
+    lru_hit_rate,
+    wait_for_a_slot,
+    zipf_adapters,
+    zipf_shares,
+)
 from minivllm.simulate.offline import Stretch
 from minivllm.simulate.open_load import OpenEngine, OpenLoad
 from minivllm.simulate.virtual_clock import SimulatedRequest
 from minivllm.simulate.workloads import RequestLengths, gamma_arrivals
+from widgets.swept import patient
 
 PROMPT, ANSWER = 128, 128
 """Tokens of every request."""
@@ -43,8 +50,6 @@ MOST_BLOCKS = 1 + (COUNTED + AFTER) * -(-(PROMPT + ANSWER + 1) // BLOCK_SIZE)
 """Of the pool that runs have: what all requests would take. Making more of them would take longer than the run."""
 WINDOW = 24
 """Requests that come in the stretch of time that is drawn step by step."""
-PATIENCE = 2.0
-"""Seconds of the processor's time that a run may take between two pauses with the reader's own code."""
 
 
 class Slots(Protocol):
@@ -287,18 +292,33 @@ class Serving:
     @cached_property
     def copies_that_fit(self) -> int:
         """Merged copies of the model on the GPU, with a cache for one request beside them."""
+        if self.refusal(0):
+            return 0
         free = self.ledger(0)
         return 1 + int((free.kv_bytes - MAX_MODEL_LEN * free.bytes_per_token) // weight_bytes(self.model))
 
     @cached_property
     def at_once(self) -> float:
         """Requests at once on average if nobody waits for a slot, by Little's law (`layouts.Steady`); 0: none fits."""
-        if self.refusal(0):
-            return 0.0
+        return 0.0 if self.refusal(0) else self.steady.batch(self.load)
+
+    @cached_property
+    def steady(self) -> Steady:
+        """A batch that stays as it is, with as many adapters as its requests ask for, and a slot for each."""
         base = PlacedModel(self.model, self.gpu, Layout(1, 1, 1), PLACES)
         applied = _Applied(self.cost, cache(partial(distinct_adapters, self.shares)))
-        steady = replace(base.steady(PROMPT, ANSWER, self.ledger(0).tokens), cost=applied)
-        return steady.batch(self.load)
+        return replace(base.steady(PROMPT, ANSWER, self.ledger(0).tokens), cost=applied)
+
+    @cached_property
+    def capacity(self) -> float:
+        """Requests a second at most, with a slot for each adapter: if more come, the queue grows."""
+        return self.steady.capacity
+
+    def long_wait(self, slots: int, most: float) -> float:
+        """Seconds within which the share `most` of the requests have a slot, however long the load goes on."""
+        if slots >= self.adapters or not self.at_once:
+            return 0.0
+        return wait_for_a_slot(self.shares, self.load, self.at_once / self.load, slots, most)
 
     def hit_rate(self, slots: int) -> float:
         """By Che's approximation, one request after another."""
@@ -330,14 +350,20 @@ class Experiment:
         self.runs = Runs(self._run)
         """By slots."""
         self.refusal = lru_cache(maxsize=64)(serving.refusal)
+        self.long_wait = lru_cache(maxsize=64)(serving.long_wait)
 
     def _run(self, slots: int) -> Generator[None, None, Point]:
+        run = self._served(slots)
+        return (yield from (patient(run, "your part") if self.own else run))
+
+    def _served(self, slots: int) -> Generator[None, None, Point]:
+        """A generator, so that the reader's parts are made no sooner than somebody is patient with them."""
         serving = self.serving
         table, admit = self.own or (None, None)
         lengths = [RequestLengths(PROMPT, ANSWER)] * (COUNTED + AFTER)
         load = OpenLoad(lengths, serving.arrivals, COUNTED, 0)
-        run = _Slotted(load, _scheduler(serving, slots, admit), serving, (table or AdapterSlots)(slots)).watched()
-        return (yield from (_bounded(run) if self.own else run))
+        engine = _Slotted(load, _scheduler(serving, slots, admit), serving, (table or AdapterSlots)(slots))
+        return (yield from engine.watched())
 
 
 def _scheduler(serving: Serving, slots: int, admit: Admit | None) -> Scheduler:
@@ -348,17 +374,6 @@ def _scheduler(serving: Serving, slots: int, admit: Admit | None) -> Scheduler:
     blocks = min(serving.ledger(slots).num_blocks, MOST_BLOCKS)
     kv_cache = CacheConfig(num_gpu_blocks=blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False)
     return (scheduler_that_gates(admit) if admit else Scheduler)(config, kv_cache)
-
-
-def _bounded(run: Generator[None, None, Point]) -> Generator[None, None, Point]:
-    """A run that stops where the reader's code does not return."""
-    while True:
-        try:
-            with bounded(PATIENCE, "your part"):
-                next(run)
-        except StopIteration as end:
-            return end.value
-        yield
 
 
 @lru_cache(maxsize=64)

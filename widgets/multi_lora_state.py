@@ -46,6 +46,8 @@ class State(SweptState[Point]):
     ttft: float
     """Seconds within which nine of ten requests must have their first token."""
     serving: Serving
+    long_wait: Mapping[int, float]
+    """Seconds that nine of ten requests wait for a slot at most if the load goes on: a run is too short to show it."""
 
     @property
     def at(self) -> int:
@@ -56,19 +58,26 @@ class State(SweptState[Point]):
         """Seconds within which nine of ten requests have their first token."""
         return within(self.points[slots].ttfts, CLIENTS)
 
+    def in_the_end(self, slots: int) -> float:
+        """The same if the load goes on: a queue that grows for long is longer than the run shows."""
+        return max(self.first(slots), self.long_wait[slots])
+
     def cause(self, slots: int) -> str:
         """What is wrong with so many slots: "slots" (the queue waits for them), "cache", "engine"; or nothing."""
         point = self.points[slots]
         if self.first(slots) <= self.ttft:
-            return ""
+            if self.long_wait[slots] > self.ttft:
+                return "slots"
+            return "engine" if self.serving.load > self.serving.capacity else ""
         if point.held > point.waiting / 2:
             return "slots"
         return "cache" if point.cache_used > 0.8 else "engine"
 
     @property
     def late(self) -> list[Span]:
-        """Where first tokens come too late."""
-        found = spans(self.run, [self.first(one) / self.ttft for one in self.run])
+        """Where first tokens come too late, in the run or in the long run."""
+        load = self.serving.load / self.serving.capacity if self.run else 0.0
+        found = spans(self.run, [max(self.in_the_end(one) / self.ttft, load) for one in self.run])
         most = max(self.run, default=0)
         end = self.stopped[0][0] if self.stopped and most else None
         return [(low, high or end) for low, high in found]
@@ -161,4 +170,5 @@ class _Sweep(Sweep[State]):
 
     def state(self, allowed: Sequence[int], known: Mapping[str, Any]) -> State:
         """See `Sweep`."""
-        return State(slots=self.at, ttft=self.ttft, serving=self.engine.serving, **known)
+        long_wait = {one: self.engine.long_wait(one, CLIENTS) for one in known["points"]}
+        return State(slots=self.at, ttft=self.ttft, serving=self.engine.serving, long_wait=long_wait, **known)

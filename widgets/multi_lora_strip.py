@@ -10,7 +10,7 @@ from minivllm.lab.drawing import ink_on, text_width
 from minivllm.lab.palette import GREEN, ORANGE, PURPLE, SKY, YELLOW
 from widgets.multi_lora_runs import Moment
 from widgets.multi_lora_state import State
-from widgets.plot import MARGIN, Scale
+from widgets.plot import MARGIN, Scale, counted, seconds
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, legend
 from widgets.theme import IDLE, MID, MISSED, RESERVED
 
@@ -20,11 +20,6 @@ FRAMES, ROWS, HIGH = 24, 4, 15
 """Frames in which it is played; slots that are drawn, and the pixels of each."""
 IN_USE = (ORANGE, SKY, GREEN, YELLOW, PURPLE)
 """Colours of adapters in turn; numbers say which."""
-
-
-def seconds(value: float) -> str:
-    """A time in the unit that people would say."""
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
 @dataclass(frozen=True)
@@ -150,4 +145,6 @@ def _caption(strip: Sequence[Moment], across: Scale, frame: int) -> str:
         return f"{seconds(now - across.low)}: nobody runs"
     last = done[-1]
     held = f", {last.held} of them for a slot only" if last.held else ""
-    return f"{seconds(now - across.low)}: {len(last.in_use)} adapters in use, {last.waiting} requests wait{held}"
+    adapters, requests = counted(len(last.in_use), "adapter"), counted(last.waiting, "request")
+    waits = "waits" if last.waiting == 1 else "wait"
+    return f"{seconds(now - across.low)}: {adapters} in use, {requests} {waits}{held}"

@@ -32,20 +32,7 @@ from widgets.optimization_catalog_runs import (
 from widgets.shell import LessonWidget
 from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
 
-LABELS = {
-    "kv_cache": "KV cache",
-    "paging": "Paging",
-    "continuous_batching": "Contin. batching",
-    "flash_attention": "Flash attention",
-    "gqa": "Grouped heads",
-    "chunked_prefill": "Chunked prefill",
-    "prefix_caching": "Prefix caching",
-    "kv_dtype": "8-bit KV cache",
-    "weight_bits": "4-bit weights",
-    "speculative_tokens": "Speculation",
-    "tensor_parallel": "Two GPUs",
-    "cuda_graphs": "CUDA graphs",
-}
+LABELS = {field: f"{title[0].upper()}{title[1:]}" for field, title in TITLES.items()}
 
 
 def verdict(state: State) -> Verdict:
@@ -247,7 +234,7 @@ PRESETS = {
 
 
 def _lever_knob(field: str) -> Knob:
-    return switch(LABELS[field], START[field], f"{TITLES[field]}: {ACTS[field]}")
+    return switch(LABELS[field], START[field], ACTS[field])
 
 
 SPEC = Spec(

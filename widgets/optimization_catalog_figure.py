@@ -18,7 +18,7 @@ from widgets.plot import Axes, Scale, short
 from widgets.svg import SMALL, Box, Drawing
 from widgets.theme import BROKEN, CARD, MID, MISSED
 
-MARGIN, ROW, LABELS, NAMES = 14, 15, 154, 134
+MARGIN, ROW, LABELS, NAMES = 14, 15, 132, 134
 WIDE = 560
 """Pixels from which on both orders stand side by side."""
 HEIGHT, SWEPT = 468, 206

@@ -49,7 +49,10 @@ SHORTER = 4
 ACCEPTANCE = 0.6
 """The chance that a draft is right when those before it were."""
 FIELDS = tuple(rung.field for rung in LADDER)
-TITLES = {rung.field: rung.title for rung in LADDER}
+TITLES = {rung.field: rung.title for rung in LADDER} | {
+    "gqa": "grouped heads", "speculative_tokens": "speculation", "tensor_parallel": "two GPUs",
+}  # fmt: skip
+"""Of the levers, in the picture and on the switches: those of `LADDER`, some of which have no room there."""
 START: dict[str, Any] = {
     "gpu": "L4",
     "requests": "chats",
@@ -271,7 +274,7 @@ def _state(asked: Asked) -> State:
     found = dict(zip(asked.fields, zip(forth, reversed(back), strict=True), strict=True))
     everything = asked.ladder()[-1]
     compared = {"nothing on": Levers()}
-    compared |= {f"{TITLES[field].split(',')[0]} alone": _pull(Levers(), field) for field in asked.biggest()}
+    compared |= {f"{TITLES[field]} alone": _pull(Levers(), field) for field in asked.biggest()}
     curves = [_curve(asked, _together(len(asked.fields)), everything, SLOTS)]
     curves += [_curve(asked, name, levers, FEWER_SLOTS) for name, levers in compared.items()]
     return State(

@@ -7,7 +7,7 @@ which service level is missed. A handle says "you are here": the pointer drags i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -43,6 +43,18 @@ def tokens(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def seconds(value: float) -> str:
+    """A time in the unit that people would say: 7.5 ms, 1.2 s, 3,600 s."""
+    if value < 0.9995:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
+
+
+def counted(count: float, noun: str) -> str:
+    """So many of them, in words: 1 slot, 1,000 slots."""
+    return f"{count:,.0f} {noun}{'s' * (round(count) != 1)}"
+
+
 @dataclass(frozen=True)
 class Scale:
     """A range of values along an axis, linear or logarithmic."""
@@ -50,6 +62,12 @@ class Scale:
     low: float
     high: float
     log: bool = False
+
+    @classmethod
+    def around(cls, low: float, high: float) -> Scale:
+        """A logarithmic scale around both with round ends, three to a decade, so that it changes seldom."""
+        ends = math.floor(3 * math.log10(low)) / 3, math.ceil(3 * math.log10(high)) / 3
+        return cls(10 ** ends[0], 10 ** ends[1], log=True)
 
     def share(self, value: float) -> float:
         """Where `value` lies: 0 at `low`, 1 at `high`; outside of both it is below 0 or above 1."""
@@ -75,6 +93,11 @@ class Scale:
         """Powers of two in the range, every second, third ... one where there would be more than `most`."""
         powers = range(math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9) + 1)
         return [float(2**power) for power in powers[:: max(1, math.ceil(len(powers) / most))]]
+
+    def powers(self) -> list[float]:
+        """Powers of ten in the range."""
+        low, high = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+        return [10.0**power for power in range(low, high + 1)]
 
     def _decades(self, most: int) -> list[float]:
         exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
@@ -233,6 +256,11 @@ class Axes:
             place_ = (x - 8 if left else x + 8, self.box.bottom - 8)
             self.drawing.text(place_, words, size=SMALL, anchor="end" if left else "start", bold=True, halo=True)
 
+    def also_here(self, value: float) -> None:
+        """The same place in a small plot beside, which has no handle."""
+        x = self.at(value, self.y.low)[0]
+        self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=1.5)
+
     def pinned(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         """The curve of the state that was pinned: thin and dashed, behind the present one."""
         self.line(xs, ys, PINNED, width=1.5, dash="5 4", group="pinned")
@@ -246,6 +274,23 @@ class Axes:
         self.drawing.add(f"<svg {place}>")
         draw()
         self.drawing.add("</svg>")
+
+
+Key = tuple[str, str, str, float]
+"""Of a curve: its name, colour, dashes and width."""
+
+
+def draw_keys(drawing: Drawing, y: float, keys: Iterable[Key]) -> float:
+    """What the curves are, in as many rows as they need; returns the y of the last."""
+    x: float = MARGIN
+    for words, colour, dash, wide in keys:
+        room = 22 + text_width(words, SMALL)
+        if x > MARGIN and x + room > drawing.width - MARGIN:
+            x, y = MARGIN, y + 17
+        drawing.line((x, y - 4), (x + 18, y - 4), colour=colour, dash=dash, width=wide)
+        drawing.text((x + 22, y), words, size=SMALL, colour=QUIET)
+        x += room + 9
+    return y
 
 
 def three_boxes(width: float, y: float, high: float, *, large: float) -> tuple[Box, Box, Box]:

@@ -3,7 +3,7 @@
 The engine's own scheduler decides every step, on a virtual clock; a step's time is that of `simulate.layouts`, and a
 copy's that of `simulate.preemption`. What is left out: tokenizer, event loop, sockets, and the prefix cache.
 
-The picture in the lesson's text: `uv run python -P -m widgets preemption lessons/figures/11_preemption.svg`
+The picture in the lesson's text: `uv run python -P -m widgets preemption lessons/figures/11_cliff.svg`
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 
 from minivllm.simulate.known_models import CONFIGS
 from widgets.knobs import choice, steps
-from widgets.plot import tokens
+from widgets.plot import counted, seconds, tokens
 from widgets.preemption_figure import cause_words, figure, micro
-from widgets.preemption_pool import seconds
-from widgets.preemption_runs import BLOCK_SIZE, BUDGET, PLACES, SPREAD
+from widgets.preemption_runs import BLOCK_SIZE, BUDGET, PLACES, SPREAD, Point
 from widgets.preemption_state import (
     ANSWERS,
     GPUS,
@@ -44,12 +43,9 @@ STEP = 2.0
 
 def verdict(state: State) -> Verdict:
     """What this pool means for who waits, in one line."""
-    if state.refused:
-        return Verdict(f"The engine does not start: {state.refusals[state.pool]}.", "broken")
-    if not state.known:
-        return Verdict(f"Requests are being served, with a pool of {state.pool:,} tokens.", "tight")
-    if not state.like_the_engine:
-        return Verdict(_unlike(state), "broken")
+    where = f"with a pool of {state.pool:,} tokens"
+    if found := state.not_served(where, "Your function takes other victims", _figures):
+        return found
     cause, point = state.cause(state.pool), state.points[state.pool]
     took = f"{SHARE:.0%} are answered within {seconds(state.latency(state.pool))}"
     said = f"{took}; {_lost(state)} {crossover_words(state)}"
@@ -67,7 +63,7 @@ def _lost(state: State) -> str:
     point = state.points[state.pool]
     if not point.preemptions:
         return "nobody is preempted."
-    times = f"{point.preemptions:,} preemption{'s' * (point.preemptions > 1)}"
+    times = counted(point.preemptions, "preemption")
     if state.serving.policy == "recompute":
         return f"{times} cost {point.recomputed:,} tokens, {point.wasted:.0%} of the work."
     return f"{times} copy {point.copied:,} blocks, {point.copying / point.seconds:.1%} of the time."
@@ -82,16 +78,10 @@ def crossover_words(state: State) -> str:
     return f"Computing again costs less: {both}."
 
 
-def _unlike(state: State) -> str:
-    """What the reader's choice does that the engine's does not."""
-    mine, engine = state.points[state.pool], state.twin
-    assert engine
-    yours, ours = (
-        f"{one.preemptions:,} preemptions, {one.recomputed:,} tokens computed again, {SHARE:.0%} within "
-        f"{seconds(one.latency(SHARE))}"
-        for one in (mine, engine)
-    )
-    return f"Your function takes other victims than the engine. Yours: {yours}. The engine's: {ours}."
+def _figures(point: Point) -> str:
+    """What other victims than the engine's change."""
+    lost = f"{counted(point.preemptions, 'preemption')}, {point.recomputed:,} tokens computed again"
+    return f"{lost}, {SHARE:.0%} within {seconds(point.latency(SHARE))}"
 
 
 def command(state: State) -> str:

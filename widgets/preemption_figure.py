@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE
 from minivllm.simulate.kv_links import LINKS, Link
 from minivllm.simulate.load_sweep import Span, spans
-from widgets.plot import MARGIN, Axes, Scale, short, three_boxes, tokens
-from widgets.preemption_pool import draw_pool, seconds
+from widgets.plot import MARGIN, Axes, Key, Scale, draw_keys, seconds, short, three_boxes, tokens
+from widgets.preemption_pool import draw_pool
 from widgets.preemption_state import HOST_LINKS, POOLS, SHARE, State
-from widgets.svg import QUIET, SMALL, Box, Drawing
+from widgets.svg import QUIET, Box, Drawing
 
 POOL = Scale(POOLS[0], POOLS[-1], log=True)
 TICKS = tuple(float(2**power) for power in range(13, 19))
@@ -40,7 +39,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
         f"{serving.name} on one {serving.gpu.name}: {serving.load:g} requests a second, {serving.prompt} tokens in and "
         f"{serving.answer} out on average; {who}, {POLICY_WORDS[serving.policy]}; modelled{off}"
     )
-    y = _draw_keys(drawing, state, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19)
+    y = draw_keys(drawing, drawing.paragraph((MARGIN, y + 18), note, width - 2 * MARGIN) + 19, _keys(state))
     main, upper, lower = three_boxes(width, y + 26, 150, large=0.56)
     _draw_latency(Axes(drawing, main, POOL, _scale(state)), state, pinned)
     _draw_work(drawing, upper, state)
@@ -49,22 +48,13 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     return drawing.render()
 
 
-def _draw_keys(drawing: Drawing, state: State, y: float) -> float:
-    """Colours and dashes, in as many rows as they need; returns the y of the last."""
-    x: float = MARGIN
-    for words, colour, dash, wide in (
+def _keys(state: State) -> list[Key]:
+    return [
         (f"{SHARE:.0%} answered within", BLUE, "", 2.5),
         ("half of them", BLUE, "2 4", 1.8),
         (f"asked: {seconds(state.limit)}", GREEN, "4 3", 1.5),
         ("filled by this load", QUIET, "2 3", 1.5),
-    ):
-        room = 22 + text_width(words, SMALL)
-        if x > MARGIN and x + room > drawing.width - MARGIN:
-            x, y = MARGIN, y + 17
-        drawing.line((x, y - 4), (x + 18, y - 4), colour=colour, dash=dash, width=wide)
-        drawing.text((x + 22, y), words, size=SMALL, colour=QUIET)
-        x += room + 9
-    return y
+    ]
 
 
 # ---- latency over the pool
@@ -73,13 +63,7 @@ def _draw_keys(drawing: Drawing, state: State, y: float) -> float:
 def _scale(state: State) -> Scale:
     """Around what is asked and what a mean answer takes alone, so that it changes seldom."""
     alone = state.serving.answer * state.serving.step_alone
-    return _span(0.7 * min(alone, state.limit), 12 * max(alone, state.limit))
-
-
-def _span(least: float, most: float) -> Scale:
-    """A logarithmic scale with round ends, three to a decade."""
-    low, high = math.floor(3 * math.log10(least)), math.ceil(3 * math.log10(most))
-    return Scale(10 ** (low / 3), 10 ** (high / 3), log=True)
+    return Scale.around(0.7 * min(alone, state.limit), 12 * max(alone, state.limit))
 
 
 def _draw_latency(axes: Axes, state: State, pinned: State | None) -> None:
@@ -164,7 +148,7 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
             axes.broken(*span, "thrash")
         axes.line(pools, [one.computed / one.seconds for one in known], ORANGE, width=1.8, dash="4 3")
         axes.line(pools, [(one.computed - one.recomputed) / one.seconds for one in known], BLUE)
-    _draw_here(axes, state)
+    axes.also_here(state.pool)
     with drawing.answer():
         for pool, strip in axes.strips(pools):
             point = state.points[pool]
@@ -173,21 +157,17 @@ def _draw_work(drawing: Drawing, box: Box, state: State) -> None:
             drawing.rect(strip, "transparent", tip=f"{said}; {point.tokens / point.seconds:,.0f} are of answers")
 
 
-def _draw_here(axes: Axes, state: State) -> None:
-    x = axes.at(state.pool, axes.y.low)[0]
-    axes.drawing.line((x, axes.box.y), (x, axes.box.bottom), colour=INK, width=1.5)
-
-
 def _draw_crossover(drawing: Drawing, box: Box, state: State) -> None:
     """Seconds for each token of a victim: computed again, and copied out and back over links of any speed."""
     serving, found = state.serving, state.serving.crossover
     rates = [LINK.low * (LINK.high / LINK.low) ** (index / 24) for index in range(25)]
     swaps = [serving.crossover_of(Link("any", rate, 0, "swept")).swap for rate in rates]
-    axes = Axes(drawing, box, LINK, _span(0.7 * min(found.recompute, *swaps), 1.4 * max(found.recompute, *swaps)))
-    low, high = math.ceil(math.log10(axes.y.low) - 1e-9), math.floor(math.log10(axes.y.high) + 1e-9)
+    axes = Axes(
+        drawing, box, LINK, Scale.around(0.7 * min(found.recompute, *swaps), 1.4 * max(found.recompute, *swaps))
+    )
     axes.frame(
         "link to the host, bytes a second", "a victim's token, swapped", x_ticks=(1e9, 1e10, 1e11), x_format=short,
-        y_ticks=[10.0**power for power in range(low, high + 1)], y_format=micro,
+        y_ticks=axes.y.powers(), y_format=micro,
     )  # fmt: skip
     dearer = spans(rates, [one / found.recompute for one in swaps])
     for span in dearer:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, ORANGE, SKY
-from widgets.plot import MARGIN, Scale
+from widgets.plot import MARGIN, Scale, seconds
 from widgets.preemption_runs import AGAIN, BLOCK_SIZE, OUT, Point, Sample, Span
 from widgets.preemption_state import State
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, legend
@@ -20,13 +20,6 @@ FRAMES, ROWS, ROW = 24, 5, 15
 WINDOW = 0.6
 """The stretch of time that is drawn, in times what a mean answer takes alone."""
 KINDS = {OUT: MISSED, AGAIN: ORANGE}
-
-
-def seconds(value: float) -> str:
-    """A time in the unit that people would say."""
-    if value >= 999.5:
-        return f"{value:,.0f} s"
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
 def draw_pool(drawing: Drawing, state: State, y: float) -> float:

@@ -15,7 +15,6 @@ from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
-from minivllm.lab.bounded import bounded
 from minivllm.lab.victim_scheduler import Victim, scheduler_with_victims
 from minivllm.memory import kv_bytes_per_token, memory_ledger
 from minivllm.simulate.cost_model import StepShape
@@ -30,6 +29,7 @@ from minivllm.simulate.preemption import LARGE, SMALL, Crossover, Pieces, effect
 from minivllm.simulate.victims import VictimScheduler, scheduler_with
 from minivllm.simulate.virtual_clock import SimulatedRequest
 from minivllm.simulate.workloads import RequestLengths, gamma_arrivals
+from widgets.swept import patient
 
 COUNTED, AFTER = 100, 30
 """Requests that are looked at, and those that come after them."""
@@ -40,8 +40,6 @@ SPREAD = 0.75
 """Lengths lie evenly between 1 - SPREAD and 1 + SPREAD times their mean."""
 URGENT = 4
 """Every so many-th request goes first, where priorities count."""
-PATIENCE = 2.0
-"""Seconds of the processor's time that a run may take between two pauses with the reader's own code."""
 POLICIES = {"recompute": None, "small": SMALL, "large": LARGE}
 """What becomes of a victim: computed again, or swapped in pieces of this size."""
 PRIORITY = "worst priority"
@@ -358,7 +356,7 @@ class Experiment:
             return found
         serving = self.serving
         run = _Watched(serving.work(), serving.scheduler(pool, self.own), serving, self.one_by_one).watched()
-        return (yield from (_bounded(run) if self.own else run))
+        return (yield from (patient(run, "your function") if self.own else run))
 
     def _like_a_smaller_one(self, pool: int) -> Point | None:
         """What is known of a pool in which nobody ever lacked a block: more of them change nothing."""
@@ -367,17 +365,6 @@ class Experiment:
             if other <= pool and not point.preemptions and point.peak + longest <= other // BLOCK_SIZE:
                 return point
         return None
-
-
-def _bounded(run: Generator[None, None, Point]) -> Generator[None, None, Point]:
-    """A run that stops where the reader's code does not return."""
-    while True:
-        try:
-            with bounded(PATIENCE, "your function"):
-                next(run)
-        except StopIteration as end:
-            return end.value
-        yield
 
 
 @lru_cache(maxsize=48)

@@ -14,7 +14,8 @@ from typing import Any
 from minivllm.simulate.known_models import CONFIGS
 from minivllm.simulate.layouts import MAX_MODEL_LEN, PLACES, TOKEN_BUDGET, Layout
 from widgets.knobs import choice, entry, steps
-from widgets.serving_figure import cause_words, figure, seconds
+from widgets.plot import seconds
+from widgets.serving_figure import cause_words, figure
 from widgets.serving_reader import read_answer
 from widgets.serving_runs import RATES
 from widgets.serving_state import DPS, GPUS, MODELS, OUTPUTS, PPS, PROMPTS, START, TPS, State, sweep

@@ -5,25 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from itertools import pairwise
 
 from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, GREEN, INK, VERMILLION
-from widgets.plot import MARGIN, Axes, Scale, short, three_boxes
+from widgets.plot import MARGIN, Axes, Scale, draw_keys, seconds, short, three_boxes
 from widgets.serving_runs import RATES, Point
 from widgets.serving_state import Knee, Served, State
 from widgets.svg import QUIET, SMALL, Box, Drawing
-from widgets.theme import BROKEN, MID, MISSED
+from widgets.theme import MID
 
 RATE = Scale(RATES[0], RATES[-1], log=True)
 TICKS, FEW_TICKS = (0.5, 1, 5, 10, 50, 100, 500), (1, 10, 100)
 TTFT = Scale(0.001, 10, log=True)
 ROW, NAMES = 19, 140
-
-
-def seconds(value: float) -> str:
-    """A time in the unit that people would say."""
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
 def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
@@ -35,8 +29,8 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "What this layout bears") + 18), note, width - 32)
     if state.work.note:
         y = drawing.paragraph((MARGIN, y + 17), state.work.note, width - 2 * MARGIN)
-    _draw_keys(drawing, y + 20)
-    left, upper, lower = three_boxes(width, y + 52, 158, large=0.54)
+    y = draw_keys(drawing, y + 20, KEYS)
+    left, upper, lower = three_boxes(width, y + 32, 158, large=0.54)
     _draw_ttft(Axes(drawing, left, RATE, TTFT), state, pinned)
     _draw_tpot(Axes(drawing, upper, RATE, _tpot_scale(state)), state)
     _draw_throughput(Axes(drawing, lower, RATE, _tokens_scale(state)), state)
@@ -45,16 +39,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     return drawing.render()
 
 
-def _draw_keys(drawing: Drawing, y: float) -> None:
-    x: float = MARGIN
-    for words, colour, dash, wide in (
-        ("99 % of requests", BLUE, "", 2.5),
-        ("half", BLUE, "5 4", 1.6),
-        ("service level", GREEN, "4 3", 1.5),
-    ):
-        drawing.line((x, y - 4), (x + 24, y - 4), colour=colour, dash=dash, width=wide)
-        drawing.text((x + 30, y), words, size=SMALL, colour=QUIET)
-        x += 48 + text_width(words, SMALL)
+KEYS = (("99% of requests", BLUE, "", 2.5), ("half", BLUE, "5 4", 1.6), ("service level", GREEN, "4 3", 1.5))
 
 
 def _draw_ttft(axes: Axes, state: State, pinned: State | None) -> None:
@@ -126,7 +111,7 @@ def _draw_tpot(axes: Axes, state: State) -> None:
     axes.frame("", "time per output token", x_ticks=(), y_ticks=ticks[-5:], y_format=seconds)
     axes.mark_y(state.served.tpot, "", GREEN)
     _draw_pair(axes, state.served, _tpots)
-    _draw_here(axes, state.rate)
+    axes.also_here(state.rate)
     _draw_tips(axes, state.served, lambda point: f"Half have a token each {seconds(point.tpot[0])} or less, 99 % each "
                f"{seconds(point.tpot[1])}")  # fmt: skip
 
@@ -148,32 +133,21 @@ def _draw_throughput(axes: Axes, state: State) -> None:
     )
     if served.points:
         axes.line(served.rates, [served.points[rate].tokens_per_second for rate in served.rates], BLUE, width=2)
-    _draw_here(axes, state.rate)
+    axes.also_here(state.rate)
     _draw_tips(axes, served, lambda point: f"{short(point.tokens_per_second)} output tokens a second")
 
 
 def _shade(axes: Axes, served: Served) -> None:
     """The broken region again, without its words."""
-    low = RATES[0] if served.refused else served.knee.rate if served.knee else RATE.high
-    left = axes.at(low, 1)[0]
-    if left < axes.box.right:
-        area = Box(left, axes.box.y, axes.box.right - left, axes.box.height)
-        axes.drawing.rect(area, BROKEN)
-        axes.drawing.hatch(area, MISSED, gap=9)
-
-
-def _draw_here(axes: Axes, rate: float) -> None:
-    x = axes.at(rate, axes.y.low)[0]
-    axes.drawing.line((x, axes.box.y), (x, axes.box.bottom), colour=INK, width=1.5)
+    if served.refused:
+        axes.shade(None, None, "")
+    elif served.knee:
+        axes.shade(served.knee.rate, None, "")
 
 
 def _draw_tips(axes: Axes, served: Served, words: Callable[[Point], str]) -> None:
     """What the pointer asks for: the figures of the nearest rate, anywhere in the plot."""
-    rates = served.rates
-    edges = [RATE.low, *(math.sqrt(low * high) for low, high in pairwise(rates)), RATE.high]
-    for rate, low, high in zip(rates, edges, edges[1:], strict=False):
-        left, right = (axes.at(edge, axes.y.low)[0] for edge in (low, high))
-        strip = Box(left, axes.box.y, max(0.0, right - left), axes.box.height)
+    for rate, strip in axes.strips(served.rates):
         axes.drawing.rect(strip, "transparent", tip=f"{rate:g} requests a second. {words(served.points[rate])}.")
 
 

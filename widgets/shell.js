@@ -350,11 +350,12 @@ class Shell {
       this.goals[index].setAttribute("aria-pressed", String(index === this.challenge));
       this.goals[index].setAttribute("aria-label", `Challenge ${index + 1}${solved ? ", met" : ""}`);
     });
-    const { goal, lesson } = this.described.challenges[this.challenge];
+    const { goal, lesson, elsewhere } = this.described.challenges[this.challenge];
     const { met: now, words, advice } = view.challenges[this.challenge];
     this.goal.textContent = goal;
-    this.progress.hidden = !this.asked && !view.stale;
-    this.progress.textContent = now ? `✓ Met. ${words} ${lesson}` : `Not yet. ${words} ${advice}`;
+    this.progress.hidden = !this.asked && !view.stale && !elsewhere;
+    const mend = elsewhere ? "It takes knobs that can be turned in the notebook only." : `${words} ${advice}`;
+    this.progress.textContent = now ? `✓ Met. ${words} ${lesson}` : `Not yet. ${mend}`;
     this.progress.classList.toggle("lw-met", now);
   }
 

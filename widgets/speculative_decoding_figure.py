@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import pairwise
 
 from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from minivllm.simulate.speculation import Cause, StepParts
-from widgets.plot import MARGIN, WIDE, Axes, Scale, tokens
+from widgets.plot import MARGIN, WIDE, Axes, Key, Scale, draw_keys, tokens
 from widgets.speculative_decoding_state import BATCHES, MOST_BATCH, MOST_K, State, sibling
 from widgets.speculative_decoding_step import VOCABULARY, Place
 from widgets.svg import QUIET, SMALL, Box, Drawing, Segment, legend, stacked_bar
@@ -69,7 +68,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     y, high = noted + 20, 150 - (noted - 41) - 17 * bool(state.own)  # the whole is as high, whatever is said
     wide = width >= WIDE
     left = Box(48, y + 30, round(width * (0.55 if wide else 1)) - 48 - (0 if wide else MARGIN), high)
-    _draw_keys(drawing, state, y)
+    draw_keys(drawing, y, _keys(state))
     _draw_speedup(Axes(drawing, left, BATCH, _scale(state, pinned)), state, pinned)
     side = Box(left.right + 40, y, width - left.right - 40 - MARGIN, 212)
     if not wide:
@@ -90,13 +89,9 @@ def _curves(state: State) -> list[tuple[int, str, str]]:
     return [(k, *style) for k, style in zip((k for k in OTHERS if k != state.k), STYLES, strict=False)]
 
 
-def _draw_keys(drawing: Drawing, state: State, y: float) -> None:
-    x: float = MARGIN
-    keys = [(f"k = {state.k}, yours", BLUE, "", 2.5), *((f"k = {k}", *style, 1.8) for k, *style in _curves(state))]
-    for words, colour, dash, wide in keys:
-        drawing.line((x, y - 4), (x + 24, y - 4), colour=colour, dash=dash, width=wide)
-        drawing.text((x + 30, y), words, size=SMALL, colour=QUIET)
-        x += 46 + text_width(words, SMALL)
+def _keys(state: State) -> list[Key]:
+    others = [(f"k = {k}", colour, dash, 1.8) for k, colour, dash in _curves(state)]
+    return [(f"k = {state.k}, yours", BLUE, "", 2.5), *others]
 
 
 def _scale(state: State, pinned: State | None) -> Scale:
@@ -174,10 +169,7 @@ def memory_words(state: State) -> str:
 def _draw_tips(axes: Axes, state: State) -> None:
     """What the pointer asks for: the figures of the nearest batch, anywhere in the plot."""
     batches = [batch for batch, _ in _values(state, state.k)]
-    edges = [BATCH.low, *(math.sqrt(low * high) for low, high in pairwise(batches)), BATCH.high]
-    for batch, low, high in zip(batches, edges, edges[1:], strict=False):
-        left, right = (axes.at(edge, axes.y.low)[0] for edge in (low, high))
-        strip = Box(left, axes.box.y, max(0.0, right - left), axes.box.height)
+    for batch, strip in axes.strips(batches):
         one = state.one
         plain, step = one.plain(batch).seconds, one.step(batch, state.k).seconds
         said = (

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from minivllm.lab.bounded import bounded
 from minivllm.simulate.lever_checks import median_error, published_checks
 from minivllm.simulate.load_sweep import Runs
+from widgets.spec import Verdict
 
+PATIENCE = 2.0
+"""Seconds of the processor's time that a run may take between two pauses with the reader's own code."""
 Point = TypeVar("Point")
+Found = TypeVar("Found")
 
 
 class Experiment(Protocol[Point]):
@@ -79,6 +84,39 @@ class SweptState(ABC, Generic[Point]):
     def run(self) -> list[int]:
         """Values that have been run."""
         return sorted(self.points)
+
+    def not_served(self, where: str, unlike: str, figures: Callable[[Point], str]) -> Verdict | None:
+        """The verdict where the engine as it is serves nobody yet at this value; nothing where it does.
+
+        Args:
+            where: the value: "with 8 slots".
+            unlike: what the reader's code does otherwise than the engine: "Your function takes other victims".
+            figures: of a point, in words: what shows that it does.
+        """
+        if self.refused:
+            return Verdict(f"The engine does not start {where}: {self.refusals[self.at]}.", "broken")
+        if not self.known:
+            return Verdict(f"Requests are being served {where}.", "tight")
+        if self.like_the_engine:
+            return None
+        assert self.twin
+        compared = f"Yours: {figures(self.here)}. The engine's: {figures(self.twin)}"
+        return Verdict(f"{unlike} than the engine. {compared}.", "broken")
+
+
+def patient(run: Generator[None, None, Found], whose: str) -> Generator[None, None, Found]:
+    """A run that stops where the reader's code, called `whose`, does not return.
+
+    Raises:
+        MinivllmError: between two pauses it took longer than PATIENCE.
+    """
+    while True:
+        try:
+            with bounded(PATIENCE, whose):
+                next(run)
+        except StopIteration as end:
+            return end.value
+        yield
 
 
 AnyState = TypeVar("AnyState", bound=SweptState)

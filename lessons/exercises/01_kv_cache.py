@@ -4,7 +4,8 @@ Fill in the functions, then ask what is still missing:
 
     make check N=01
 
-Needed: lesson 01 to the end of "The mechanism". When all checks pass, the engine runs with your parts.
+Needed: lesson 01 to the end of "The mechanism". As soon as the checks of your `kv_bytes_per_token` and `decode_step`
+pass, the same command runs the engine with them.
 """
 
 import math

@@ -5,7 +5,7 @@ Fill in the functions that raise, then ask what is still missing:
     make check N=02
 
 Needed: lesson 02 to the end of "The mechanism". No GPU: the pool and the table are bookkeeping on the host, and the kernels run
-in Triton's interpreter. When all checks pass, the engine serves requests on your pool.
+in Triton's interpreter. As soon as the checks of your `BlockPool` pass, the same command serves requests on it.
 """
 
 from collections import deque

@@ -4,8 +4,8 @@ Fill in the functions, in any order, then ask what is still missing:
 
     make check N=03
 
-Needed: lesson 03 to the end of "The mechanism". The kernels run in Triton's interpreter; no GPU is needed. When all checks
-pass, the engine serves requests with your `tiled_attention`.
+Needed: lesson 03 to the end of "The mechanism". The kernels run in Triton's interpreter; no GPU is needed. As soon as the
+checks of your `tiled_attention` pass, the same command runs the engine with it.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@ Fill in the functions, then ask what is still missing:
 
     make check N=04
 
-Needed: lesson 04 to the end of "The mechanism". When all checks pass, the same command runs the engine with your
-`schedule`.
+Needed: lesson 04 to the end of "The mechanism". As soon as the checks of your `schedule` pass, the same command runs
+the engine with it.
 """
 
 from minivllm.lab.key_walk import attend_keys

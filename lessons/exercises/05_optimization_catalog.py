@@ -4,8 +4,8 @@ Fill in the functions, then ask what is still missing:
 
     make check N=05
 
-Needed: lesson 05 to the end of "Fewer bits". No GPU: the kernels run in Triton's interpreter. When all checks pass, the
-engine runs with your `hash_block_tokens` and your `quantize`, beside itself.
+Needed: lesson 05 to the end of "Fewer bits". No GPU: the kernels run in Triton's interpreter. As soon as the
+checks of your `hash_block_tokens` and `quantize` pass, the same command runs the engine with them, beside itself.
 """
 
 import hashlib  # hashlib.sha256(data).digest(): 32 bytes

@@ -5,8 +5,8 @@ Fill in the functions that raise, then ask what is still missing:
     make check N=06
 
 Needed: lesson 06 to the end of "The mechanism". No GPU and no network: the checks run an event loop whose clock is
-virtual, and the kernels run in Triton's interpreter. When all checks but the kernels' pass, a server runs with your
-parts, beside itself, with clients that read slowly and clients that leave.
+virtual, and the kernels run in Triton's interpreter. As soon as the checks of the first three pass, the same command
+runs a server with them, beside ours, with clients that read slowly and clients that leave.
 """
 
 import asyncio  # asyncio.Event(), asyncio.ensure_future(...), asyncio.wait({...}, return_when=...), asyncio.gather
@@ -105,7 +105,8 @@ async def until_disconnected(work, disconnected):
 
     Traps: cancel() only asks: the `finally` of a cancelled task runs when the loop comes to it, and may take a while.
     A second cancel() reaches into that `finally`, and cuts it off. If *you* are cancelled, since the server ends,
-    `work` must end too, and whoever cancelled you must learn that you were: let CancelledError through.
+    `work` must end too, and whoever cancelled you must learn that you were: let CancelledError through. Do not look
+    from time to time whether one of the two has ended: wait until it has.
     """
     raise NotImplementedError("two tasks; wait for the first; cancel the other, and wait for its end")
 
@@ -145,7 +146,8 @@ def mask_rows_kernel(logits, bitmask, vocab_size):
 def apply_grammar_bitmask_kernel(logits, bitmask, has_grammar, vocab_size, num_words, BLOCK: tl.constexpr):
     """Step 3: BLOCK words a program, and rows without a grammar. Grid: (rows, ceil(num_words / BLOCK)).
 
-    has_grammar  int32 [rows]: 0 for a row whose request has no grammar. Its words are not read, its logits not written.
+    has_grammar  int32 [rows]: 0 for a row whose request has no grammar, any other number for one that has one. Words of
+                 a row without a grammar are not read, its logits not written.
     bitmask      int32 [rows, num_words]; of a row without a grammar it holds anything.
     BLOCK        words of a program, a power of two; the last program of a row has fewer.
 

@@ -4,8 +4,8 @@ Fill in the functions, then ask what is still missing:
 
     make check N=07
 
-Needed: lesson 07 to the end of "The mechanism". When all checks but the kernels' pass, the same command runs the engine
-with your `propose_ngram` and your `verify` in the place of its own.
+Needed: lesson 07 to the end of "The mechanism". As soon as the checks of your `propose_ngram` and `verify` pass, the same
+command runs the engine with them.
 """
 
 import numpy as np  # np.maximum, np.argmax
@@ -42,9 +42,9 @@ def accept(p, q, drafts, uniforms):
     """How many of the drafts are accepted?
 
     p         [k + 1, vocab], a numpy array: row i is the model's distribution where draft i stands; the last row is
-              that of the token after all drafts
+              that of the token after all drafts; not to be changed
     q         [k, vocab]: row i is the distribution from which draft i was drawn; 1 at one token where the proposer is
-              certain, as for n-grams
+              certain, as for n-grams; not to be changed either
     drafts    list of k token ids; -1: there is no draft at this place, and nothing is accepted from here on
     uniforms  [k], random numbers from 0 up to, not including, 1
     returns   an int from 0 to k

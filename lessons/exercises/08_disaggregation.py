@@ -4,8 +4,8 @@ Fill in the functions that raise, then ask what is still missing:
 
     make check N=08
 
-Needed: lesson 08 to the end of "The mechanism". No GPU and no network. When all checks but the kernels' pass, two engines
-run with your connector, beside two with ours: each prompt is computed by the first, and answered by the second.
+Needed: lesson 08 to the end of "The mechanism". No GPU and no network. As soon as the checks of your connector
+pass, the same command runs two engines with it, beside one without: the first computes prompts, the second answers.
 """
 
 import time

@@ -4,8 +4,8 @@ Fill in the functions, in any order, then ask what is still missing:
 
     make check N=09
 
-Needed: lesson 09 to the end of "The mechanism". The kernels run in Triton's interpreter; no GPU is needed. When all
-checks but the kernels' pass, the engine serves requests with your `grouped_attention`.
+Needed: lesson 09 to the end of "The mechanism". The kernels run in Triton's interpreter; no GPU is needed. As soon as
+the checks of your `grouped_attention` pass, the same command runs the engine with it.
 """
 
 import math

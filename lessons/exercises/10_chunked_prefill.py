@@ -4,8 +4,8 @@ Fill in the functions, then ask what is still missing:
 
     make check N=10
 
-Needed: lesson 10 to the end of "The mechanism". When all checks but the kernels' pass, the same command runs the engine
-with your caps in both loops of its scheduler.
+Needed: lesson 10 to the end of "The mechanism". As soon as the checks of your caps pass, the same command runs the engine
+with them, in both loops of its scheduler.
 """
 
 from minivllm.lab.key_walk import attend_blocks

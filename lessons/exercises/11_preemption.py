@@ -1,11 +1,11 @@
-"""Exercise 11. Memory has run out: who gives everything back, what he keeps, and from where he goes on.
+"""Exercise 11. Memory has run out: which request gives everything back, what it keeps, and from where it goes on.
 
 Fill in the functions, then ask what is still missing:
 
     make check N=11
 
-Needed: lesson 11 to the end of "The mechanism". When all checks but the kernels' pass, the same command runs the engine
-with your loop over those that run, on a pool that is far too small.
+Needed: lesson 11 to the end of "The mechanism". As soon as the checks of your loop over those that run, and of
+`resume_at`, pass, the same command runs the engine with both, on a pool that is far too small.
 """
 
 from minivllm.platforms.triton_utils import tl, triton

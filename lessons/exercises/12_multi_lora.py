@@ -4,8 +4,8 @@ Fill in the functions, then ask what is still missing:
 
     make check N=12
 
-Needed: lesson 12 to the end of "The mechanism". When all checks but the kernels' pass, the same command runs the engine
-with your slots and your gate, and with three adapters in two slots.
+Needed: lesson 12 to the end of "The mechanism". As soon as the checks of your slots and your gate pass, the same command
+runs the engine with them, and with three adapters in two slots.
 """
 
 from minivllm.errors import MinivllmError  # for AdapterSlots

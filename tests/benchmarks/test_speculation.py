@@ -2,7 +2,12 @@
 
 from pathlib import Path
 
-from minivllm.config import SpeculativeConfig
+import pytest
+import torch
+
+from minivllm.config import EMBEDDED_MODEL, SpeculativeConfig
+from minivllm.kernels.cpu.panel_linear import can_pack
+from minivllm.lab.followed import without_info
 from minivllm.lab.marks import put_between_marks
 from minivllm.lab.results import read_record
 
@@ -12,8 +17,18 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_lesson_shows_the_results(load_benchmark):
     page = (ROOT / "lessons" / "07_speculative_decoding.md").read_text()
     found = read_record(ROOT / "benchmarks/results/speculation.cpu.json", "speculation")
-    figures = found["figures"]["ways"]
-    assert put_between_marks(page, "speculation", load_benchmark("speculation").page_table(figures)) == page
+    assert put_between_marks(page, "speculation", load_benchmark("speculation").page_table(found["figures"])) == page
+
+
+@pytest.mark.skipif(not can_pack(torch.zeros(1, 1)), reason="weights are kept in panels on x86 with numba only")
+def test_memory_and_training_are_what_the_engine_and_the_card_say(load_benchmark):
+    benchmark = load_benchmark("speculation")
+    found = read_record(ROOT / "benchmarks/results/speculation.cpu.json", "speculation")["figures"]["costs"]
+    with without_info():
+        assert benchmark.costs(str(EMBEDDED_MODEL), benchmark.available()) == found
+    card = (ROOT / "vllm/models/README.md").read_text()
+    for name in ("off", "draft model", "EAGLE-3"):
+        assert f"1 CPU threads, {found[name]['minutes']:.0f} min" in card
 
 
 def test_what_is_available_is_a_setting(load_benchmark):

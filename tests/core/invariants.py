@@ -74,7 +74,7 @@ def check_scheduler(scheduler: Scheduler, under_way: bool = False) -> None:
     for request in running:
         assert request.status is RequestStatus.RUNNING
         known = request.num_tokens + request.num_output_placeholders  # or foreseen
-        most = known + config.num_speculative_tokens if under_way else known - 1
+        most = known + config.drafting.num_speculative_tokens if under_way else known - 1
         assert request.num_computed_tokens > 0 or scheduler.remote
         assert request.num_computed_tokens <= min(most, config.max_model_len - 1)
         assert request.num_computed_tokens <= len(tables[request.request_id]) * manager.block_size

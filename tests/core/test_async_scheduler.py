@@ -16,7 +16,7 @@ from core.test_random_workloads import SEEDS, Run, random_request
 from core.worker_double import WorkerDouble
 from hypothesis import given, settings
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.messages import EngineCoreOutput
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
@@ -205,7 +205,7 @@ class RunAhead(Run):
         known, drafts = self.worker.requests, {}
         for request_id in request_ids:
             tokens = list(known[request_id].token_ids)
-            for _ in range(self.rng.randint(0, self.scheduler.config.num_speculative_tokens)):
+            for _ in range(self.rng.randint(0, self.scheduler.drafting.num_speculative_tokens)):
                 tokens.append(self.worker.next_token(tokens) if self.rng.random() < 0.7 else self.rng.randrange(4))
             drafts[request_id] = tokens[len(known[request_id].token_ids) :]
         return drafts
@@ -228,7 +228,7 @@ def test_any_workload_ends_with_the_right_tokens(seed):
         policy=config["policy"],
         enable_chunked_prefill=config["enable_chunked_prefill"],
         max_loras=rng.choice([0, 1, 2]),
-        num_speculative_tokens=num_drafts,
+        drafting=DraftingConfig(num_speculative_tokens=num_drafts),
         async_scheduling=not through_stages,
     )
     cache_config = CacheConfig(

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.drafting import DraftIfFaster, scheduled_drafts
 from minivllm.core.output import ModelRunnerOutput
@@ -133,8 +133,10 @@ def test_what_prompts_cost_is_taken_off_and_the_first_step_after_a_change_says_n
 def test_the_worker_is_told_how_many_drafts_to_make_and_that_many_places_are_kept(scheduler_class):
     ahead = scheduler_class is AsyncScheduler
     config = SchedulerConfig(
-        max_model_len=64, num_speculative_tokens=3, async_scheduling=ahead,
-        num_speculative_tokens_per_batch_size=[(1, 1, 3), (2, 2, 1), (3, 3, 0)],
+        max_model_len=64, async_scheduling=ahead,
+        drafting=DraftingConfig(
+            num_speculative_tokens=3, num_speculative_tokens_per_batch_size=[(1, 1, 3), (2, 2, 1), (3, 3, 0)]
+        ),
     )  # fmt: skip
     scheduler = scheduler_class(config, CacheConfig(num_gpu_blocks=64, block_size=4))
     told = []
@@ -154,7 +156,10 @@ def test_the_worker_is_told_how_many_drafts_to_make_and_that_many_places_are_kep
 
 
 def test_without_a_rule_nothing_is_told():
-    scheduler = Scheduler(SchedulerConfig(max_model_len=64, num_speculative_tokens=3), CacheConfig(num_gpu_blocks=8))
+    scheduler = Scheduler(
+        SchedulerConfig(max_model_len=64, drafting=DraftingConfig(num_speculative_tokens=3)),
+        CacheConfig(num_gpu_blocks=8),
+    )
     assert scheduler.draft_if_faster is None
     scheduler.add_request(Request("a", [1, 2, 3, 4], max_tokens=4))
     assert scheduler.schedule().num_spec_tokens_to_schedule is None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from core.driving import Drive, make_scheduler
 
+from minivllm.config import DraftingConfig
 from minivllm.core.request import Request, RequestStatus
 
 WAITING = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -143,7 +144,7 @@ def test_a_token_that_does_not_fit_is_that_requests_error():
 
 
 def test_drafts_that_do_not_fit_are_not_verified():
-    d = Drive(make_scheduler(num_speculative_tokens=3))
+    d = Drive(make_scheduler(drafting=DraftingConfig(num_speculative_tokens=3)))
     request = add(d, "a", Wanted(Grammar(forbidden=(5,))))
     d.step({"a": [1, 5, 2]})
     assert request.spec_token_ids == [1]

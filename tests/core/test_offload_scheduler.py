@@ -14,7 +14,7 @@ from core.test_remote_kv import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.config import CacheConfig, KVTransferConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, KVTransferConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.kv_connector import KVConnectorOutput, KVConnectorRole
 from minivllm.core.kv_offload import LookupResult
@@ -445,7 +445,7 @@ def test_whatever_the_workload_the_tiers_change_no_token_and_leak_no_block(seed:
         max_num_batched_tokens=rng.choice([16, 20, 64]),
         policy=rng.choice(["fcfs", "priority"]),
         scheduler_reserve_full_isl=rng.random() < 0.5,
-        num_speculative_tokens=num_drafts,
+        drafting=DraftingConfig(num_speculative_tokens=num_drafts),
     )
     run.worker.loses_files = rng.random() < 0.5
     heads = [[rng.randrange(4) for _ in range(30)] for _ in range(3)]

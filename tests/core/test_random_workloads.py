@@ -16,7 +16,7 @@ from core.worker_double import WorkerDouble
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutput
 from minivllm.core.output import SchedulerOutput
@@ -85,7 +85,7 @@ class Run:
         drafts = {}
         for request_id in request_ids:
             tokens = list(self.requests[request_id].all_token_ids)
-            for _ in range(self.rng.randint(0, self.scheduler.config.num_speculative_tokens)):
+            for _ in range(self.rng.randint(0, self.scheduler.drafting.num_speculative_tokens)):
                 tokens.append(toy_model(tokens) if self.rng.random() < 0.7 else self.rng.randrange(4))
             drafts[request_id] = tokens[self.requests[request_id].num_tokens :]
         return drafts
@@ -170,8 +170,7 @@ def test_workloads_with_drafts_adapters_watermark_and_all_else(seed: int) -> Non
         scheduler_reserve_full_isl=rng.random() < 0.5,
         watermark=rng.choice([0.0, 0.0, 0.1, 0.5]),
         max_loras=rng.choice([0, 1, 2]),
-        num_speculative_tokens=num_drafts,
-        num_lookahead_tokens=num_lookahead,
+        drafting=DraftingConfig(num_speculative_tokens=num_drafts, num_lookahead_tokens=num_lookahead),
         static_batching=rng.random() < 0.2,
     )
     most_extra = -(-(num_drafts + num_lookahead) // config["block_size"])

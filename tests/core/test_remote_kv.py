@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutput
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.remote_kv import LOAD_FAILED
@@ -95,6 +96,26 @@ class Run:
             assert name in self.last or request.status is RequestStatus.FINISHED_ABORTED
             if name in self.last and self.last[name].error is None:
                 assert self.received[name] == expected
+
+
+def test_nobody_waits_for_one_that_a_pinned_adapter_keeps_out() -> None:
+    """It was pinned while the other one's keys and values were loaded; others go on, until it is let go."""
+    run = Run({"r": Plan(num_tokens=10, load_steps=2)}, max_loras=1)
+    adapter = LoRARequest("one", 1, "/one")
+    request = run.add("r", 10, lora_request=adapter)
+    run.step()
+    run.scheduler.pinned_loras.add(2)
+    for _ in range(3):
+        run.step()
+    assert run.scheduler.remote is not None
+    assert list(run.scheduler.remote.received) == [request]
+    run.add("plain", 3)
+    run.add("pinned", 3, lora_request=LoRARequest("two", 2, "/two"))
+    assert run.step() == {"plain": 3, "pinned": 3}
+    run.scheduler.pinned_loras.clear()
+    run.add("late", 3)
+    assert run.step() == {"plain": 1, "pinned": 1}, "it waits for the slot, and others for it"
+    run.finish()
 
 
 def test_basic_lifecycle() -> None:

@@ -4,6 +4,7 @@ import pytest
 from core.driving import Drive, make_scheduler
 from core.invariants import check_scheduler
 
+from minivllm.config import DraftingConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import RequestStatus
@@ -492,7 +493,7 @@ def test_a_request_aborted_while_its_step_runs_has_no_news() -> None:
 
 
 def test_logprobs_are_cut_where_the_tokens_are() -> None:
-    d = drive(num_speculative_tokens=2)
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=2))
     d.add("a", 3, max_tokens=3)
     d.step({"a": [5, 6]})
     output = d.schedule()
@@ -525,7 +526,7 @@ def test_a_request_over_the_adapter_limit_is_skipped_and_keeps_its_place() -> No
 
 
 def test_drafts_are_extra_tokens_and_rejected_ones_are_rolled_back() -> None:
-    d = drive(num_speculative_tokens=3)
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
     request = d.add("a", 5, max_tokens=9)
     d.step({"a": [10**6 + 2, 10**6 + 3, 0]})
     output = d.schedule()
@@ -542,7 +543,7 @@ def test_drafts_are_extra_tokens_and_rejected_ones_are_rolled_back() -> None:
 
 
 def test_drafts_are_never_published() -> None:
-    d = drive(num_speculative_tokens=3)
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
     d.add("a", [1, 2], max_tokens=20)
     d.step({"a": [7, 8, 9]})
     d.schedule()
@@ -552,7 +553,7 @@ def test_drafts_are_never_published() -> None:
 
 
 def test_blocks_that_accepted_drafts_filled_are_published_with_the_output() -> None:
-    d = drive(num_speculative_tokens=3)
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
     request = d.add("a", 5, max_tokens=4)
     d.step({"a": [10**6 + 2, 10**6 + 3, 10**6 + 4]})
     d.step()
@@ -564,7 +565,7 @@ def test_blocks_that_accepted_drafts_filled_are_published_with_the_output() -> N
 
 def test_the_last_token_of_a_step_is_not_computed_and_does_not_fill_a_block_yet() -> None:
     """A request that ends here would leave a block that others find, with nothing in its last slot."""
-    d = drive(num_speculative_tokens=3)
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
     request = d.add("a", [1], max_tokens=20)
     d.step({"a": [10**6 + 2]})
     d.step()
@@ -576,7 +577,7 @@ def test_the_last_token_of_a_step_is_not_computed_and_does_not_fill_a_block_yet(
 
 
 def test_drafts_without_room_are_dropped() -> None:
-    d = drive(num_speculative_tokens=3, max_num_batched_tokens=3)
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=3), max_num_batched_tokens=3)
     d.add("a", 1, max_tokens=9)
     d.add("b", 1, max_tokens=9)
     d.step({"a": [7], "b": [7, 8, 9]})
@@ -587,21 +588,21 @@ def test_drafts_without_room_are_dropped() -> None:
 
 
 def test_drafts_stop_before_max_model_len() -> None:
-    d = drive(num_speculative_tokens=3, max_model_len=8)
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=3), max_model_len=8)
     d.add("a", 5, max_tokens=9)
     d.step({"a": [1, 2, 3]})
     assert d.schedule().num_scheduled_tokens == {"a": 2}, "6 tokens are known, the eighth is the last"
 
 
 def test_drafts_for_an_unfinished_prompt_are_ignored() -> None:
-    d = drive(num_speculative_tokens=3, max_num_batched_tokens=4)
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=3), max_num_batched_tokens=4)
     request = d.add("a", 5, max_tokens=9)
     d.step({"a": [1, 2], "gone": [1]})
     assert request.spec_token_ids == []
 
 
 def test_drafts_for_a_preempted_request_are_ignored() -> None:
-    d = drive(num_gpu_blocks=5, max_model_len=16, num_speculative_tokens=1)
+    d = drive(num_gpu_blocks=5, max_model_len=16, drafting=DraftingConfig(num_speculative_tokens=1))
     d.add("a", 8, max_tokens=7)
     b = d.add("b", 7, max_tokens=5)
     d.step()
@@ -611,7 +612,7 @@ def test_drafts_for_a_preempted_request_are_ignored() -> None:
 
 
 def test_a_stop_token_among_accepted_drafts_ends_the_request_there() -> None:
-    d = drive(num_speculative_tokens=3)
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=3))
     d.add("a", 5, max_tokens=9, stop_token_ids=[8])
     d.step({"a": [7, 8, 9]})
     output = d.schedule()
@@ -620,7 +621,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request_there() -> None:
 
 
 def test_a_scheduled_victims_drafts_leave_the_step() -> None:
-    d = drive(num_gpu_blocks=5, max_model_len=12, policy="priority", num_speculative_tokens=1)
+    d = drive(num_gpu_blocks=5, max_model_len=12, policy="priority", drafting=DraftingConfig(num_speculative_tokens=1))
     d.add("worst", 5, max_tokens=6, priority=9)
     d.step()
     d.add("best", 8, max_tokens=3, priority=1)
@@ -632,7 +633,7 @@ def test_a_scheduled_victims_drafts_leave_the_step() -> None:
 
 
 def test_too_many_drafts_are_refused() -> None:
-    d = drive(num_speculative_tokens=1)
+    d = drive(drafting=DraftingConfig(num_speculative_tokens=1))
     d.add("a", 5)
     d.step()
     with pytest.raises(MinivllmError, match="num_speculative_tokens is 1"):
@@ -640,7 +641,7 @@ def test_too_many_drafts_are_refused() -> None:
 
 
 def test_lookahead_slots_are_allocated_beyond_the_tokens() -> None:
-    d = drive(num_lookahead_tokens=4)
+    d = drive(drafting=DraftingConfig(num_lookahead_tokens=4))
     d.add("a", 4)
     d.step()
     assert len(d.blocks("a")) == 2
@@ -681,7 +682,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_length_that_would_fi
 
 
 def test_drafts_count_in_what_a_request_may_need() -> None:
-    d = drive(num_gpu_blocks=5, num_speculative_tokens=2, num_lookahead_tokens=1)
+    d = drive(num_gpu_blocks=5, drafting=DraftingConfig(num_speculative_tokens=2, num_lookahead_tokens=1))
     d.add("a", 7, max_tokens=7)
     with pytest.raises(MinivllmError, match=r"\b14\b"):
         d.add("b", 7, max_tokens=8)

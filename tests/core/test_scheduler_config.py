@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
 
 
@@ -17,8 +17,6 @@ from minivllm.errors import MinivllmError
         ({"long_prefill_token_threshold": "8"}, "long_prefill_token_threshold is '8'"),
         ({"long_prefill_token_threshold": 65}, "exceeds max_model_len"),
         ({"max_loras": -1}, "max_loras is -1"),
-        ({"num_speculative_tokens": -1}, "not negative"),
-        ({"num_lookahead_tokens": -1}, "not negative"),
         ({"policy": "random"}, "known are fcfs, priority"),
         ({"watermark": 1.0}, "watermark is 1.0"),
         ({"watermark": -0.1}, "watermark is -0.1"),
@@ -30,6 +28,12 @@ from minivllm.errors import MinivllmError
 def test_scheduler_config_refuses(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(MinivllmError, match=words):
         SchedulerConfig(**{"max_model_len": 64, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["num_speculative_tokens", "num_lookahead_tokens"])
+def test_drafting_config_refuses(name: str) -> None:
+    with pytest.raises(MinivllmError, match=f"{name} is -1; .* not negative"):
+        DraftingConfig(**{name: -1})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from core.driving import Drive, make_scheduler
 from core.test_random_workloads import SEEDS, Run, random_request
 from hypothesis import given, settings
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
@@ -98,7 +98,7 @@ def random_scheduler(workload: dict[str, Any], rng: Random) -> Scheduler:
         SchedulerConfig(
             **{name: config[name] for name in names},
             enable_chunked_prefill=config["enable_chunked_prefill"],
-            num_speculative_tokens=drafts,
+            drafting=DraftingConfig(num_speculative_tokens=drafts),
         ),
         CacheConfig(
             num_gpu_blocks=config["num_blocks"] + 2 * drafts,

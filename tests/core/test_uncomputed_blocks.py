@@ -7,6 +7,8 @@ hashes. When the request comes back, vLLM "finds" those blocks, and attends to w
 
 from core.driving import Drive, make_scheduler
 
+from minivllm.config import DraftingConfig
+
 
 def drive() -> Drive:
     return Drive(
@@ -51,7 +53,11 @@ def test_the_blocks_lie_in_the_free_queue_where_vllm_puts_them() -> None:
 
 
 def test_a_preempted_decode_that_would_have_filled_its_block_leaves_nothing_to_find() -> None:
-    d = Drive(make_scheduler(num_gpu_blocks=7, max_model_len=16, policy="priority", num_lookahead_tokens=4))
+    d = Drive(
+        make_scheduler(
+            num_gpu_blocks=7, max_model_len=16, policy="priority", drafting=DraftingConfig(num_lookahead_tokens=4)
+        )
+    )
     worst = d.add("worst", 6, max_tokens=9, priority=9)
     d.step()
     d.add("best", 8, max_tokens=8, priority=1)

@@ -38,6 +38,14 @@ def assert_nothing_sticks_out(widget: WidgetPage, width: int) -> None:
     assert shown == pytest.approx(widget.session.width, rel=0.02), "the picture is scaled"
 
 
+def assert_seen(widget: WidgetPage, *parts: str) -> None:
+    """All at once, in a window of the size of `JUPYTERLAB`."""
+    for part in parts:
+        box = widget.page.locator(part).bounding_box()
+        assert box
+        assert box["y"] + box["height"] <= JUPYTERLAB["height"], part
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_fits_any_screen_and_all_its_controls_answer_to_keys(name: str, browser: Browser):
     with widget_page(browser, spec_of(name), **JUPYTERLAB, whole=False) as widget:
@@ -47,10 +55,7 @@ def test_it_fits_any_screen_and_all_its_controls_answer_to_keys(name: str, brows
             widget.page.screenshot(path=OUT / f"{name}_{width}.png", full_page=True)
         widget.page.set_viewport_size(JUPYTERLAB)
         widget.settled()
-        for part in (".lw-picture", ".lw-controls", ".lw-says"):
-            box = widget.page.locator(part).bounding_box()
-            assert box
-            assert box["y"] + box["height"] <= 650, part
+        assert_seen(widget, ".lw-picture", ".lw-controls", ".lw-says")
         for knob_name, knob in widget.session.spec.flat().items():
             if knob.kind == "entry":
                 continue
@@ -76,4 +81,7 @@ def test_nothing_serious_stands_in_anyones_way(name: str, theme: str, browser: B
             (one["id"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")
         ]
         widget.page.screenshot(path=OUT / f"{name}_{theme}_answer.png")
+        for number in (1, 2, 3):
+            widget.page.get_by_role("button", name=f"Challenge {number}").click()
+            assert_seen(widget, ".lw-picture", ".lw-controls")
         assert serious == []

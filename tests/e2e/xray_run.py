@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -32,7 +32,10 @@ class BusyScheduler:
         self.rng = Random(seed)
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_model_len=1024, max_num_seqs=48, max_num_batched_tokens=512, num_speculative_tokens=DRAFTS
+                max_model_len=1024,
+                max_num_seqs=48,
+                max_num_batched_tokens=512,
+                drafting=DraftingConfig(num_speculative_tokens=DRAFTS),
             ),
             CacheConfig(num_gpu_blocks=num_gpu_blocks, block_size=16),
         )

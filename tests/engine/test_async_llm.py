@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -27,19 +28,33 @@ def in_a_loop(work: Coroutine):
         return thread.submit(asyncio.run, asyncio.wait_for(work, 120)).result()
 
 
-def with_engine(work, **settings):
-    """`work(engine)` in a loop, on an engine that is shut down afterwards; its processes must be gone."""
+@contextmanager
+def engine_in_a_loop():
+    """Gives a function that runs `work(engine)` in a loop. At the end the engine's process must be gone."""
+    with ThreadPoolExecutor(1) as thread:
+        runner = thread.submit(asyncio.Runner).result()
 
-    async def run():
-        engine = AsyncLLM(EngineArgs(**SETTINGS | settings))
+        def run(work):
+            return thread.submit(runner.run, asyncio.wait_for(work(engine), 120)).result()
+
+        async def made():
+            return AsyncLLM(EngineArgs(**SETTINGS))
+
+        engine = thread.submit(runner.run, made()).result()
         process = engine.engine_core.process
         try:
-            return await work(engine)
+            yield run
         finally:
-            engine.shutdown()
+            thread.submit(engine.shutdown).result()
+            thread.submit(runner.close).result()
             assert process.poll() is not None
 
-    return in_a_loop(run())
+
+@pytest.fixture(scope="module")
+def on_engine():
+    """`on_engine(work)`: what `work(engine)` gives, on one engine for all these tests."""
+    with engine_in_a_loop() as run:
+        yield run
 
 
 def params(kind: RequestOutputKind, **more) -> SamplingParams:
@@ -62,14 +77,14 @@ async def nothing_left(engine: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_the_same_answers_as_offline_side_by_side(kind: RequestOutputKind):
+def test_the_same_answers_as_offline_side_by_side(kind: RequestOutputKind, on_engine):
     async def work(engine: AsyncLLM):
         jobs = [collected(engine, prompt, params(kind, n=2, seed=1, temperature=1), prompt) for prompt in PROMPTS]
         found = await asyncio.gather(*jobs)
         await nothing_left(engine)
         return found
 
-    found = with_engine(work)
+    found = on_engine(work)
     offline = params(RequestOutputKind.FINAL_ONLY, n=2, seed=1, temperature=1)
     sound = LLM(**SETTINGS).generate(PROMPTS, offline, use_tqdm=False)
     for outputs, right in zip(found, sound, strict=True):
@@ -83,7 +98,7 @@ def test_the_same_answers_as_offline_side_by_side(kind: RequestOutputKind):
         )
 
 
-def test_a_reader_who_leaves_frees_the_blocks():
+def test_a_reader_who_leaves_frees_the_blocks(on_engine):
     async def work(engine: AsyncLLM):
         for round_ in range(3):
             reading = engine.generate("def f", params(RequestOutputKind.DELTA, ignore_eos=True), f"a{round_}")
@@ -95,10 +110,10 @@ def test_a_reader_who_leaves_frees_the_blocks():
         await asyncio.sleep(0)
         await nothing_left(engine)
 
-    with_engine(work)
+    on_engine(work)
 
 
-def test_abort_ends_a_request_with_its_reason():
+def test_abort_ends_a_request_with_its_reason(on_engine):
     async def work(engine: AsyncLLM):
         long = params(RequestOutputKind.DELTA, ignore_eos=True, max_tokens=200)
         job = asyncio.create_task(collected(engine, "x", long, "a"))
@@ -111,10 +126,10 @@ def test_abort_ends_a_request_with_its_reason():
         await engine.abort("nobody")
         await nothing_left(engine)
 
-    with_engine(work)
+    on_engine(work)
 
 
-def test_what_is_refused_is_refused_where_the_caller_is_and_the_rest_goes_on():
+def test_what_is_refused_is_refused_where_the_caller_is_and_the_rest_goes_on(on_engine):
     async def work(engine: AsyncLLM):
         with pytest.raises(MinivllmError, match="256"):
             await collected(engine, "x " * 500, params(RequestOutputKind.DELTA), "long")
@@ -126,7 +141,7 @@ def test_what_is_refused_is_refused_where_the_caller_is_and_the_rest_goes_on():
         assert await engine.reset_prefix_cache() is True
         await nothing_left(engine)
 
-    with_engine(work)
+    on_engine(work)
 
 
 def test_a_killed_core_is_told_to_all_readers_at_once():
@@ -146,7 +161,8 @@ def test_a_killed_core_is_told_to_all_readers_at_once():
         with pytest.raises(EngineDeadError):
             await collected(engine, "x", long, "late")
 
-    with_engine(work)
+    with engine_in_a_loop() as on_an_engine_of_its_own:
+        on_an_engine_of_its_own(work)
 
 
 def test_a_slow_reader_gets_the_deltas_joined():

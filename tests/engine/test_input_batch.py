@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
@@ -62,7 +62,10 @@ def test_inputs_are_what_the_scheduler_decided(requests, block_size, budget, max
     max_model_len = 64
     num_blocks = -(-48 // block_size) + 2  # tight: several requests must preempt one another
     config = SchedulerConfig(
-        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, num_speculative_tokens=k
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        drafting=DraftingConfig(num_speculative_tokens=k),
     )
     cache = CacheConfig(num_gpu_blocks=num_blocks, block_size=block_size, enable_prefix_caching=caching)
     scheduler = Scheduler(config, cache)

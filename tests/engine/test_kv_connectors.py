@@ -3,14 +3,17 @@
 import json
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.core.remote_kv import LOAD_FAILED
 from minivllm.errors import MinivllmError
+from minivllm.worker.kv_connector_runner import KVConnectorRunner
 
 SMALL: dict[str, Any] = {
     "model": EMBEDDED_MODEL,
@@ -165,3 +168,19 @@ def test_settings_that_cannot_be_are_refused(settings: Any, message: str) -> Non
 def test_what_does_not_go_with_a_connector_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     with pytest.raises(MinivllmError, match=next(iter(other))):
         LLM(**SMALL | other, kv_transfer_config=json.loads(json.dumps(transfer(tmp_path))))
+
+
+def test_on_a_gpu_a_step_waits_for_the_forward_pass_before_it_and_not_for_copies(monkeypatch) -> None:
+    """Copies have streams of their own, for which a wait for the whole device would wait too."""
+    happened = []
+    connector = SimpleNamespace(
+        register_kv_caches=lambda caches: None,
+        bind_connector_metadata=lambda metadata: happened.append("bound"),
+        start_load_kv=lambda: happened.append("loads begin"),
+    )
+    stream = SimpleNamespace(synchronize=lambda: happened.append("forward pass over"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("everything over"))
+    runner = KVConnectorRunner(cast(Any, connector), {"layer": (SimpleNamespace(is_cuda=True),)}, 1)
+    runner.begin(cast(Any, SimpleNamespace(kv_connector_metadata=object(), preempted_req_ids=())))
+    assert happened == ["forward pass over", "bound", "loads begin"]

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import NonFiniteLogitsError
@@ -33,7 +33,12 @@ def new_runner(drafts: int = 0) -> ModelRunner:
 
 
 def new_scheduler(prompts: list[list[int]], drafts: int = 0, **sampling) -> Scheduler:
-    config = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=9, num_speculative_tokens=drafts)
+    config = SchedulerConfig(
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=9,
+        drafting=DraftingConfig(num_speculative_tokens=drafts),
+    )
     scheduler = Scheduler(config, CacheConfig(num_gpu_blocks=40, block_size=4, enable_prefix_caching=False))
     for index, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0.5 * (index % 2), seed=index, max_tokens=9, ignore_eos=True, **sampling)

@@ -16,6 +16,7 @@ from kernels.rejection_steps import key_tensor, random_step
 
 from minivllm.kernels.cpu import rejection_calls
 from minivllm.kernels.cpu.rejection_calls import reject_cpu, torch_rejection
+from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.worker.sample.gumbel import draft_keys, gumbel_max, row_keys
 from minivllm.worker.sample.top_k_top_p import mask_beyond_top_k_top_p
@@ -86,14 +87,15 @@ def speculate(
     rows = target[context]
     if bonus is not None:
         rows[:, 2] = bonus[context[:, 2]]
-    tokens = reject(
-        rows.flatten(0, 1),
-        (context[:, 1:] - 1).flatten().int(),
-        torch.full((REQUESTS,), 2, dtype=torch.int32),
-        draft[context[:, :2]].flatten(0, 1) if drawn else None,
-        torch.zeros(REQUESTS, dtype=torch.bool),
-        key_tensor(row_keys(np.repeat(seeds, 3), np.tile(np.arange(3), REQUESTS))),
+    step = RejectionArguments(
+        target_logits=rows.flatten(0, 1),
+        draft_token_ids=(context[:, 1:] - 1).flatten().int(),
+        num_drafts=torch.full((REQUESTS,), 2, dtype=torch.int32),
+        draft_logits=draft[context[:, :2]].flatten(0, 1) if drawn else None,
+        is_greedy=torch.zeros(REQUESTS, dtype=torch.bool),
+        keys=key_tensor(row_keys(np.repeat(seeds, 3), np.tile(np.arange(3), REQUESTS))),
     )
+    tokens = reject(step)
     p, q = (table.double().softmax(-1).numpy() for table in (target, draft))
     return Outcome(tokens.numpy(), (context[:, 1:] - 1).numpy(), p, q, drawn)
 
@@ -156,22 +158,23 @@ STEPS = st.builds(
 @given(STEPS)
 @settings(max_examples=60, deadline=None)
 def test_any_step_comes_out_the_same_alone_among_others_and_in_both_forms(step):
-    together = step.sample()
-    assert torch.equal(torch_rejection(*vars(step).values()), together)
+    together = rejection_sample(step)
+    assert torch.equal(torch_rejection(step), together)
     likeliest = step.target_logits.argmax(-1)
     plain = gumbel_max(step.target_logits, step.keys.numpy().view(np.uint32))
     row = 0
     for request, count in enumerate(step.num_drafts.tolist()):
         rows, drafts = slice(row, row + count + 1), slice(row - request, row - request + count)
         row += count + 1
-        alone = reject_cpu(
+        its_step = RejectionArguments(
             step.target_logits[rows],
             step.draft_token_ids[drafts],
             step.num_drafts[request : request + 1],
             None if step.draft_logits is None else step.draft_logits[drafts],
             step.is_greedy[request : request + 1],
             step.keys[rows],
-        )[0].tolist()
+        )
+        alone = reject_cpu(its_step)[0].tolist()
         kept = together[request].tolist()
         assert kept == alone + [-1] * (len(kept) - len(alone))
         proposed = step.draft_token_ids[drafts].tolist()

@@ -572,6 +572,7 @@ def test_the_log_tells_what_became_of_drafts_since_the_last_line(monkeypatch, ca
         ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6]}, "from 1 down to 0"),
         ({**SYNTHETIC, "num_speculative_tokens": 10**12, "synthetic_acceptance_rates": [0.5]}, "0.34, ...]"),
         ({"method": 0, "num_speculative_tokens": 2}, "unknown speculative method 0"),
+        ({"method": "mlp_speculator", "model": "x"}, "unknown speculative method 'mlp_speculator'"),
         ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": []}, "must be a list"),
         ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(1, 2)]}, "an entry"),
         ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(2, 3, 1)]}, "begin with 1"),

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from minivllm.kernels.rejection_sample import rejection_sample
+from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.worker.sample.gumbel import draft_keys, gumbel_max, row_keys
-
-
-@dataclass
-class Step:
-    """The arguments of `rejection_sample`, in order."""
-
-    target_logits: torch.Tensor
-    draft_token_ids: torch.Tensor
-    num_drafts: torch.Tensor
-    draft_logits: torch.Tensor | None
-    is_greedy: torch.Tensor
-    keys: torch.Tensor
-
-    def to(self, device: torch.device) -> Step:
-        return Step(*(one if one is None else one.to(device) for one in vars(self).values()))
-
-    def sample(self, backend: str | None = None) -> torch.Tensor:
-        return rejection_sample(*vars(self).values(), backend=backend)
 
 
 def key_tensor(keys: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(keys.view(np.int32))
 
 
-def random_step(vocab: int, drawn: bool, num_drafts: Sequence[int], seed: int = 0) -> Step:
+def random_step(vocab: int, drawn: bool, num_drafts: Sequence[int], seed: int = 0) -> RejectionArguments:
     """Greedy and random requests. Drafts are good: q is close to p, or they are the likeliest; some are -1.
 
     Some rows exclude half of the tokens, one all but one.
@@ -54,4 +35,4 @@ def random_step(vocab: int, drawn: bool, num_drafts: Sequence[int], seed: int = 
     ids = gumbel_max(logits, draft_keys(seeds[:drafts], np.arange(drafts))) if drawn else target[is_draft].argmax(-1)
     ids[5::9] = -1
     greedy = torch.arange(requests) % 4 == 1
-    return Step(target, ids.int(), counts, logits if drawn else None, greedy, keys)
+    return RejectionArguments(target, ids.int(), counts, logits if drawn else None, greedy, keys)

@@ -16,11 +16,12 @@ from kernels.harness import (
 )
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.attention_arguments import MLAArguments
 from minivllm.kernels.attention_configurations import Configuration
+from minivllm.kernels.attention_launch import padded
 from minivllm.kernels.cpu import mla_calls
 from minivllm.kernels.mla_attention import (
     MOST_HEADS,
-    MLAArguments,
     concat_and_cache_mla,
     concat_and_cache_mla_kernel,
     launch_triton,
@@ -28,7 +29,6 @@ from minivllm.kernels.mla_attention import (
     mla_attention_kernel,
     mla_configurations,
 )
-from minivllm.kernels.unified_attention import padded
 from minivllm.lab.aot import TARGETS
 from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.platforms.triton_utils import tl, triton

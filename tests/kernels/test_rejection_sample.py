@@ -3,18 +3,20 @@
 Whether that rule keeps the model's distribution is for `tests/engine/test_rejection_sample.py`.
 """
 
-from dataclasses import replace
+import functools
 
 import numpy as np
 import pytest
 import torch
 from kernels.harness import assert_compiles, assert_twin, start_locations
-from kernels.rejection_steps import Step, key_tensor, random_step
+from kernels.rejection_steps import key_tensor, random_step
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels import noise
 from minivllm.kernels import rejection_sample as module
 from minivllm.kernels.cpu.rejection_calls import torch_rejection
+from minivllm.kernels.rejection_arguments import RejectionArguments
+from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.platforms.triton_utils import tl, triton
 from minivllm.worker.sample.gumbel import draft_keys, gumbel_max, row_keys
@@ -60,10 +62,10 @@ def by_the_book(step):
 def test_kernels_twin_and_torch_follow_the_rule(device, vocab, drawn):
     step = random_step(vocab, drawn, RAGGED)
     expected = by_the_book(step)
-    kernels = step.to(device).sample("triton")
+    kernels = rejection_sample(step.to(device), backend="triton")
     assert_twin(kernels, expected)
-    assert_twin(kernels, step.sample("cpu"))
-    assert_twin(kernels, torch_rejection(*vars(step).values()))
+    assert_twin(kernels, rejection_sample(step, backend="cpu"))
+    assert_twin(kernels, torch_rejection(step))
     lengths = (expected >= 0).sum(-1)
     assert (lengths > 1).any(), "nothing was accepted"
     assert (lengths <= step.num_drafts).any(), "nothing was rejected"
@@ -78,8 +80,8 @@ def test_probabilities_are_of_all_chunks_and_an_accepted_draft_stays(device):
     target, theirs = (torch.randn(n, vocab, generator=generator) * 0.1 for n in (2 * requests, requests))
     target, theirs = target - 0.08 * torch.arange(vocab), theirs - 0.03 * torch.arange(vocab)
     drafts = gumbel_max(theirs, draft_keys(np.arange(requests), np.arange(requests))).int()
-    step = replace(step, target_logits=target, draft_logits=theirs, draft_token_ids=drafts)
-    kernels = step.to(device).sample("triton")
+    step = step._replace(target_logits=target, draft_logits=theirs, draft_token_ids=drafts)
+    kernels = rejection_sample(step.to(device), backend="triton")
     assert_twin(kernels, by_the_book(step))
     assert 5 <= (kernels[:, 1] >= 0).sum() <= 15
 
@@ -87,7 +89,7 @@ def test_probabilities_are_of_all_chunks_and_an_accepted_draft_stays(device):
 def test_chunks_of_the_size_in_use(device, monkeypatch):
     monkeypatch.undo()
     step = random_step(module.CHUNK + 5, True, num_drafts=(2, 1, 2))
-    assert_twin(step.to(device).sample("triton"), by_the_book(step))
+    assert_twin(rejection_sample(step.to(device), backend="triton"), by_the_book(step))
 
 
 EVERY_FORM = ["torch", "cpu", pytest.param("triton", marks=pytest.mark.interpreted)]
@@ -97,15 +99,15 @@ EVERY_FORM = ["torch", "cpu", pytest.param("triton", marks=pytest.mark.interpret
 def form(request):
     """`sample(step)` by torch, the compiled loops, or the kernels."""
     if request.param == "torch":
-        return lambda step: torch_rejection(*vars(step).values())
-    return lambda step: step.sample(request.param)
+        return torch_rejection
+    return functools.partial(rejection_sample, backend=request.param)
 
 
 def test_no_drafts_and_no_requests(form):
     for drawn in (False, True):
         step = random_step(12, drawn, num_drafts=(0, 0, 0))
         assert form(step).tolist() == by_the_book(step).tolist()
-        empty = Step(*(one if one is None else one[:0] for one in vars(step).values()))
+        empty = RejectionArguments(*(one if one is None else one[:0] for one in step))
         assert form(empty).shape == (0, 1)
 
 
@@ -130,7 +132,7 @@ def test_broken_logits_are_nobody_elses(form):
         target, theirs = step.target_logits.clone(), step.draft_logits.clone()
         target[firsts[0]] = target[firsts[1]] = target[firsts[2], 5] = value
         theirs[firsts[4] - 4], theirs[firsts[6] - 6, 3] = value, value
-        after = form(replace(step, target_logits=target, draft_logits=theirs))
+        after = form(step._replace(target_logits=target, draft_logits=theirs))
         for request in range(len(RAGGED)):
             kept = after[request][: int((after[request] >= 0).sum())]
             assert len(kept) >= 1
@@ -145,7 +147,7 @@ def test_p_equal_to_q_accepts_everything(form):
     step.is_greedy[:] = False
     theirs = step.target_logits[is_draft]
     ids = gumbel_max(theirs, draft_keys(np.arange(len(theirs)), np.arange(len(theirs)))).int()
-    kept = form(replace(step, draft_logits=theirs, draft_token_ids=ids))
+    kept = form(step._replace(draft_logits=theirs, draft_token_ids=ids))
     assert (kept >= 0).sum(-1).tolist() == [count + 1 for count in RAGGED]
 
 
@@ -155,9 +157,9 @@ def test_greedy_requests_keep_drafts_up_to_the_first_that_is_not_the_likeliest(f
     drafts = torch.tensor([4, 2, 1, 8, 3], dtype=torch.int32)
     counts = torch.tensor([2, 0, 1, 2], dtype=torch.int32)
     keys = key_tensor(row_keys(np.zeros(9), np.arange(9)))
-    step = Step(logits, drafts, counts, None, torch.ones(4, dtype=torch.bool), keys)
+    step = RejectionArguments(logits, drafts, counts, None, torch.ones(4, dtype=torch.bool), keys)
     assert form(step).tolist() == [[4, 2, 7], [1, -1, -1], [0, -1, -1], [3, -1, -1]]
-    tied = replace(step, target_logits=torch.zeros(9, 70), draft_token_ids=torch.zeros_like(drafts))
+    tied = step._replace(target_logits=torch.zeros(9, 70), draft_token_ids=torch.zeros_like(drafts))
     assert form(tied).tolist() == [[0, 0, 0], [0, -1, -1], [0, 0, -1], [0, 0, 0]]
 
 
@@ -249,7 +251,7 @@ def test_logits_are_read_once_and_no_program_meets_another(monkeypatch):
         monkeypatch.setattr(module, name, Traced(name))
     vocab = 2 * CHUNK + 3
     step = random_step(vocab, True, RAGGED)
-    assert_twin(step.sample("triton"), by_the_book(step))
+    assert_twin(rejection_sample(step, backend="triton"), by_the_book(step))
     for name, trace in traces.items():
         assert not trace.races, f"{name}: {trace.races}"
         assert not trace.out_of_bounds, f"{name}: {trace.out_of_bounds}"
@@ -261,7 +263,7 @@ def test_logits_are_read_once_and_no_program_meets_another(monkeypatch):
     assert reduced["draft_logits"].bytes_read == reduced["draft_logits"].bytes_read_once <= drawn * vocab * 4
     assert reduced["draft_logits"].bytes_read >= (drafts - greedy_drafts - (step.draft_token_ids < 0).sum()) * vocab * 4
     recovered = traces["recover_kernel"].arguments
-    kept = (step.sample("cpu") >= 0).sum(-1)
+    kept = (rejection_sample(step, backend="cpu") >= 0).sum(-1)
     at_most = int(((kept <= step.num_drafts) & ~step.is_greedy).sum()) * vocab * 4
     assert 0 < recovered["target_logits"].bytes_read == recovered["draft_logits"].bytes_read <= at_most
 
@@ -269,8 +271,8 @@ def test_logits_are_read_once_and_no_program_meets_another(monkeypatch):
 def test_input_that_cannot_work_is_refused():
     step = random_step(12, True, RAGGED)
     with pytest.raises(MinivllmError, match=r"16 drafts of 8 requests need 24 rows: .*23 rows of logits"):
-        replace(step, target_logits=step.target_logits[1:]).sample()
+        rejection_sample(step._replace(target_logits=step.target_logits[1:]))
     with pytest.raises(MinivllmError, match=r"draft_logits .*\[16, 12\]"):
-        replace(step, draft_logits=step.draft_logits[:, 1:]).sample()
+        rejection_sample(step._replace(draft_logits=step.draft_logits[:, 1:]))
     with pytest.raises(MinivllmError, match=r"backend.*gpu"):
-        step.sample("gpu")
+        rejection_sample(step, backend="gpu")

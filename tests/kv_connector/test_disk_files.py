@@ -11,7 +11,7 @@ from minivllm.kv_connector.disk_files import DiskFiles
 from minivllm.kv_connector.disk_index import HEADER_BYTES, DiskFolder, path_of
 from minivllm.kv_connector.host_copies import runs
 
-KEY = b"\x01" * 32
+KEY, OTHER = b"\x01" * 32, b"\x02" * 32
 PAYLOAD = np.arange(1000, dtype=np.uint8)
 
 
@@ -29,7 +29,10 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert not files.read(KEY, into)
 
 
-@pytest.mark.parametrize("damage", ["cut", "longer", "altered", "header", "empty", "another size"])
+@pytest.mark.parametrize(
+    "damage",
+    ["cut", "longer", "altered", "header", "empty", "another size", "another key's", "another rank's", "a pipe"],
+)
 def test_a_damaged_file_is_a_miss_and_goes(tmp_path: Path, damage: str) -> None:
     files = DiskFiles(tmp_path, 0)
     files.write(KEY, PAYLOAD)
@@ -46,7 +49,17 @@ def test_a_damaged_file_is_a_miss_and_goes(tmp_path: Path, damage: str) -> None:
             content[20] ^= 1
         case "empty":
             content.clear()
-    path.write_bytes(content)
+        case "another key's":
+            files.write(OTHER, PAYLOAD)
+            content = path_of(tmp_path, OTHER, 0).read_bytes()
+        case "another rank's":
+            DiskFiles(tmp_path, 1).write(KEY, PAYLOAD)
+            content = path_of(tmp_path, KEY, 1).read_bytes()
+    path.unlink()
+    if damage == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
     into = np.zeros(999, np.uint8) if damage == "another size" else room()
     assert not files.read(KEY, into)
     assert not path.exists()

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kv_connector.pull_doubles import TO_DECODE
 from kv_connector.test_nixl_side_channel import free_port
 
 from minivllm import LLM, SamplingParams
@@ -14,7 +15,6 @@ from minivllm.errors import MinivllmError
 
 VLLM = json.loads((Path(__file__).parent / "data" / "pd_nixl.json").read_text())
 """What two servers of vLLM 0.32.0 with its NixlConnector answered for the same model."""
-TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 SIZES = {"max_model_len": 512, "num_gpu_blocks_override": 160, "block_size": 16, "max_num_batched_tokens": 128}
 LEASE = 5.0
 

@@ -1,30 +1,23 @@
 """Both sides of two connectors, step by step, with a real side channel and agents that move bytes in this process."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from kv_connector.nixl_doubles import Network, config_of, make_caches
+from kv_connector.pull_doubles import TO_DECODE, Block, PullEngine, all_equal
 from kv_connector.test_nixl_side_channel import free_port
 
-from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorOutput
+from minivllm.core.kv_connector import KVConnectorConfig
 from minivllm.core.request import Request, RequestStatus
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.nixl_scheduler import NixlConnectorScheduler, side_channel_address
 from minivllm.kv_connector.nixl_worker import NixlConnectorWorker
 from minivllm.kv_connector.pull_params import digest
 
-TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 
-
-@dataclass
-class Block:
-    block_id: int
-    block_hash: str | None = None
-
-
-class Engine:
-    """One engine's two sides of the connector, and steps without tokens."""
+class Engine(PullEngine):
+    """Over agents of a `Network`."""
 
     def __init__(
         self, config: KVConnectorConfig, network: Network, monkeypatch, lease: float = 30.0, rank: int = 0
@@ -51,51 +44,10 @@ class Engine:
     def agent(self):
         return self.worker._agent
 
-    def step(self) -> KVConnectorOutput:
-        self.worker.start_load_kv(self.scheduler.build_connector_meta())
-        sent, received = self.worker.get_finished()
-        failed, invalid = self.worker.take_failed(), self.worker.take_invalid_block_ids()
-        told = self.worker.take_told()
-        output = KVConnectorOutput(sent, received, failed, invalid, kv_connector_worker_meta=[told] if told else None)
-        self.scheduler.update_connector_output(output)
-        return output
-
-    def step_until(self, is_done) -> KVConnectorOutput:
-        until = time.monotonic() + 10
-        while time.monotonic() < until:
-            if is_done(output := self.step()):
-                return output
-            time.sleep(0.002)
-        raise AssertionError("it never came")
-
-    def prefill(self, name: str, num_tokens: int, block_ids: list[int]) -> dict:
-        """A request computed here; returns what its client is told."""
-        request = Request(name, range(num_tokens), max_tokens=1, kv_transfer_params=dict(TO_DECODE))
-        self.scheduler.on_new_request(request)
-        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-        self.scheduler.update_state_after_alloc(request, [Block(block_id) for block_id in block_ids], 0)
-        self.step()
-        request.num_computed_tokens = num_tokens
-        request.append_output_token_id(7)
-        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        delays, params = self.scheduler.request_finished(request, block_ids)
-        assert delays
-        assert params is not None
-        return params
-
     def take(self, name: str, num_tokens: int, params: dict) -> Request:
         request = Request(name, range(num_tokens), max_tokens=4, kv_transfer_params=params)
         self.scheduler.on_new_request(request)
         return request
-
-    def admit(self, request: Request, blocks: list[Block]) -> int:
-        """Gives the request its blocks; returns how many tokens are on their way."""
-        cached = sum(self.config.block_size for block in blocks if block.block_hash)
-        num_external, is_async = self.scheduler.get_num_new_matched_tokens(request, cached)
-        assert num_external is not None
-        assert is_async == (num_external > 0)
-        self.scheduler.update_state_after_alloc(request, blocks, num_external)
-        return num_external
 
 
 @pytest.fixture
@@ -112,14 +64,6 @@ def pair(network, monkeypatch):
         engine.worker.shutdown()
         engine.scheduler.shutdown()
         assert agent is None or agent.is_closed
-
-
-def rows(engine: Engine, block_ids: list[int]):
-    return [tensor[block_ids] for layer in engine.caches.values() for tensor in layer]
-
-
-def all_equal(these, those) -> bool:
-    return all(one.equal(other) for one, other in zip(these, those, strict=True))
 
 
 def test_every_key_that_vllm_answers(pair):
@@ -152,7 +96,7 @@ def test_blocks_are_read_and_let_go_of(pair):
     output = d.step_until(lambda output: output.finished_recving)
     assert output.finished_recving == {"mine"}
     assert not output.failed_recving
-    assert all_equal(rows(d, [1, 3, 4]), rows(p, [5, 2, 9]))
+    assert all_equal(d.rows([1, 3, 4]), p.rows([5, 2, 9]))
     assert not any(tensor[[0, 2, 5]].any() for layer in d.caches.values() for tensor in layer)
     assert p.agent.inbox[-1] == b"r:1"
     assert p.step().finished_sending == {"r"}
@@ -166,7 +110,7 @@ def test_a_partial_hit_reads_only_what_is_missing(pair):
     request = d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]))
     assert d.admit(request, [Block(1, "hash"), Block(3), Block(4)]) == 6
     d.step_until(lambda output: output.finished_recving)
-    assert all_equal(rows(d, [3, 4]), rows(p, [2, 9]))
+    assert all_equal(d.rows([3, 4]), p.rows([2, 9]))
     assert not any(tensor[1].any() for layer in d.caches.values() for tensor in layer)
 
 
@@ -251,7 +195,7 @@ def test_each_rank_reads_from_its_own_peer(network, monkeypatch):
     assert len(set(params["remote_registration_generation"].split("."))) == 2
     d.admit(d.take("mine", 10, params), [Block(1), Block(3), Block(4)])
     assert not d.step_until(lambda output: output.finished_recving).failed_recving
-    assert all_equal(rows(d, [1, 3, 4]), rows(p, [5, 2, 9]))
+    assert all_equal(d.rows([1, 3, 4]), p.rows([5, 2, 9]))
     assert p.agent.inbox[-1] == b"r:2"
     for engine in (p, d):
         engine.worker.shutdown()

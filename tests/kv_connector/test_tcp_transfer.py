@@ -5,7 +5,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from kv_connector.tcp_doubles import Block, Engine, all_equal, tcp_config
+from kv_connector.pull_doubles import Block, all_equal
+from kv_connector.tcp_doubles import Engine, tcp_config
 
 from minivllm.core.kv_connector import KVConnectorRole
 from minivllm.core.request import Request, RequestStatus

@@ -46,6 +46,20 @@ def test_waiting_for_a_core_is_a_disturbance():
     assert "waited 40%" in control.disturbance()
 
 
+@pytest.mark.parametrize(("waits_beside", "words"), [(0.0, ""), (0.002, "waited 29%")])
+def test_where_a_part_loads_the_cores_itself_only_what_is_beside_it_tells(waits_beside: float, words: str):
+    machine = FakeMachine()
+
+    def work() -> None:
+        machine.run(ran=machine.piece, waited=waits_beside)
+
+    control = Control(work, lambda: machine.now, lambda: machine.threads, lambda: 0.0, cores=2, loads_cores=True)
+    with control.watch():
+        machine.run(ran=0.6, waited=0.4)
+    assert words in control.disturbance()
+    assert bool(words) == bool(control.disturbance())
+
+
 def test_what_happens_outside_the_watched_parts_does_not_count():
     machine = FakeMachine()
     control = machine.control()

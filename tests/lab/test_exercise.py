@@ -7,7 +7,8 @@ import pytest
 
 from minivllm.errors import MinivllmError
 from minivllm.lab import exercise
-from minivllm.lab.exercise import check_here, checks_of, load, run_checks
+from minivllm.lab.capstone import NUMBERS
+from minivllm.lab.exercise import REPOSITORY, check_here, checks_of, load, parts_taken, run_checks
 
 
 def module(tmp_path, source):
@@ -122,29 +123,59 @@ def test_the_command_says_by_its_exit_code_whether_all_is_done(tmp_path, monkeyp
     assert ("✓" if code is None else "✗") in capsys.readouterr().out
 
 
-STRETCH = '''"""c"""
+CHECKS = '''"""c"""
 def check_double(m):
     """Twice."""
     assert m.double(2) == 4
-def check_kernel(m):
-    """Stretch: the kernel."""
-    m.kernel()
+def check_large(m):
+    """Stretch: large numbers."""
+    assert m.double(100) == 200
+def check_on_paper(m):
+    """A prediction."""
+    assert m.predict() == m.double(3)
 def plug(m):
-    return m
+    return part_of(m)
+def part_of(m):
+    return m.double
 '''
+SCRIPTS = REPOSITORY / "vllm"
+STUB = "def double(x): ...\ndef add(x, y): ...\ndef predict(): ..."
+ADD = "def add(x, y): return x + y\n"
+DOUBLE = "def double(x): return add(x, x)\n"
+PREDICT = "def predict(): return 6\n"
 
 
-@pytest.mark.parametrize(("source", "is_run"), [("def double(x): return 2 * x", True), ("def kernel(): pass", False)])
-def test_a_missing_stretch_part_withholds_no_run(tmp_path, monkeypatch, capsys, source, is_run):
+@pytest.mark.parametrize(
+    ("source", "unready"),
+    [
+        (ADD + DOUBLE, ""),
+        (ADD + "def double(x): return min(50, add(x, x))\n" + PREDICT, ""),
+        (PREDICT, "double"),
+        (DOUBLE + PREDICT, "add, double"),
+    ],
+    ids=["a part that the engine does not take", "a stretch", "its part", "what its part calls"],
+)
+def test_the_engine_waits_for_what_it_takes_and_for_nothing_else(tmp_path, monkeypatch, capsys, source, unready):
+    mine = tmp_path / "mine.py"
+    mine.write_text(source)
     (tmp_path / "checks").mkdir()
-    (tmp_path / "checks" / "05_x.py").write_text(STRETCH)
-    (tmp_path / "05_x.py").write_text(source)
+    (tmp_path / "checks" / "05_x.py").write_text(CHECKS)
+    (tmp_path / "05_x.py").write_text(STUB)
     ran = []
     monkeypatch.setattr(exercise, "EXERCISES", tmp_path)
     monkeypatch.setattr(exercise, "run_plugged", lambda *given: ran.append(given) or True)
     with pytest.raises(SystemExit) as end:
-        exercise.main(exercise.parser().parse_args(["5"]))
+        exercise.main(exercise.parser().parse_args(["5", "--file", str(mine)]))
     assert end.value.code == 1, "something is missing all the same"
-    check_here("5", load(tmp_path / "05_x.py"))
-    assert len(ran) == 2 * is_run
-    assert "1 of 2 checks to go" in capsys.readouterr().out
+    check_here("5", load(mine))
+    said = capsys.readouterr().out
+    assert len(ran) == (0 if unready else 2)
+    assert said.count(f"when these are right: {unready}\n") == (2 if unready else 0)
+    assert said.count("of 3 checks to go") == 2
+
+
+def test_each_exercise_gives_its_parts_and_keeps_its_kernels():
+    taken = {number: parts_taken(number, load(next(SCRIPTS.glob(f"{number}_*.py")))) for number in NUMBERS}
+    assert [number for number, parts in taken.items() if not parts] == []
+    assert [part for parts in taken.values() for part in parts if part.endswith("kernel")] == []
+    assert (taken["07"], taken["09"]) == (["accept", "propose_ngram", "recovered", "verify"], ["grouped_attention"])

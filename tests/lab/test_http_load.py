@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from minivllm.errors import MinivllmError
-from minivllm.lab.http_load import Answer, Ask, load_beside
+from minivllm.lab.http_load import Answer, Ask, ask, load_beside
 
 LAST = 10_000
 
@@ -91,3 +91,27 @@ def alone(chat: Answer, begin: float, end: float) -> int:
 def test_a_chat_that_ends_before_the_others_are_answered():
     with streaming() as (port, _), pytest.raises(MinivllmError, match=r"1 of 2 .* must be longer"):
         load_beside(port, asks("chat", 1, 12), asks("long", 1, 3), quiet=10)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            b'HTTP/1.1 503 Service Unavailable\r\nserver: x\r\n\r\n{"error":\n"full"}',
+            '503 Service Unavailable: {"error": "full"}',
+        ),
+        (b"", "no answer"),
+    ],
+    ids=["a refusal", "nothing"],
+)
+def test_a_refusal_is_told_in_one_line(said, told):
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+        writer.close()
+
+    async def asked() -> Answer:
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+            return await ask(server.sockets[0].getsockname()[1], "/v1/completions", {}, 0.0)
+
+    assert asyncio.run(asked()).failed == f"ConnectionError: {told}"

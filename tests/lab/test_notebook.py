@@ -2,6 +2,8 @@
 
 import inspect
 import io
+import logging
+import os
 import sys
 from contextlib import redirect_stdout
 
@@ -13,6 +15,7 @@ from IPython.utils.capture import capture_output
 
 from minivllm.lab import notebook
 from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.logger import LEVEL_VARIABLE, init_logger
 
 STUB = '''\
 %%exercise mine
@@ -49,6 +52,7 @@ def one():
 
 @pytest.fixture
 def shell(monkeypatch):
+    monkeypatch.setenv(LEVEL_VARIABLE, "INFO")
     shell = InteractiveShell()
     shell.run_line_magic("colors", "nocolor")
     monkeypatch.setattr(notebook, "get_ipython", lambda: shell)
@@ -193,3 +197,16 @@ def test_begin_does_nothing_more_the_second_time_and_needs_no_ipython(shell, mon
     run(shell, "%%exercise mine\nx = 1")
     monkeypatch.setattr(notebook, "get_ipython", lambda: None)
     notebook.begin()
+
+
+def test_begin_leaves_warnings_only_unless_a_level_is_set(shell, monkeypatch):
+    logger = init_logger("minivllm")
+    level = logger.level
+    notebook.begin()
+    assert logger.level == level, "the environment has one"
+    monkeypatch.delenv(LEVEL_VARIABLE)
+    notebook.begin()
+    try:
+        assert (logger.level, os.environ[LEVEL_VARIABLE]) == (logging.WARNING, "WARNING")
+    finally:
+        logger.setLevel(level)

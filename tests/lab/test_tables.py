@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from minivllm.lab import tables
-from minivllm.lab.tables import closing, markdown_table
+from minivllm.lab.tables import closing, markdown_table, table
 
 COLUMNS = ("engine", "tokens/s", "alone")
 
@@ -19,6 +19,14 @@ def test_numbers_are_aligned_to_the_right_and_words_to_the_left():
 
 def test_without_rows_only_the_head_is_left():
     assert markdown_table(COLUMNS[:1], []) == "| engine |\n| --- |"
+
+
+def test_a_narrow_terminal_cuts_no_word(monkeypatch, capsys):
+    monkeypatch.setattr(tables, "console", Console(width=28, highlight=False))
+    table("Load", ["clients", "requests/s", "tokens/s"], [("1", "8.5", "545")])
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "8.5" in shown
 
 
 @pytest.mark.parametrize(("terminal", "longest"), [(60, 60), (80, 80), (200, 80)])

@@ -229,7 +229,8 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_connector_that_would_lose_a_transfer_is_told_so(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("widgets.disaggregation_state.PATIENCE", 0.5)
+    if name == "never ends":
+        monkeypatch.setattr("widgets.swept.PATIENCE", 0.5)
     (function, old, new), about = WRONG[name]
     module = load_mutant(script_path("08"), (f"ConnectorScheduler.{function}", old, new))
     with pytest.raises(MinivllmError, match=re.escape(about)):

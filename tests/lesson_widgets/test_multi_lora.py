@@ -109,9 +109,10 @@ def test_no_verdict_contradicts_the_formulas():
         cause, wanted = state.cause(state.slots), adapters_at_once(state)
         assert (found.tone == "broken") == bool(cause)
         if state.slots >= min(knobs["adapters"], runs.COUNTED + runs.AFTER):
+            assert state.here.held == 0
+        if state.slots >= knobs["adapters"]:
             said["a slot for each"] += 1
             assert cause != "slots", knobs
-            assert state.here.held == 0
         if wanted < state.slots / 2:
             said["plenty"] += 1
             assert cause != "slots", knobs
@@ -123,6 +124,20 @@ def test_no_verdict_contradicts_the_formulas():
         assert state.here.distinct <= min(state.slots, knobs["adapters"])
     least = min(said[one] for one in ("fine", "broken", "refused", "a slot for each", "plenty", "far too few"))
     assert least >= 20, said
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_slots_that_are_too_few_in_the_long_run_are_said_to_be_however_short_the_run():
+    """20 requests a second want 16 adapters at once: twelve slots serve a few in time, and not all that come."""
+    for slots, ttft, tone in ((12, 5.0, "tight"), (12, 2.0, "broken"), (8, 5.0, "broken"), (24, 2.0, "fine")):
+        state = here(slots=slots, ttft=ttft)
+        assert state.first(slots) < ttft
+        found = widget.verdict(state)
+        assert found.tone == tone, (slots, ttft, found)
+        assert found.words.count("in the long run within") == (slots < 16)
+        assert found.words.count("have their first token") == 1
+        if tone == "broken":
+            assert found.words.startswith("Too few slots")
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8, 32])
@@ -252,6 +267,9 @@ def test_the_command_is_a_server_with_adapters():
     for flag, value in (("--max-loras", "8"), ("--max-lora-rank", "64"), ("--max-cpu-loras", "1000")):
         assert words[words.index(flag) + 1] == value
     assert "--enable-lora" in words
+    nothing_fits = next(iter(widget.sweep(model="Qwen3-14B", gpu="L4")))
+    assert nothing_fits.refused
+    assert "0 fit" in widget.figure(nothing_fits)
     assert "it refuses to start" in widget.command(next(iter(widget.sweep(max_rank=8, rank=16))))
 
 
@@ -336,9 +354,10 @@ def endless(*_) -> list[int]:
 @pytest.mark.parametrize(
     ("own", "about"),
     [({"table": Nowhere}, "your slots say"), ({"admit": lambda *_: [7]}, "your admit says"),
-     ({"admit": endless}, "never end")],
+     ({"admit": endless}, "never end"), ({"table": endless}, "never end")],
 )  # fmt: skip
 def test_parts_that_cannot_be_carried_out_are_refused(own: dict, about: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runs, "PATIENCE", 0.3)
+    if about == "never end":
+        monkeypatch.setattr("widgets.swept.PATIENCE", 0.3)
     with pytest.raises(MinivllmError, match=about):
         here(**own)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import itertools
 import json
@@ -25,6 +24,7 @@ import torch
 from minivllm.lab.cli import run
 from minivllm.lab.exercise import Check, CheckResult, checks_of, exercise_path, load, run_checks
 from minivllm.lab.mutants import Mutant, load_mutant
+from minivllm.lab.reach import joined, names_in, reached
 from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -172,19 +172,7 @@ def nearest_first(number: str, function: str) -> list[Check]:
 @cache
 def _calls_from(number: str, check: str) -> dict[str, int]:
     """How many functions lie nearer to a check than each that it leads to, in its own file and in the script."""
-    named = _names(checks_path(number)) | _names(script_path(number))
-    found, latest = {}, {check}
-    while latest:
-        found |= dict.fromkeys(latest, len(found))
-        latest = set().union(*(named[name] for name in latest)) & named.keys() - found.keys()
-    return found
-
-
-@cache
-def _names(path: Path) -> dict[str, set[str]]:
-    """All names and attributes in each function and class of a file."""
-    parts = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return {part.name: {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(part)} for part in parts}
+    return reached(check, joined(*(names_in(path(number).read_text()) for path in (checks_path, script_path))))
 
 
 def _failures(number: str, mutant: Mutant) -> Iterator[CheckResult]:

@@ -267,6 +267,41 @@ MUTANTS = {
         "raise self.error",
         "error, self.error = self.error, None\nraise error",
     ),
+    "keeps what it has joined": (
+        "RequestOutputCollector.put",
+        "join(self.unread, output)",
+        "join(self.unread, output)\nself.joined = [*getattr(self, 'joined', []), output]",
+    ),
+    "one event for all requests": (
+        "RequestOutputCollector.__init__",
+        "self.there = asyncio.Event()",
+        "type(self).there = asyncio.Event()",
+    ),
+    "knows one kind of error": (
+        "RequestOutputCollector.put",
+        "isinstance(output, Exception)",
+        "isinstance(output, ConnectionError)",
+    ),
+    "another error than was put": (
+        "RequestOutputCollector.get",
+        "raise self.error",
+        "raise type(self.error)('the engine has died')",
+    ),
+    "two completions at the most": (
+        "join",
+        "unread.outputs.append(completion)",
+        "if len(unread.outputs) < 2: unread.outputs.append(completion)",
+    ),
+    "each token once": (
+        "join",
+        "earlier.token_ids += completion.token_ids",
+        "earlier.token_ids += [one for one in completion.token_ids if one not in earlier.token_ids]",
+    ),
+    "the last 64 letters": (
+        "join",
+        "earlier.text += completion.text",
+        "earlier.text = (earlier.text + completion.text)[-64:]",
+    ),
     "loses the text": ("join", "earlier.text += completion.text", ""),
     "loses the tokens": ("join", "earlier.token_ids += completion.token_ids", ""),
     "loses the log probabilities": ("join", "if completion.logprobs is not None: ...", ""),
@@ -337,6 +372,33 @@ MUTANTS = {
         "min(found, key=lambda one: (one[0], -one[1]))",
     ),
     "the last one in the text": ("StopStrings.push", "text.find(one)", "text.rfind(one)"),
+    "stop strings are patterns": (
+        "StopStrings.push",
+        "found = ...",
+        "import re\n"
+        "found = [(re.search(one, text).end(), i, one) for i, one in enumerate(self.stop) if re.search(one, text)]",
+    ),
+    "capitals do not count": (
+        "StopStrings.push",
+        "found = ...",
+        "low = text.lower()\n"
+        "found = [(low.find(s.lower()) + len(s), i, s) for i, s in enumerate(self.stop) if s.lower() in low]",
+    ),
+    "without blanks around them": (
+        "StopStrings.__init__",
+        "self.stop, self.held = stop, ''",
+        "self.stop, self.held = [one.strip() or one for one in stop], ''",
+    ),
+    "three stop strings at the most": (
+        "StopStrings.__init__",
+        "self.stop, self.held = stop, ''",
+        "self.stop, self.held = stop[:3], ''",
+    ),
+    "holds eight characters at the most": (
+        "StopStrings.push",
+        "max(..., default=0)",
+        "min(8, max(..., default=0))",
+    ),
     "forgets the end": ("StopStrings.flush", "return held", "return ''"),
     "gives the end twice": ("StopStrings.flush", "held, self.held = self.held, ''", "held = self.held"),
     "holds a false start for ever": ("overlap", "text.endswith(stop[:size])", "stop[:size] in text"),
@@ -387,6 +449,21 @@ MUTANTS = {
         "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)",
         "try: await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)\n"
         "except asyncio.CancelledError: pass",
+    ),
+    "looks ten times a second": (
+        "until_disconnected",
+        "await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)",
+        "while not (working.done() or leaving.done()): await asyncio.sleep(0.1)",
+    ),
+    "an empty answer is none": (
+        "until_disconnected",
+        "working.result() if working.done() else None",
+        "(working.result() or None) if working.done() else None",
+    ),
+    "swallows its cancelling while it waits for the abort": (
+        "until_disconnected",
+        "await asyncio.gather(working, leaving, return_exceptions=True)",
+        "try: await asyncio.gather(working, leaving, return_exceptions=True)\nexcept asyncio.CancelledError: pass",
     ),
     "loses the work's error": (
         "until_disconnected",
@@ -443,6 +520,11 @@ MUTANTS = {
         "bitmask + row * (vocab_size // 32) + word",
     ),
     "all rows have a grammar": ("apply_grammar_bitmask_kernel", "tl.load(has_grammar + row) != 0", "row >= 0"),
+    "a grammar is a 1": (
+        "apply_grammar_bitmask_kernel",
+        "tl.load(has_grammar + row) != 0",
+        "tl.load(has_grammar + row) == 1",
+    ),
     "reads the words of every row": (
         "apply_grammar_bitmask_kernel",
         "tl.load(bitmask + row * num_words + word, mask=word < num_words, other=0)",
@@ -478,6 +560,10 @@ MESSAGES = {
     "an error overtakes the data": "the exception overtook a",
     "loses the log probabilities": "four tokens, and log probabilities of",
     "loses how it ended": "finish_reason is None",
+    "keeps what it has joined": "join each when it comes",
+    "stop strings are patterns": "no pattern",
+    "looks ten times a second": "do not look from time to time",
+    "a grammar is a 1": "which is not 0",
     "joins by place": "Are they joined by their place in the list?",
     "always holds the longest less one": "you always keep the length of the longest one",
     "forgets the end": "is it forgotten?",

@@ -284,6 +284,9 @@ MUTANTS = {
         ASKED, NUM_TOKENS,
         "params['do_remote_prefill'] = False\nnum_tokens = params['remote_num_tokens'] - num_computed_tokens",
     ),
+    "asking counts as computing": (
+        ASKED, NUM_TOKENS, f"request.num_computed_tokens = num_computed_tokens\n{NUM_TOKENS}",
+    ),
     "all of its own prompt": (
         ASKED, NUM_TOKENS, "num_tokens = request.num_prompt_tokens - num_computed_tokens",
     ),
@@ -291,6 +294,23 @@ MUTANTS = {
     "not below zero forgotten": (ASKED, "max(num_tokens, 0)", "num_tokens if num_tokens else None"),
     # update_state_after_alloc
     "reads again after a preemption": (TOLD, "params['do_remote_prefill'] = False", ""),
+    "a full hit may be read later": (
+        TOLD, "params['do_remote_prefill'] = False",
+        "if num_external_tokens: params['do_remote_prefill'] = False",
+    ),
+    "counts from the end of its own prompt": (
+        TOLD, "params['remote_num_tokens'] - num_external_tokens", "request.num_prompt_tokens - num_external_tokens",
+    ),
+    "cuts the table": (
+        TOLD, READ,
+        "del block_ids[len(remote) :], block_ids[:first]\n"
+        "self.reads.append(Read(request.request_id, params, block_ids, remote[first:]))",
+    ),
+    "cuts the peer's blocks": (
+        TOLD, READ,
+        "mine = block_ids[first : len(remote)]\ndel remote[:first]\n"
+        "self.reads.append(Read(request.request_id, params, mine, remote))",
+    ),
     "reads for everybody": (TOLD, "if not params.get('do_remote_prefill'): ...", "if not params: return"),
     "never tells of a full hit": (
         TOLD, "params['do_remote_prefill'] = False",
@@ -349,6 +369,7 @@ MUTANTS = {
         "reads = self.reads\nself.reads.clear()\nreturn reads",
     ),
     "one at a time": (META, "reads, self.reads = self.reads, []", "reads, self.reads = self.reads[:1], self.reads[1:]"),
+    "what only tells comes last": (META, "return reads", "return sorted(reads, key=lambda one: not one.block_ids)"),
     "a tuple of reads": (META, "return reads", "return tuple(reads)"),
     # request_finished
     "holds nothing": (HELD, "return True, ...", "return False, None"),
@@ -408,6 +429,18 @@ MUTANTS = {
     "blocks of the sampled token, too": (
         HELD, "-(-request.num_computed_tokens // self.block_size)", "-(-request.num_tokens // self.block_size)",
     ),
+    "the prompt is all that it tells": (
+        HELD, "told = ...",
+        "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_prompt_tokens}",
+    ),
+    "blocks of the prompt only": (
+        HELD, "-(-request.num_computed_tokens // self.block_size)", "-(-request.num_prompt_tokens // self.block_size)",
+    ),
+    "cuts the table that is held": (
+        HELD, "told = ...",
+        "del block_ids[num_blocks:]\n"
+        "told = {'remote_request_id': request.request_id, 'remote_num_tokens': request.num_computed_tokens}",
+    ),
     "one dictionary for all": (
         HELD, "return True, ...",
         "self.address.update(told, do_remote_prefill=True, remote_block_ids=block_ids[:num_blocks])\n"
@@ -434,12 +467,18 @@ MUTANTS = {
         EXPIRED, "late = ...",
         "late = list(self.pinned) if any(until <= self.clock() for until in self.pinned.values()) else []",
     ),
+    "in whole seconds": (EXPIRED, "until <= self.clock()", "int(until) <= int(self.clock())"),
+    "rounded": (EXPIRED, "until <= self.clock()", "round(until) <= round(self.clock())"),
+    "one lease in a call": (EXPIRED, "late = ...", "late = (...)[:1]"),
     "a set of names": (EXPIRED, "return late", "return set(late)"),
     # the kernels
     "one block: no mask": (
         "gather_block_kernel", "tl.load(source, mask=place < numbers)", "tl.load(source)",
     ),
     "one block: always the first": ("gather_block_kernel", "tl.cast(block_id, tl.int64) * numbers", "0"),
+    "one block: ids of a byte": (
+        "gather_block_kernel", "tl.cast(block_id, tl.int64) * numbers", "block_id % 256 * numbers",
+    ),
     "one block: blocks of BLOCK": ("gather_block_kernel", "tl.cast(block_id, tl.int64) * numbers", "block_id * BLOCK"),
     "one block: the first program only": ("gather_block_kernel", "tl.program_id(0) * BLOCK", "0"),
     "one block: programs of eight": (
@@ -464,6 +503,9 @@ MUTANTS = {
         "        tl.store(target + part * BLOCK, tl.load(source + part * BLOCK, mask=kept), mask=kept)",
     ),
     "gather: places, not blocks": ("gather_kernel", "tl.load(block_ids + wanted)", "wanted"),
+    "gather: ids in half precision": (
+        "gather_kernel", "tl.load(block_ids + wanted)", "tl.load(block_ids + wanted).to(tl.float16)",
+    ),
     "gather: one tensor": ("gather_kernel", "tensor * num_blocks + block", "block"),
     "gather: tensors as far apart as wanted blocks": (
         "gather_kernel", "tensor * num_blocks + block", "tensor * tl.num_programs(0) + block",
@@ -505,6 +547,9 @@ MESSAGES = {
     "never tells of a full hit": "the peer holds its blocks until it is told",
     "an unread prompt is nobody's affair": "the peer must be told",
     "room for the answer, too": "not one for one",
+    "asking counts as computing": "asking changes nothing",
+    "cuts the table": "it is the scheduler's",
+    "a full hit may be read later": "it is told again when the request ends",
     "holds what was aborted": "finish_reason 'abort'",
     "no lease": "is right",
     "gather: tensor after tensor": "all of a block must stand together",

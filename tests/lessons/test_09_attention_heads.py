@@ -129,11 +129,11 @@ def test_bytes_are_counted_as_the_engine_counts_them():
 
 def test_both_forms_of_latent_attention_agree():
     case = report.latent_case({"heads": 5, "rank": 24, "rope": 8, "nope": 12, "v": 20}, 30, torch.float64)
-    assert torch.allclose(lesson.expanded_attention(*case), lesson.absorbed_attention(*case), atol=1e-12)
+    assert torch.allclose(lesson.plain_attention(*case), lesson.absorbed_attention(*case), atol=1e-12)
 
 
 def test_latents_are_attended_to_as_in_the_engine():
-    """The absorbed forms, the engine's over blocks that lie anywhere; and the lesson's expanded with its plain form."""
+    """The absorbed forms, the engine's over blocks that lie anywhere; and the lesson's plain form with the engine's."""
     torch.manual_seed(3)
     shape, positions, blocks = {"heads": 6, "rank": 32, "rope": 16, "nope": 24, "v": 20}, 37, [4, 0, 2]
     q_nope, q_rope, latents, k_rope, w_uk, w_uv = case = report.latent_case(shape, positions, torch.float32)
@@ -150,7 +150,7 @@ def test_latents_are_attended_to_as_in_the_engine():
     its = mla_attention(q, cache, starts, lengths, table, scale, kv_lora_rank=32)
     assert_close(up.expand_values(its)[0], lesson.absorbed_attention(*case).double())
     plain = plain_attention(q_nope[None], q_rope[None], latents, k_rope, up, scale)
-    assert_close(plain[0], lesson.expanded_attention(*case).double())
+    assert_close(plain[0], lesson.plain_attention(*case).double())
 
 
 # ---- pooled heads ----------------------------------------------------------------------------------------------------
@@ -220,9 +220,9 @@ def test_the_figures_of_the_text():
     assert round(lesson.decode_flops_per_byte(deepseek)) == 242
     assert round(get_hardware("H100").ridge()) == 295
     operations = report.latent_operations(report.latent_shape("DeepSeek-V3"))
-    assert operations == {"expanded": 33_636_352, "attended": 81_920, "absorbed": 278_528}
+    assert operations == {"plain": 33_636_352, "attended": 81_920, "absorbed": 278_528}
     assert f"{operations['absorbed'] / operations['attended']:.1f}" in TEXT
-    assert f"{operations['expanded'] / operations['absorbed']:.0f} times" in TEXT
+    assert f"{operations['plain'] / operations['absorbed']:.0f} times" in TEXT
 
 
 def test_the_opening_shows_the_embedded_models_heads():

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.errors import MinivllmError
-from minivllm.lora.lora_model import read_adapter
+from minivllm.lora.lora_model import fingerprint_of, read_adapter
 from minivllm.lora.peft_helper import PEFTHelper
 from minivllm.lora.request import LoRARequest as UnderVLLMsName
 from minivllm.memory.adapters import linear_shapes
@@ -54,7 +54,18 @@ def test_the_name_is_vllms():
     assert UnderVLLMsName is LoRARequest
 
 
-@pytest.mark.parametrize("given", [("", 1, "p"), ("a", 1, ""), ("a", 0, "p"), ("a", True, "p"), (None, 1, "p")])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("", 1, "p"),
+        ("a", 1, ""),
+        ("a", 0, "p"),
+        ("a", True, "p"),
+        (None, 1, "p"),
+        ("\ud800", 1, "p"),
+        ("a", 1, "\udcff"),
+    ],
+)
 def test_a_request_needs_a_name_a_number_and_a_path(given):
     with pytest.raises(MinivllmError):
         LoRARequest(*given)
@@ -79,6 +90,7 @@ def test_the_scale_is_alpha_over_the_rank_or_its_root():
         ({"r": 0}, "whole number"),
         ({"r": True}, "whole number"),
         ({"r": 8.0}, "whole number"),
+        ({"use_rslora": "false"}, "use_rslora.*true or false"),
         ({"lora_alpha": "16"}, "lora_alpha"),
         ({"lora_alpha": math.inf}, "lora_alpha"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern"),
@@ -150,11 +162,48 @@ def test_adapters_that_peft_has_written(name, modules, rank, scale):
     assert torch.equal(stored.lora_b, whole * scale)
 
 
+def test_what_was_read_does_not_change_with_its_file(tmp_path):
+    """Safetensors maps a file: numbers that were not copied change with it, and end the process once it is cut."""
+    first, second = pair(), pair()
+    pairs = read_adapter(written(tmp_path, first), 16, shape_of)
+    before = fingerprint_of(pairs, torch.float32)
+    with (tmp_path / "adapter_model.safetensors").open("r+b") as file:
+        file.write(save(second))
+    assert torch.equal(pairs[0, "q_proj"].lora_a, next(iter(first.values())))
+    other = read_adapter(tmp_path, 16, shape_of)
+    assert fingerprint_of(pairs, torch.float32) == before != fingerprint_of(other, torch.float32)
+
+
+def test_a_fingerprint_is_of_the_numbers_and_of_where_they_belong(tmp_path):
+    tensors = pair()
+    elsewhere = {name.replace("layers.0", "layers.1"): one for name, one in tensors.items()}
+    wholes = [
+        read_adapter(written(tmp_path, one, **settings), 16, shape_of)
+        for one, settings in ((tensors, {}), (elsewhere, {}), (tensors, {"lora_alpha": 9}), (tensors, {"bias": "none"}))
+    ]
+    first, moved, scaled, as_the_first = (fingerprint_of(one, torch.float32) for one in wholes)
+    assert len({first, moved, scaled, fingerprint_of(wholes[0], torch.bfloat16)}) == 4
+    assert first == as_the_first
+
+
 def test_a_pickle_is_named_and_not_opened(tmp_path):
     written(tmp_path, pair())
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
     with pytest.raises(MinivllmError, match=r"adapter_model\.bin is a pickle"):
         read_adapter(tmp_path, 16, shape_of)
+
+
+def test_files_that_cannot_be_looked_at_or_opened_are_no_adapter(tmp_path, monkeypatch):
+    """In one line; whatever else is raised ends a step."""
+    with pytest.raises(MinivllmError, match="no adapter"):
+        read_adapter(tmp_path / ("x" * 300), 16, shape_of)
+
+    def denied(*arguments, **named):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("safetensors.safe_open", denied)
+    with pytest.raises(MinivllmError, match=r"cannot be read as safetensors.*Permission denied"):
+        read_adapter(written(tmp_path, pair()), 16, shape_of)
 
 
 WRONG = {

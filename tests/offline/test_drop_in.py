@@ -45,6 +45,13 @@ def test_every_name_that_is_handed_on_exists():
     assert all(getattr(minivllm, name) for name in minivllm.__all__)
 
 
+def test_a_kv_transfer_config_may_have_vllms_further_fields():
+    config = minivllm.KVTransferConfig(kv_connector="ExampleConnector", kv_rank=0, kv_parallel_size=2)
+    assert EngineArgs(model="x", kv_transfer_config=config).kv_transfer_config is config
+    with pytest.raises(MinivllmError, match="did you mean 'kv_role'"):
+        minivllm.KVTransferConfig(kv_connector="ExampleConnector", kv_rol="kv_both")
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in BY_KEYWORDS])
 def test_methods_take_vllms_parameters_in_vllms_order_with_vllms_defaults(name):
     owner, method = name.split(".")

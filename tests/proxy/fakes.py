@@ -108,6 +108,7 @@ class Fake:
     got: list[Got] = field(default_factory=list)
     num_left: int = 0
     health: int = 200
+    health_delay: float = 0.0
     port: int = field(default_factory=free_port)
 
     @property
@@ -125,6 +126,7 @@ class Fake:
             raise
 
     async def say_health(self, request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(self.health_delay)
         return web.Response(status=self.health)
 
     async def start(self) -> web.AppRunner:

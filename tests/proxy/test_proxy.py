@@ -331,6 +331,26 @@ def test_a_server_is_not_asked_until_it_is_healthy_again():
     with_setting(test, prefill=[Fake(prefills), second], health_interval=0.05)
 
 
+def test_a_late_server_is_asked_while_no_other_answers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.05)
+    late, other = Fake(prefills, health_delay=0.5), Fake(prefills)
+
+    async def test(there: Setting) -> None:
+        pool = there.proxy.prefill
+        for upstream in pool.upstreams:
+            await there.proxy.look_at(upstream)
+        assert [one.url for one in pool.healthy] == [other.url]
+        other.health = 503
+        await there.proxy.look_at(pool.upstreams[1])
+        assert [one.url for one in pool.healthy] == [late.url], "it may only be busy"
+        assert (await there.post(BODY))[0] == 200
+        for _ in range(2):
+            await there.proxy.look_at(pool.upstreams[0])
+        assert pool.healthy == [], "busy for too long"
+
+    with_setting(test, prefill=[late, other])
+
+
 def test_whoever_waits_for_a_server_that_has_fallen_silent_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.05)
     hangs = Fake(begins)

@@ -19,7 +19,7 @@ from server.serving import MODEL, Server, eventually, free_port, running
 
 from minivllm.engine.arg_utils import FLAG_GROUPS, EngineArgs
 from minivllm.entrypoints.cli.main import _parsed, main
-from minivllm.entrypoints.openai.http_server import _drain
+from minivllm.entrypoints.openai.http_server import _drain, address_of
 from minivllm.entrypoints.openai.middleware import ServerState
 from minivllm.errors import MinivllmError
 
@@ -96,6 +96,7 @@ def test_a_full_queue_refuses_and_sigterm_ends_open_requests_with_an_error():
 
 def test_a_second_sigterm_does_not_wait_for_open_requests():
     with slow_server("--shutdown-timeout", "60") as server:
+        assert f":{server.port}\n" in server.said().partition("Serving on http://")[2]
         processes, folder = server.processes(), server.folder()
         clients = Clients(server, 4)
         server.process.send_signal(signal.SIGTERM)
@@ -130,7 +131,7 @@ def test_a_killed_core_is_told_at_once_and_ends_the_server():
         clients = Clients(server, 4)
         since = time.monotonic()
         server.core().kill()
-        clients.all_answered(since, 1.0)
+        clients.all_answered(since, 2.5)
         assert server.client.get("/health").status_code == 503
         assert server.client.post("/v1/completions", json=LONG).status_code in (500, 503)
         assert server.process.wait(5) not in (0, None)
@@ -158,6 +159,13 @@ def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused()
         assert found[0].json()["usage"]["completion_tokens"] == 8000
         assert server.process.wait(30) == 0
         assert time.monotonic() - since < 2.0, "an open x-ray page holds up nobody"
+
+
+@pytest.mark.parametrize(("host", "said"), [("127.0.0.1", "http://127.0.0.1"), ("0.0.0.0", "http://localhost")])
+def test_the_address_is_one_that_a_client_can_use(host, said):
+    with socket.socket() as listening:
+        listening.bind((host, 0))
+        assert address_of(listening) == f"{said}:{listening.getsockname()[1]}"
 
 
 def test_a_port_in_use_is_one_line(capfd):

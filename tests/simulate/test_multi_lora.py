@@ -14,6 +14,7 @@ from minivllm.simulate.multi_lora import (
     AdapterCost,
     distinct_adapters,
     lru_hit_rate,
+    wait_for_a_slot,
     zipf_adapters,
     zipf_shares,
 )
@@ -57,6 +58,44 @@ def test_the_hit_rate_is_that_of_the_real_slots(adapters: int, skew: float, slot
 
 def test_with_a_slot_for_each_adapter_all_are_hits():
     assert lru_hit_rate(zipf_shares(5, 1.0), 5) == lru_hit_rate(zipf_shares(5, 1.0), 9) == 1.0
+
+
+def waits(adapters: int, skew: float, slots: int, load: float, requests: int) -> list[float]:
+    """Seconds until each request's adapter has a slot, where each runs for a second: from the shortest."""
+    draw, now, found = random.Random(5), 0.0, []
+    ends: dict[int, float] = {}  # of each adapter that is in, when its last request ends
+    queue: dict[int, list[float]] = {}  # when those came who wait, by adapter; whoever came first is first
+    for adapter in zipf_adapters(adapters, skew, requests, seed=5):
+        now += draw.expovariate(load)
+        while ends and (over := min(ends.values())) <= now:
+            del ends[next(one for one, end in ends.items() if end == over)]
+            if queue:
+                first = next(iter(queue))
+                found += [over - came for came in queue.pop(first)]
+                ends[first] = over + 1
+        if adapter in ends or len(ends) < slots:
+            ends[adapter] = now + 1
+            found.append(0.0)
+        else:
+            queue.setdefault(adapter, []).append(now)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "skew", "slots", "load"),
+    [(1000, 1.0, 8, 20.0), (1000, 1.0, 12, 20.0), (1000, 0.0, 12, 20.0), (50, 1.0, 4, 10.0), (10, 0.0, 2, 20.0)],
+)
+def test_the_wait_for_a_slot_is_that_of_a_long_queue(adapters: int, skew: float, slots: int, load: float):
+    found = waits(adapters, skew, slots, load, 12_000)
+    formula = wait_for_a_slot(zipf_shares(adapters, skew), load, 1.0, slots, 0.9)
+    assert 0.7 * found[int(0.9 * len(found))] < formula < 1.1 * found[int(0.9 * len(found))]
+
+
+def test_nobody_waits_for_long_where_slots_are_as_many_as_are_wanted():
+    shares = zipf_shares(1000, 1.0)
+    wanted = distinct_adapters(shares, 20.0)
+    assert wait_for_a_slot(shares, 20.0, 1.0, round(wanted + 1), 0.9) == 0
+    assert waits(1000, 1.0, round(2 * wanted), 20.0, 5_000)[4_500] == 0
 
 
 class Flat:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
 from minivllm.simulate.cost_model import FittedCost, StepShape
 from minivllm.simulate.offline import run_offline
@@ -29,7 +29,7 @@ def workloads(draw):
         max_num_batched_tokens=draw(st.integers(1, 100) if chunked else st.integers(72, 200)),
         enable_chunked_prefill=chunked,
         static_batching=draw(st.booleans()),
-        num_speculative_tokens=draw(st.sampled_from([0, 0, 2])),
+        drafting=DraftingConfig(num_speculative_tokens=draw(st.sampled_from([0, 0, 2]))),
     )
     blocks = CacheConfig(
         num_gpu_blocks=draw(st.integers(20, 80)), block_size=4, enable_prefix_caching=draw(st.booleans())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -230,7 +230,7 @@ def test_one_that_waits_for_what_never_ends_is_refused(after):
 @settings(max_examples=60, deadline=None)
 def test_drafts_change_the_steps_and_not_the_tokens(case, num_drafts, acceptance):
     work, config, blocks = case
-    config = replace(config, num_speculative_tokens=num_drafts)
+    config = replace(config, drafting=DraftingConfig(num_speculative_tokens=num_drafts))
     found = simulate(work, config, blocks, COST, acceptance=acceptance)
     assert [len(one.token_times) for one in found.requests] == [one.output_tokens for one in work]
     assert max(step.shape.num_tokens for step in found.steps) <= config.max_num_batched_tokens
@@ -243,7 +243,7 @@ def test_drafts_change_the_steps_and_not_the_tokens(case, num_drafts, acceptance
 def test_accepted_drafts_are_as_many_as_the_acceptance_says():
     """Of k drafts with chance a each, (1 - a^(k+1)) / (1 - a) tokens come of a verification (Leviathan et al. 2023)."""
     work = [SimulatedRequest(4, 4001)]
-    config = SchedulerConfig(max_model_len=8192, num_speculative_tokens=3)
+    config = SchedulerConfig(max_model_len=8192, drafting=DraftingConfig(num_speculative_tokens=3))
     found = simulate(work, config, CacheConfig(num_gpu_blocks=600), COST, acceptance=0.6)
     assert 4000 / (len(found.steps) - 1) == pytest.approx((1 - 0.6**4) / (1 - 0.6), rel=0.03)
     with pytest.raises(MinivllmError, match="acceptance"):

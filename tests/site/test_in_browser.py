@@ -57,6 +57,10 @@ def test_a_widget_turns_by_keyboard_without_a_kernel(opened):
         assert words.inner_text() == "At load 1.5 this is broken."
         assert site.page.locator(f"{WIDGET} [id$='-loud']").is_disabled()
         assert site.page.locator(f"{WIDGET} [id$='-servers']").is_enabled()
+        progress = site.page.locator(f"{WIDGET} .lw-progress")
+        assert progress.inner_text().startswith("✓ Met.")
+        site.page.locator(WIDGET).get_by_role("button", name="Challenge 3").click()
+        assert progress.inner_text() == "Not yet. It takes knobs that can be turned in the notebook only."
         assert site.complaints() == []
 
 

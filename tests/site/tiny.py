@@ -55,6 +55,15 @@ def check(state: State) -> Progress:
     return Progress(state.broken, f"The load is {state.load:g}.", "Raise the load.")
 
 
+def check_note(state: State) -> Progress:
+    return Progress(state.note == "done", f"The note is {state.note!r}.", "Note: write done.")
+
+
+CHALLENGES = (
+    Challenge("Break it.", check, "It breaks at 1."),
+    Challenge("Break it twice.", check, "It breaks at 1."),
+    Challenge("Write done.", check_note, "No page without a kernel can."),
+)
 SPEC = Spec(
     name="tiny",
     title="A queue",
@@ -70,6 +79,6 @@ SPEC = Spec(
     figure=figure,
     verdict=verdict,
     command=command,
-    challenges=tuple(Challenge(f"Break it, {way}.", check, "It breaks at 1.") for way in ("once", "twice", "for good")),  # type: ignore[arg-type]
+    challenges=CHALLENGES,
     guess=Guess("Where does it break?", ("0.5", "1", "never"), 1, "There is as much work as the server can do."),
 )

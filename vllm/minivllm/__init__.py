@@ -22,6 +22,7 @@ _HOMES = {
     "FlexibleArgumentParser": "minivllm.config.flags",
     "Gauge": "minivllm.engine.metrics_reader",
     "Histogram": "minivllm.engine.metrics_reader",
+    "KVTransferConfig": "minivllm.config",
     "LLM": "minivllm.entrypoints.llm",
     "LLMEngine": "minivllm.engine.llm_engine",
     "Logprob": "minivllm.outputs",
@@ -57,7 +58,7 @@ _NOT_SERVED = {
     **dict.fromkeys(("AggregatedLoggingStatLogger", "StatLoggerFactory"), "other loggers of statistics"),
     "ShardedStateLoader": "sharded checkpoints",
     "current_platform": "an object for the platform",
-    "KVTransferConfig": "another memory for the KV cache",
+    "example_hidden_states_connector": "the hidden states of a model",
     "VllmConfig": "one config of all; there is EngineArgs",
 }
 

@@ -370,18 +370,18 @@ def _append_step(module, lengths, slots, width):
 
 
 def check_append_kernel(module):
-    """Step 3: each of three requests gets its key and value at its own length."""
+    """Stretch: step 3: each of three requests gets its key and value at its own length."""
     _append_step(module, [2, 0, 3], slots=4, width=8)
 
 
 def check_append_kernel_any_width(module):
-    """Step 3: it works for tokens of 6 or 160 numbers, and moves no number more than once."""
+    """Stretch: step 3: it works for tokens of 6 or 160 numbers, and moves no number more than once."""
     _append_step(module, [1, 4, 2], slots=5, width=6)
     _append_step(module, [0, 1], slots=2, width=160)
 
 
 def check_append_kernel_full_cache(module):
-    """Step 3: a request whose cache is full writes nothing, least of all into its neighbour's first slot."""
+    """Stretch: step 3: a request whose cache is full writes nothing, least of all into its neighbour's first slot."""
     _append_step(module, [4, 1, 4], slots=4, width=8)
     _append_step(module, [3, 0], slots=3, width=6)
 

@@ -126,7 +126,7 @@ def check_fork_takes_nothing(module):
 
 
 def check_copy_on_write(module):
-    """The first who writes into a shared, half full block gets its own copy; the last one writes in place."""
+    """Stretch: the first who writes into a shared, half full block gets its own copy; the last one writes in place."""
     pool, table = _table(module, 10)
     child, before = table.fork(), _ids(table)
     slots, copies = child.append(1)

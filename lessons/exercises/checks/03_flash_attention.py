@@ -206,7 +206,7 @@ def check_queries_are_the_last_positions(module):
 
 
 def check_no_more_bytes_than_needed(module):
-    """It reads K and V once for every tile of queries that sees them, Q once, and writes the output once."""
+    """Stretch: it reads K and V once for every tile of queries that sees them, Q once, and writes the output once."""
     vectors, trips = in_slow_memory(*_vectors(100, 16))
     module.tiled_attention(*vectors, 32, 16)
     least = flash_traffic(100, 16, 32, 16, itemsize=4)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -122,6 +123,32 @@ def check_unread_deltas_are_joined(module):
     assert found.finished, "the last delta was the request's last, and `finished` is lost"
 
 
+def check_no_more_is_kept_than_one_output(module):
+    """However many outputs nobody reads, they are one output, each time that one comes."""
+
+    async def work(collector):
+        kept = []
+        for token in range(100):
+            output = delta(token, 0, index=token % 3, finished=False)
+            kept.append(weakref.ref(output))
+            collector.put(output)
+            del output
+            number = sum(one() is not None for one in kept)
+            assert number <= 2, f"{number} outputs are kept after {token + 1} puts: join each when it comes"
+        return await collector.get()
+
+    found = with_collector(module, work)
+    text_of(found)
+    indices = sorted(one.index for one in found.outputs)
+    assert indices == [0, 1, 2], f"completions 0, 1 and 2 were put, and {indices} came"
+    for one in found.outputs:
+        expected = [number for token in range(one.index, 100, 3) for number in (token, 0)]
+        where = f"100 unread outputs, completion {one.index}"
+        assert len(one.text) == len(expected), f"{where}: {len(expected)} letters were put, and {len(one.text)} came"
+        assert len(one.token_ids) == len(expected), f"{where}: of {len(expected)} tokens {len(one.token_ids)} came"
+        assert one.token_ids == expected, f"{where}: its tokens came in another order"
+
+
 def check_completions_are_joined_by_their_index(module):
     """Of a request with n = 2, each completion grows by its own deltas, wherever they stand in an output."""
 
@@ -236,7 +263,8 @@ def check_an_error_comes_last(module):
 
     async def work(collector):
         collector.put(delta(0))
-        collector.put(ConnectionError("it has died"))
+        died = ConnectionError("it has died")
+        collector.put(died)
         collector.put(delta(1))
         first = await caught(collector)
         assert first != "ab", "what came after the exception was joined to what came before it"
@@ -245,13 +273,15 @@ def check_an_error_comes_last(module):
         assert first == "a", f"a was put, then an exception: get returns {first!r}"
         for which in ("second", "third"):
             found = await caught(collector)
-            assert isinstance(found, ConnectionError), f"after the exception, the {which} get returns {found!r}"
+            assert found is died, f"after the exception, the {which} get gives {found!r}, not the one that was put"
 
     async def waiting(collector):
-        reading = asyncio.ensure_future(caught(collector))
+        reading = asyncio.ensure_future(collector.get())
         await asyncio.sleep(1)
-        collector.put(ConnectionError("it has died"))
-        assert isinstance(await reading, ConnectionError), "the reader that waited was not told"
+        collector.put(ValueError("it is too long"))
+        await asyncio.wait({reading})
+        told = isinstance(reading.exception(), ValueError)
+        assert told, f"a ValueError was put while get waits, and get does not raise it: {reading}"
 
     with_collector(module, work)
     with_collector(module, waiting)
@@ -317,6 +347,18 @@ def check_a_stop_string_ends_the_text(module):
     assert_played(module, ["END"], ["an END of it"], ("an ", "END"))
     assert_played(module, ["END"], ["END"], ("", "END"))
     assert_played(module, ["END", "\n"], ["a\nb END"], ("a", "\n"), "The one that comes first in the text wins.")
+    as_it_is = "It is that string and no pattern: dots, brackets, blanks and capitals are what they are."
+    for stop in ("END", "E.D", "(a", " b", "$"):
+        assert_played(module, [stop], ["an end, ENDO", f"; a\n\nb{stop}c"], _first_of(stop), as_it_is)
+    many = ["a", "b", "c", "d"]
+    assert_played(module, many, ["xyzd"], ("xyz", "d"), "Each of the strings counts, however many there are.")
+    long = "x" * 70
+    assert_played(module, ["END"], [f"{long}END"], (long, "END"), "A piece may be long.")
+
+
+def _first_of(stop):
+    """What comes of the text above if `stop` is the only stop string."""
+    return by_character([stop], f"an end, ENDO; a\n\nb{stop}c")
 
 
 def check_a_stop_string_may_come_in_pieces(module):
@@ -327,6 +369,8 @@ def check_a_stop_string_may_come_in_pieces(module):
             pieces = [text[:first], text[first:second], text[second:]]
             assert_played(module, ["END"], [piece for piece in pieces if piece], ("an ", "END"), hint)
     assert_played(module, ["END"], list(text), ("an ", "END"), hint)
+    long = "a long stop string, of many words"
+    assert_played(module, [long], ["x", long[:20], long[20:]], ("x", long), "It may be long.")
 
 
 def check_no_more_is_held_back_than_may_begin_one(module):
@@ -383,6 +427,23 @@ def check_any_text_in_any_pieces(module):
         assert_played(module, stop, pieces, by_character(stop, text))
 
 
+def check_two_requests_share_nothing(module):
+    """What one request has unread or held back is not another's."""
+    one, other = module.StopStrings(["END"]), module.StopStrings(["D"])
+    sent = one.push("an EN")[0], other.push("x")[0], one.push("ough")[0]
+    right = "an ", "x", "ENough"
+    assert sent == right, f"two texts in turn, 'an EN' + 'ough' and 'x': sent {sent}, and {right} is right"
+
+    async def work(collector):
+        another = module.RequestOutputCollector()
+        collector.put(delta(0))
+        another.put(delta(1))
+        return text_of(await another.get()), text_of(await collector.get())
+
+    found = with_collector(module, work)
+    assert found == ("b", "a"), f"a was put into one collector, b into another: they give {found[::-1]}"
+
+
 # ---- clients that leave ----------------------------------------------------------------------------------------------
 
 
@@ -401,6 +462,7 @@ class Request:
     cleaning: float = 0.5
     watchers_cleaning: float = 0.75
     fails: bool = False
+    answer: object = "the answer"
     begun: list = field(default_factory=list)
     ended: list = field(default_factory=list)
     watching: bool = False
@@ -412,7 +474,7 @@ class Request:
             await asyncio.sleep(self.seconds)
             if self.fails:
                 raise ValueError("no such model")
-            return "the answer"
+            return self.answer
         finally:
             self.begun.append(True)
             await asyncio.sleep(self.cleaning)
@@ -469,6 +531,9 @@ def check_the_works_result_is_returned(module):
     found = with_client(module, request, leaves_after=50)
     assert found == "the answer", f"the client stayed, and until_disconnected gives {found!r}"
     request.assert_over("the work is done")
+    request = Request(seconds=2, answer="")
+    found = with_client(module, request, leaves_after=50)
+    assert found == "" and found is not None, f"the answer is '', and until_disconnected gives {found!r}"
     request = Request(seconds=2, fails=True)
     found = with_client(module, request, leaves_after=50)
     assert isinstance(found, ValueError), f"the work raised a ValueError, and until_disconnected gives {found!r}"
@@ -477,12 +542,15 @@ def check_the_works_result_is_returned(module):
 
 def check_a_client_that_leaves_ends_the_work(module):
     """When the client leaves, the work is cancelled; its abort has run, once and to its end; None is returned."""
-    for leaves_after, cleaning in ((0, 0.5), (1, 0.5), (1, 15)):
+    for leaves_after, cleaning in ((0, 0.5), (1.03, 0.5), (1.03, 15)):
         request = Request(seconds=LONG, cleaning=cleaning)
         found = with_client(module, request, leaves_after)
         waited = " Was the work awaited to its end?" if found == "the answer" else ""
         assert found is None, f"the client left, and until_disconnected gives {found!r}.{waited}"
         request.assert_over("the client has left")
+        late = request.took - leaves_after - cleaning
+        slow = "wait for the two; do not look from time to time"
+        assert late < 0.01, f"the client has left, the abort took {cleaning:g} s, and {late:.2g} s more passed: {slow}"
 
 
 def check_who_cancels_is_told(module):
@@ -492,6 +560,10 @@ def check_who_cancels_is_told(module):
     swallowed = "whoever cancelled it believes that it goes on. Is CancelledError caught?"
     assert isinstance(found, asyncio.CancelledError), f"it was cancelled, and gives {found!r}: {swallowed}"
     request.assert_over("it was cancelled")
+    request = Request(seconds=LONG, cleaning=15)
+    found = with_client(module, request, leaves_after=1, cancelled_after=5)
+    where = "the client has left, the abort is under way, and until_disconnected is cancelled"
+    assert isinstance(found, asyncio.CancelledError), f"{where}: it gives {found!r}. Is CancelledError caught?"
 
 
 # ---- the kernel, in steps --------------------------------------------------------------------------------------------
@@ -567,13 +639,16 @@ def check_kernel_step_3_batch(module):
     """Stretch: rows without a grammar are neither read nor written; the others, several words a program."""
     for vocab_size, block in ((300, 4), (256, 8), (33, 4)):
         before, allowed, bitmask = masks(5, vocab_size, seed=vocab_size)
-        has_grammar = torch.tensor([1, 0, 1, 0, 1], dtype=torch.int32)
+        has_grammar = torch.tensor([1, 0, 7, 0, -1], dtype=torch.int32)
         logits, words = before.clone(), bitmask.shape[1]
         grid = (5, -(-words // block))
         trace = traced(
             module.apply_grammar_bitmask_kernel, grid, logits, bitmask, has_grammar, vocab_size, words, BLOCK=block
         )
         free = has_grammar == 0
+        for row in (2, 4):
+            left = torch.equal(logits[row], before[row])
+            assert not left, f"has_grammar of row {row} is {has_grammar[row]}, which is not 0, and nothing was written"
         touched = not torch.equal(logits[free], before[free])
         assert not touched, "a row without a grammar was written: its words mean nothing"
         assert_masked(logits, before, allowed | free[:, None])

@@ -9,7 +9,7 @@ from minivllm.config.lora import LoRAConfig
 from minivllm.config.model import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, EMBEDDED_SIBLINGS, ModelConfig
 from minivllm.config.parts import NO_PARTS, Parts
 from minivllm.config.scheduler import SchedulerConfig
-from minivllm.config.speculative import SpeculativeConfig
+from minivllm.config.speculative import DraftingConfig, SpeculativeConfig
 from minivllm.config.structured_outputs import StructuredOutputsParams
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "EMBEDDED_SIBLINGS",
     "NO_PARTS",
     "CacheConfig",
+    "DraftingConfig",
     "KVTransferConfig",
     "LoRAConfig",
     "ModelConfig",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from minivllm.config.checks import require
+from minivllm.config.vllm_arguments import takes_vllms_arguments
 
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 KV_BUFFER_DEVICES = ("cpu", "cuda")
@@ -27,6 +28,7 @@ def _is_unicode(value: Any) -> bool:
     return True
 
 
+@takes_vllms_arguments("kv_transfer_config", without_effect=dict.fromkeys(WITHOUT_EFFECT), not_served={})
 @dataclass(frozen=True, kw_only=True)
 class KVTransferConfig:
     """Which connector moves keys and values to and from other engines, and how.

@@ -29,7 +29,7 @@ class Parts:
       are allocated.
     - `draft_proposer`: called as `worker.spec_decode.ngram_proposer.NgramProposer(config, max_model_len)`, where
       `speculative_config` names a method that reads tokens and runs no model.
-    - `rejection_sample`: called as `kernels.rejection_sample.rejection_sample`, once in each step with drafts.
+    - `rejection_sample`: called as `kernels.rejection_sample.rejection_sample(arguments)`, in each step with drafts.
     - `lora_slots`: called as `core.adapter_slots.AdapterSlots(max_loras)`, where there is `enable_lora`.
     - `kv_connector`: called as `core.kv_connector.KVConnectorBase_V1(config, role)`, once for each side, where there is
       a `kv_transfer_config`; its `kv_connector` is then not looked up.

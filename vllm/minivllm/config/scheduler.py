@@ -3,10 +3,10 @@
 In vLLM v0.33.0: `vllm/config/scheduler.py` (`SchedulerConfig`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.config.checks import is_count, is_number, require, require_flags
+from minivllm.config.speculative import NO_DRAFTS, DraftingConfig
 
 POLICIES = ("fcfs", "priority")
 
@@ -24,11 +24,7 @@ class SchedulerConfig:
     - `scheduler_reserve_full_isl`: admit a request only if all its known tokens fit, not just the first chunk.
     - `watermark`: fraction of the pool, from 0 up to 1, that admissions leave free while any request is running.
     - `max_loras`: how many LoRA adapters may run at once; 0 = no request may name one.
-    - `num_speculative_tokens`: the most draft tokens per request and step. `num_lookahead_tokens`: extra slots to
-      allocate, for a drafter that writes into the same blocks. `num_speculative_tokens_per_batch_size` and
-      `draft_only_if_faster`: when to make fewer drafts, as in `SpeculativeConfig`.
-    - `use_eagle`: the drafter's cache depends on the token after each place too, so a prefix hit leaves out its last
-      block.
+    - `drafting`: what to know of speculation, if there is any.
     - `async_scheduling`: schedule a step while the one before it is computed.
     - `static_batching`: admit only into an empty batch, as before continuous batching. Not in vLLM.
     """
@@ -43,24 +39,21 @@ class SchedulerConfig:
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
     max_loras: int = 0
-    num_speculative_tokens: int = 0
-    num_lookahead_tokens: int = 0
-    use_eagle: bool = False
-    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
-    draft_only_if_faster: bool = False
+    drafting: DraftingConfig = NO_DRAFTS
     async_scheduling: bool = False
     static_batching: bool = False
 
     @property
     def num_extra_tokens(self) -> int:
         """The most slots that a request may need beyond its tokens: for lookahead, and for the drafts of each step."""
-        return self.num_speculative_tokens * (2 if self.async_scheduling else 1) + self.num_lookahead_tokens
+        steps = 2 if self.async_scheduling else 1
+        return self.drafting.num_speculative_tokens * steps + self.drafting.num_lookahead_tokens
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             require(is_count(value, 1), f"{name} is {value!r}; it must be a whole number of at least 1")
-        for name in ("long_prefill_token_threshold", "max_loras", "num_speculative_tokens", "num_lookahead_tokens"):
+        for name in ("long_prefill_token_threshold", "max_loras"):
             value = getattr(self, name)
             require(is_count(value, 0), f"{name} is {value!r}; it must be a whole number, and not negative")
         require(

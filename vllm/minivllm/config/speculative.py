@@ -84,13 +84,15 @@ class SpeculativeConfig:
         if settings.get("method") == "suffix" and "num_speculative_tokens" not in settings:
             depth = settings.get("suffix_decoding_max_tree_depth", cls.suffix_decoding_max_tree_depth)
             settings = {**settings, "num_speculative_tokens": depth}
+        method = settings.get("method")
+        if method is not None:
+            _check_method(method)
         require("num_speculative_tokens" in settings, "speculative_config lacks num_speculative_tokens, such as 4")
         by_default = "ngram" if settings.get("model") is None else "draft_model"
-        method = settings.get("method")
         return cls(**{**settings, "method": by_default if method is None else method})
 
     def __post_init__(self) -> None:
-        require(self.method in METHODS, f"unknown speculative method {self.method!r}; known are {', '.join(METHODS)}")
+        _check_method(self.method)
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             value = getattr(self, name)
             if value is None and name != "num_speculative_tokens":
@@ -198,11 +200,9 @@ class SpeculativeConfig:
         return self.num_speculative_tokens if self.runs_model else 0
 
     @property
-    def scheduler_settings(self) -> dict[str, Any]:
-        """What the scheduler has to know of it: fields of `SchedulerConfig`."""
-        names = ("num_speculative_tokens", "num_lookahead_tokens", "use_eagle")
-        rules = ("num_speculative_tokens_per_batch_size", "draft_only_if_faster")
-        return {name: getattr(self, name) for name in names + rules}
+    def drafting(self) -> "DraftingConfig":
+        """What the scheduler has to know of it."""
+        return DraftingConfig(**{field.name: getattr(self, field.name) for field in fields(DraftingConfig)})
 
     @property
     def lookup_max(self) -> int:
@@ -213,6 +213,37 @@ class SpeculativeConfig:
     def lookup_min(self) -> int:
         """Length of the shortest n-gram to look up."""
         return self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_LOOKUP
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingConfig:
+    """What the scheduler has to know of speculation; by default there is none.
+
+    - `num_speculative_tokens`: the most draft tokens per request and step.
+    - `num_lookahead_tokens`: extra slots to allocate, for a drafter that writes into the same blocks.
+    - `use_eagle`: the drafter's cache depends on the token after each place too, so a prefix hit leaves out its last
+      block.
+    - `num_speculative_tokens_per_batch_size`, `draft_only_if_faster`: when to make fewer drafts, as in
+      `SpeculativeConfig`.
+    """
+
+    num_speculative_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    use_eagle: bool = False
+    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
+    draft_only_if_faster: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_speculative_tokens", "num_lookahead_tokens"):
+            value = getattr(self, name)
+            require(is_count(value, 0), f"{name} is {value!r}; it must be a whole number, and not negative")
+
+
+NO_DRAFTS = DraftingConfig()
+
+
+def _check_method(method: object) -> None:
+    require(method in METHODS, f"unknown speculative method {method!r}; known are {', '.join(METHODS)}")
 
 
 def check_schedule(schedule: object) -> None:

@@ -66,12 +66,13 @@ def takes_vllms_arguments(
     def decorate(settings_class: Settings) -> Settings:
         make, assign = settings_class.__init__, settings_class.__setattr__
         known = {field.name for field in fields(settings_class)}
+        refuse = functools.partial(_refuse_unless_without_effect, whose, known, without_effect, not_served)
 
         @functools.wraps(make)
         def __init__(self: Any, *args: Any, **settings: Any) -> None:
             further = {name: settings.pop(name) for name in settings.keys() - known}
             for name, value in further.items():
-                refuse_unless_without_effect(name, value)
+                refuse(name, value)
             if further:
                 logger.info("Arguments of %s that change nothing here: %s", whose, ", ".join(sorted(further)))
             make(self, *args, **settings)
@@ -80,27 +81,12 @@ def takes_vllms_arguments(
             if name in known or (name not in without_effect and name not in not_served):
                 assign(self, name, value)
             else:
-                refuse_unless_without_effect(name, value)
+                refuse(name, value)
 
         def __getattr__(self: Any, name: str) -> Any:
             if name in not_served or name in without_effect:
                 return not_served[name].default if name in not_served else None
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-        def refuse_unless_without_effect(name: str, value: Any) -> None:
-            if name in without_effect:
-                harmless = without_effect[name]
-                if harmless is None or value is None or value in harmless:
-                    return
-                values = " or ".join(map(repr, harmless))
-                raise MinivllmError(f"{name} is {value!r}; {whose} takes no value of it but {values}")
-            if name in not_served:
-                if not not_served[name].asks(value):
-                    return
-                raise NotServedError(f"{name} is {repr(value)[:60]}; minivllm does not serve {not_served[name].what}")
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(sorted(known))}"
-            raise MinivllmError(f"{whose} has no argument {name!r}{hint}")
 
         settings_class.__init__ = __init__
         settings_class.__setattr__ = __setattr__  # type: ignore[method-assign]
@@ -108,3 +94,27 @@ def takes_vllms_arguments(
         return settings_class
 
     return decorate
+
+
+def _refuse_unless_without_effect(
+    whose: str,
+    known: Collection[str],
+    without_effect: Mapping[str, Collection[Any] | None],
+    not_served: Mapping[str, NotServed],
+    name: str,
+    value: Any,
+) -> None:
+    """Raises an error for an argument that is none of `known`, unless its value changes nothing here."""
+    if name in without_effect:
+        harmless = without_effect[name]
+        if harmless is None or value is None or value in harmless:
+            return
+        values = " or ".join(map(repr, harmless))
+        raise MinivllmError(f"{name} is {value!r}; {whose} takes no value of it but {values}")
+    if name in not_served:
+        if not not_served[name].asks(value):
+            return
+        raise NotServedError(f"{name} is {repr(value)[:60]}; minivllm does not serve {not_served[name].what}")
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(sorted(known))}"
+    raise MinivllmError(f"{whose} has no argument {name!r}{hint}")

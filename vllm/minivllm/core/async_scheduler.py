@@ -35,7 +35,7 @@ class AsyncScheduler(Scheduler):
         super()._update_after_schedule(output)
         drafts = output.scheduled_spec_decode_tokens
         most = output.num_spec_tokens_to_schedule
-        unknown_drafts = [UNKNOWN_TOKEN] * (self.config.num_speculative_tokens if most is None else most)
+        unknown_drafts = [UNKNOWN_TOKEN] * (self.drafting.num_speculative_tokens if most is None else most)
         for request_id in output.num_scheduled_tokens:
             request = self.requests[request_id]
             if not request.is_prefill_chunk:

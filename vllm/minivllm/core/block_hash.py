@@ -3,8 +3,8 @@
     hash = H(hash of the previous block, tokens of this block, extra keys)
 
 Because of the chain, a block's hash identifies the whole prefix that ends with it. Extra keys add what the tokens do
-not show: the LoRA adapter (name and path, in every block) and the cache salt (in the first block; the chain carries it
-on to the others).
+not show: the LoRA adapter (name, path and what was read there, in every block) and the cache salt (in the first block;
+the chain carries it on to the others).
 
 In vLLM v0.33.0: `vllm/v1/core/kv_cache_utils.py` (`hash_block_tokens`, `generate_block_hash_extra_keys`,
 `get_request_block_hasher`).
@@ -32,9 +32,7 @@ def generate_block_hash_extra_keys(lora_request: LoRARequest | None, cache_salt:
     """
     keys: list[str] = []
     if lora_request is not None:
-        keys += ["lora", lora_request.lora_name, lora_request.lora_path]
-        if lora_request.generation:
-            keys += ["generation", str(lora_request.generation)]
+        keys += ["lora", lora_request.lora_name, lora_request.lora_path, lora_request.fingerprint]
     if cache_salt is not None:
         keys += ["salt", cache_salt]
     encoded = [key.encode() for key in keys]

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from minivllm.config.checks import is_count
+from minivllm.config.checks import encodable, is_count
 from minivllm.errors import MinivllmError
 
 
@@ -15,8 +15,8 @@ class LoRARequest:
 
     - `base_model_name`: the model that it was trained for, if anybody says so; a list of models shows it.
     - `load_inplace`: load the folder again if the id is known already.
-    - `generation`: how often another adapter has had the same name and path before, such as one whose folder was
-      written anew: their keys and values differ, so their cached blocks must. Not in vLLM.
+    - `fingerprint`: of what was read from the folder; the core sets it. Whoever reads the folder again refuses anything
+      else, and cached blocks go by it, so that those of a folder which was written anew are others. Not in vLLM.
     """
 
     lora_name: str
@@ -24,12 +24,13 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
-    generation: int = 0
+    fingerprint: str = ""
 
     def __post_init__(self) -> None:
         for name, value in (("lora_name", self.lora_name), ("lora_path", self.lora_path)):
             if not isinstance(value, str) or not value:
                 raise MinivllmError(f"{name} is {value!r}; it must be a text")
+            encodable(value, name)
         if not is_count(self.lora_int_id, 1):
             raise MinivllmError(f"lora_int_id is {self.lora_int_id!r}; adapters are numbered from 1")
 

@@ -61,7 +61,7 @@ class Scheduler:
     """
 
     def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, parts: Parts = NO_PARTS) -> None:
-        self.config, self.parts = scheduler_config, parts
+        self.config, self.drafting, self.parts = scheduler_config, scheduler_config.drafting, parts
         self.cache_config = cache_config
         self.kv_cache_manager = self._make_kv_cache_manager()
         self.limits = RequestLimits(
@@ -79,8 +79,7 @@ class Scheduler:
         self.spec_decoding_stats = SpecDecodingStats()
         self._drafts_snapshot = self.spec_decoding_stats.copy()
         self._failed: list[EngineCoreOutput] = []
-        self._draft_schedule = scheduler_config.num_speculative_tokens_per_batch_size
-        self.draft_if_faster = DraftIfFaster() if scheduler_config.draft_only_if_faster else None
+        self.draft_if_faster = DraftIfFaster() if self.drafting.draft_only_if_faster else None
         self.remote: RemoteKV | None = None
         self.pinned_loras: set[int] = set()
         """Adapters that keep a slot even when no request uses them."""
@@ -176,7 +175,7 @@ class Scheduler:
         if may_admit and not step.preempted_req_ids and self._schedule_received(step, chunk_limit) and self.waiting:
             self._schedule_waiting(step, chunk_limit)
         output = self._make_output(step)
-        if self._draft_schedule or self.draft_if_faster:
+        if self.drafting.num_speculative_tokens_per_batch_size or self.draft_if_faster:
             output.num_spec_tokens_to_schedule = self._num_drafts_after(len(output.num_scheduled_tokens))
         if self.remote is not None:
             self.remote.complete(output)
@@ -187,9 +186,11 @@ class Scheduler:
         """The most drafts for each request after a step of so many requests; None: `num_speculative_tokens`."""
         if num_requests and self.draft_if_faster and not self.draft_if_faster.wants_drafts(num_requests):
             return 0
-        if not self._draft_schedule or not num_requests:
+        if not self.drafting.num_speculative_tokens_per_batch_size or not num_requests:
             return None
-        return scheduled_drafts(self._draft_schedule, num_requests, self.config.num_speculative_tokens)
+        return scheduled_drafts(
+            self.drafting.num_speculative_tokens_per_batch_size, num_requests, self.drafting.num_speculative_tokens
+        )
 
     def observe_step_time(self, scheduler_output: SchedulerOutput, num_new_tokens: int, seconds: float) -> None:
         """Tells `draft_if_faster` of a step that has brought `num_new_tokens`."""
@@ -226,7 +227,7 @@ class Scheduler:
                 continue
             while True:
                 new_blocks = self.kv_cache_manager.allocate_slots(
-                    request, num_new_tokens, num_lookahead_tokens=self.config.num_lookahead_tokens
+                    request, num_new_tokens, num_lookahead_tokens=self.drafting.num_lookahead_tokens
                 )
                 if new_blocks is not None:
                     break
@@ -298,14 +299,15 @@ class Scheduler:
     def _schedule_received(self, step: Step, chunk_limit: int) -> bool:
         """Admits requests that have received what they waited for; returns whether there is room for others.
 
-        Whatever their priority, they go first: their blocks are of no use to anybody before they have run.
+        Whatever their priority, they go first: their blocks are of no use to anybody before they have run. Nobody waits
+        for those that cannot run however many others end, since pinned adapters have all slots.
         """
         if self.remote is None:
             return True
         self.waiting.prepend_requests(self.remote.promote())
         if self.remote.received:
             self._schedule_waiting(step, chunk_limit, self.remote.received)
-        return not self.remote.received
+        return all(self._is_blocked(request, self.pinned_loras) for request in self.remote.received)
 
     def _schedule_waiting(self, step: Step, chunk_limit: int, queue: RequestQueue | None = None) -> None:
         """Admits waiting requests, of `queue` if it is given. One that does not fit blocks those behind it.
@@ -382,7 +384,7 @@ class Scheduler:
             request,
             num_new_tokens,
             new_computed_blocks=prefix.blocks,
-            num_lookahead_tokens=0 if prefix.loads_async else self.config.num_lookahead_tokens,
+            num_lookahead_tokens=0 if prefix.loads_async else self.drafting.num_lookahead_tokens,
             num_external_computed_tokens=prefix.num_external,
             delay_cache_blocks=prefix.loads_async,
             reserved_blocks=self.remote.num_reserved_blocks(self.running) if self.remote and prefix.loads_async else 0,
@@ -398,18 +400,22 @@ class Scheduler:
             if prefix.loads_async:
                 self.waiting.pop_request()
                 return True
-        if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = prefix.num_tokens
-        else:
-            self.num_recomputed_tokens += max(0, request.num_lost_tokens - prefix.num_tokens)
-            request.num_lost_tokens = 0
-        request.num_computed_tokens = prefix.num_tokens
-        request.status = RequestStatus.RUNNING
         self.running.append((self.waiting if queue is None else queue).pop_request())
+        self._start_running(request, step, prefix.num_tokens, num_new_tokens)
+        return True
+
+    def _start_running(self, request: Request, step: Step, num_found: int, num_new_tokens: int) -> None:
+        """Puts a request that has been admitted into the step, to be computed behind what was found of its prefix."""
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_found
+        else:
+            self.num_recomputed_tokens += max(0, request.num_lost_tokens - num_found)
+            request.num_lost_tokens = 0
+        request.num_computed_tokens = num_found
+        request.status = RequestStatus.RUNNING
         step.num_scheduled_tokens[request.request_id] = num_new_tokens
         step.token_budget -= num_new_tokens
         step.admitted.append(request)
-        return True
 
     def _cap_admitted(self, num_new_tokens: int, chunk_limit: int, token_budget: int) -> int:
         """How many of its missing tokens a waiting request gets; 0: it waits until they fit into a step whole."""
@@ -514,10 +520,10 @@ class Scheduler:
     def update_draft_token_ids(self, draft_token_ids: Mapping[str, list[int]]) -> None:
         """Sets the draft tokens to verify in the next step, by request id. Ignored for unfinished prefills."""
         for request_id, drafts in draft_token_ids.items():
-            if len(drafts) > self.config.num_speculative_tokens:
+            if len(drafts) > self.drafting.num_speculative_tokens:
                 raise MinivllmError(
                     f"{len(drafts)} drafts for request {request_id!r}; num_speculative_tokens is "
-                    f"{self.config.num_speculative_tokens}"
+                    f"{self.drafting.num_speculative_tokens}"
                 )
             request = self.requests.get(request_id)
             if request is not None and request.status is RequestStatus.RUNNING and not request.is_prefill_chunk:
@@ -570,7 +576,7 @@ class Scheduler:
             self.config.max_model_len,
             self.config.watermark,
             self.parts,
-            use_eagle=self.config.use_eagle,
+            use_eagle=self.drafting.use_eagle,
         )
 
     def _check_request(self, request: Request) -> None:

@@ -23,9 +23,10 @@ from minivllm.config import (
 from minivllm.config.cache import KV_CACHE_DTYPES
 from minivllm.config.checks import is_count, is_number, require, require_flags
 from minivllm.config.flags import add_flags, add_unlisted_flags, words_of
-from minivllm.config.kv_offloading import check_offloading, is_tier, tier_in_host_only, with_offloading
+from minivllm.config.kv_offloading import check_offloading, is_tier, with_offloading
 from minivllm.config.profiler import ProfilerConfig
 from minivllm.config.quantization import QUANTIZATIONS
+from minivllm.config.speculative import NO_DRAFTS
 from minivllm.config.units import GIB
 from minivllm.config.vllm_arguments import takes_vllms_arguments
 from minivllm.engine.vllm_engine_arguments import NOT_SERVED, WITHOUT_EFFECT
@@ -300,7 +301,6 @@ class EngineArgs:
         if transfer is None:
             return
         alone = is_tier(transfer)
-        on_disk = alone and not tier_in_host_only(transfer)
         require(
             self.enable_prefix_caching or not (alone or self.kv_offloading_size),
             "a second tier of the KV cache extends the prefix cache: leave enable_prefix_caching on",
@@ -310,11 +310,6 @@ class EngineArgs:
             ("data_parallel_size", alone or self.data_parallel_size == 1, "start a server for each core"),
             ("use_kv_cache", self.use_kv_cache, "leave it True"),
             ("parts.scheduler", self.parts.scheduler is None, "leave it out"),
-            (
-                "enable_lora",
-                not (self.enable_lora and on_disk),
-                "leave disk_path out, for an adapter's files may change",
-            ),
         ):
             require(fits, f"kv_transfer_config does not go with this {name}: {instead}")
 
@@ -414,7 +409,7 @@ class EngineArgs:
             async_scheduling=self._schedules_ahead(on_gpu=gpu_memory is not None),
             static_batching=self.static_batching,
             max_loras=self.max_loras if self.enable_lora else 0,
-            **(self.speculation.scheduler_settings if self.speculation else {}),
+            drafting=self.speculation.drafting if self.speculation else NO_DRAFTS,
         )
 
     def _schedules_ahead(self, on_gpu: bool) -> bool:

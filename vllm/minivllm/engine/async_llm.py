@@ -13,13 +13,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_mp_client import AsyncMPClient
-from minivllm.engine.async_thread_client import AsyncThreadClient
 from minivllm.engine.front_end import FrontEnd
 from minivllm.errors import CoreDiedError, EngineDeadError, EngineStoppedError
 from minivllm.inputs import Prompt
@@ -27,10 +26,22 @@ from minivllm.logger import init_logger
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
+if TYPE_CHECKING:
+    from minivllm.engine.async_thread_client import AsyncThreadClient
+
 logger = init_logger(__name__)
 OUTPUTS_AT_ONCE = 128
 """Outputs that are processed before the event loop's other tasks get a turn."""
 LOST = "the core that computed this request has ended; the server's log says why"
+
+
+def make_async_client(args: EngineArgs) -> "AsyncMPClient | AsyncThreadClient":
+    """Starts the cores: processes, or a thread for a caller's own parts, which no message could carry."""
+    if not args.parts.names_in_core:
+        return AsyncMPClient(args)
+    from minivllm.engine.async_thread_client import AsyncThreadClient  # it loads the core, and torch with it
+
+    return AsyncThreadClient(args)
 
 
 class RequestOutputCollector:
@@ -114,9 +125,9 @@ class AsyncLLM(FrontEnd):
         EngineDeadError: the core died before it was ready.
     """
 
-    def __init__(self, args: EngineArgs, engine_core: AsyncMPClient | AsyncThreadClient | None = None) -> None:
+    def __init__(self, args: EngineArgs, engine_core: "AsyncMPClient | AsyncThreadClient | None" = None) -> None:
         """`engine_core`: the client of a core that is there already. Else it gets a process, or for parts a thread."""
-        self.engine_core = engine_core or (AsyncThreadClient if args.parts.names_in_core else AsyncMPClient)(args)
+        self.engine_core = engine_core or make_async_client(args)
         super().__init__(args, self.engine_core)
         self._collectors: dict[str, Collector] = {}
         self._handler: asyncio.Task[None] | None = None

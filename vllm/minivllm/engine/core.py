@@ -388,6 +388,7 @@ class EngineCore:
             return list(error.request_ids)
         if not isinstance(error, AdapterError):
             return list(request_ids)
+        self.loras.could_not_be_read(error.lora_int_id)
         adapters = {name: request.lora_request for name, request in self.scheduler.requests.items()}
         return [name for name, one in adapters.items() if one is not None and one.lora_int_id == error.lora_int_id]
 

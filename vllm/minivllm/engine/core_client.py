@@ -3,7 +3,10 @@
 They exchange only the plain data of `minivllm.core.messages`. The front end never reads the core's scheduler: `ready`
 says once what it needs to know, and each `get_output` brings the state after a step.
 
-In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`EngineCoreClient`, `InprocClient`, `SyncMPClient`).
+Nothing here loads torch: where the core is another process (`mp_client.py`, `async_mp_client.py`), the front end starts
+without it.
+
+In vLLM v0.33.0: `vllm/v1/engine/core_client.py` (`EngineCoreClient`).
 """
 
 from abc import ABC, abstractmethod
@@ -11,8 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from minivllm.core.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
-from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core import EngineCore
 
 UTILITIES = (
     "reset_prefix_cache", "reset_prefix_cache_and_connector", "reset_running_requests", "start_step_events",
@@ -56,32 +57,3 @@ class EngineCoreClient(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Ends the processes that were started, if any; a second call does nothing."""
-
-
-class InprocClient(EngineCoreClient):
-    """The core is an object in this process. `get_output` runs a step."""
-
-    def __init__(self, args: EngineArgs) -> None:
-        self.engine_core = EngineCore(args)
-        self.engines = [self.engine_core.ready]
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineCoreClient`."""
-        self.engine_core.add_request(request)
-
-    def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """See `EngineCoreClient`."""
-        self.engine_core.abort_requests(request_ids)
-
-    def get_output(self) -> EngineCoreOutputs:
-        """See `EngineCoreClient`; exceptions of the step propagate."""
-        return self.engine_core.step()
-
-    def call_utility(self, method: str, *arguments: Any) -> Any:
-        """See `EngineCoreClient`."""
-        assert method in UTILITIES
-        return getattr(self.engine_core, method)(*arguments)
-
-    def shutdown(self) -> None:
-        """See `EngineCoreClient`."""
-        self.engine_core.shutdown()

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,7 +30,7 @@ from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.core_sockets import OwnSockets
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError, MinivllmError
-from minivllm.executor.rank_processes import RankProcess
+from minivllm.platforms.child_processes import ChildProcess, how_it_ended, wait_or_kill
 from minivllm.platforms.device import pick_device
 
 SECONDS_TO_LEAVE = 10.0
@@ -66,7 +65,7 @@ class CoreProcesses:
         self._client_count = client_count
         self.folder = tempfile.mkdtemp(prefix="minivllm-")
         self.sockets = OwnSockets()
-        self.processes: list[RankProcess] = []
+        self.processes: list[ChildProcess] = []
         self.lifelines: list[int] = []
         self._inputs: list[IO[bytes]] = []
 
@@ -89,9 +88,7 @@ class CoreProcesses:
 
     def obituary(self, rank: int) -> str:
         """Says how a core's process, which has ended, did so."""
-        code = self.processes[rank].wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return died(rank, self.names(), how)
+        return died(rank, self.names(), how_it_ended(self.processes[rank].wait()))
 
     def names(self) -> list[int | str]:
         """Returns the names of the cores' processes, for messages."""
@@ -102,13 +99,7 @@ class CoreProcesses:
         if os.getpid() != self._owner:
             return  # a fork
         self._tell_to_leave()
-        deadline = time.monotonic() + SECONDS_TO_LEAVE
-        for process in self.processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        wait_or_kill(self.processes, SECONDS_TO_LEAVE)
         self._give_back()
 
     def _start_cores(self) -> None:

@@ -15,7 +15,7 @@ from minivllm.config.vllm_arguments import refuse_unless_default
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.messages import EngineCoreOutputs
 from minivllm.engine.arg_utils import EngineArgs
-from minivllm.engine.core_client import EngineCoreClient, InprocClient
+from minivllm.engine.core_client import EngineCoreClient
 from minivllm.engine.front_end import FrontEnd
 from minivllm.errors import MinivllmError, NotServedError
 from minivllm.inputs import Prompt
@@ -246,6 +246,8 @@ def make_client(args: EngineArgs) -> EngineCoreClient:
         EngineDeadError: the core's process died before it was ready.
     """
     if not args.multiprocess and args.data_parallel_size == 1 and args.data_parallel_backend == "mp":
+        from minivllm.engine.inproc_client import InprocClient  # only here are torch and the model's code needed
+
         return InprocClient(args)
     from minivllm.engine.mp_client import SyncMPClient  # msgspec and ZeroMQ are needed only here
 

@@ -21,10 +21,10 @@ class AdapterRefused(MinivllmError):
 
 
 class LoRARegistry:
-    """Adapters by id. One that is added anew gets a generation of its own, since cached blocks do not fit it.
+    """Adapters by id, with the fingerprints of what was read, by which cached blocks go.
 
-    What host memory has forgotten is read from its folder again, as it was: a folder that is written anew must be added
-    anew (`load_inplace`).
+    What host memory has forgotten is read from its folder again, and refused if it is not what it was: a folder that is
+    written anew must be added anew (`load_inplace`).
     """
 
     def __init__(self, executor: Executor, scheduler: Callable[[], Scheduler]) -> None:
@@ -32,19 +32,22 @@ class LoRARegistry:
         self._executor, self._scheduler = executor, scheduler
         self._adapters: dict[int, LoRARequest] = {}
         self._leaving: set[int] = set()
-        self._num_reads: dict[tuple[str, str], int] = {}
+        self._unreadable: set[int] = set()
 
     def add(self, lora_request: LoRARequest) -> LoRARequest:
-        """Returns the adapter as its requests are to name it. It is read unless it is known, or is to be read anew.
+        """Returns the adapter as its requests are to name it. It is read if it is not known, or is to be read anew.
 
         Raises:
-            AdapterRefused: it cannot be served, or its id is another one's.
+            AdapterRefused: it cannot be served, its id is another one's, or it would take the place of one in use.
         """
         self._check_enabled(lora_request)
-        wanted = replace(lora_request, load_inplace=False, generation=0)
+        wanted = replace(lora_request, load_inplace=False, fingerprint="")
         known = self._adapters.get(lora_request.lora_int_id)
-        same = known is not None and replace(known, generation=0) == wanted
+        same = known is not None and replace(known, fingerprint="") == wanted
         if known is not None and same and not lora_request.load_inplace:
+            if known.lora_int_id in self._unreadable:
+                self._read(known, None)
+                self._unreadable.discard(known.lora_int_id)
             self._leaving.discard(known.lora_int_id)
             return known
         if known is not None and not same and not lora_request.load_inplace:
@@ -52,14 +55,29 @@ class LoRARegistry:
                 f"lora_int_id {known.lora_int_id} is that of {known.lora_name!r} in {known.lora_path}: give "
                 f"{lora_request.lora_name!r} another id, or set load_inplace"
             )
-        anew = replace(lora_request, load_inplace=known is not None)
-        _raise_first(self._executor.collective_rpc("add_lora", anew))
-        place = wanted.lora_name, wanted.lora_path
-        found = replace(wanted, generation=self._num_reads.get(place, 0))
-        self._num_reads[place] = found.generation + 1
+        found = replace(wanted, fingerprint=self._read(wanted, known))
         self._adapters[found.lora_int_id] = found
+        self._unreadable.discard(found.lora_int_id)
         self._leaving.discard(found.lora_int_id)
         return found
+
+    def _read(self, wanted: LoRARequest, known: LoRARequest | None) -> str:
+        """Has all ranks read an adapter, and returns its fingerprint. While `known` is used, nothing else may come."""
+        if known is not None and known.lora_int_id in self._used():
+            wanted = replace(wanted, load_inplace=True, fingerprint=known.fingerprint)
+        answers = self._executor.collective_rpc("add_lora", wanted)
+        refusals = [refusal for _, refusal in answers if refusal]
+        fingerprints = {fingerprint for fingerprint, _ in answers if fingerprint}
+        if not refusals and len(fingerprints) == 1:
+            return fingerprints.pop()
+        if fingerprints:  # the ranks have read different things
+            self._executor.collective_rpc("remove_lora", wanted.lora_int_id)
+            refusals = [f"the files in {wanted.lora_path} changed while they were read: add the adapter once more"]
+        raise AdapterRefused(refusals[0])
+
+    def _used(self) -> "set[int]":
+        requests = self._scheduler().requests.values()
+        return {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
 
     def remove(self, lora_id: int) -> bool:
         """Removes an adapter, or has it go with its last request; returns whether it was there."""
@@ -68,6 +86,10 @@ class LoRARegistry:
         self._leaving.add(lora_id)
         self.forget_unused()
         return True
+
+    def could_not_be_read(self, lora_id: int) -> None:
+        """A step has failed for want of this adapter: its next request has it read first, so no other step fails."""
+        self._unreadable.add(lora_id)
 
     def pin(self, lora_id: int) -> None:
         """Keeps an adapter in a slot, whether or not anybody uses it.
@@ -94,12 +116,11 @@ class LoRARegistry:
         """Lets removed adapters go that no request uses any more."""
         if not self._leaving:
             return
-        requests = self._scheduler().requests.values()
-        used = {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
-        for lora_id in self._leaving - used:
+        for lora_id in self._leaving - self._used():
             self._executor.collective_rpc("remove_lora", lora_id)
             self._scheduler().pinned_loras.discard(lora_id)  # not earlier: the ranks have it pinned until now
             self._leaving.discard(lora_id)
+            self._unreadable.discard(lora_id)
             del self._adapters[lora_id]
 
     def _check_enabled(self, lora_request: LoRARequest) -> None:

@@ -24,7 +24,7 @@ from minivllm.engine.core_sockets import OwnSockets
 from minivllm.engine.load_balancing import LoadBalancer
 from minivllm.engine.wire import Failure, Kind, decode, encode, identity
 from minivllm.errors import EngineDeadError, MinivllmError
-from minivllm.executor.rank_processes import RankProcess
+from minivllm.platforms.child_processes import ChildProcess
 from minivllm.platforms.interrupts import InterruptsHeld
 
 
@@ -62,7 +62,7 @@ class MPClient(EngineCoreClient):
         """The core of each unfinished request, where there are several."""
 
     @property
-    def process(self) -> RankProcess:
+    def process(self) -> ChildProcess:
         """The first core's process, if this client has started it."""
         assert self._processes is not None
         return self._processes.processes[0]

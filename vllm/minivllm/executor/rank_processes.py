@@ -26,7 +26,6 @@ import math
 import os
 import pickle
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -36,10 +35,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.rank_messages import LENGTH, RESET, Call, Failure, Reply
+from minivllm.platforms.child_processes import ChildProcess, how_it_ended, wait_or_kill
 
 SECONDS_A_TURN = 0.5
 """The longest single wait. A signal delivered to another thread of this process is noticed only after it."""
@@ -147,33 +147,11 @@ class RankFuture(Future[Any]):
             self.set_result(self._join(values) if self._join else values)
 
 
-class RankProcess(Protocol):
-    """What is needed of a rank's process; `subprocess.Popen` has it."""
-
-    @property
-    def pid(self) -> int | str:
-        """Names it in messages."""
-        ...
-
-    @property
-    def returncode(self) -> int | None:
-        """How it ended, if that is known."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end, or raises `subprocess.TimeoutExpired`."""
-        ...
-
-    def kill(self) -> None:
-        """Ends it at once."""
-        ...
-
-
-RankStarter = Callable[[int], tuple[socket.socket, RankProcess]]
+RankStarter = Callable[[int], tuple[socket.socket, ChildProcess]]
 """Starts a rank's process; returns our end of its socket, which is closed when the rank ends."""
 
 
-def start_here(rank: int) -> tuple[socket.socket, RankProcess]:
+def start_here(rank: int) -> tuple[socket.socket, ChildProcess]:
     """Start a rank's process on this machine."""
     ours, theirs = socket.socketpair()
     with theirs:  # close our copy, so that the socket hangs up when the rank ends
@@ -210,7 +188,7 @@ class RankProcesses:
             WorkerDiedError: a rank died before it was ready.
         """
         self.size, self.output_rank = size, output_rank
-        self.processes: list[RankProcess] = []
+        self.processes: list[ChildProcess] = []
         self._sockets: list[socket.socket] = []
         self._received: list[list[bytes]] = [[] for _ in range(size)]
         self._numbers = itertools.count(1)
@@ -349,9 +327,7 @@ class RankProcesses:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS_FOR_REPORTS)
         code = process.returncode
-        if code is not None and code < 0:
-            return f"it was killed by {signal.Signals(-code).name}"
-        return "its process has ended" if code is None else f"its process ended with exit code {code}"
+        return "its process has ended" if code is None else f"its process {how_it_ended(code)}"
 
     def _fail(self) -> NoReturn:
         """Kills all ranks, and raises the error of the one that failed first."""
@@ -385,17 +361,10 @@ def first_to_fail(failures: Mapping[int, Failure]) -> tuple[int, Failure]:
     return min(failures.items(), key=lambda item: item[1].lost_peer)
 
 
-def _end(owner: int, processes: Sequence[RankProcess], sockets: Sequence[socket.socket]) -> None:
+def _end(owner: int, processes: Sequence[ChildProcess], sockets: Sequence[socket.socket]) -> None:
     """Tells every rank to leave, and kills those still running after `SECONDS_TO_LEAVE`."""
     if os.getpid() != owner:
         return  # this is a fork of the process that owns them
     for sock in sockets:
         sock.close()
-    deadline = time.monotonic() + SECONDS_TO_LEAVE
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SECONDS_TO_LEAVE)
+    wait_or_kill(processes, SECONDS_TO_LEAVE)

@@ -109,7 +109,7 @@ class RayActors:
 
 
 class RayProcess:
-    """An actor, as `RankProcesses` sees a process."""
+    """An actor as a `ChildProcess`."""
 
     pid = "a Ray actor"
 

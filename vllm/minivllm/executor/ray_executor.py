@@ -14,8 +14,9 @@ import sys
 from minivllm.errors import MinivllmError
 from minivllm.executor.multiproc_executor import MultiprocExecutor, aggregator_of, rendezvous, sampling_rank
 from minivllm.executor.rank_loop import serve
-from minivllm.executor.rank_processes import RankProcess, RankProcesses
+from minivllm.executor.rank_processes import RankProcesses
 from minivllm.executor.ray_actors import RayActors, connected_actor
+from minivllm.platforms.child_processes import ChildProcess
 from minivllm.worker.worker import WorkerSettings, worker_of_rank
 
 
@@ -48,7 +49,7 @@ class RayExecutor(MultiprocExecutor):
         super().shutdown()
         self._actors.leave()
 
-    def _start_rank(self, rank: int) -> tuple[socket.socket, RankProcess]:
+    def _start_rank(self, rank: int) -> tuple[socket.socket, ChildProcess]:
         return self._actors.start(f"rank {rank}", rank, RankActor)
 
 

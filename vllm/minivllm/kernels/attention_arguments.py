@@ -1,4 +1,4 @@
-"""The arguments shared by all attention implementations (`AttentionArguments`), and their validation."""
+"""What all forms of attention take (`AttentionArguments`, `MLAArguments`), and its validation."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ class AttentionArguments(NamedTuple):
     soft_cap: float | None = None
     k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
+
+
+class MLAArguments(NamedTuple):
+    """A ragged batch over paged latents; layouts as at the head of `mla_attention.py`."""
+
+    q: torch.Tensor
+    cache: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    scale: float
+    kv_lora_rank: int
 
 
 def check_arguments(arguments: AttentionArguments) -> None:
@@ -57,6 +69,24 @@ def _check_queries_and_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: t
         )
     if not 0 < q.shape[2] <= 256:
         raise MinivllmError(f"head_dim must be 1 to 256, got {q.shape[2]}")
+
+
+def check_mla_arguments(arguments: MLAArguments) -> None:
+    """The same for `MLAArguments`."""
+    q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
+    if q.dim() != 3 or cache.dim() != 3 or q.shape[2] != cache.shape[2] or not 0 < rank < q.shape[2]:
+        raise MinivllmError(
+            f"q {tuple(q.shape)} must be [tokens, heads, width] and the cache {tuple(cache.shape)} [blocks, block_size, "
+            f"width], with a width above kv_lora_rank = {rank}"
+        )
+    if q.dtype not in DTYPES or cache.dtype != q.dtype or cache.stride()[1:] != (cache.shape[2], 1):
+        raise MinivllmError(
+            f"q is {q.dtype}, the cache {cache.dtype}: they must be alike, float32, float16 or bfloat16, and a block of "
+            "the cache contiguous"
+        )
+    check_tables(query_start_loc, seq_lens, block_table)
+    if not scale > 0:
+        raise MinivllmError(f"scale must be greater than 0, got {scale}")
 
 
 def check_tables(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:

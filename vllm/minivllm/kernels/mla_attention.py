@@ -29,22 +29,22 @@ four ordinary heads does 4. So with many heads even a decode comes to be bound b
 In vLLM v0.33.0: `concat_and_cache_mla` in `csrc/cache_kernels.cu`; `vllm/v1/attention/backends/mla/triton_mla.py` with
 `vllm/v1/attention/ops/triton_decode_attention.py`. DeepSeek-V2, arXiv 2405.04434, section 2.1.
 
-The CPU twin is in `cpu/mla_calls.py`.
+The CPU twin is in `cpu/mla_calls.py`; what the launch shares with that of `unified_attention.py`, in
+`attention_launch.py`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from minivllm.errors import MinivllmError
-from minivllm.kernels.attention_arguments import DTYPES, check_tables
-from minivllm.kernels.attention_configurations import Configuration, architecture, automatic_splits, multiprocessors
+from minivllm.kernels.attention_arguments import MLAArguments, check_mla_arguments
+from minivllm.kernels.attention_configurations import Configuration, architecture
+from minivllm.kernels.attention_launch import dot_type, offset_type, padded, partials_for, splits_for
 from minivllm.kernels.cpu.mla_calls import mla_attention_cpu, write_latents_cpu
 from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.kernels.tuning import fastest
-from minivllm.kernels.unified_attention import LOG2E, TRITON_TYPES, combine_splits, find_sequence, load_rows, padded
+from minivllm.kernels.unified_attention import LOG2E, combine_splits, find_sequence, load_rows
 from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
 MOST_HEADS = 16
@@ -275,18 +275,6 @@ def mla_attention_kernel(
         tl.store(out_rows, result.to(out.dtype.element_ty), mask=row_is_real[:, None] & (rank < RANK)[None, :])
 
 
-class MLAArguments(NamedTuple):
-    """A ragged batch over paged latents; layouts as in the head of this file."""
-
-    q: torch.Tensor
-    cache: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    scale: float
-    kv_lora_rank: int
-
-
 def mla_attention(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -321,13 +309,13 @@ def mla_attention(
     """
     arguments = MLAArguments(q, cache, query_start_loc, seq_lens, block_table, scale, kv_lora_rank)
     if not checked:
-        _check(arguments)
+        check_mla_arguments(arguments)
     if out is None:
         out = torch.empty(*q.shape[:2], kv_lora_rank, dtype=q.dtype, device=q.device)
     if not len(q) or not len(seq_lens):
         return out
     if choose_backend(backend, q) == "cpu":
-        mla_attention_cpu(out, *arguments)
+        mla_attention_cpu(out, arguments)
     else:
         _choose_and_launch(out, arguments, num_kv_splits, max_seq_len)
     return out
@@ -358,11 +346,8 @@ def _choose_and_launch(
     keys = max_seq_len or arguments.block_table.shape[1] * cache.shape[1]
 
     def launch(configuration: Configuration) -> None:
-        splits = num_kv_splits
-        if splits is None:
-            programs = max(sequences, tokens) * triton.cdiv(heads, MOST_HEADS)
-            splits = 1 if INTERPRETED else automatic_splits(programs, keys, multiprocessors(q.device))
-        launch_triton(out, arguments, splits, configuration)
+        programs = max(sequences, tokens) * triton.cdiv(heads, MOST_HEADS)
+        launch_triton(out, arguments, num_kv_splits or splits_for(programs, keys, q.device), configuration)
 
     if INTERPRETED:
         launch(Configuration(16, 32, 4, 1))
@@ -378,10 +363,7 @@ def launch_triton(out: torch.Tensor, arguments: MLAArguments, num_splits: int, c
     tokens, heads, width = q.shape
     sequences, padded_rank = len(seq_lens), padded(rank)
     block_h = min(MOST_HEADS, triton.next_power_of_2(heads))
-    partial_acc = partial_stats = out  # not read unless there are splits
-    if num_splits > 1:
-        partial_acc = torch.empty(tokens, heads, num_splits, padded_rank, dtype=torch.float32, device=q.device)
-        partial_stats = torch.empty(tokens, heads, num_splits, 2, dtype=torch.float32, device=q.device)
+    partials = partials_for(q, out, num_splits, padded_rank)
     query_blocks = tokens // (configuration.block_m // block_h) + sequences
     mla_attention_kernel[(query_blocks, triton.cdiv(heads, block_h), num_splits)](
         out,
@@ -390,8 +372,7 @@ def launch_triton(out: torch.Tensor, arguments: MLAArguments, num_splits: int, c
         query_start_loc,
         seq_lens,
         block_table,
-        partial_acc,
-        partial_stats,
+        *partials,
         sequences,
         num_splits,
         float(scale),
@@ -399,8 +380,8 @@ def launch_triton(out: torch.Tensor, arguments: MLAArguments, num_splits: int, c
         out.stride(0),
         cache.stride(0),
         block_table.stride(0),
-        DOT_TYPE=tl.float32 if INTERPRETED else TRITON_TYPES[q.dtype],  # the interpreter's NumPy has no bf16
-        OFFSET_TYPE=tl.int32 if cache.shape[0] * cache.stride(0) < 2**31 else tl.int64,
+        DOT_TYPE=dot_type(q),
+        OFFSET_TYPE=offset_type(cache),
         HEADS=heads,
         RANK=rank,
         ROPE=width - rank,
@@ -415,21 +396,4 @@ def launch_triton(out: torch.Tensor, arguments: MLAArguments, num_splits: int, c
         num_stages=configuration.num_stages,
     )
     if num_splits > 1:
-        combine_splits(out, partial_acc, partial_stats, query_start_loc)
-
-
-def _check(arguments: MLAArguments) -> None:
-    q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
-    if q.dim() != 3 or cache.dim() != 3 or q.shape[2] != cache.shape[2] or not 0 < rank < q.shape[2]:
-        raise MinivllmError(
-            f"q {tuple(q.shape)} must be [tokens, heads, width] and the cache {tuple(cache.shape)} [blocks, block_size, "
-            f"width], with a width above kv_lora_rank = {rank}"
-        )
-    if q.dtype not in DTYPES or cache.dtype != q.dtype or cache.stride()[1:] != (cache.shape[2], 1):
-        raise MinivllmError(
-            f"q is {q.dtype}, the cache {cache.dtype}: they must be alike, float32, float16 or bfloat16, and a block of "
-            "the cache contiguous"
-        )
-    check_tables(query_start_loc, seq_lens, block_table)
-    if not scale > 0:
-        raise MinivllmError(f"scale must be greater than 0, got {scale}")
+        combine_splits(out, *partials, query_start_loc)

@@ -42,9 +42,9 @@ from __future__ import annotations
 
 import torch
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu.rejection_calls import reject_cpu
 from minivllm.kernels.noise import decision_number, waiting_time
+from minivllm.kernels.rejection_arguments import RejectionArguments, check_arguments
 from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.triton_utils import tl, triton
 
@@ -250,58 +250,30 @@ def replace_kernel(out, rejected, starts, scores, tokens, width, CHUNKS: tl.cons
             tl.store(out + request * width + row - tl.load(starts + request), token.to(tl.int64))
 
 
-def rejection_sample(
-    target_logits: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    num_drafts: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    is_greedy: torch.Tensor,
-    keys: torch.Tensor,
-    *,
-    backend: str | None = None,
-) -> torch.Tensor:
+def rejection_sample(arguments: RejectionArguments, *, backend: str | None = None) -> torch.Tensor:
     """Each request's accepted drafts and the token after them: int64 [requests, most drafts + 1], -1 behind the last.
-
-    A request's rows are those after its last known token and after each of its drafts, in order:
-
-        target_logits    float32 [sum of (drafts + 1), vocab], after all processors. A random request's rows are divided
-                         by its temperature, and -inf where top-k, top-p or min-p exclude a token
-        draft_token_ids  int32 [sum of drafts]; -1 is always rejected
-        num_drafts       int32 [requests], 0 and more
-        draft_logits     float32 [sum of drafts, vocab]: what random requests' drafts were drawn from, by noise other than
-                         `keys` give (`draft_keys` in `worker/sample/gumbel.py`); None: nothing was drawn (n-grams, argmax)
-        is_greedy        bool [requests]
-        keys             int32 [sum of (drafts + 1), 2]: each row's key (`row_keys` in `worker/sample/gumbel.py`)
 
     `num_drafts` is read on the host: from a GPU it is waited for. `backend` "triton" or "cpu"; None follows the device.
 
     Raises:
         MinivllmError: shapes do not match, or the backend is unknown.
     """
-    _check(target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys)
-    if choose_backend(backend, target_logits) == "cpu":
-        return reject_cpu(target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys)
-    counts, device = num_drafts.cpu().long(), target_logits.device
+    check_arguments(arguments)
+    if choose_backend(backend, arguments.target_logits) == "cpu":
+        return reject_cpu(arguments)
+    counts, device = arguments.num_drafts.cpu().long(), arguments.target_logits.device
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
     starts[1:] = (counts + 1).cumsum(0)
     width = int(counts.max()) + 1 if len(counts) else 1
     out = torch.empty(len(counts), width, dtype=torch.int64, device=device)
     if len(counts):
-        on_device = [one.to(device, non_blocking=True) for one in (starts, draft_token_ids, is_greedy, keys)]
-        launch(out, target_logits, draft_logits, *on_device)
+        launch(out, arguments.to(device), starts.to(device, non_blocking=True))
     return out
 
 
-def launch(
-    out: torch.Tensor,
-    target_logits: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    starts: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    is_greedy: torch.Tensor,
-    keys: torch.Tensor,
-) -> None:
+def launch(out: torch.Tensor, arguments: RejectionArguments, starts: torch.Tensor) -> None:
     """Runs the kernels; `out` [requests, most drafts + 1] is written in full. All are on one device; `starts` as above."""
+    target_logits, draft_token_ids, _, draft_logits, is_greedy, keys = arguments
     (requests, width), (rows, vocab), device = out.shape, target_logits.shape, out.device
     chunks, has_q = triton.cdiv(vocab, CHUNK), draft_logits is not None
     theirs = target_logits if draft_logits is None else draft_logits
@@ -327,24 +299,3 @@ def launch(
             VOCAB=vocab, CHUNK=CHUNK, num_warps=8,
         )  # fmt: skip
         replace_kernel[(requests,)](out, rejected, starts, scores, tokens, width, num_warps=1, **sizes)
-
-
-def _check(
-    target_logits: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    num_drafts: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    is_greedy: torch.Tensor,
-    keys: torch.Tensor,
-) -> None:
-    drafts, requests = len(draft_token_ids), len(num_drafts)
-    rows, vocab = target_logits.shape
-    if rows != drafts + requests or len(keys) != rows or len(is_greedy) != requests:
-        raise MinivllmError(
-            f"{drafts} drafts of {requests} requests need {drafts + requests} rows: there are {rows} rows of logits, "
-            f"{len(keys)} keys and {len(is_greedy)} of is_greedy"
-        )
-    if draft_logits is not None and draft_logits.shape != (drafts, vocab):
-        raise MinivllmError(
-            f"draft_logits are {list(draft_logits.shape)}, must be [drafts, vocab] = [{drafts}, {vocab}]"
-        )

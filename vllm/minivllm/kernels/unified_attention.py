@@ -2,6 +2,7 @@
 
 `unified_attention(...)`, at the end, is the entry point. On a GPU (and under Triton's interpreter) it launches the
 kernel below, configured by `attention_configurations.py`; on a CPU it calls the counterpart, `cpu/attention_calls.py`.
+What its launch shares with that of `mla_attention.py` is in `attention_launch.py`.
 
 Layouts
     q, out            [tokens, heads, head_dim], the queries of all sequences end to end
@@ -51,10 +52,9 @@ from minivllm.kernels.attention_arguments import AttentionArguments, check_argum
 from minivllm.kernels.attention_configurations import (
     Configuration,
     architecture,
-    automatic_splits,
     configurations,
-    multiprocessors,
 )
+from minivllm.kernels.attention_launch import dot_type, offset_type, padded, partials_for, splits_for
 from minivllm.kernels.cpu.attention_calls import unified_attention_cpu
 from minivllm.kernels.cpu.attention_gather import gather_attention
 from minivllm.kernels.reshape_and_cache import choose_backend
@@ -388,11 +388,8 @@ def _choose_and_launch(
     keys = min(max_seq_len or block_table.shape[1] * k_cache.shape[1], window or 2**31)
 
     def launch(configuration: Configuration) -> None:
-        splits = num_kv_splits
-        if splits is None:
-            programs = max(sequences, tokens * group // configuration.block_m) * kv_heads
-            splits = 1 if INTERPRETED else automatic_splits(programs, keys, multiprocessors(q.device))
-        launch_triton(out, arguments, splits, configuration)
+        programs = max(sequences, tokens * group // configuration.block_m) * kv_heads
+        launch_triton(out, arguments, num_kv_splits or splits_for(programs, keys, q.device), configuration)
 
     if INTERPRETED:
         launch(Configuration(min(max(16, triton.next_power_of_2(max(rows, group))), 64), 32, 4, 1))
@@ -414,10 +411,7 @@ def launch_triton(
     _, block_size, kv_heads, _ = k_cache.shape
     group, sequences = heads // kv_heads, len(seq_lens)
     padded_dim = padded(head_dim)
-    partial_acc = partial_stats = out  # not read unless there are splits
-    if num_splits > 1:
-        partial_acc = torch.empty(tokens, heads, num_splits, padded_dim, dtype=torch.float32, device=q.device)
-        partial_stats = torch.empty(tokens, heads, num_splits, 2, dtype=torch.float32, device=q.device)
+    partials = partials_for(q, out, num_splits, padded_dim)
     query_blocks = tokens // (configuration.block_m // group) + sequences
     unified_attention_kernel[(query_blocks, kv_heads, num_splits)](
         out,
@@ -429,8 +423,7 @@ def launch_triton(
         query_start_loc,
         seq_lens,
         block_table,
-        partial_acc,
-        partial_stats,
+        *partials,
         sequences,
         num_splits,
         float(scale),
@@ -441,8 +434,8 @@ def launch_triton(
         k_cache.stride(1),
         k_cache.stride(2),
         block_table.stride(0),
-        DOT_TYPE=tl.float32 if INTERPRETED else TRITON_TYPES[q.dtype],  # the interpreter's NumPy has no bf16
-        OFFSET_TYPE=tl.int32 if k_cache.shape[0] * k_cache.stride(0) < 2**31 else tl.int64,
+        DOT_TYPE=dot_type(q),
+        OFFSET_TYPE=offset_type(k_cache),
         GROUP=group,
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
@@ -457,7 +450,7 @@ def launch_triton(
         num_stages=configuration.num_stages,
     )
     if num_splits > 1:
-        combine_splits(out, partial_acc, partial_stats, query_start_loc)
+        combine_splits(out, *partials, query_start_loc)
 
 
 def combine_splits(
@@ -477,11 +470,3 @@ def combine_splits(
         PADDED_DIM=padded_dim,
         PADDED_SPLITS=triton.next_power_of_2(num_splits),
     )
-
-
-TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-def padded(head_dim: int) -> int:
-    """The head dim as padded by the kernel: the matrix units take powers of two from 16 on."""
-    return max(16, triton.next_power_of_2(head_dim))

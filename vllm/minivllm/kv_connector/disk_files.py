@@ -1,8 +1,8 @@
 """Files with one rank's part of a block each: its bytes behind a header with their number and checksum.
 
-A file appears when it is complete. One that is missing, cut or altered is a miss, and nothing in it is ever executed or
-unpacked. A disk that is full, or fails, is told once; what is there can still be read. A file that cannot be removed
-stays.
+A file appears when it is complete. One that is missing, cut, altered or another one's is a miss, and nothing in it is
+ever executed or unpacked. A disk that is full, or fails, is told once; what is there can still be read. A file that
+cannot be removed stays.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
 HEADER = struct.Struct("<8s8sQQ")  # what it is, how it is summed up, number of bytes, checksum
-MAGIC = b"minikv1\0"
+MAGIC = b"minikv2\0"
 assert HEADER.size == HEADER_BYTES
 
 
@@ -39,7 +39,7 @@ class DiskFiles:
         unfinished = path.with_name(path.name + UNFINISHED)
         try:
             with unfinished.open("wb", buffering=0) as opened:
-                _write_all(opened.fileno(), (self._header(payload), payload.data))
+                _write_all(opened.fileno(), (self._header(key, payload), payload.data))
             os.replace(unfinished, path)
         except OSError as error:
             self.failed = True
@@ -52,13 +52,13 @@ class DiskFiles:
         """Fills uint8 [bytes] from a file; returns whether it held just that. One that does not is removed."""
         path = path_of(self.folder, key, self.rank)
         try:
-            with path.open("rb", buffering=0) as opened:
+            with open(path, "rb", buffering=0, opener=_open_at_once) as opened:
                 header = opened.read(HEADER_BYTES)
                 num_read = opened.readinto(into.data)
                 complete = num_read == len(into) and not opened.read(1)
         except OSError:
             return False
-        if complete and header == self._header(into):
+        if complete and header == self._header(key, into):
             return True
         logger.warning("%s is damaged, and removed", path)
         _remove(path)
@@ -74,9 +74,15 @@ class DiskFiles:
         for path in self.folder.glob(f"*.{self.rank}"):
             _remove(path)
 
-    def _header(self, payload: np.ndarray) -> bytes:
+    def _header(self, key: BlockHash, payload: np.ndarray) -> bytes:
         name = self._checksum
-        return HEADER.pack(MAGIC, name.encode(), len(payload), CHECKSUMS[name](Payload.of(payload.data)))
+        whose = key + self.rank.to_bytes(4, "little")
+        return HEADER.pack(MAGIC, name.encode(), len(payload), CHECKSUMS[name](Payload.of(payload.data, whose)))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file, and a pipe without waiting for who writes into it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _remove(path: Path) -> None:

@@ -1,7 +1,7 @@
 """A KV connector between engines of one process, whose scheduler's side asks somebody: the `ConnectorScheduler` of
 exercise 08.
 
-LLM(model, parts=Parts(kv_connector=connector_that_asks(module)), kv_transfer_config={...})
+LLM(model, parts=Parts(kv_connector=connector_that_asks(ConnectorScheduler)), kv_transfer_config={...})
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Reads(KVConnectorMetadata):
     expired: Sequence[str]
 
 
-def connector_that_asks(module: Any) -> Callable[[KVConnectorConfig, KVConnectorRole], KVConnectorBase_V1]:
-    """A connector with `module.ConnectorScheduler` beside the scheduler."""
+def connector_that_asks(kind: Callable[..., Any]) -> Callable[[KVConnectorConfig, KVConnectorRole], KVConnectorBase_V1]:
+    """A connector with one of `kind` beside the scheduler."""
 
     def make(config: KVConnectorConfig, role: KVConnectorRole) -> KVConnectorBase_V1:
-        return AskingConnector(module, config, role)
+        return AskingConnector(kind, config, role)
 
     return make
 
@@ -64,13 +64,13 @@ def connector_that_asks(module: Any) -> Callable[[KVConnectorConfig, KVConnector
 class AskingConnector(KVConnectorBase_V1):
     """Copies blocks from one engine's cache into another's; the exercise decides which."""
 
-    def __init__(self, module: Any, config: KVConnectorConfig, role: KVConnectorRole) -> None:
+    def __init__(self, kind: Callable[..., Any], config: KVConnectorConfig, role: KVConnectorRole) -> None:
         super().__init__(config, role)
         self.engine_id = config.kv_transfer_config.engine_id
         self.received: set[str] = set()
         if role is KVConnectorRole.SCHEDULER:
             address = {"remote_engine_id": self.engine_id}
-            self.asked = module.ConnectorScheduler(config.block_size, address, LEASE, time.monotonic)
+            self.asked = kind(config.block_size, address, LEASE, time.monotonic)
 
     # The workers' side
 

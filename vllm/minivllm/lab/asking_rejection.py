@@ -11,28 +11,23 @@ import torch.nn.functional as F
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels.noise import waiting_times
+from minivllm.kernels.rejection_arguments import RejectionArguments
 
 Verify = Callable[[np.ndarray, np.ndarray, list[int], np.ndarray, np.ndarray], list[int]]
 """`verify(p, q, drafts, uniforms, noise)`, as exercise 07 describes it."""
 SALT = 7
 
 
-def rejection_that_asks(verify: Verify) -> Callable[..., torch.Tensor]:
+def rejection_that_asks(verify: Verify) -> Callable[[RejectionArguments], torch.Tensor]:
     """The engine's rejection sampling with `verify` deciding about each request.
 
     Greedy requests get the engine's tokens; others get tokens of the same distribution. Tokens that no step can have
     raise `MinivllmError` in the engine's step; the message says which.
     """
 
-    def rejection_sample(
-        target_logits: torch.Tensor,
-        draft_token_ids: torch.Tensor,
-        num_drafts: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        is_greedy: torch.Tensor,
-        keys: torch.Tensor,
-    ) -> torch.Tensor:
+    def rejection_sample(arguments: RejectionArguments) -> torch.Tensor:
         """As `minivllm.kernels.rejection_sample.rejection_sample`."""
+        target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys = arguments
         vocab, counts = target_logits.shape[1], num_drafts.tolist()
         output = torch.full((len(counts), max(counts, default=0) + 1), -1, dtype=torch.int64)
         noise = waiting_times(keys, vocab).double().numpy()

@@ -8,7 +8,8 @@ the figures.
 from __future__ import annotations
 
 from minivllm.kernels.attention_configurations import Configuration
-from minivllm.kernels.unified_attention import combine_kernel, padded, unified_attention_kernel
+from minivllm.kernels.attention_launch import padded
+from minivllm.kernels.unified_attention import combine_kernel, unified_attention_kernel
 from minivllm.lab.aot import Compiled, compile_for
 from minivllm.platforms.triton_utils import tl, triton
 

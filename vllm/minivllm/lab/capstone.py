@@ -23,7 +23,7 @@ from typing import Any
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS, Parts
 from minivllm.lab.asking_connector import serve_through_both
 from minivllm.lab.cli import Parser, run
-from minivllm.lab.exercise import can_be_plugged, checks_of, exercise_path, load, plug_of, run_checks
+from minivllm.lab.exercise import checks_of, exercise_path, load, plug_of, run_checks, unready_parts
 from minivllm.lab.over_http import Client, Load, serve_load
 from minivllm.lab.plugged import Served
 from minivllm.lab.progress import working
@@ -89,7 +89,7 @@ def solved(number: str) -> ModuleType | str:
     module = load(exercise_path(number))
     results = run_checks(module, checks_of(number))
     missing = sum(not result.passed for result in results)
-    return module if can_be_plugged(results) else f"{missing} of {len(results)} checks to go"
+    return f"{missing} of {len(results)} checks to go" if unready_parts(number, module, results) else module
 
 
 def parts_of(server: Server, modules: Mapping[str, ModuleType]) -> Parts:

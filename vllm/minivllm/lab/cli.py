@@ -89,16 +89,22 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         raise SystemExit(130) from None
 
 
+def log_warnings_only() -> None:
+    """From now on, here and in processes started later, unless the environment sets a level."""
+    if LEVEL_VARIABLE not in os.environ:
+        os.environ[LEVEL_VARIABLE] = "WARNING"  # for subprocesses
+        init_logger("minivllm").setLevel("WARNING")  # for this process: configured when the engine was imported
+
+
 @contextmanager
 def _warnings_only() -> Iterator[None]:
-    """Log warnings only, unless the environment sets a level: start-up lines would clutter the tables."""
+    """Start-up lines would clutter the tables."""
     if LEVEL_VARIABLE in os.environ:
         yield
         return
     logger = init_logger("minivllm")
     level = logger.level
-    os.environ[LEVEL_VARIABLE] = "WARNING"  # for subprocesses
-    logger.setLevel("WARNING")  # for this process, already configured when the engine was imported
+    log_warnings_only()
     try:
         yield
     finally:

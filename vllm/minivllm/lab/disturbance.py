@@ -9,6 +9,9 @@
 Three signs, over all watched parts. `waited`: time that threads waited for a core that something else was using.
 `stolen`: time that the host gave to another virtual machine. `slowdown`: a small fixed piece of work is timed before
 and after each part; this is its slowest time over its fastest. The first two need Linux; the third works everywhere.
+
+Where a part keeps the cores busy with processes of its own, such as a server and its clients, threads always wait. Then
+they are watched during the fixed work only: `Control(loads_cores=True)`.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ class Control:
         threads: Callable[[], ThreadTimes] = thread_times,
         stolen: Callable[[], float] = stolen_seconds,
         cores: int | None = None,
+        loads_cores: bool = False,
     ) -> None:
+        self.loads_cores = loads_cores
         self.work, self.clock, self.threads, self.stolen = work, clock, threads, stolen
         self.cores = cores or os.cpu_count() or 1
         self.readings: list[float] = []  # seconds of the fixed work
@@ -75,12 +80,13 @@ class Control:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Context manager for a part that measures. Adds about 50 ms."""
-        self._read()
+        first = self._read()
         threads, stolen, start = self.threads(), self.stolen(), self.clock()
         yield
-        seconds = self.clock() - start
-        self.parts.append((seconds, between(threads, self.threads()), self.stolen() - stolen))
-        self._read()
+        seconds, stolen, whole = self.clock() - start, self.stolen() - stolen, between(threads, self.threads())
+        last = self._read()
+        beside = CpuTimes(first.ran + last.ran, first.waited + last.waited)
+        self.parts.append((seconds, beside if self.loads_cores else whole, stolen))
 
     def figures(self) -> Disturbance:
         """The disturbance over all parts together."""
@@ -98,10 +104,12 @@ class Control:
         """The same for a results file."""
         return {name: round(value, 3) for name, value in asdict(self.figures()).items()}
 
-    def _read(self) -> None:
-        pieces = []
+    def _read(self) -> CpuTimes:
+        """Times the fixed work; returns the times of the threads meanwhile."""
+        pieces, threads = [], self.threads()
         for _ in range(PIECES):
             start = self.clock()
             self.work()
             pieces.append(self.clock() - start)
         self.readings.append(statistics.median(pieces))
+        return between(threads, self.threads())

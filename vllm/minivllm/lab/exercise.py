@@ -4,8 +4,10 @@
     uv run python -m minivllm.lab.exercise 01 --file mine.py
 
 A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. The first line of its docstring states a
-requirement; it raises if this is not met. The same checks run on the lesson's script, which is the solution. Where the
-line begins with "Stretch:", the engine runs with the learner's part even if this one is not met.
+requirement; it raises if this is not met. The same checks run on the lesson's script, which is the solution.
+
+The engine runs with the learner's part as soon as all is there that it takes. What leads to other functions of the
+exercise is not waited for, nor what begins with "Stretch:".
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from rich.markup import escape
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser, run
 from minivllm.lab.progress import track, working
+from minivllm.lab.reach import joined, names_in, reached
 from minivllm.lab.tables import console, table
 
 if TYPE_CHECKING:
@@ -42,20 +45,26 @@ _number_of_modules = count(1)
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check: `problem` is None if it passed, else a one-line description of what is missing.
+    """The result of one check: `problem` is None if it passed, else a one-line description of what is missing."""
 
-    `is_stretch`: the engine can run with the learner's part without it; its statement begins with "Stretch:".
-    """
-
-    name: str
+    function: str
     statement: str
     problem: str | None
-    is_stretch: bool = False
+
+    @property
+    def name(self) -> str:
+        """The check's, in words."""
+        return self.function.removeprefix("check_").replace("_", " ")
 
     @property
     def passed(self) -> bool:
         """Whether the requirement is met."""
         return self.problem is None
+
+    @property
+    def is_stretch(self) -> bool:
+        """Whether it asks for more than the engine needs."""
+        return self.statement.startswith("Stretch:")
 
 
 def exercise_path(number: str | int) -> Path:
@@ -135,17 +144,47 @@ def run_checks(module: ModuleType, checks: Iterable[Check]) -> list[CheckResult]
 def check_here(number: str | int, module: ModuleType) -> None:
     """In a notebook: check the module of an exercise (`mine`). Prints what is missing, never raises."""
     try:
-        results = run_checks(module, checks_of(number))
-        show(results, f"Exercise {number}")
-        if can_be_plugged(results):
-            run_plugged(number, module)
+        show_and_run(number, module, f"Exercise {number}")
     except MinivllmError as error:
         console.print(f"{error}", markup=False)
 
 
-def can_be_plugged(results: Iterable[CheckResult]) -> bool:
-    """Whether all that the engine needs of the learner's part is there."""
-    return all(result.passed or result.is_stretch for result in results)
+def show_and_run(number: str | int, module: ModuleType, title: str) -> bool:
+    """Check a module and print what is missing; then run the engine with it, if it can. Whether nothing is missing."""
+    results = run_checks(module, checks_of(number))
+    show(results, title)
+    if unready := unready_parts(number, module, results):
+        console.print(f"the engine runs with your part when these are right: {', '.join(unready)}")
+        return False
+    return run_plugged(number, module) and all(result.passed for result in results)
+
+
+def unready_parts(number: str | int, module: ModuleType, results: Iterable[CheckResult]) -> list[str]:
+    """What the engine takes of the exercise and whose checks fail; checks that lead elsewhere, too, do not count."""
+    taken, unready = parts_taken(number, module), set()
+    for result in results:
+        its = _parts_behind(result.function, number, module)
+        if not result.passed and not result.is_stretch and its <= set(taken):
+            unready |= its
+    return [part for part in taken if part in unready]
+
+
+def parts_taken(number: str | int, module: ModuleType) -> list[str]:
+    """The functions and classes of an exercise that the engine runs with: what `plug` takes, and what that calls."""
+    return sorted(_parts_behind("plug", number, module))
+
+
+def _parts_behind(function: str, number: str | int, module: ModuleType) -> set[str]:
+    """The functions and classes of an exercise to which a function of its checks leads, as the learner wrote them."""
+    checks, stub = (names_in(_numbered(folder, number).read_text()) for folder in (EXERCISES / "checks", EXERCISES))
+    return reached(function, joined(checks, stub, names_in(_source(module)))).keys() & stub.keys()
+
+
+def _source(module: ModuleType) -> str:
+    """A module's source as it is now, "" for one that has none."""
+    filename = getattr(module, "__file__", None) or ""
+    linecache.checkcache(filename)
+    return "".join(linecache.getlines(filename))
 
 
 def show(results: list[CheckResult], title: str) -> None:
@@ -171,17 +210,12 @@ def _numbered(folder: Path, number: str | int) -> Path:
 
 
 def _run_check(module: ModuleType, check: Check) -> CheckResult:
-    name = check.__name__.removeprefix("check_").replace("_", " ")
-    statement = (inspect.getdoc(check) or name).splitlines()[0]
+    statement = (inspect.getdoc(check) or check.__name__).splitlines()[0]
     try:
         check(module)
     except (Exception, SystemExit) as error:
-        return CheckResult(name, statement, _problem(error, module), _is_stretch(statement))
-    return CheckResult(name, statement, None, _is_stretch(statement))
-
-
-def _is_stretch(statement: str) -> bool:
-    return statement.startswith("Stretch:")
+        return CheckResult(check.__name__, statement, _problem(error, module))
+    return CheckResult(check.__name__, statement, None)
 
 
 def _problem(error: BaseException, module: ModuleType) -> str:
@@ -217,13 +251,9 @@ def _one_line(error: BaseException) -> str:
 
 def main(arguments: argparse.Namespace) -> None:
     """Check one exercise, then run the engine with it, if it can; exit with 1 if something is missing or differs."""
-    checks = checks_of(arguments.number)
     path = Path(arguments.file) if arguments.file else exercise_path(arguments.number)
-    module = load(path)
-    results = run_checks(module, checks)
-    show(results, str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path))
-    same = can_be_plugged(results) and run_plugged(arguments.number, module)
-    if not same or not all(result.passed for result in results):
+    title = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
+    if not show_and_run(arguments.number, load(path), title):
         raise SystemExit(1)
 
 

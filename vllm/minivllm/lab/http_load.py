@@ -132,7 +132,7 @@ async def ask(port: int, path: str, body: dict[str, Any], due: float, answer: An
         writer.write(content)
         status = await reader.readline()
         if b" 200 " not in status:
-            raise ConnectionError((await reader.read(1000)).decode(errors="replace") or "no answer")
+            raise ConnectionError(_refusal(status + await reader.read(1000)))
         while line := await reader.readline():
             if line.startswith(b"data: {"):
                 answer.events.append(time.monotonic())
@@ -144,6 +144,13 @@ async def ask(port: int, path: str, body: dict[str, Any], due: float, answer: An
     except OSError as error:
         answer.failed = f"{type(error).__name__}: {error}"
     return answer
+
+
+def _refusal(said: bytes) -> str:
+    """What a server says that does not answer with 200, in one line: its status and its body."""
+    head, _, body = said.decode(errors="replace").partition("\r\n\r\n")
+    status = head.splitlines()[0].partition(" ")[2] if head else "no answer"
+    return " ".join(f"{status}: {body}".split()) if body else status
 
 
 def token_ids_of(line: bytes) -> list[int]:

@@ -4,7 +4,7 @@ A server's front end uses `EngineCoreClient` instead.
 """
 
 from minivllm.engine.core import EngineCore
-from minivllm.engine.core_client import InprocClient
+from minivllm.engine.inproc_client import InprocClient
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError

@@ -19,6 +19,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
 
+from minivllm.lab.cli import log_warnings_only
 from minivllm.lab.progress import working
 from minivllm.lab.tables import console
 
@@ -35,9 +36,13 @@ class _Cell(ModuleType):
 
 
 def begin() -> None:
-    """The first cell of each notebook: `%%exercise` can be used, and the packages that take long are loaded."""
+    """The first cell of each notebook: `%%exercise` can be used, and the packages that take long are loaded.
+
+    The engine logs warnings only, which the page shows in red.
+    """
     shell = get_ipython()
     if shell is not None:
+        log_warnings_only()
         shell.register_magic_function(_exercise, magic_kind="cell", magic_name=MAGIC)  # pyright: ignore
     with working("loading PyTorch"):
         import torch  # noqa: F401

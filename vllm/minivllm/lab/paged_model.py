@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.models.decoder import Decoder
+from minivllm.models.loader import load_model
+
+
+@cache
+def _decoder(model: str, device: str) -> Decoder:
+    return load_model(model, torch.device(device), torch.float32)[0]
+
+
+def load(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Loads a script's model now, so that one that is not there is told first; `arguments` gets the device.
+
+    Raises:
+        MinivllmError: it cannot be loaded.
+    """
+    arguments.device = device
+    decoder_of(arguments)
+
+
+def decoder_of(arguments: argparse.Namespace) -> Decoder:
+    """The model of a script's arguments in float32, loaded once."""
+    return _decoder(arguments.model, str(arguments.device))
 
 
 class PagedModel:

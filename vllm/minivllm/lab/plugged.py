@@ -150,10 +150,10 @@ def _verdict(yours: Served, ours: Served, same: bool) -> str:
     wrong = [name for name, value in ours.equal.items() if yours.equal[name] != value]
     if wrong:
         found = f"{yours.equal[wrong[0]]}, and with ours {ours.equal[wrong[0]]}"
-        return f"{wrong[0]}: {found}. All checks pass, and yet it is wrong."
+        return f"{wrong[0]}: {found}. Its checks pass, and yet it is wrong."
     answers = zip(yours.token_ids, yours.texts, ours.token_ids, ours.texts, strict=True)
     index = next(i for i, (*mine, ids, text) in enumerate(answers) if mine != [ids, text])
     return (
-        f"request {index} differs from ours: all checks pass, and yet the text is wrong.\n"
+        f"request {index} differs from ours: its checks pass, and yet the text is wrong.\n"
         f"  yours: {yours.texts[index]!r}\n  ours:  {ours.texts[index]!r}"
     )

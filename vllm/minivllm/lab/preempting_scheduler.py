@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.remote_kv import Prefix
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler, Step
@@ -30,6 +31,7 @@ class EngineMemory:
         self.new_blocks: dict[str, list[int]] = {}
         """Blocks that each request has got in this step."""
         self.freed: list[Request] = []
+        self._before = list(scheduler.running)
         self._asks_left = 10 * (1 + len(scheduler.running)) ** 2
 
     def wanted(self, request: Request) -> int:
@@ -43,7 +45,7 @@ class EngineMemory:
         """Blocks for a request's next tokens; False, and nothing has changed, if they do not fit."""
         self._asks_left -= 1
         _require(self._asks_left > 0, "never ends: it asks for blocks again and again")
-        lookahead = self.scheduler.config.num_lookahead_tokens
+        lookahead = self.scheduler.drafting.num_lookahead_tokens
         found = self.scheduler.kv_cache_manager.allocate_slots(request, num_tokens, num_lookahead_tokens=lookahead)
         if found is not None:
             self.new_blocks[request.request_id] = [block.block_id for block in found]
@@ -68,6 +70,24 @@ class EngineMemory:
         request.num_lost_tokens = request.num_computed_tokens
         self.freed.append(request)
 
+    def check_answer(self, given: dict[str, int], preempted: list[Request]) -> None:
+        """Raises `MinivllmError` where an answer of `schedule_running` and what it has done do not go together."""
+        scheduler, names = self.scheduler, {request.request_id for request in preempted}
+        left = [request for request in self._before if request.request_id not in names]
+        _require(scheduler.running == left, "must take those that it preempts out of `running`, and nobody else")
+        freed = [request.request_id for request in self.freed]
+        _require(sorted(freed) == sorted(names), f"frees the blocks of {freed} and says that it preempts {names}")
+        waits = {request.request_id for request in scheduler.waiting}
+        for request in preempted:
+            right = request.status is RequestStatus.PREEMPTED and request.num_computed_tokens == 0
+            _require(right and request.request_id in waits, f"leaves {request!r} half preempted")
+        for name, num_tokens in given.items():
+            enough = isinstance(num_tokens, int) and num_tokens > 0 and name in self.new_blocks
+            _require(enough, f"gives {name!r} {num_tokens!r} tokens without blocks for them")
+        _require(sum(given.values()) <= scheduler.config.max_num_batched_tokens, "gives more than the budget")
+        nobody = not given and not preempted and any(self.wanted(request) for request in scheduler.running)
+        _require(not nobody, "gives nobody a token, though somebody wants one")
+
 
 def scheduler_that_preempts(
     schedule_running: ScheduleRunning | None = None, resume_at: ResumeAt | None = None
@@ -82,10 +102,11 @@ def scheduler_that_preempts(
             if schedule_running is None:
                 super()._schedule_running(step, chunk_limit)
                 return
-            memory, before = EngineMemory(self, step, chunk_limit), list(self.running)
-            budget, policy = step.token_budget, self.config.policy
-            given, preempted = schedule_running(self.running, self.waiting, memory, budget, policy)
-            self._check_running(before, given, preempted, memory)
+            memory = EngineMemory(self, step, chunk_limit)
+            given, preempted = schedule_running(
+                self.running, self.waiting, memory, step.token_budget, self.config.policy
+            )
+            memory.check_answer(given, preempted)
             for request in preempted:
                 self.num_preemptions += 1
                 step.preempted_req_ids.add(request.request_id)
@@ -101,42 +122,32 @@ def scheduler_that_preempts(
             if request.spec_token_ids:
                 self._schedule_drafts(request, num_tokens, step)
 
-        def _check_running(
-            self, before: list[Request], given: dict[str, int], preempted: list[Request], memory: EngineMemory
-        ) -> None:
-            names = {request.request_id for request in preempted}
-            left = [request for request in before if request.request_id not in names]
-            _require(self.running == left, "must take those that it preempts out of `running`, and nobody else")
-            freed = [request.request_id for request in memory.freed]
-            _require(sorted(freed) == sorted(names), f"frees the blocks of {freed} and says that it preempts {names}")
-            waits = {request.request_id for request in self.waiting}
-            for request in preempted:
-                right = request.status is RequestStatus.PREEMPTED and request.num_computed_tokens == 0
-                _require(right and request.request_id in waits, f"leaves {request!r} half preempted")
-            for name, num_tokens in given.items():
-                enough = isinstance(num_tokens, int) and num_tokens > 0 and name in memory.new_blocks
-                _require(enough, f"gives {name!r} {num_tokens!r} tokens without blocks for them")
-            _require(sum(given.values()) <= self.config.max_num_batched_tokens, "gives more than the budget")
-            nobody = not given and not preempted and any(memory.wanted(request) for request in self.running)
-            _require(not nobody, "gives nobody a token, though somebody wants one")
-
         def _find_prefix(self, request: Request) -> Prefix | None:
             if resume_at is None or self.remote is not None or not self.kv_cache_manager.enable_caching:
                 return super()._find_prefix(request)
-            pool, size, hits = self.kv_cache_manager.block_pool, self.cache_config.block_size, []
-            for block_hash in request.block_hashes:
-                if (block := pool.get_cached_block(block_hash)) is None:
-                    break
-                hits.append(block)
-            start = resume_at(request.num_tokens, len(hits), size)
-            possible = isinstance(start, int) and 0 <= start < request.num_tokens and start % size == 0
-            if not possible or start > len(hits) * size:
-                raise MinivllmError(
-                    f"your resume_at says {start!r} of {request.num_tokens} tokens, {len(hits)} blocks of {size} found"
-                )
-            return Prefix(hits[: start // size], start)
+            return prefix_by(resume_at, request, self.kv_cache_manager)
 
     return PreemptingScheduler
+
+
+def prefix_by(resume_at: ResumeAt, request: Request, manager: KVCacheManager) -> Prefix:
+    """What a waiting request takes over of the prefix cache, by `resume_at`.
+
+    Raises:
+        MinivllmError: `resume_at` names a token that is not a found block's end.
+    """
+    pool, size, hits = manager.block_pool, manager.block_size, []
+    for block_hash in request.block_hashes:
+        if (block := pool.get_cached_block(block_hash)) is None:
+            break
+        hits.append(block)
+    start = resume_at(request.num_tokens, len(hits), size)
+    possible = isinstance(start, int) and 0 <= start < request.num_tokens and start % size == 0
+    if not possible or start > len(hits) * size:
+        raise MinivllmError(
+            f"your resume_at says {start!r} of {request.num_tokens} tokens, {len(hits)} blocks of {size} found"
+        )
+    return Prefix(hits[: start // size], start)
 
 
 def _require(holds: bool, about: str) -> None:

@@ -21,11 +21,13 @@ def table(
 ) -> None:
     """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless they hold `words`.
 
-    Title and caption use the full width of the terminal; rich would wrap them at the table's width.
+    Title and caption use the full width of the terminal; rich would wrap them at the table's width. In a narrow one a
+    word goes on in the next line: rich would cut its end.
     """
     grid = Table()
     for index, column in enumerate(columns):
-        grid.add_column(column, justify="left" if index == 0 or words else "right", no_wrap=index == 0 and not words)
+        justify = "left" if index == 0 or words else "right"
+        grid.add_column(column, justify=justify, no_wrap=index == 0 and not words, overflow="fold")
     for row in rows:
         grid.add_row(*(str(cell) for cell in row))
     console.print(title, style="bold", markup=False)
@@ -38,6 +40,11 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, 
     """The lines of a Markdown table of `rows` under `columns`, aligned as `table` aligns them."""
     alignment = ["---", *["---" if words else "---:"] * (len(columns) - 1)]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (columns, alignment, *rows))
+
+
+def ms(seconds: float) -> str:
+    """Seconds, as a table shows milliseconds."""
+    return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
 
 
 def heading(text: str) -> None:

@@ -4,6 +4,7 @@ In vLLM v0.33.0: `vllm/lora/lora_model.py` (`LoRAModel.from_local_checkpoint`), 
 (`parse_fine_tuned_lora_name`).
 """
 
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class LoRAPair:
 
 
 def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> dict[ModuleName, LoRAPair]:
-    """Return all pairs of an adapter in a local PEFT folder, in fp32.
+    """Return all pairs of an adapter in a local PEFT folder, in fp32, in memory of their own.
 
     Raises:
         MinivllmError: there is no adapter, it does not fit the model, or it has something that is not served.
@@ -56,9 +57,9 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
             raise MinivllmError(
                 f"the adapter in {folder} has lora_{match['matrix']} of {module[1]} in layer {module[0]} twice"
             )
-        found[module][match["matrix"]] = tensor
-        scales[module] = helper.scale_of(match["module"])
         _check_tensor(folder, name, tensor, match["matrix"], helper.rank_of(match["module"]), shape_of(module))
+        found[module][match["matrix"]] = tensor.to(torch.float32, copy=True)  # the file is only mapped, and may change
+        scales[module] = helper.scale_of(match["module"])
     if not found:
         raise MinivllmError(f"the adapter in {folder} has no tensors")
     for (layer, projection), pair in found.items():
@@ -71,12 +72,22 @@ def read_adapter(folder: str | Path, max_lora_rank: int, shape_of: ShapeOf) -> d
 
 
 def _scaled(folder: str | Path, pair: dict[str, Tensor], scale: float) -> LoRAPair:
-    lora_b = pair["B"].float() * scale
+    lora_b = pair["B"] * scale
     if not torch.isfinite(lora_b).all():
         raise MinivllmError(
             f"the adapter in {folder} is scaled by {scale:g}, beyond what fp32 holds: see its lora_alpha"
         )
-    return LoRAPair(pair["A"].float(), lora_b)
+    return LoRAPair(pair["A"], lora_b)
+
+
+def fingerprint_of(pairs: dict[ModuleName, LoRAPair], dtype: torch.dtype) -> str:
+    """Return a hash of an adapter's modules and numbers, and of what they are computed in."""
+    seen = hashlib.sha256(str(dtype).encode())
+    for module in sorted(pairs):
+        for matrix in (pairs[module].lora_a, pairs[module].lora_b):
+            seen.update(repr((module, tuple(matrix.shape))).encode())
+            seen.update(matrix.contiguous().numpy().data)
+    return seen.hexdigest()[:32]
 
 
 def _check_tensor(

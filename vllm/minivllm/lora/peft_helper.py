@@ -4,6 +4,7 @@ In vLLM v0.33.0: `vllm/lora/peft_helper.py` (`PEFTHelper`).
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -68,10 +69,10 @@ class PEFTHelper:
             MinivllmError: there is none, or it has something that is not served; one line says what.
         """
         path = Path(folder)
-        if not (path / CONFIG_FILE).is_file():
+        if not os.path.isfile(path / CONFIG_FILE):  # no, too, where nothing may be looked at
             raise MinivllmError(f"there is no adapter in {path}: it has no {CONFIG_FILE}")
         helper = cls.from_dict(read_json_object(path / CONFIG_FILE), path, max_lora_rank)
-        if not (path / WEIGHTS_FILE).is_file():
+        if not os.path.isfile(path / WEIGHTS_FILE):
             pickled = next((name for name in PICKLED_FILES if (path / name).exists()), None)
             instead = f"; {pickled} is a pickle, which can run code: save it as safetensors" if pickled else ""
             raise MinivllmError(f"the adapter in {path} has no {WEIGHTS_FILE}{instead}")
@@ -88,7 +89,7 @@ class PEFTHelper:
                 raise MinivllmError(f"the adapter in {path} has {what}, which is not served: {name} is set")
         helper = cls(
             **{name: config[name] for name in REQUIRED},
-            use_rslora=bool(config.get("use_rslora")),
+            use_rslora=config.get("use_rslora") or False,
             rank_pattern=config.get("rank_pattern") or {},
             alpha_pattern=config.get("alpha_pattern") or {},
         )
@@ -106,6 +107,8 @@ class PEFTHelper:
 
     def _check(self, path: Path, max_lora_rank: int) -> None:
         where = f"of the adapter in {path}"
+        if not isinstance(self.use_rslora, bool):
+            raise MinivllmError(f"use_rslora {where} is {self.use_rslora!r}; it must be true or false")
         patterns = (self.rank_pattern, self.alpha_pattern)
         if not all(isinstance(pattern, dict) for pattern in patterns):
             raise MinivllmError(f"rank_pattern and alpha_pattern {where} must map names of modules to numbers")

@@ -17,7 +17,7 @@ from minivllm.kernels.cpu.lora_calls import LANES
 from minivllm.kernels.elementwise import silu_and_mul
 from minivllm.kernels.lora_metadata import LoRAKernelMeta
 from minivllm.lora.layers import LoRAStep
-from minivllm.lora.lora_model import read_adapter
+from minivllm.lora.lora_model import fingerprint_of, read_adapter
 from minivllm.lora.model_manager import LRUCacheLoRAModelManager
 from minivllm.models.decoder import Decoder
 
@@ -39,21 +39,22 @@ class LRUCacheWorkerLoRAManager:
         new_meta = (max_rows, config.max_loras, self.manager.device)
         self._metas = LoRAKernelMeta(*new_meta), LoRAKernelMeta(*new_meta)
 
-    def add_adapter(self, lora_request: LoRARequest) -> bool:
-        """Reads an adapter into host memory, unless it is there; returns whether it had to be read.
+    def add_adapter(self, lora_request: LoRARequest) -> str:
+        """Reads an adapter into host memory, or in place of the one with this id; returns its fingerprint.
 
-        With `load_inplace` it is read anew.
+        If the request has a fingerprint, nothing else is taken: neither from a folder that has changed, nor, with
+        `load_inplace`, in place of an adapter that requests use.
 
         Raises:
-            MinivllmError: it cannot be served, or there is no room.
+            MinivllmError: it cannot be served, it is not what it was, or there is no room.
         """
-        lora_id = lora_request.lora_int_id
-        if lora_id in self.manager.list_adapters() and not lora_request.load_inplace:
-            return False
         pairs = read_adapter(lora_request.lora_path, self.config.max_lora_rank, self.manager.shape_of)
-        self.manager.add_adapter(lora_id, self.manager.share_of(pairs))
+        fingerprint = fingerprint_of(pairs, self.manager.dtype)
+        if lora_request.fingerprint not in ("", fingerprint):
+            raise MinivllmError(_why_not(lora_request))
+        self.manager.add_adapter(lora_request.lora_int_id, self.manager.share_of(pairs))
         self.num_loads += 1
-        return True
+        return fingerprint
 
     def set_active_adapters(self, requests: Collection[LoRARequest]) -> dict[int, int]:
         """Gives each of a step's adapters a slot; returns the slots by id.
@@ -100,6 +101,18 @@ class LRUCacheWorkerLoRAManager:
         """What CUDA graphs of up to so many rows read instead."""
         meta = LoRAKernelMeta(most_rows, self.config.max_loras, self.manager.device)
         return LoRAOfGraphs(self.manager.step, meta)
+
+
+def _why_not(request: LoRARequest) -> str:
+    if request.load_inplace:
+        return (
+            f"requests use the adapter {request.lora_name!r} (lora_int_id {request.lora_int_id}): wait until they have "
+            "ended before another one takes its place, or give that one an id of its own"
+        )
+    return (
+        f"the files in {request.lora_path} are others than when it was added: put those back, or add it again with "
+        "load_inplace"
+    )
 
 
 class LoRAOfGraphs:

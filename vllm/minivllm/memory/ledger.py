@@ -4,6 +4,7 @@ In vLLM v0.33.0: `vllm/v1/core/kv_cache_planning.py` (`get_kv_cache_configs`, `c
 `estimate_max_model_len`) and `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_memory`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.config import ModelConfig
@@ -142,11 +143,14 @@ def memory_ledger(
     device = Device(device.name, device.memory_bytes) if isinstance(device, Device) else get_device(device)
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise MinivllmError(f"gpu_memory_utilization is a share above 0 and up to 1, not {gpu_memory_utilization!r}")
-    given = {"weights": weights, "activation_peak": activation_peak, "non_torch": non_torch, "cuda_graphs": cuda_graphs}
-    given |= {"drafter_bytes": drafter_bytes, "lora_bytes": lora_bytes}
-    for name, value in given.items():
-        if value is not None and not (is_number(value) and value >= 0):
-            raise MinivllmError(f"{name} is {value!r}; it must be a number of bytes, or None")
+    _check_bytes(
+        weights=weights,
+        activation_peak=activation_peak,
+        non_torch=non_torch,
+        cuda_graphs=cuda_graphs,
+        drafter_bytes=drafter_bytes,
+        lora_bytes=lora_bytes,
+    )
     if max_model_len is None:
         config.require("max_position_embeddings")
         max_model_len = config.max_position_embeddings
@@ -170,11 +174,7 @@ def memory_ledger(
     )
     kv_bytes = budget - sum(row.bytes for row in before_cache)
     if kv_bytes < block_bytes:
-        used = ", ".join(f"{row.name} {row.bytes / GIB:.2f}" for row in before_cache)
-        raise MinivllmError(
-            f"nothing is left for the KV cache on the {device.name}: of {budget / GIB:.2f} GiB "
-            f"({gpu_memory_utilization} of {device.memory_bytes / GIB:.2f}) go to {used} GiB"
-        )
+        raise _nothing_left(device, gpu_memory_utilization, before_cache)
     rows = (
         *before_cache,
         LedgerRow("KV cache", kv_bytes // block_bytes * block_bytes),
@@ -185,6 +185,21 @@ def memory_ledger(
     if check:
         ledger.check()
     return ledger
+
+
+def _check_bytes(**given: int | None) -> None:
+    for name, value in given.items():
+        if value is not None and not (is_number(value) and value >= 0):
+            raise MinivllmError(f"{name} is {value!r}; it must be a number of bytes, or None")
+
+
+def _nothing_left(device: Device, utilization: float, rows: Sequence[LedgerRow]) -> MinivllmError:
+    used = ", ".join(f"{row.name} {row.bytes / GIB:.2f}" for row in rows)
+    memory = device.memory_bytes
+    return MinivllmError(
+        f"nothing is left for the KV cache on the {device.name}: of {int(memory * utilization) / GIB:.2f} GiB "
+        f"({utilization} of {memory / GIB:.2f}) go to {used} GiB"
+    )
 
 
 def estimated_activation_peak(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int, tp: int = 1) -> int:

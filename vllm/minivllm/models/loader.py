@@ -335,7 +335,7 @@ def stored_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
     """Name and contents of every tensor in these safetensors files, one at a time.
 
     Raises:
-        MinivllmError: a file is not a valid safetensors file, or is truncated.
+        MinivllmError: a file cannot be opened, is not a valid safetensors file, or is truncated.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -344,7 +344,7 @@ def stored_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
             with safe_open(file, framework="pt") as contents:
                 for name in contents.keys():  # noqa: SIM118 (not a mapping)
                     yield name, contents.get_tensor(name)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise MinivllmError(f"{file} cannot be read as safetensors: {error}") from error
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, SchedulerConfig
 from minivllm.errors import MinivllmError
 from minivllm.memory import MemoryLedger, memory_ledger, parameter_groups, rotary_table_bytes, serving_dtype
 from minivllm.simulate.cost_model import RooflineCost, StepShape
@@ -344,7 +344,7 @@ def _scheduler_config(levers: Levers, workload: LeverWorkload) -> SchedulerConfi
         # No request joins a static batch later, so the first step must prefill all its requests.
         max_num_batched_tokens=budget if levers.continuous_batching else seats * workload.max_model_len,
         enable_chunked_prefill=levers.chunked_prefill,
-        num_speculative_tokens=levers.speculative_tokens,
+        drafting=DraftingConfig(num_speculative_tokens=levers.speculative_tokens),
         static_batching=not levers.continuous_batching,
     )
 

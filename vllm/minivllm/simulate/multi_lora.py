@@ -74,6 +74,39 @@ def lru_hit_rate(shares: Sequence[float], slots: int) -> float:
             return 1 - sum(map(mul, shares, misses))
 
 
+def wait_for_a_slot(shares: Sequence[float], load: float, stay: float, slots: int, most: float) -> float:
+    """Seconds within which the share `most` of the requests have a slot for their adapter, in the long run.
+
+    An adapter's first request waits for w seconds, and those that come meanwhile get in with it. It then keeps its slot
+    as long as one of its requests runs: (e^x - 1) / rate seconds, with x = rate * stay, which is the busy period of a
+    server with room for all. Each adapter goes round so, and w is such that as many as there are slots are in at a
+    time. A closed form of means: what chance adds is left out, so real waits are a little longer.
+
+    Args:
+        shares: of the requests, for each adapter.
+        load: requests a second.
+        stay: seconds that a request runs.
+        slots: adapters that are in at a time.
+        most: a share of the requests, below 1.
+
+    Returns:
+        0 where no more adapters are wanted at a time than there are slots (`distinct_adapters`).
+    """
+    rates = [load * share for share in shares]
+    idle = [math.exp(-rate * stay) for rate in rates]
+    wait, over = 0.0, sum(1 - one for one in idle) - slots
+    if over <= 0:
+        return 0.0
+    while over > 1e-3 * slots:  # Newton's steps approach from below, since the curve bends up
+        rounds = [1 + rate * wait * one for rate, one in zip(rates, idle, strict=True)]
+        terms = list(zip(rates, idle, rounds, strict=True))
+        over = sum((1 - one) / turn for _, one, turn in terms) - slots
+        wait += over / sum((1 - one) * rate * one / turn**2 for rate, one, turn in terms)
+    starts = [rate * one / (1 + rate * wait * one) for rate, one in zip(rates, idle, strict=True)]
+    waiting = sum(start * (1 + rate * wait) for start, rate in zip(starts, rates, strict=True)) - (1 - most) * load
+    return min(wait, max(0.0, waiting / sum(map(mul, starts, rates))))
+
+
 @dataclass(frozen=True)
 class AdapterCost:
     """What a step takes with adapters in it, each in a slot as wide as `max_lora_rank`."""

@@ -188,8 +188,8 @@ class Stretches:
         for key in sampled:
             if key in live and steps > 1:
                 self.scheduler.kv_cache_manager.cache_blocks(live[key], live[key].num_computed_tokens)
-        if config.num_speculative_tokens:
-            drafts = {key: [GENERATED] * config.num_speculative_tokens for key in sampled if key in live}
+        if config.drafting.num_speculative_tokens:
+            drafts = {key: [GENERATED] * config.drafting.num_speculative_tokens for key in sampled if key in live}
             self.scheduler.update_draft_token_ids(drafts)
 
     def steps_alike(self, running: Sequence[Request]) -> int:
@@ -197,7 +197,7 @@ class Stretches:
         scheduler = self.scheduler
         # Where a chunk is enough to be admitted, a smaller one may fit where a larger one did not.
         joins = bool(scheduler.waiting) and not (self.settled and scheduler.config.scheduler_reserve_full_isl)
-        if joins or not running or scheduler.config.num_speculative_tokens:
+        if joins or not running or scheduler.drafting.num_speculative_tokens:
             return 1
         if any(request.num_computed_tokens != request.num_tokens - 1 for request in running):
             return 1

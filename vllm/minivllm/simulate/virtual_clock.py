@@ -173,8 +173,8 @@ def simulate(
 
     Args:
         workload: the requests.
-        scheduler_config, cache_config: with `num_speculative_tokens` above 0, every running request has that many
-            drafts in every step.
+        scheduler_config, cache_config: with `drafting.num_speculative_tokens` above 0, every running request has so
+            many drafts in every step.
         cost: how long a step of some shape takes. Drafting takes no time.
         max_steps: stop after this many steps.
         acceptance: the probability that a draft is accepted if all drafts before it were.
@@ -331,7 +331,7 @@ class _Clock:
         return {key: [GENERATED] * (1 + self.acceptance.draw(len(drafts.get(key, ())))) for key in caught_up}
 
     def _propose(self, sampled: Iterable[str]) -> None:
-        num_drafts = self.scheduler.config.num_speculative_tokens
+        num_drafts = self.scheduler.drafting.num_speculative_tokens
         if num_drafts:
             drafts = {key: [GENERATED] * num_drafts for key in sampled if key in self.live}
             self.scheduler.update_draft_token_ids(drafts)

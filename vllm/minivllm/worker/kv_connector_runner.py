@@ -46,7 +46,9 @@ class KVConnectorRunner:
             return  # warm-up
         self._active = True
         if self._is_cuda:
-            torch.cuda.synchronize()  # freed blocks may still be written by the step before; a load must come after
+            # Freed blocks may still be written by the step before, and who loads, or sends, knows no streams. What a
+            # connector copies on streams of its own goes on.
+            torch.cuda.current_stream().synchronize()
         if scheduler_output.preempted_req_ids:
             self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)

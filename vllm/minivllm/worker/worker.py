@@ -136,17 +136,16 @@ class Worker:
             lora_bytes=self.runner.lora.manager.slot_bytes if self.runner.lora else 0,
         )
 
-    def add_lora(self, lora_request: LoRARequest) -> str | None:
-        """Reads an adapter into host memory, unless it is there. Returns why it cannot be served; None: it can.
+    def add_lora(self, lora_request: LoRARequest) -> tuple[str, str]:
+        """Reads an adapter into host memory. Returns its fingerprint, or else, behind it, why it cannot be served.
 
         What it returns, rather than raises, leaves steps in flight alone.
         """
         assert self.runner.lora is not None
         try:
-            self.runner.lora.add_adapter(lora_request)
+            return self.runner.lora.add_adapter(lora_request), ""
         except MinivllmError as error:
-            return str(error)
-        return None
+            return "", str(error)
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forgets an adapter; returns whether it was there."""
@@ -156,9 +155,11 @@ class Worker:
     def pin_lora(self, lora_request: LoRARequest) -> str | None:
         """Keeps an adapter in its slot from now on. Returns why that cannot be; None: it is."""
         assert self.runner.lora is not None
+        manager = self.runner.lora.manager
         try:
-            self.runner.lora.add_adapter(lora_request)
-            self.runner.lora.manager.pin_adapter(lora_request.lora_int_id)
+            if lora_request.lora_int_id not in manager.registered:
+                self.runner.lora.add_adapter(lora_request)
+            manager.pin_adapter(lora_request.lora_int_id)
         except MinivllmError as error:
             return str(error)
         return None

@@ -26,6 +26,7 @@ from minivllm.entrypoints.openai.chat_template import read_template
 from minivllm.entrypoints.openai.http_server import bind, signals, signals_end_the_start
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.logger import init_logger
+from minivllm.platforms.child_processes import wait_or_kill
 
 logger = init_logger(__name__)
 LENGTH_BYTES = 8
@@ -130,8 +131,4 @@ def _end(servers: Sequence[subprocess.Popen[bytes]]) -> None:
     for server in servers:
         assert server.stdin is not None
         server.stdin.close()
-        try:
-            server.wait(SECONDS_TO_LEAVE)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+    wait_or_kill(servers, SECONDS_TO_LEAVE)

@@ -83,6 +83,13 @@ def bind(settings: HttpArgs, shared: bool = False) -> socket.socket:
     return listening
 
 
+def address_of(listening: socket.socket) -> str:
+    """The URL at which this machine's clients find the server."""
+    host, port = listening.getsockname()[:2]
+    host = "localhost" if host in ("0.0.0.0", "::") else host  # all of this machine's addresses
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def run_loop(work: Coroutine[Any, Any, int]) -> int:
     """Run this in an event loop, uvloop's where there is one; return the exit code."""
     try:
@@ -113,6 +120,7 @@ async def until_the_end(
     """Serve on this socket until a signal or the backend's end; return the exit code. `state`: the open requests."""
     logging.getLogger("uvicorn.error").addFilter(_is_not_about_tasks)
     asked = signals()
+    logger.info("Serving on %s", address_of(listening))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     dying, stopping = asyncio.create_task(backend.wait_until_dead()), asyncio.create_task(asked.acquire())
     await asyncio.wait({serving, dying, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -26,6 +26,8 @@ class Upstream:
     trouble: str | None = None
     num_silent: int = 0
     """How often in a row it has not answered to a look at its health."""
+    is_late: bool = False
+    """It was reached and has not answered in time, not for long yet: perhaps it is only busy."""
     limits: set[asyncio.Timeout] = field(default_factory=set)
     """Of whoever waits for it."""
 
@@ -62,14 +64,16 @@ class Pool:
 
     @property
     def healthy(self) -> list[Upstream]:
-        """Those that answer."""
-        return [one for one in self.upstreams if one.trouble is None]
+        """Those that answer; if none does, those that are only late."""
+        answer = [one for one in self.upstreams if one.trouble is None]
+        return answer or [one for one in self.upstreams if one.is_late]
 
     def choose(self, tried: Collection[Upstream] = ()) -> Upstream | None:
-        """Return the server for a request that these have not served; None if there is none that answers."""
+        """Return the server for a request that these have not served; None if there is none left."""
         number = len(self.upstreams)
         in_turn = [self.upstreams[(self._next + step) % number] for step in range(number)]
-        fit = [one for one in in_turn if one.trouble is None and one not in tried]
+        healthy = self.healthy
+        fit = [one for one in in_turn if one in healthy and one not in tried]
         if not fit:
             return None
         chosen = fit[0]

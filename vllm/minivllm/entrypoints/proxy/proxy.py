@@ -244,10 +244,11 @@ class Proxy:
         try:
             async with asyncio.timeout(SECONDS_TO_SAY_HEALTHY), self._session.get(f"{upstream.url}/health") as reply:
                 self._note(upstream, None if reply.status == 200 else f"its /health says {reply.status}")
-            upstream.num_silent = 0
+            upstream.num_silent, upstream.is_late = 0, False
         except NO_ANSWER as error:
             self._note(upstream, _named(error))
             upstream.num_silent += 1
+            upstream.is_late = type(error) is TimeoutError and upstream.num_silent < LOST_AFTER
             if upstream.num_silent == LOST_AFTER:
                 upstream.cut_off()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from minivllm.kernels.attention_arguments import AttentionArguments
+from minivllm.kernels.attention_arguments import AttentionArguments, MLAArguments
 from minivllm.kernels.cpu.attention_calls import ELEMENTS, numba_attention
 from minivllm.platforms.threads import has_numba
 
@@ -32,39 +32,22 @@ def write_latents_cpu(
     cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
 
 
-def mla_attention_cpu(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    kv_lora_rank: int,
-) -> None:
+def mla_attention_cpu(out: torch.Tensor, arguments: MLAArguments) -> None:
     """Write each sequence's attention output to its rows of `out`."""
+    q, cache, *tables, scale, rank = arguments
     if q.shape[2] % 16 == 0 and cache.dtype in ELEMENTS and has_numba():
         one_head = cache.unsqueeze(2)
         sums = torch.empty(q.shape, dtype=torch.float32)
-        tables = query_start_loc, seq_lens, block_table
         numba_attention(sums, AttentionArguments(q, one_head, one_head, *tables, scale))
-        tokens = int(query_start_loc[-1])
-        out[:tokens] = sums[:tokens, :, :kv_lora_rank]
+        tokens = int(arguments.query_start_loc[-1])
+        out[:tokens] = sums[:tokens, :, :rank]
     else:
-        gather_latent_attention(out, q, cache, query_start_loc, seq_lens, block_table, scale, kv_lora_rank)
+        gather_latent_attention(out, arguments)
 
 
-def gather_latent_attention(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    kv_lora_rank: int,
-) -> None:
+def gather_latent_attention(out: torch.Tensor, arguments: MLAArguments) -> None:
     """The same in torch, one sequence at a time."""
+    q, cache, query_start_loc, seq_lens, block_table, scale, rank = arguments
     starts, block_size = query_start_loc.tolist(), cache.shape[1]
     for sequence, length in enumerate(seq_lens.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
@@ -76,4 +59,4 @@ def gather_latent_attention(
         if end - begin > 1:
             seen = torch.ones(end - begin, length, dtype=torch.bool).tril(length - (end - begin))
             scores.masked_fill_(~seen.unsqueeze(1), float("-inf"))
-        out[begin:end] = torch.softmax(scores, dim=-1) @ rows[:, :kv_lora_rank]
+        out[begin:end] = torch.softmax(scores, dim=-1) @ rows[:, :rank]

@@ -70,7 +70,8 @@ def sources_changed(*others: ModuleType) -> int:
     """The last modification time of this file, `cells.py`, `lanes.py` and `others` with compiled functions, in ns.
 
     A function to be compiled captures it as a closure variable. This makes it part of the key in numba's cache, which
-    otherwise tracks only the function's own file.
+    otherwise tracks only the function's own file. So each file writes this wrapper itself: a shared one would capture
+    the compiled function too, which has another key in every process, and nothing would ever be found in the cache.
     """
     files = (__file__, *(module.__file__ for module in (cells, lanes, *others)))
     return max(os.stat(path).st_mtime_ns for path in files if path)

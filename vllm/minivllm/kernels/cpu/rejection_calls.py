@@ -10,31 +10,19 @@ import torch
 
 from minivllm.kernels.cpu.cells import RejectionCells
 from minivllm.kernels.noise import decision_numbers, waiting_times
+from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.platforms.threads import has_numba, run_programs
 
 
-def reject_cpu(
-    target_logits: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    num_drafts: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    is_greedy: torch.Tensor,
-    keys: torch.Tensor,
-) -> torch.Tensor:
+def reject_cpu(arguments: RejectionArguments) -> torch.Tensor:
     """As `rejection_sample`, with arguments that have passed its checks."""
     reject = numba_rejection if has_numba() else torch_rejection
-    return reject(target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys)
+    return reject(arguments)
 
 
-def numba_rejection(
-    target_logits: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    num_drafts: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    is_greedy: torch.Tensor,
-    keys: torch.Tensor,
-) -> torch.Tensor:
+def numba_rejection(arguments: RejectionArguments) -> torch.Tensor:
     """The compiled loops: a thread walks a request's drafts, and stops at the first rejection."""
+    target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys = arguments
     counts = num_drafts.numpy().astype(np.int64)
     starts = np.append(0, (counts + 1).cumsum())
     target, drafts = target_logits.contiguous(), draft_token_ids.long().contiguous()
@@ -62,15 +50,9 @@ def numba_rejection(
     return out
 
 
-def torch_rejection(
-    target_logits: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    num_drafts: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    is_greedy: torch.Tensor,
-    keys: torch.Tensor,
-) -> torch.Tensor:
+def torch_rejection(arguments: RejectionArguments) -> torch.Tensor:
     """As `rejection_sample`, with torch operations: decides on all drafts, also on those after the first rejection."""
+    target_logits, draft_token_ids, num_drafts, draft_logits, is_greedy, keys = arguments
     rows, device = len(target_logits), target_logits.device
     num_drafts, keys = num_drafts.to(device).long(), keys.to(device)
     width = num_drafts + 1

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from minivllm.config import CacheConfig, ModelConfig, Parts, SchedulerConfig
+from minivllm.config import CacheConfig, DraftingConfig, ModelConfig, Parts, SchedulerConfig
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
@@ -497,7 +497,8 @@ def tight_pool() -> Seen:
 def lookahead() -> Seen:
     """A scheduler alone, for a drafter that writes three tokens ahead into the request's own blocks."""
     scheduler = Scheduler(
-        SchedulerConfig(max_model_len=64, num_lookahead_tokens=3), CacheConfig(num_gpu_blocks=17, block_size=4)
+        SchedulerConfig(max_model_len=64, drafting=DraftingConfig(num_lookahead_tokens=3)),
+        CacheConfig(num_gpu_blocks=17, block_size=4),
     )
     requests = [Request(name, prompt_of(index, 6 + index), max_tokens=9) for index, name in enumerate("ABC")]
     for request in requests:

@@ -39,11 +39,15 @@ PROCESSES = (("the client", 10, 198), ("API process: one event loop", 240, 320),
 def frames() -> Frames:
     """Eight stills: the POST, its tokens, the message, step 1, the way back, an event, a slow reader, the end."""
     run = followed()
-    prompt, output = run.request.prompt, run.request.output
+    return Frames(*zip(*_way_in(run), *_way_out(run), strict=True))
+
+
+def _way_in(run: Followed) -> list[tuple[str, str]]:
+    """Stills and captions of the first four, from the POST to its first step."""
+    prompt, first = run.request.prompt, run.request.output[0].shown
     body = json.dumps({"prompt": PROMPT, "max_tokens": MAX_TOKENS, "stream": True})
     message = len(encode(_message(run)))
-    shown = [token.shown for token in output]
-    stills = [
+    return [
         (
             _still(
                 _words(CLIENT, f"{len(body)} bytes of JSON"), _across(CLIENT, INPUT), _words(LOOP, "reads sockets"),
@@ -74,8 +78,16 @@ def frames() -> Frames:
                 _down(INBOX, STEP), _words(LOOP, "serves others"), active=(STEP,), step=1,
             ),
             f"Between two steps the core takes in what has arrived. Its first step with this request computes all "
-            f"{len(prompt)} tokens of the prompt, and samples {shown[0]}.",
+            f"{len(prompt)} tokens of the prompt, and samples {first}.",
         ),
+    ]  # fmt: skip
+
+
+def _way_out(run: Followed) -> list[tuple[str, str]]:
+    """The last four, from the first token to the end."""
+    output = run.request.output
+    shown = [token.shown for token in output]
+    return [
         (
             _still(
                 _chips(OUTBOX, [str(output[0].id)], OUT), _across(OUTBOX, OUTPUT), _chips(OUTPUT, [shown[0]], OUT),
@@ -113,7 +125,6 @@ def frames() -> Frames:
             "[DONE]. Had it left before, an abort would have crossed, and freed them within a step or two.",
         ),
     ]  # fmt: skip
-    return Frames(*zip(*stills, strict=True))
 
 
 def _message(run: Followed) -> EngineCoreRequest:

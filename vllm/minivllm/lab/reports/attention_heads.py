@@ -205,14 +205,14 @@ def latent_operations(shape: Mapping[str, int]) -> dict[str, int]:
     heads, rank, rope, nope, v = (shape[name] for name in ("heads", "rank", "rope", "nope", "v"))
     attended = 2 * heads * (nope + rope + v)
     return {
-        "expanded": 2 * rank * heads * (nope + v) + attended,
+        "plain": 2 * rank * heads * (nope + v) + attended,
         "attended": attended,
         "absorbed": 2 * heads * (2 * rank + rope),
     }
 
 
 def measure_latent(
-    expanded: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
     absorbed: Callable[..., Tensor],
     arguments: argparse.Namespace,
     device: torch.device,
@@ -221,24 +221,24 @@ def measure_latent(
     shape, found, rows = latent_shape("DeepSeek-V2-Lite"), {}, []
     for context in track(LATENT_CONTEXTS[:1] if arguments.quick else LATENT_CONTEXTS, "attending to latents"):
         case = latent_case(shape, context, torch.float32, device)
-        forms = {"expanded": partial(expanded, *case), "absorbed": partial(absorbed, *case)}
-        off = furthest(forms["expanded"](), forms["absorbed"]())
+        forms = {"plain": partial(plain, *case), "absorbed": partial(absorbed, *case)}
+        off = furthest(forms["plain"](), forms["absorbed"]())
         assert off < 1e-4, f"the two forms differ by {off}"
         seconds = in_turns(forms, 3 if arguments.quick else 7, device)
         ms = {name: 1e3 * statistics.median(ones) for name, ones in seconds.items()}
-        found[str(context)] = one = {**ms, "faster": ms["expanded"] / ms["absorbed"], "off": off}
-        cells = (f"{ms['expanded']:.2f}", f"{ms['absorbed']:.2f}", f"{one['faster']:.0f} ×", f"{off:.0e}")
+        found[str(context)] = one = {**ms, "faster": ms["plain"] / ms["absorbed"], "off": off}
+        cells = (f"{ms['plain']:.2f}", f"{ms['absorbed']:.2f}", f"{one['faster']:.0f} ×", f"{off:.0e}")
         rows.append((f"{context:,}", *cells))
     operations = {name: latent_operations(latent_shape(name)) for name in ("DeepSeek-V2-Lite", "DeepSeek-V3")}
     table(
         "One query, DeepSeek-V2-Lite's shape: a layer's attention, ms",
-        ("cached tokens", "expanded", "absorbed", "faster", "differ by"),
+        ("cached tokens", "plain", "absorbed", "faster", "differ by"),
         rows,
     )
     rows = [
-        (name, *(f"{one[form]:,}" for form in ("expanded", "attended", "absorbed"))) for name, one in operations.items()
+        (name, *(f"{one[form]:,}" for form in ("plain", "attended", "absorbed"))) for name, one in operations.items()
     ]
-    columns = ("model", "expand and attend", "attend, expanded before", "absorbed")
+    columns = ("model", "plain", "of it attending", "absorbed")
     table("Operations of one query for each cached token, a layer", columns, rows)
     return {"contexts": found, "operations": operations}
 

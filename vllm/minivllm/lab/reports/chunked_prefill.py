@@ -36,7 +36,7 @@ from minivllm.lab.inside import runner_of
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, refusal, show_errors
 from minivllm.lab.recording import bare_engine, own_clock, record_run
-from minivllm.lab.tables import Timed, closing, console, table
+from minivllm.lab.tables import Timed, closing, console, ms, table
 from minivllm.lab.timing import in_turns
 from minivllm.memory import num_parameters
 from minivllm.simulate.cost_model import RooflineCost, StepShape
@@ -57,11 +57,6 @@ def load(arguments: argparse.Namespace, device: torch.device) -> None:
     """
     arguments.device = device
     ModelConfig.from_pretrained(arguments.model)
-
-
-def ms(seconds: float) -> str:
-    """Seconds, as a table shows milliseconds."""
-    return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
 
 
 # ---- 1 and 2. what a step is made of ---------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,16 +26,15 @@ from minivllm.lab.device_rates import copy_bandwidth
 from minivllm.lab.disturbed_chats import disturb, random_prompt
 from minivllm.lab.figures import panels
 from minivllm.lab.http_load import Answer, Ask, load_beside
-from minivllm.lab.paged_model import PagedModel
+from minivllm.lab.paged_model import PagedModel, decoder_of
+from minivllm.lab.paged_model import load as load
 from minivllm.lab.progress import track
 from minivllm.lab.recording import bare_engine
 from minivllm.lab.server_pair import NAME as SERVED_NAME
 from minivllm.lab.server_pair import missing_package, server_pair
-from minivllm.lab.tables import Timed, closing, console, table
+from minivllm.lab.tables import Timed, closing, console, ms, table
 from minivllm.lab.timing import median_seconds
 from minivllm.lab.transfer_worker import until_finished
-from minivllm.models.decoder import Decoder
-from minivllm.models.loader import load_model
 from minivllm.simulate.disaggregation import Colocated, Disaggregated, Objective, System, Work, goodput
 from minivllm.simulate.disaggregation_checks import (
     ARITHMETIC_SLOWER,
@@ -72,29 +70,9 @@ Make = Callable[..., tuple[Any, Any]]
 # ---- requests and models ---------------------------------------------------------------------------------------------
 
 
-@cache
-def _decoder(model: str, device: str) -> Decoder:
-    return load_model(model, torch.device(device), torch.float32)[0]
-
-
-def load(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Loads the model now, so that one that is not there is told first; `arguments` gets the device.
-
-    Raises:
-        MinivllmError: it cannot be loaded.
-    """
-    arguments.device = device
-    _decoder(arguments.model, str(device))
-
-
 def paged_model(arguments: argparse.Namespace) -> PagedModel:
     """The lesson's model in float32 with an empty cache of its own."""
-    return PagedModel(_decoder(arguments.model, str(arguments.device)), NUM_BLOCKS, BLOCK_SIZE)
-
-
-def ms(seconds: float) -> str:
-    """Seconds, as a table shows milliseconds."""
-    return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
+    return PagedModel(decoder_of(arguments), NUM_BLOCKS, BLOCK_SIZE)
 
 
 # ---- 1. interference -------------------------------------------------------------------------------------------------

@@ -601,7 +601,7 @@ def close(found: dict, disturbance: str) -> None:
         f"An adapter of rank 16 is {weighs['share']:.1%} of {MODELS[0]}: a thousand of them take "
         f"{_bytes(1000 * weighs['16'])}, a thousand models {_bytes(1000 * weighs['model_bytes'])}.",
         Timed(
-            f"With {max(thousand, key=int)} adapters one process served "
+            f"With {int(max(thousand, key=int)):,} adapters one process served "
             f"{many['fixed_per_second'] / few['fixed_per_second']:.0%} of the requests a second that it served with 8, "
             "at eight different ones a step."
         ),

@@ -25,14 +25,13 @@ from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, whole_number
 from minivllm.lab.figures import panels
 from minivllm.lab.inside import core_of
-from minivllm.lab.paged_model import PagedModel
+from minivllm.lab.paged_model import PagedModel, decoder_of
+from minivllm.lab.paged_model import load as load
 from minivllm.lab.progress import track
 from minivllm.lab.proof import furthest, refusal, show_errors
 from minivllm.lab.tables import Timed, closing, console, table
 from minivllm.lab.timing import in_turns
 from minivllm.memory import kv_bytes_per_token, num_parameters
-from minivllm.models.decoder import Decoder
-from minivllm.models.loader import load_model
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulate.cost_model import RooflineCost
@@ -56,24 +55,9 @@ URGENT = {"a": 2, "b": 0, "c": 1}
 Make = Callable[..., Any]
 
 
-@cache
-def _decoder(model: str, device: str) -> Decoder:
-    return load_model(model, torch.device(device), torch.float32)[0]
-
-
-def load(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Loads the model now, so that one that is not there is told first; `arguments` gets the device.
-
-    Raises:
-        MinivllmError: it cannot be loaded.
-    """
-    arguments.device = device
-    _decoder(arguments.model, str(device))
-
-
 def paged_model(arguments: argparse.Namespace, num_blocks: int, block_size: int = BLOCK_SIZE) -> PagedModel:
     """The lesson's model in float32 with an empty cache of its own; block 0 is nobody's."""
-    return PagedModel(_decoder(arguments.model, str(arguments.device)), num_blocks + 1, block_size)
+    return PagedModel(decoder_of(arguments), num_blocks + 1, block_size)
 
 
 class NoModel(PagedModel):

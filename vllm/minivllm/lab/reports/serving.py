@@ -28,7 +28,7 @@ from minivllm.lab.http_load import Answer, Ask, answers_of, load, start_load
 from minivllm.lab.progress import track
 from minivllm.lab.request_trace import Trace
 from minivllm.lab.stage import RealServer, Stage
-from minivllm.lab.tables import Timed, closing, console, table
+from minivllm.lab.tables import Timed, closing, console, ms, table
 from minivllm.simulate.deployments import Deployment, bubble, bytes_sent, find_knee, serve
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
@@ -74,11 +74,6 @@ def load_real(real: RealServer, rate: float, seconds: float, seed: int) -> list[
         at += draw.expovariate(rate)
         asks.append(Ask(to_real(token_ids), at))
     return load(real.port, asks, path=COMPLETIONS)
-
-
-def ms(seconds: float) -> str:
-    """Seconds, as a table shows milliseconds."""
-    return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
 
 
 # ---- 1. one request --------------------------------------------------------------------------------------------------

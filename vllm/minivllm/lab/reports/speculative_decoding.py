@@ -392,7 +392,8 @@ def close(found: dict, disturbance: str) -> None:
 def draw(found: dict, path: str) -> None:
     """The cost of a step over its positions; accepted drafts by position; speed-up over the batch."""
     with panels(path, 3) as (left, middle, right):
-        curves(left, {f"{batch} requests": one["ratio"] for batch, one in found["steps"].items()}, octaves=True)
+        steps = {f"{batch} request{'s' * (int(batch) > 1)}": one["ratio"] for batch, one in found["steps"].items()}
+        curves(left, steps, octaves=True)
         left.set(title="A step costs", xlabel="positions of each request", ylabel="× a token each", ylim=(0, None))
         rates = {name: one["rates"] for name, one in found["family"].items() if one["drafts"]}
         curves(middle, {name: dict(enumerate(ones, start=1)) for name, ones in rates.items()})

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from minivllm.kernels.rejection_arguments import RejectionArguments
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.worker.sample.gumbel import row_keys
 from minivllm.worker.sample.sampler import (
@@ -43,7 +44,7 @@ class StepDrafts:
     logits: torch.Tensor | None = None
 
 
-RejectionSample = Callable[..., torch.Tensor]
+RejectionSample = Callable[[RejectionArguments], torch.Tensor]
 """As `minivllm.kernels.rejection_sample.rejection_sample`."""
 
 
@@ -68,14 +69,15 @@ def sample_with_drafts(
         changed = tempered(logits, random_rows, metadata)
         if changed is not logits:
             logits[torch.from_numpy(random_rows).to(logits.device)] = changed
-    table = rejection_sample(
-        logits,
-        torch.from_numpy(drafts.token_ids),
-        torch.from_numpy(drafts.num_drafts),
-        drafts.logits if metadata.needs & Needs.RANDOM else None,
-        torch.from_numpy(is_greedy),
-        torch.from_numpy(keys.view(np.int32)),
+    arguments = RejectionArguments(
+        target_logits=logits,
+        draft_token_ids=torch.from_numpy(drafts.token_ids),
+        num_drafts=torch.from_numpy(drafts.num_drafts),
+        draft_logits=drafts.logits if metadata.needs & Needs.RANDOM else None,
+        is_greedy=torch.from_numpy(is_greedy),
+        keys=torch.from_numpy(keys.view(np.int32)),
     )
+    table = rejection_sample(arguments)
     token_ids = table.cpu().numpy()  # [requests, most drafts + 1]
     token_ids = token_ids[np.arange(token_ids.shape[1]) < widths[:, None]]  # [sum of widths]
     output = SamplerOutput(token_ids.tolist(), largest)

@@ -1,0 +1,44 @@
+"""What the launches of both attention kernels share: `unified_attention.py` and `mla_attention.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.kernels.attention_configurations import automatic_splits, multiprocessors
+from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
+
+TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def padded(head_dim: int) -> int:
+    """The head dim as padded by the kernel: the matrix units take powers of two from 16 on."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def dot_type(q: torch.Tensor) -> tl.dtype:
+    """The input type of the matrix products."""
+    return tl.float32 if INTERPRETED else TRITON_TYPES[q.dtype]  # the interpreter's NumPy has no bf16
+
+
+def offset_type(cache: torch.Tensor) -> tl.dtype:
+    """The type in which places in the cache are computed."""
+    return tl.int32 if cache.shape[0] * cache.stride(0) < 2**31 else tl.int64
+
+
+def splits_for(programs: int, keys: int, device: torch.device) -> int:
+    """How many programs share a sequence's keys, if nobody has said: see `automatic_splits`."""
+    return 1 if INTERPRETED else automatic_splits(programs, keys, multiprocessors(device))
+
+
+def partials_for(
+    q: torch.Tensor, out: torch.Tensor, num_splits: int, padded_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What splits write, (sums, peaks and totals): fp32 [tokens, heads, splits, padded_dim] and [..., 2].
+
+    Without splits it is `out` twice, which is not read.
+    """
+    if num_splits == 1:
+        return out, out
+    tokens, heads = q.shape[:2]
+    sums = torch.empty(tokens, heads, num_splits, padded_dim, dtype=torch.float32, device=q.device)
+    return sums, torch.empty(tokens, heads, num_splits, 2, dtype=torch.float32, device=q.device)
