@@ -25,7 +25,8 @@ SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGVTALRM, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGCHLD, signal.SIGPIPE,
 )  # fmt: skip
-OURS = {"minivllm", "widgets"}
+OURS = ("minivllm", "widgets")
+"""What the names of the project's own modules begin with."""
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "NIXL_LOG_LEVEL"}
 """Variables that pytest sets for each test, torch when its compiler is first asked for, and we when nixl is loaded."""
 ABSENT = "nothing"
@@ -152,7 +153,7 @@ def _restore_logging(was: dict[str, Any]) -> None:
 
 def _modules() -> dict[str, Any]:
     """Only the project's own: what a test loads under a name of its own is nobody else's."""
-    return {name: module for name, module in [*sys.modules.items()] if name.partition(".")[0] in OURS}
+    return {name: module for name, module in [*sys.modules.items()] if name.startswith(OURS)}
 
 
 def _signals() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The walls of the house: who may import whom."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,8 @@ WITHOUT_TORCH = (
 HEAVY = {"torch", "triton", "transformers", "numba"}
 
 
-def imported_modules(path: Path) -> set[str]:
+@functools.cache
+def imported_modules(path: Path) -> frozenset[str]:
     """Every module named by an import statement, inside functions too, `if TYPE_CHECKING:` blocks left out."""
     names = set()
     pending: list[ast.AST] = [ast.parse(path.read_text())]
@@ -69,7 +71,7 @@ def imported_modules(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: imports are absolute here"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         pending.extend(ast.iter_child_nodes(node))
-    return names
+    return frozenset(names)
 
 
 def floor_of(path: Path) -> str:

@@ -82,7 +82,7 @@ def wrong_drafts(vocab_size: int, count: int, seed: int) -> Callable[[str, int],
 
 def measure_steps(arguments: argparse.Namespace, device: torch.device) -> dict:
     """Seconds of the engine's steps by requests and positions of each; drafts are random, so that none is accepted."""
-    batches, steps, rounds = ((1, 4), 6, 1) if arguments.quick else ((1, 8, 64), 16, 3)
+    batches, steps, rounds = ((1, 4), 6, 1) if arguments.quick else ((1, 8, 64), 12, 3)
     found, rows = {}, []
     for batch in track(batches, "timing steps"):
         core = drafted_engine(
@@ -268,7 +268,7 @@ def measure_batches(
     arguments: argparse.Namespace, device: torch.device, speed_up: Callable[..., float], models: Sequence[Decoder]
 ) -> dict:
     """Drafts of a given acceptance, by batch: what the formulas promise, and the engine's tokens a second."""
-    k, tokens = arguments.drafts, 16 if arguments.quick else 64
+    k, tokens = arguments.drafts, 16 if arguments.quick else 40
     batches, found, rows = (1, 4) if arguments.quick else (1, 2, 4, 8, 16, 32, 64, 128), {}, []
     for batch in track(batches, "verifying"):
         core = drafted_engine(arguments.model, device, num_speculative_tokens=k, max_num_seqs=batch)
