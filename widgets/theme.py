@@ -67,6 +67,9 @@ DARK = {
 }
 """Light colour -> the colour on a dark page; the palette's own colours and black and white words on them stay."""
 
+DARK_LINES = {BLUE: "#3B95D6"}
+"""The same for lines only: a thin one needs 3 : 1 on the dark ground of what is broken, too."""
+
 COLOURS = frozenset({*DARK, *SERIES, "#000000"})
 """All that a picture may be drawn in."""
 
@@ -77,5 +80,6 @@ def dark_style(scope: str) -> str:
     for light, dark in DARK.items():
         marks = ":not(text)" if light == CARD else ""  # white words stand on coloured marks, dark page or not
         rules.append(f'{scope} svg [fill="{light}" i]{marks} {{ fill: {dark} }}')
+    for light, dark in {**DARK, **DARK_LINES}.items():
         rules.append(f'{scope} svg [stroke="{light}" i] {{ stroke: {dark} }}')
     return "\n".join(rules)

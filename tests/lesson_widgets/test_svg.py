@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.lab.drawing import QUIET, ink_on, luminance, text_width
-from minivllm.lab.palette import BLUE, INK, SERIES
+from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, PURPLE, SERIES, SKY, VERMILLION
 from widgets import theme
 from widgets.plot import Axes, Scale, short, tokens
 from widgets.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
-from widgets.theme import CARD, DARK, NOT_OURS, WORDS
+from widgets.theme import BROKEN, CARD, DARK, DARK_LINES, NOT_OURS, WORDS
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROOM = Box(10, 10, 100, 20)
@@ -205,6 +205,15 @@ def test_words_can_be_read_on_both_grounds(light: bool, ground: str):
         shown = colour if light else DARK.get(colour, colour)
         lighter, darker = sorted((luminance(shown) + 0.05, luminance(ground) + 0.05), reverse=True)
         assert lighter / darker >= 4.5, shown
+
+
+@pytest.mark.parametrize("ground", [DARK[CARD], DARK[BROKEN]])
+@pytest.mark.parametrize("colour", [BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION])
+def test_a_line_is_seen_on_a_dark_page_where_it_is_broken_too(colour: str, ground: str):
+    shown = DARK_LINES.get(colour, colour)
+    lighter, darker = sorted((luminance(shown) + 0.05, luminance(ground) + 0.05), reverse=True)
+    assert lighter / darker >= 3, shown
+    assert f'[stroke="{colour}" i] {{ stroke: {shown} }}' in theme.dark_style("") or shown == colour
 
 
 def test_colours_have_their_names_in_the_theme():

@@ -259,7 +259,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     """The real server under closed and open load: Little's law, the knee, and what is beyond it."""
     closed = _closed(real, arguments)
     capacity = max(one["requests_per_second"] for one in closed.values())
-    seconds, rounds, tried = (0.5, 1, {}) if arguments.quick else (1.8, 4, {})
+    seconds, rounds, tried = (0.5, 1, {}) if arguments.quick else (2.0, 4, {})
 
     def attainment(rate: float) -> float:
         answers = load_real(real, rate, seconds, arguments.seed)
@@ -267,7 +267,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
         tried[f"{rate:.1f}"] = statistics.mean(met)
         return tried[f"{rate:.1f}"]
 
-    knee = find_knee(attainment, capacity / 8, 1.6 * capacity, rounds)
+    knee = find_knee(attainment, capacity / 8, 2 * capacity, rounds)
     rows = [(rate, f"{share:.0%}") for rate, share in tried.items()]
     where = f"at {knee:.1f}" if knee else f"below {capacity / 8:.1f}"
     caption = f"The knee is {where} requests a second; the closed load's most was {capacity:.1f}."
@@ -370,7 +370,7 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
 def measure_ways(arguments: argparse.Namespace) -> dict:
     """Four GPUs and one model, in the three ways: what is sent, what fits, how fast, and the knee under two levels."""
     model, gpu = known_model(MODEL), get_hardware(GPU)
-    seconds, rounds = (0.5, 3) if arguments.quick else (3.5, 4)
+    seconds, rounds = (0.5, 3) if arguments.quick else (5.0, 4)
     found, rows = {}, []
     for way in track(("TP", "PP", "DP"), "simulating"):
         deployment = Deployment(model, gpu, way, GPUS)
