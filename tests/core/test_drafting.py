@@ -1,6 +1,7 @@
 """How many drafts a step makes: by a schedule of batch sizes, and by what drafting has cost so far."""
 
 import random
+import statistics
 
 import pytest
 
@@ -77,6 +78,41 @@ def accepted(dice, acceptance):
 def test_it_loses_no_more_than_three_percent_against_the_better_of_always_and_never(loads):
     assert loss(*loads, seed=1) < 0.03
     assert loss(*loads, seed=2, steps_ahead=1) < 0.03
+
+
+def loss_on_an_uneven_machine(batch, cost, seed, acceptance=0.3):
+    """By how much the rule takes longer than the better mode; `cost`: of a token with drafts, against one without.
+
+    The machine's speed changes between 1 and 1 / 1.65 every 150 steps or so, one step of 500 takes eight times as long,
+    and all vary by 10 %.
+    """
+    dice, rule = random.Random(seed), DraftIfFaster()
+    mean = sum(acceptance**place for place in range(DRAFTS + 1))
+    pace, before, spent, made = 1.0, False, 0.0, 0.0
+    for step in range(4000):
+        if dice.random() < 1 / 150:
+            pace = 1.65 if pace == 1.0 else 1.0
+        drafts = rule.wants_drafts(batch)
+        usual = cost * mean if before else 1.0
+        gained = sum(1 + accepted(dice, acceptance) for _ in range(batch)) / batch if before else 1.0
+        interrupted = 8.0 if dice.random() < 1 / 500 else 1.0
+        rule.observe(batch, drafts, usual * pace * interrupted * dice.lognormvariate(0.0, 0.1), gained)
+        if step >= 500:
+            spent, made = spent + usual, made + gained
+        before = drafts
+    return spent / made / min(1.0, cost) - 1
+
+
+@pytest.mark.parametrize(("batch", "cost"), [(8, 0.9), (32, 0.9), (32, 1.07)])
+def test_a_machine_that_is_slow_for_a_while_does_not_mislead_it(batch, cost):
+    assert statistics.mean(loss_on_an_uneven_machine(batch, cost, seed) for seed in range(8)) < 0.015
+
+
+def test_steps_with_prompts_count_for_less_in_time_and_as_much_in_tokens():
+    rule = DraftIfFaster()
+    for seconds, tokens, prompt in ((12.0, 2.0, 0), (12.0, 2.0, 0), (15.0, 1.0, 30)):
+        rule.observe(10, True, seconds, tokens, prompt)  # the first one follows a step without drafts
+    assert rule._sizes(10).per_token(True) == pytest.approx(12 / 1.5, rel=0.01)
 
 
 def test_a_mode_far_worse_is_tried_rarely_and_still_tried():

@@ -12,6 +12,10 @@ rarely, and needs few trials to be seen through; one that is nearly as good is t
 Where answers are short, most steps of a full batch have a prompt in them, whose time is not that of drafting. A
 straight line through the steps tells what a prompt's token costs, and that much is taken off.
 
+Machines are not even: for a second, all takes half as long again. A mode is tried for a few steps and the other one
+runs all the time, so what was measured of them is of different seconds. Each step therefore counts as a part of what
+steps of its mode should take at the machine's present pace, which follows the last steps of either mode.
+
 vLLM has no such rule: there a schedule says how many drafts to make for which batch size, as
 `num_speculative_tokens_per_batch_size` does here (`vllm/v1/spec_decode/dynamic/utils.py`).
 """
@@ -31,6 +35,10 @@ MOST_SAVED = 32
 """How many average steps of time the budget can hold."""
 MEMORY = 128
 """In how many steps what has been measured loses 63 % of its weight."""
+PACE_STEPS = 12
+"""In how many steps the pace follows a change of the machine's by 63 %."""
+LONGEST = 2.0
+"""A step counts for at most so many times what was expected of it: if interrupted, it tells nothing of its mode."""
 
 
 def scheduled_drafts(schedule: Sequence[tuple[int, int, int]], num_requests: int, most: int) -> int:
@@ -42,48 +50,62 @@ def scheduled_drafts(schedule: Sequence[tuple[int, int, int]], num_requests: int
 class Cost:
     """What steps in one mode have taken and brought: sums over them, in which later steps count for more.
 
-    `tokens` are those of one request; `prompt` the prompt tokens of all, which cost time and bring nothing yet.
+    `tokens` are those of one request; `prompt` the prompt tokens of all, which cost time and bring nothing yet. The
+    time of a step with long prompts varies by more than drafts cost, so it has less weight. Its tokens have not: where
+    prompts are, fewer requests have drafts.
     """
 
-    steps: float = 0.0
-    seconds: float = 0.0
+    count: float = 0.0
     tokens: float = 0.0
+    weight: float = 0.0
+    seconds: float = 0.0
     prompt: float = 0.0
     prompt_squared: float = 0.0
     prompt_seconds: float = 0.0
 
     def add(self, seconds: float, tokens: float, prompt: float, weight: float = 1.0) -> None:
         """Takes in a step."""
-        self.steps += weight
+        self.count += 1.0
+        self.tokens += tokens
+        self.weight += weight
         self.seconds += weight * seconds
-        self.tokens += weight * tokens
         self.prompt += weight * prompt
         self.prompt_squared += weight * prompt * prompt
         self.prompt_seconds += weight * prompt * seconds
 
     def fade(self) -> None:
         """Lets later steps count for more."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) * (1 - 1 / MEMORY))
+        kept = 1 - 1 / MEMORY
+        self.count *= kept
+        self.tokens *= kept
+        self.weight *= kept
+        self.seconds *= kept
+        self.prompt *= kept
+        self.prompt_squared *= kept
+        self.prompt_seconds *= kept
 
     def spread(self) -> tuple[float, float]:
-        """How prompt tokens vary with the seconds, and by themselves: covariance and variance, times the steps."""
-        if not self.steps:
+        """How prompt tokens vary with the seconds, and by themselves: covariance and variance, times the weight."""
+        if not self.weight:
             return 0.0, 0.0
-        mean = self.prompt / self.steps
+        mean = self.prompt / self.weight
         return self.prompt_seconds - mean * self.seconds, self.prompt_squared - mean * self.prompt
 
 
 @dataclass(slots=True)
 class Sizes:
-    """What is known of a range of batch sizes: costs without and with drafts, and steps since the last trial."""
+    """What is known of a range of batch sizes: costs without and with drafts, and steps since the last trial.
+
+    Seconds are those of a machine at its usual pace.
+    """
 
     costs: tuple[Cost, Cost] = field(default_factory=lambda: (Cost(), Cost()))
     since_trial: int = 0
 
     def per_prompt_token(self) -> float:
         """Seconds that a prompt token adds to a step: the slope of a straight line through the steps of either mode."""
-        together, alone = (sum(parts) for parts in zip(*(cost.spread() for cost in self.costs), strict=True))
+        (together, alone), (more_together, more_alone) = self.costs[0].spread(), self.costs[1].spread()
+        together, alone = together + more_together, alone + more_alone
         return max(0.0, together / alone) if alone > 0.0 else 0.0
 
     def per_token(self, drafting: bool) -> float | None:
@@ -91,7 +113,16 @@ class Sizes:
         cost = self.costs[drafting]
         if not cost.tokens:
             return None
-        return max(0.0, cost.seconds - self.per_prompt_token() * cost.prompt) / cost.tokens
+        of_a_step = max(0.0, cost.seconds - self.per_prompt_token() * cost.prompt) / cost.weight
+        return of_a_step * cost.count / cost.tokens
+
+    def expected(self, drafting: bool, num_prompt_tokens: int) -> float | None:
+        """Seconds of a step with so many tokens of prompts; None if too few have been measured."""
+        cost = self.costs[drafting]
+        if cost.count < FIRST_STEPS or not cost.seconds:
+            return None
+        mean, more = cost.seconds / cost.weight, num_prompt_tokens - cost.prompt / cost.weight
+        return max(mean + self.per_prompt_token() * more, mean / LONGEST)  # the line may lie
 
     def cheaper(self, now: bool) -> bool:
         """Whether drafting is the cheaper mode; `now`, the present one, if either is unknown."""
@@ -112,6 +143,7 @@ class DraftIfFaster:
         self._trial_left = 0
         self._budget = 0.0
         self._before: bool | None = None
+        self._pace = 1.0  # what a step takes now, against the average
 
     def wants_drafts(self, num_requests: int) -> bool:
         """Whether the step about to be scheduled, of `num_requests` requests, shall end with drafting."""
@@ -134,16 +166,27 @@ class DraftIfFaster:
         sizes = self._sizes(num_requests)
         best = sizes.per_token(self.drafting)
         if drafted == before:
-            sizes.costs[drafted].fade()
-            # The time of a step with long prompts varies by more than drafts cost, so it counts for less.
             weight = num_requests / (num_requests + num_prompt_tokens)
+            seconds = self._at_usual_pace(seconds, sizes.expected(drafted, num_prompt_tokens), weight)
+            sizes.costs[drafted].fade()
             sizes.costs[drafted].add(seconds, tokens_per_request, num_prompt_tokens, weight)
+        else:
+            seconds /= self._pace
         self._budget = min(self._budget + TRY_SHARE * seconds, MOST_SAVED * seconds)
         if best is not None and (drafted != self.drafting or drafted != before):
             prompts = sizes.per_prompt_token() * num_prompt_tokens
             self._budget -= max(0.0, seconds - prompts - best * tokens_per_request)
         else:
             sizes.since_trial += 1
+
+    def _at_usual_pace(self, seconds: float, expected: float | None, weight: float) -> float:
+        """What a step would have taken at the usual pace. The pace follows it."""
+        steady = seconds / self._pace
+        if expected is None:
+            return steady
+        steady = min(steady, LONGEST * expected)
+        self._pace *= (steady / expected) ** (weight / PACE_STEPS)
+        return steady
 
     def _is_time_to_try(self, sizes: Sizes) -> bool:
         if sizes.per_token(not self.drafting) is None:
