@@ -4,12 +4,12 @@
     uv run python benchmarks/drafting_rule.py --quick
 
 Closed load: as many requests are served at once as `--batches` says, and each that ends is followed by another, so that
-most steps of a large batch have a prompt in them. Four engines take turns of a few steps, in another order each round,
-on the same prompts: without drafts, with n-gram drafts, with the rule, and once more without drafts, as a control. A
-machine that is slow for a second is slow for all four. What they serve before the first round is not counted: there the
-rule sees both modes. A rate is of all rounds together. The faster of the first two is the better; the rule is compared
-with that. The two engines without drafts differ by what this machine cannot tell apart. Nine cases take some five
-minutes; FILE has each as soon as it is known. The table is followed by one line of JSON.
+most steps of a large batch have a prompt in them. Four engines take turns of a few tokens, in another order each round,
+on the same prompts: without drafts, with n-gram drafts, with the rule, and once more without drafts, as a control. All
+do the same work, and a machine that is slow for a second is slow for all four. What they serve before the first round
+is not counted: there the rule sees both modes. A rate is of all rounds together. The faster of the first two is the
+better; the rule is compared with that. The two engines without drafts differ by what this machine cannot tell apart.
+Nine cases take some five minutes; FILE has each as soon as it is known. The table is followed by one line of JSON.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ENGINES: dict[str, dict[str, Any] | None] = {
     "rule": {**WAYS["n-gram"], "draft_only_if_faster": True},
     "control": None,
 }
-TURN_STEPS, WARM_UP_STEPS = 20, 200
+TURN_TOKENS, WARM_UP_TOKENS = 20, 200
 
 
 class ClosedLoad:
@@ -55,17 +55,22 @@ class ClosedLoad:
         self.lengths = chain(
             (max(1, OUTPUT_TOKENS * place // batch) for place in range(1, batch)), repeat(OUTPUT_TOKENS)
         )
-        self.num_tokens, self.seconds = 0, 0.0
+        self.num_tokens, self.num_counted, self.seconds, self.due = 0, 0, 0.0, 0
 
     @property
     def throughput(self) -> float:
         """Output tokens a second, of all that was counted."""
-        return self.num_tokens / self.seconds
+        return self.num_counted / self.seconds
 
-    def count(self, num_steps: int) -> None:
-        """Serves so many steps, and counts their output tokens and seconds."""
+    def serve(self, tokens_each: int) -> None:
+        """Steps until so many more tokens are due for each request, and counts tokens and seconds.
+
+        The last step may give more than are due. Then the next call has fewer to serve, so that engines that give
+        several tokens a step do no more than the others.
+        """
+        self.due += tokens_each * self.batch
         num_tokens, start = self.num_tokens, self.clock()
-        for _ in range(num_steps):
+        while self.num_tokens < self.due:
             while self.num_running < self.batch:
                 params = SamplingParams(temperature=0.0, max_tokens=next(self.lengths), ignore_eos=True)
                 self.core.add_request(
@@ -73,13 +78,14 @@ class ClosedLoad:
                 )
                 self.num_running += 1
             outputs = self.core.step().outputs
-            num_tokens += sum(len(one.new_token_ids) for one in outputs)
+            self.num_tokens += sum(len(one.new_token_ids) for one in outputs)
             self.num_running -= sum(one.finish_reason is not None for one in outputs)
-        self.num_tokens, self.seconds = num_tokens, self.seconds + self.clock() - start
+        self.num_counted += self.num_tokens - num_tokens
+        self.seconds += self.clock() - start
 
     def forget(self) -> None:
         """Counts from here."""
-        self.num_tokens, self.seconds = 0, 0.0
+        self.num_counted, self.seconds = 0, 0.0
 
 
 def compare(arguments: argparse.Namespace, batch: int, kind: str) -> dict[str, float]:
@@ -87,13 +93,13 @@ def compare(arguments: argparse.Namespace, batch: int, kind: str) -> dict[str, f
     prompts = prompts_of(kind, arguments.model, max(batch, LEAST_PROMPTS))
     loads = {name: ClosedLoad(engine_of(arguments, way, batch), prompts, batch) for name, way in ENGINES.items()}
     for load in loads.values():
-        load.count(WARM_UP_STEPS)
+        load.serve(WARM_UP_TOKENS)
         load.forget()
     order, turns = list(loads.values()), random.Random(0)
     for _ in range(2 if arguments.quick else arguments.rounds):
         turns.shuffle(order)
         for load in order:
-            load.count(TURN_STEPS)
+            load.serve(TURN_TOKENS)
     never, always, rule, control = (loads[name].throughput for name in ENGINES)
     ratios = {"always": always / never, "rule": rule / max(always, never), "control": control / never}
     return {name: round(ratio, 3) for name, ratio in ratios.items()}

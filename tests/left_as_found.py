@@ -87,11 +87,18 @@ def _process() -> dict[str, Any]:
         "garbage collector": (gc.isenabled(), gc.get_threshold()),
         "numpy errors": tuple(np.geterr().items()),
         "Prometheus metrics of the process": _metrics(),
+        "shell of IPython": _shell(),
     }
 
 
 def _metrics() -> int:
     return len(REGISTRY._names_to_collectors) if REGISTRY else 0
+
+
+def _shell() -> bool:
+    """With one, `notebook.begin` thinks that it runs in a notebook."""
+    interactive = sys.modules.get("IPython.core.interactiveshell")
+    return interactive is not None and interactive.InteractiveShell.initialized()
 
 
 def _restore_process(was: dict[str, Any]) -> None:
@@ -104,6 +111,8 @@ def _restore_process(was: dict[str, Any]) -> None:
     gc.enable() if enabled else gc.disable()
     gc.set_threshold(*threshold)
     np.seterr(**dict(was["numpy errors"]))
+    if _shell() and not was["shell of IPython"]:
+        sys.modules["IPython.core.interactiveshell"].InteractiveShell.clear_instance()
 
 
 def _torch() -> dict[str, Any]:

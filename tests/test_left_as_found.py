@@ -14,6 +14,7 @@ import distribution
 import numpy as np
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from left_as_found import changes, put_back, seed_everything, state
 
 import minivllm.config as config
@@ -27,6 +28,7 @@ LEAKS = {
     "process: garbage collector": gc.disable,
     "process: socket timeout": lambda: socket.setdefaulttimeout(9),
     "process: numpy errors": lambda: np.seterr(all="ignore"),
+    "process: shell of IPython": InteractiveShell.instance,
     "torch: default dtype": lambda: torch.set_default_dtype(torch.float64),
     "torch: threads": lambda: torch.set_num_threads(2),
     "torch: gradients": lambda: torch.set_grad_enabled(False),

@@ -1,6 +1,7 @@
 """The live widget: what the page asks for is done, in order, and a still picture stands where no kernel runs."""
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,6 +27,14 @@ def heard(*messages: dict) -> LessonWidget:
 
     with ThreadPoolExecutor(1) as thread:  # a loop of its own: browser tests leave one running in this thread
         return thread.submit(asyncio.run, live()).result()
+
+
+@pytest.fixture
+def notebook() -> Iterator[None]:
+    """What is displayed is displayed in IPython; no test after this one thinks that it runs in a notebook."""
+    InteractiveShell.instance()
+    yield
+    InteractiveShell.clear_instance()
 
 
 def test_a_turn_is_answered_with_its_serial():
@@ -62,8 +71,7 @@ def test_knobs_are_set_from_python():
         LessonWidget(SPEC, width=3)
 
 
-def test_a_still_picture_stands_beside_the_live_widget():
-    InteractiveShell.instance()
+def test_a_still_picture_stands_beside_the_live_widget(notebook):
     with capture_output() as captured:
         LessonWidget(SPEC)._ipython_display_()
     still, live = captured.outputs
@@ -105,8 +113,7 @@ def test_words_of_the_still_picture_are_no_markup():
     assert "<b>" not in LessonWidget(SPEC, name="refuse").still()
 
 
-def test_a_widget_shown_twice_has_one_name_for_its_still_pictures():
-    InteractiveShell.instance()
+def test_a_widget_shown_twice_has_one_name_for_its_still_pictures(notebook):
     widget = LessonWidget(SPEC)
     with capture_output() as captured:
         widget._ipython_display_()
