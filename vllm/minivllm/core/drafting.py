@@ -5,9 +5,11 @@ one turns into the other depends on the machine, the number of requests and how 
 changes. So the rule measures: seconds for each token of a request, in either mode, for each range of batch sizes. It
 takes the cheaper mode, and tries the other one from time to time.
 
-Trying costs time, so it has a budget: `TRY_SHARE` of the time that has passed. What a trial has lost against the
-cheaper mode is taken from it, and while nothing is left nothing is tried. A mode that is far worse is therefore tried
-rarely, and needs few trials to be seen through; one that is nearly as good is tried often, which costs nearly nothing.
+Trying costs time, so it has a budget: `TRY_SHARE` of the time that has passed. What a trial loses against the cheaper
+mode is taken from it, what one gains is put in, and while nothing is left nothing is tried. A mode that is far worse is
+therefore tried rarely, and needs few trials to be seen through. One that is nearly as good is tried often, which costs
+nearly nothing. So is one that gains much on a few requests and loses a little on the others: few trials tell nothing
+of it.
 
 Where answers are short, most steps of a full batch have a prompt in them, whose time is not that of drafting. A
 straight line through the steps tells what a prompt's token costs, and that much is taken off.
@@ -33,7 +35,7 @@ TRY_SHARE = 0.01
 """The part of all time that trials may lose."""
 MOST_SAVED = 32
 """How many average steps of time the budget can hold."""
-MEMORY = 128
+MEMORY = 160
 """In how many steps what has been measured loses 63 % of its weight."""
 PACE_STEPS = 12
 """In how many steps the pace follows a change of the machine's by 63 %."""
@@ -164,18 +166,20 @@ class DraftIfFaster:
         """Takes in a finished step for which `wants_drafts` said `drafted`, with so many tokens of prompts in it."""
         before, self._before = self._before, drafted
         sizes = self._sizes(num_requests)
-        best = sizes.per_token(self.drafting)
+        best, usual = sizes.per_token(self.drafting), sizes.expected(drafted, num_prompt_tokens)
         if drafted == before:
             weight = num_requests / (num_requests + num_prompt_tokens)
-            seconds = self._at_usual_pace(seconds, sizes.expected(drafted, num_prompt_tokens), weight)
+            seconds = self._at_usual_pace(seconds, usual, weight)
             sizes.costs[drafted].fade()
             sizes.costs[drafted].add(seconds, tokens_per_request, num_prompt_tokens, weight)
         else:
             seconds /= self._pace
         self._budget = min(self._budget + TRY_SHARE * seconds, MOST_SAVED * seconds)
         if best is not None and (drafted != self.drafting or drafted != before):
+            # The first steps with drafts may compile, or ask for memory: nothing is known of them, and it comes once.
+            most = LONGEST * (usual or sizes.expected(self.drafting, num_prompt_tokens) or seconds)
             prompts = sizes.per_prompt_token() * num_prompt_tokens
-            self._budget -= max(0.0, seconds - prompts - best * tokens_per_request)
+            self._budget += best * tokens_per_request + prompts - min(seconds, most)
         else:
             sizes.since_trial += 1
 
