@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -33,9 +34,14 @@ def prose(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors that GitHub gives a file's headings."""
-    text = FENCE.sub("", path.read_text())
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+    """The anchors that GitHub gives a file's headings: `words`, and `words-1` where the same words stand again."""
+    text, seen = FENCE.sub("", path.read_text()), Counter[str]()
+    found = set()
+    for heading in HEADING.findall(text):
+        words = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(f"{words}-{seen[words]}" if seen[words] else words)
+        seen[words] += 1
+    return found
 
 
 def broken_links(path: Path) -> list[str]:
