@@ -68,6 +68,12 @@ def test_what_may_be_missing_may():
     assert RemotePrefill.of(ANSWER | {"remote_block_ids": [7, 8]}, 1).block_ids == (7, 8)
 
 
+def test_a_clients_longest_id_passes():
+    """The API server's id of a request: a prefix, what the client calls it, the prompt's and the request's number."""
+    longest = f"chatcmpl-{'é' * 1024}-2047-{1 << 62}"
+    assert RemotePrefill.of(ANSWER | {"remote_request_id": longest}, 1).request_id == longest
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

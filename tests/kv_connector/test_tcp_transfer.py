@@ -183,15 +183,17 @@ def test_a_lease_ends_without_heartbeats_and_not_with_them(engine):
     assert gone == {"left"}
 
 
-@pytest.mark.parametrize("asked", [[5, 2, 10], [2, 5, 9], [5, 9, 2], [2, 9, 1], [0, 5, 2]])
+@pytest.mark.parametrize("asked", [[5, 2, 10], [2, 5, 9], [5, 9, 2], [2, 9, 1], [0, 5, 2], [2, 9], [9]])
 def test_blocks_that_are_not_kept_cannot_be_read(engine, asked):
-    """Neither another request's, nor its own in another order; the decode engine is told why."""
+    """Neither another request's, nor its own in another place or order; the decode engine is told why."""
     p, d = engine("P"), engine("D")
     params = p.prefill("r", 10, [5, 2, 9])
-    d.take("mine", 10, {**params, "remote_block_ids": [asked]}, blocks_of(1, 3, 4))
+    own, num_tokens = [1, 3, 4][: len(asked)], min(10, len(asked) * p.config.block_size)
+    wrong = {"remote_block_ids": [asked], "remote_num_tokens": num_tokens, "remote_prompt_digest": None}
+    d.take("mine", 10, {**params, **wrong}, blocks_of(*own))
     output = d.step_until(lambda output: output.finished_recving)
     assert output.failed_recving == {"mine"}
-    assert output.invalid_block_ids == {1, 3, 4}
+    assert output.invalid_block_ids == set(own)
     assert not any(one.any() for one in d.rows([1, 3, 4]))
 
 
@@ -263,7 +265,7 @@ def test_an_address_that_is_none_fails_its_own_load_only(engine, host):
     """The threads that talk to an engine serve other requests too."""
     p, d = engine("P"), engine("D")
     remote = replace(RemotePrefill.of(p.prefill("r", 10, [5, 2, 9]), 1), host=host)
-    load = Load("mine", "r", [5, 2, 9], [1, 3, 4])
+    load = Load("mine", "r", 0, [5, 2, 9], [1, 3, 4])
     d.worker._engine(remote).read(load)
     wait_until(lambda: load.is_over)
     assert load.error
@@ -273,7 +275,7 @@ def test_what_cannot_be_sent_fails_its_own_load_only(engine):
     p, d = engine("P"), engine("D")
     p.prefill("another", 10, [6, 7, 8])  # a request has one reader: a load that fails releases its blocks
     told = p.prefill("r", 10, [5, 2, 9])
-    unsendable = Load("mine", "another", [1 << 70], [1])
+    unsendable = Load("mine", "another", 0, [1 << 70], [1])
     peer = d.worker._engine(RemotePrefill.of(told, 1))
     peer.read(unsendable)
     peer.tell(Release(["\ud800"]))
@@ -289,7 +291,7 @@ def test_many_addresses_do_not_leave_many_threads(engine):
     told = RemotePrefill.of(p.prefill("r", 10, [5, 2, 9]), 1)
     before = threading.active_count()
     for port in range(1, 2 * MOST_ENGINES):
-        load = Load("mine", "r", [5], [1])
+        load = Load("mine", "r", 0, [5], [1])
         peer = d.worker._engine(replace(told, host="127.0.0.1", port=port))
         peer.read(load)
         wait_until(lambda load=load, peer=peer: load.is_over and peer.is_idle)

@@ -115,7 +115,7 @@ def test_a_message_and_its_payload_come_as_they_were():
     assert there.expect(PieceSent, Payload.of(*rooms)) == PieceSent(3, 4, 5)
     sender.join()
     assert rooms == parts
-    there.send(Read("r", list(range(100_000))))
+    there.send(Read("r", 7, list(range(100_000))))
     assert here.expect(Read).block_ids[-1] == 99_999
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from minivllm.errors import MinivllmError
 
-MAX_ID_LENGTH = 1024
+MAX_ID_LENGTH = 2048
+"""A client's `X-Request-Id` may have 1,024 characters; the prefill engine's id of that request has some more."""
 MAX_SHOWN = 80
 MAX_NUMBER = (1 << 31) - 1
 """No cache has as many blocks or tokens."""

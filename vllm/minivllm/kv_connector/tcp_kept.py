@@ -50,17 +50,18 @@ class KeptBlocks:
             self._drop(read | expired)
             return read, expired
 
-    def wait_until_kept(self, request_id: str, block_ids: Sequence[int]) -> None:
+    def wait_until_kept(self, request_id: str, first: int, block_ids: Sequence[int]) -> None:
         """Returns once the lease has begun.
 
-        Raises `RefusedError` if it does not, or if these are not blocks of it that follow one another.
+        Raises `RefusedError` if it does not, or if these are not its blocks from the `first` on: other tokens' keys
+        and values would be used, and published, for the reader's prompt.
         """
         with self._changed:
             self._changed.wait_for(lambda: request_id in self._blocks, SECONDS_TO_WAIT)
             kept = self._blocks.get(request_id)
         if kept is None:
             raise _not_kept(request_id)
-        if not _is_part(tuple(block_ids), kept):
+        if first < 0 or kept[first : first + len(block_ids)] != tuple(block_ids):
             raise RefusedError(f"request {request_id!r} has other blocks than those that are asked for")
 
     def check(self, request_id: str) -> None:
@@ -73,11 +74,6 @@ class KeptBlocks:
     def _drop(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._blocks.pop(request_id, None)
-
-
-def _is_part(some: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    first = whole.index(some[0]) if some and some[0] in whole else 0
-    return whole[first : first + len(some)] == some
 
 
 def _not_kept(request_id: str) -> RefusedError:

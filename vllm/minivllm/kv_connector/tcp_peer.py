@@ -34,10 +34,12 @@ TRIES = 2
 class Load:
     """A request's blocks on their way, layer by layer. The worker waits and cancels, the peer's thread moves it on."""
 
-    def __init__(self, request_id: str, remote_request_id: str, remote: Sequence[int], local: Sequence[int]) -> None:
-        """Block `remote[i]` of the other engine goes to `local[i]` of this one."""
+    def __init__(
+        self, request_id: str, remote_request_id: str, first: int, remote: Sequence[int], local: Sequence[int]
+    ) -> None:
+        """Block `remote[i]` of the other engine, its request's `first` + i, goes to `local[i]` of this one."""
         self.request_id, self.remote_request_id = request_id, remote_request_id
-        self.remote, self.local = list(remote), list(local)
+        self.first, self.remote, self.local = first, list(remote), list(local)
         self.error: str | None = None
         self.seconds = 0.0
         self._changed, self._writing = threading.Condition(), threading.Lock()
@@ -152,7 +154,7 @@ class RemoteEngine:
 
     def _read(self, connection: Connection, load: Load, buffer: StagingBuffer) -> None:
         ids = self._staging.ids(load.local)
-        connection.send(Read(load.remote_request_id, load.remote))
+        connection.send(Read(load.remote_request_id, load.first, load.remote))
         for piece in self._staging.pieces(len(load.remote)):
             load.write(connection, functools.partial(_receive, connection, piece, ids, buffer))
             if piece.first + piece.count == len(load.remote):

@@ -122,9 +122,13 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Asks for these blocks of a request: `BlockStaging.pieces` follow, each in a frame with a `PieceSent`."""
+    """Asks for a request's blocks from the `first` on, which must be `block_ids`.
+
+    `BlockStaging.pieces` follow, each in a frame with a `PieceSent`.
+    """
 
     request_id: str
+    first: int
     block_ids: list[int]
 
 

@@ -170,7 +170,7 @@ class TCPConnectorWorker:
         skipped = order.start // self.config.block_size
         count = -(-order.end // self.config.block_size) - skipped
         remote = order.remote.block_ids[skipped : skipped + count]
-        load = Load(request_id, order.remote.request_id, remote, order.block_ids[:count])
+        load = Load(request_id, order.remote.request_id, skipped, remote, order.block_ids[:count])
         if within_step:
             self._within_step.append(load)
         else:
@@ -215,7 +215,7 @@ class TCPConnectorWorker:
 
     def _send_blocks(self, connection: Connection, message: Read, buffer: StagingBuffer) -> None:
         try:
-            self.kept.wait_until_kept(message.request_id, message.block_ids)
+            self.kept.wait_until_kept(message.request_id, message.first, message.block_ids)
             ids = self.staging.ids(message.block_ids)
             for piece in self.staging.pieces(len(message.block_ids)):
                 payload, sent = buffer.gather(piece, ids), PieceSent(piece.layer, piece.first, piece.count)
