@@ -22,6 +22,7 @@ vLLM has no such rule: there a schedule says how many drafts to make for which b
 `num_speculative_tokens_per_batch_size` does here (`vllm/v1/spec_decode/dynamic/utils.py`).
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -66,25 +67,15 @@ class Cost:
     prompt_seconds: float = 0.0
 
     def add(self, seconds: float, tokens: float, prompt: float, weight: float = 1.0) -> None:
-        """Takes in a step."""
-        self.count += 1.0
-        self.tokens += tokens
-        self.weight += weight
-        self.seconds += weight * seconds
-        self.prompt += weight * prompt
-        self.prompt_squared += weight * prompt * prompt
-        self.prompt_seconds += weight * prompt * seconds
-
-    def fade(self) -> None:
-        """Lets later steps count for more."""
+        """Takes in a step, and lets it count for more than those before."""
         kept = 1 - 1 / MEMORY
-        self.count *= kept
-        self.tokens *= kept
-        self.weight *= kept
-        self.seconds *= kept
-        self.prompt *= kept
-        self.prompt_squared *= kept
-        self.prompt_seconds *= kept
+        self.count = kept * self.count + 1.0
+        self.tokens = kept * self.tokens + tokens
+        self.weight = kept * self.weight + weight
+        self.seconds = kept * self.seconds + weight * seconds
+        self.prompt = kept * self.prompt + weight * prompt
+        self.prompt_squared = kept * self.prompt_squared + weight * prompt * prompt
+        self.prompt_seconds = kept * self.prompt_seconds + weight * prompt * seconds
 
     def spread(self) -> tuple[float, float]:
         """How prompt tokens vary with the seconds, and by themselves: covariance and variance, times the weight."""
@@ -98,24 +89,26 @@ class Cost:
 class Sizes:
     """What is known of a range of batch sizes: costs without and with drafts, and steps since the last trial.
 
-    Seconds are those of a machine at its usual pace.
+    Seconds are those of a machine at its usual pace. `per_prompt_token`: those that a prompt token adds to a step.
     """
 
     costs: tuple[Cost, Cost] = field(default_factory=lambda: (Cost(), Cost()))
     since_trial: int = 0
+    per_prompt_token: float = 0.0
 
-    def per_prompt_token(self) -> float:
-        """Seconds that a prompt token adds to a step: the slope of a straight line through the steps of either mode."""
+    def add(self, drafting: bool, seconds: float, tokens: float, prompt: float, weight: float = 1.0) -> None:
+        """Takes in a step. What a prompt token adds is the slope of a straight line through the steps of both modes."""
+        self.costs[drafting].add(seconds, tokens, prompt, weight)
         (together, alone), (more_together, more_alone) = self.costs[0].spread(), self.costs[1].spread()
         together, alone = together + more_together, alone + more_alone
-        return max(0.0, together / alone) if alone > 0.0 else 0.0
+        self.per_prompt_token = max(0.0, together / alone) if alone > 0.0 else 0.0
 
     def per_token(self, drafting: bool) -> float | None:
         """Seconds for each token of a request, those of prompts left out; None if nothing has been measured."""
         cost = self.costs[drafting]
         if not cost.tokens:
             return None
-        of_a_step = max(0.0, cost.seconds - self.per_prompt_token() * cost.prompt) / cost.weight
+        of_a_step = max(0.0, cost.seconds - self.per_prompt_token * cost.prompt) / cost.weight
         return of_a_step * cost.count / cost.tokens
 
     def expected(self, drafting: bool, num_prompt_tokens: int) -> float | None:
@@ -124,7 +117,7 @@ class Sizes:
         if cost.count < FIRST_STEPS or not cost.seconds:
             return None
         mean, more = cost.seconds / cost.weight, num_prompt_tokens - cost.prompt / cost.weight
-        return max(mean + self.per_prompt_token() * more, mean / LONGEST)  # the line may lie
+        return max(mean + self.per_prompt_token * more, mean / LONGEST)  # the line may lie
 
     def cheaper(self, now: bool) -> bool:
         """Whether drafting is the cheaper mode; `now`, the present one, if either is unknown."""
@@ -141,7 +134,7 @@ class DraftIfFaster:
 
     def __init__(self) -> None:
         self.drafting = True
-        self._by_size: dict[int, Sizes] = {}
+        self._by_size: defaultdict[int, Sizes] = defaultdict(Sizes)
         self._trial_left = 0
         self._budget = 0.0
         self._before: bool | None = None
@@ -170,15 +163,14 @@ class DraftIfFaster:
         if drafted == before:
             weight = num_requests / (num_requests + num_prompt_tokens)
             seconds = self._at_usual_pace(seconds, usual, weight)
-            sizes.costs[drafted].fade()
-            sizes.costs[drafted].add(seconds, tokens_per_request, num_prompt_tokens, weight)
+            sizes.add(drafted, seconds, tokens_per_request, num_prompt_tokens, weight)
         else:
             seconds /= self._pace
         self._budget = min(self._budget + TRY_SHARE * seconds, MOST_SAVED * seconds)
         if best is not None and (drafted != self.drafting or drafted != before):
             # The first steps with drafts may compile, or ask for memory: nothing is known of them, and it comes once.
             most = LONGEST * (usual or sizes.expected(self.drafting, num_prompt_tokens) or seconds)
-            prompts = sizes.per_prompt_token() * num_prompt_tokens
+            prompts = sizes.per_prompt_token * num_prompt_tokens
             self._budget += best * tokens_per_request + prompts - min(seconds, most)
         else:
             sizes.since_trial += 1
@@ -198,4 +190,4 @@ class DraftIfFaster:
         return sizes.since_trial >= TRY_EVERY and self._budget > 0.0
 
     def _sizes(self, num_requests: int) -> Sizes:
-        return self._by_size.setdefault(num_requests.bit_length(), Sizes())
+        return self._by_size[num_requests.bit_length()]
