@@ -31,7 +31,7 @@ class SuffixTree:
     """All suffixes of its sequences, up to `max_depth` tokens of each, with the number of times that each occurs.
 
     A sequence is an array that `start` returns and that the other methods take; it can grow at any time, as can others
-    beside it. A token costs time in proportion to `max_depth`, and about 120 bytes.
+    beside it. A token costs time in proportion to `max_depth`, and some 100 bytes.
     """
 
     def __init__(self, max_depth: int) -> None:
