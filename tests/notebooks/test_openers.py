@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from e2e import jupyter
 from e2e.browser import OPEN_SECONDS, Seen
+from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebsocketConnection
+from jupyter_server.services.kernels.websocket import KernelWebsocketHandler
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from playwright.sync_api import Browser, ViewportSize
+from traitlets.config.loader import PyFileConfigLoader
 
 from minivllm.lab.exercise import load
 
@@ -19,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
 colab = load(ROOT / "tools" / "colab.py")
 CONTAINER = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+SETTINGS = ROOT / ".jupyter" / "jupyter_lab_config.py"
 ENDING = 24
 """Pixels that `.ipynb` takes. Of the longest name JupyterLab cuts a letter of that; what tells lessons apart is whole."""
 CUT_OFF = f"""names => names.filter(name => name.scrollWidth > name.clientWidth + {ENDING})
@@ -40,7 +44,7 @@ def test_the_container_has_a_python_that_the_course_runs_on_and_its_port():
     assert SpecifierSet(asked).contains(wanted)
     assert set(CONTAINER["portsAttributes"]) == {str(port) for port in CONTAINER["forwardPorts"]}
     assert CONTAINER["forwardPorts"] == [8888], "JupyterLab's own"
-    config = (ROOT / "Makefile").read_text() + (ROOT / ".jupyter" / "jupyter_lab_config.json").read_text()
+    config = (ROOT / "Makefile").read_text() + SETTINGS.read_text()
     assert not re.search(r"ServerApp\.port|\"port\"", config)
 
 
@@ -74,6 +78,20 @@ def test_colab_installs_then_goes_to_the_notebooks(monkeypatch):
     monkeypatch.setattr(colab, "find_spec", lambda name: object())
     colab.main()
     assert ran == [], "after a restart of the session all is there"
+
+
+def test_messages_of_a_kernel_do_not_wait_for_an_acknowledgement(monkeypatch):
+    """Before it joins the kernel's channels, the websocket is told to send each message at once."""
+    settings = PyFileConfigLoader(SETTINGS.name, str(SETTINGS.parent)).load_config()
+    connection_class = settings.ServerApp.kernel_websocket_connection_class
+    done: list[object] = []
+    handler = KernelWebsocketHandler.__new__(KernelWebsocketHandler)
+    monkeypatch.setattr(handler, "set_nodelay", done.append)
+    monkeypatch.setattr(ZMQChannelsWebsocketConnection, "connect", lambda self: done.append("connect"))
+    connection = connection_class.__new__(connection_class)
+    connection.websocket_handler = handler
+    connection.connect()
+    assert done == [True, "connect"]
 
 
 @pytest.mark.browser
