@@ -1,4 +1,4 @@
-"""Run a lesson once and put what it measured everywhere it is quoted: results, figure, text, claims, notebook.
+"""Run a lesson once and put what it measured everywhere it is quoted: results, figures, text, claims, notebook.
 
     uv run python tools/measure.py 01                  # make measure N=01
     uv run python tools/measure.py 01 --machine h100   # on another machine: only its results file
@@ -25,6 +25,7 @@ from pathlib import Path
 from minivllm.errors import MinivllmError
 from minivllm.lab.cli import Parser
 from minivllm.lab.marks import pages_of
+from widgets.__main__ import IN_LESSONS
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = "100"
@@ -96,7 +97,8 @@ def main() -> int:
     outputs = {script: output_of(script, [*results, "--plot", f"lessons/figures/{stem}.svg"])}
     for page in pages_of(ROOT / "lessons", stem[:2]):
         page.write_text(filled(page.read_text(), outputs))
-    for tool in (["tools/claims.py", "--write"], ["tools/notebooks.py", "--write"]):
+    pictures = [["-P", "-m", "widgets", name] for name, file in IN_LESSONS.items() if file.startswith(stem[:2])]
+    for tool in (*pictures, ["tools/claims.py", "--write"], ["tools/notebooks.py", "--write"]):
         subprocess.run([sys.executable, *tool], cwd=ROOT, check=True)
     return 0
 

@@ -6,15 +6,34 @@ from pathlib import Path
 
 import widgets
 
+FIGURES = Path(__file__).resolve().parents[1] / "lessons" / "figures"
+IN_LESSONS = {
+    "kv_cache": "01_ledger.svg",
+    "paged_attention": "02_pool.svg",
+    "flash_attention": "03_tiles.svg",
+    "continuous_batching": "04_slots.svg",
+    "prefix_caching": "05_prefix_cache.svg",
+    "optimization_catalog": "05_levers.svg",
+    "serving": "06_layouts.svg",
+    "speculative_decoding": "07_speedup.svg",
+    "disaggregation": "08_goodput.svg",
+    "attention_heads": "09_ranks.svg",
+    "chunked_prefill": "10_budget.svg",
+    "preemption": "11_cliff.svg",
+    "multi_lora": "12_slots.svg",
+}
+"""Widget -> the file in `lessons/figures` that its lesson's text shows."""
+
 
 def main(argv: list[str] | None = None) -> None:
     """Draws the picture, as wide as the lessons' texts show it."""
     parser = argparse.ArgumentParser(prog="widgets", description=__doc__)
     parser.add_argument("widget", choices=widgets.names())
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?", help="default: the one that the widget's lesson shows")
     arguments = parser.parse_args(argv)
     spec = import_module(f"widgets.{arguments.widget}").SPEC
-    arguments.file.write_text(spec.figure(spec.complete(), width=720))
+    file = arguments.file or FIGURES / IN_LESSONS[arguments.widget]
+    file.write_text(spec.figure(spec.complete(), width=720))
 
 
 if __name__ == "__main__":
