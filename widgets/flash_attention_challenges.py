@@ -8,7 +8,7 @@ from minivllm.simulate.attention_traffic import KIB, register_bytes
 from widgets.spec import Challenge, Progress
 
 if TYPE_CHECKING:
-    from widgets.flash_attention import State
+    from widgets.flash_attention_state import State
 
 
 def _amount(less: float) -> str:

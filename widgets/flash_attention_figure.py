@@ -15,7 +15,7 @@ from widgets.svg import SMALL, Box, Drawing, Segment, stacked_bar
 from widgets.theme import BROKEN, CARD, MID, NOT_OURS
 
 if TYPE_CHECKING:
-    from widgets.flash_attention import State
+    from widgets.flash_attention_state import State
 
 EDGE = 14
 PART_COLOURS = {"Q": BLUE, "K, V": SKY, "scores": ORANGE, "O": GREEN, "m, l": PURPLE, "others": PALE}

@@ -12,8 +12,8 @@ from widgets.svg import SMALL, Box, Drawing
 from widgets.theme import BROKEN, CARD, MID, NOT_OURS
 
 if TYPE_CHECKING:
-    from widgets.flash_attention import State
     from widgets.flash_attention_row import Step
+    from widgets.flash_attention_state import State
 
 LIMITS = {"float16": math.log(65504), "float32": math.log(3.4028e38)}
 """Scores whose exponential is the largest number of each dtype."""
