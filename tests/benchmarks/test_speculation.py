@@ -25,7 +25,10 @@ def test_memory_and_training_are_what_the_engine_and_the_card_say(load_benchmark
     benchmark = load_benchmark("speculation")
     found = read_record(ROOT / "benchmarks/results/speculation.cpu.json", "speculation")["figures"]["costs"]
     with without_info():
-        assert benchmark.costs(str(EMBEDDED_MODEL), benchmark.available()) == found
+        costs = benchmark.costs(str(EMBEDDED_MODEL), benchmark.available())
+    assert found.keys() == costs.keys()
+    for way, here in costs.items():  # panels are padded to the width of the processor's registers
+        assert found[way] == {**here, "bytes": pytest.approx(here["bytes"], rel=0.02)}
     card = (ROOT / "vllm/models/README.md").read_text()
     for name in ("off", "draft model", "EAGLE-3"):
         assert f"1 CPU threads, {found[name]['minutes']:.0f} min" in card
