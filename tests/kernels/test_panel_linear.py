@@ -135,7 +135,9 @@ def test_the_sigmoid_is_as_close_as_it_says():
 
     numbers = torch.linspace(-80, 80, 16_000)
     found = numbers.clone()
-    run_programs(programs_of.compile_programs(programs), (ctypes.c_int64 * 3)(0, len(found), found.data_ptr()), most_threads=1)
+    run_programs(
+        programs_of.compile_programs(programs), (ctypes.c_int64 * 3)(0, len(found), found.data_ptr()), most_threads=1
+    )
     assert ((found.double() / numbers.double().sigmoid()) - 1).abs().max() < 1e-5  # e ** −80, of a rounded product
     near = numbers.abs() < 4
     assert ((found.double() / numbers.double().sigmoid()) - 1)[near].abs().max() < 5e-7
