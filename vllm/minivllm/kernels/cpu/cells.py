@@ -47,7 +47,7 @@ class AttentionCells(ctypes.Structure):
 
 @cells
 class CacheCells(ctypes.Structure):
-    """Arguments of `cache_loops.quantize_tokens`."""
+    """Arguments of `cache_loops.copy_tokens` and `quantize_tokens`; only the latter's caches have scales."""
 
     tokens: int
     slots_per_block: int
