@@ -85,7 +85,7 @@ AS_IT_IS = Variant("as it is")
 SWITCHED = [
     Variant("torch's norms, gates and rotations", ("minivllm.kernels.elementwise", "has_numba", lambda: False)),
     Variant("norms and rotations on one thread", ("minivllm.kernels.cpu.elementwise_calls", "TOKENS", 1 << 30)),
-    Variant("torch's writes of int8 caches", ("minivllm.kernels.cpu.cache_calls", "has_numba", lambda: False)),
+    Variant("torch's writes of caches", ("minivllm.kernels.cpu.cache_calls", "has_numba", lambda: False)),
 ]
 KEPT = [
     Variant("without packed linears", (RUNNER, "process_weights_after_loading", lambda model: None)),

@@ -131,6 +131,8 @@ def test_rotation(form, positions_of, head_dim):
         rotate_heads(heads, positions.to(positions_of), table, backend=form)
         assert_close(heads, torch.cat((turned.real, turned.imag), -1))
         assert torch.equal(fused[:, 3:], before[:, 3:])
+        rotate_heads(before, positions.to(positions_of), table, 3, backend=form)
+        assert torch.equal(before, fused)
 
 
 @pytest.mark.parametrize(("width", "head_dim"), [(48, 32), (256, 64), (688, 128)])

@@ -1,5 +1,6 @@
 """Products with weights in panels: what float64 gives, on both shapes of tiles."""
 
+import ctypes
 import importlib.util
 import platform
 import random
@@ -92,7 +93,7 @@ def test_every_number_of_rows_is_computed_and_nothing_beside_them_is_written(til
     around = torch.full((rows + 2, len(weight)), 7.0, dtype=dtype)
     out = around[1:-1]
     addresses = (tensor.data_ptr() for tensor in (x, out, linear.panels, linear.bias))
-    run_programs(panel_linear._programs(dtype), PanelLinearCells(*out.shape, x.shape[1], 1, 0, *addresses))
+    run_programs(panel_linear._programs(dtype), PanelLinearCells(0, *out.shape, x.shape[1], 1, 0, *addresses))
     assert_rounded_once(out, expected(x, weight))
     assert (around[0] == 7).all()
     assert (around[-1] == 7).all()
@@ -134,7 +135,9 @@ def test_the_sigmoid_is_as_close_as_it_says():
 
     numbers = torch.linspace(-80, 80, 16_000)
     found = numbers.clone()
-    run_programs(programs_of.compile_programs(programs), (len(found), found.data_ptr()), most_threads=1)
+    run_programs(
+        programs_of.compile_programs(programs), (ctypes.c_int64 * 3)(0, len(found), found.data_ptr()), most_threads=1
+    )
     assert ((found.double() / numbers.double().sigmoid()) - 1).abs().max() < 1e-5  # e ** −80, of a rounded product
     near = numbers.abs() < 4
     assert ((found.double() / numbers.double().sigmoid()) - 1)[near].abs().max() < 5e-7

@@ -11,7 +11,7 @@ import pytest
 COMPILE = """
 import numpy as np
 from minivllm.kernels.cpu import attention_loops, cache_loops, elementwise_loops, panel_linear_loops
-cache_loops.programs(), panel_linear_loops.programs_for(np.float32)
+cache_loops.quantizations(), panel_linear_loops.programs_for(np.float32)
 elementwise_loops.norms_of(np.float32), elementwise_loops.norms_of(np.uint16), elementwise_loops.gates_of(np.float32)
 elementwise_loops.rotations_of(np.float32), attention_loops.programs_for(np.float32)
 """

@@ -85,16 +85,15 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: str | None = None
 ) -> torch.Tensor:
     """Add `x` to `residual`, in place, and return the sum's norm; all [tokens, width], weight [width]."""
-    form = _choose(backend, x.shape[-1], x, residual, weight)
-    if form == "triton":
+    width = x.shape[-1]
+    if choose_backend(backend, x) == "triton":
         out = torch.empty_like(x)
-        width = x.shape[-1]
         if len(x):
             add_rms_norm_kernel[(len(x),)](
                 out, residual, x, weight, eps, WIDTH=width, PADDED_WIDTH=triton.next_power_of_2(width)
             )
         return out
-    if form == "numba":
+    if has_numba() and _cpu().can_run(width, x, residual, weight):
         return _cpu().add_rms_norm(x, residual, weight, eps)
     return F.rms_norm(residual.add_(x), weight.shape, weight, eps)
 
@@ -102,29 +101,33 @@ def add_rms_norm(
 def silu_and_mul(gate_up: torch.Tensor, *, backend: str | None = None) -> torch.Tensor:
     """`silu(gate) × up` of gate_up [tokens, 2 × width]: [tokens, width]."""
     width = gate_up.shape[-1] // 2
-    form = _choose(backend, width, gate_up)
-    if form == "triton":
+    if choose_backend(backend, gate_up) == "triton":
         out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
         if len(gate_up):
             silu_and_mul_kernel[(len(gate_up), triton.cdiv(width, CHUNK))](out, gate_up, WIDTH=width, CHUNK=CHUNK)
         return out
-    if form == "numba":
+    if has_numba() and _cpu().can_run(width, gate_up):
         return _cpu().silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def rotate_heads(
-    heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, *, backend: str | None = None
+    heads: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    num_heads: int | None = None,
+    *,
+    backend: str | None = None,
 ) -> None:
     """Turn heads [tokens, heads, head_dim] in place; positions [tokens], integers; table [positions, head_dim].
 
     `(a, b) -> (a cos - b sin, b cos + a sin)`, where a and b are the halves of a head. The heads of a token are
-    contiguous; there may be gaps between tokens.
+    contiguous; there may be gaps between tokens. `num_heads`: only so many, the first of each token; None: all.
     """
-    tokens, num_heads, head_dim = heads.shape
-    form = _choose(backend, head_dim // 2, heads[:1], table)
-    if form == "triton":
+    tokens, heads_of_token, head_dim = heads.shape
+    num_heads = heads_of_token if num_heads is None else num_heads
+    if choose_backend(backend, heads) == "triton":
         if tokens:
             rotate_heads_kernel[(tokens, num_heads)](
                 heads,
@@ -135,20 +138,14 @@ def rotate_heads(
                 PADDED_HALF=triton.next_power_of_2(head_dim // 2),
             )
         return
-    if form == "numba":
-        _cpu().rotate_heads(heads, positions.to(torch.int64).contiguous(), table)
+    if has_numba() and _cpu().can_rotate(heads, table):
+        _cpu().rotate_heads(heads, positions.to(torch.int64).contiguous(), table, num_heads)
         return
+    heads = heads[:, :num_heads]
     cos, sin = table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     first, second = heads.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     heads.copy_(turned)
-
-
-def _choose(backend: str | None, width: int, *tensors: torch.Tensor) -> str:
-    """ "triton", "numba" or "torch", for tensors whose rows are a multiple of `width`."""
-    if choose_backend(backend, tensors[0]) == "triton":
-        return "triton"
-    return "numba" if has_numba() and _cpu().can_run(width, *tensors) else "torch"
 
 
 @functools.cache

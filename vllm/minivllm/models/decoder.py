@@ -109,11 +109,11 @@ class Decoder(nn.Module):
             residual = torch.zeros_like(hidden)
         else:
             hidden, residual = intermediate
-        table, aux = self.rotary.table, context.aux_hidden_states
+        table, aux, last = self.rotary.table, context.aux_hidden_states, len(self.layers) - 1
         for index, layer in enumerate(islice(self.layers, self.start_layer, self.end_layer), self.start_layer):
             if aux is not None and index in aux.layer_ids:
                 aux.states.append(hidden + residual)
-            wanted = rows if layer is self.layers[-1] else None
+            wanted = rows if index == last else None
             hidden, residual = layer(hidden, residual, positions, table, context, wanted)
         if not self.group.stage.is_last:
             return torch.stack((hidden, residual))
@@ -176,12 +176,12 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """`[tokens, hidden_size]` in, `[rows, hidden_size]` out."""
         heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
-        q_and_k, v = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+        parts = (self.heads, self.kv_heads, self.kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = q_and_k.split((self.heads, self.kv_heads), dim=1)
-            q_and_k = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        rotate_heads(q_and_k, positions, table)
-        q, k = q_and_k.split((self.heads, self.kv_heads), dim=1)
+            q, k, v = heads.split_with_sizes(parts, dim=1)
+            heads = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
+        rotate_heads(heads, positions, table, self.heads + self.kv_heads)
+        q, k, v = heads.split_with_sizes(parts, dim=1)
         attended = context.attention(self.index, q, k, v).flatten(1)
         return self.group.all_reduce(self.o_proj(attended if rows is None else attended[rows]))
 

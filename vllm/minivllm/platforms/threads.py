@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,14 +27,15 @@ def has_numba() -> bool:
     return find_spec("numba") is not None
 
 
-def run_programs(function: Callable[[int], object], numbers: Iterable[int], most_threads: int | None = None) -> None:
+def run_programs(
+    function: Callable[[int], object], cells: ctypes.Structure | ctypes.Array, most_threads: int | None = None
+) -> None:
     """Run a function made by `programs.compile_programs` on PyTorch's threads, `most_threads` at most.
 
-    The memory block that it reads holds the shared program counter, initially 0, followed by `numbers`.
+    It is called with the address of `cells`, the first of which is the shared program counter, initially 0.
     """
-    block = array("q", [0, *numbers])
     threads = torch.get_num_threads()
-    run_on_threads(function, block.buffer_info()[0], threads if most_threads is None else min(threads, most_threads))
+    run_on_threads(function, ctypes.addressof(cells), threads if most_threads is None else min(threads, most_threads))
 
 
 def run_on_threads(function: Callable[[int], object], address: int, threads: int) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
@@ -40,7 +39,8 @@ class AttentionMetadata:
     def of(cls, spans: TokenSpans, device: torch.device) -> "AttentionMetadata":
         """The tables of a forward pass over these tokens, copied to the device."""
         tables = (spans.query_start_loc, spans.seq_lens, spans.block_table, spans.slot_mapping)
-        most = int(spans.seq_lens.max()), int(np.diff(spans.query_start_loc).max())
+        counts = spans.query_start_loc[1:] - spans.query_start_loc[:-1]
+        most = int(spans.seq_lens.max()), int(counts.max())
         return cls(*(torch.from_numpy(table).to(device) for table in tables), *most)
 
 

@@ -1,11 +1,10 @@
 """Writing the paged KV cache on a CPU: the choice between two implementations, and how they are called.
 
-To int8: compiled loops (`cache_loops.py`) if numba is installed. Everything else: torch's `index_copy_`. Loops for
-unquantized caches were tried too; they saved less than 5 % of a step and were removed. Measured on one core
-(AMD Zen 4, torch 2.15), µs, keys and values of the embedded model's 2 heads of 32:
+As they are, and to int8: compiled loops (`cache_loops.py`) if numba is installed. Everything else: torch's calls.
+Measured on one core (AMD Zen 4, torch 2.15), µs, keys and values of the embedded model's 2 heads of 32:
 
     tokens                          1      128    2,048
-    as they are, index_copy_       19       30      270
+    as they are, torch             19       30      270
     to int8, the loops             16       45      542
     to int8, torch                132      178      862
 """
@@ -15,12 +14,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 
 from minivllm.kernels.cpu.cells import CacheCells
 from minivllm.platforms.threads import has_numba, run_programs
 
 FP8_LARGEST = 448.0
+ELEMENTS = {torch.float32: np.uint32, torch.bfloat16: np.uint16, torch.float16: np.uint16}
+"""As large as the elements of the caches that the compiled loops copy to."""
 
 
 def write_cpu(
@@ -37,23 +39,28 @@ def write_cpu(
     tokens = slots.shape[0]
     if key.shape[0] > tokens:
         key, value = key[:tokens], value[:tokens]
-    if key_scales is not None and value_scales is not None and has_numba():
-        numba_quantize(key.float(), value.float(), key_cache, value_cache, slots, key_scales, value_scales)
+    arguments = (key, value, key_cache, value_cache, slots, key_scales, value_scales)
+    if has_numba() and (key_scales is not None or key_cache.dtype is key.dtype in ELEMENTS):
+        numba_write(*arguments)
     else:
-        torch_write(key, value, key_cache, value_cache, slots, key_scales, value_scales)
+        torch_write(*arguments)
 
 
-def numba_quantize(
+def numba_write(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
-    key_scales: torch.Tensor,
-    value_scales: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
 ) -> None:
-    """The compiled loops of `cache_loops.py`: fp32 `[tokens, kv_heads, head_dim]` into int8 caches; slots int64."""
+    """The compiled loops of `cache_loops.py`; slots int64."""
     loops = _loops()
+    if key_scales is None:
+        programs = loops.copies_of(ELEMENTS[key.dtype])
+    else:
+        key, value, programs = key.float(), value.float(), loops.quantizations()
     tokens, kv_heads, head_dim = key.shape
     cells = CacheCells(
         tokens=tokens,
@@ -68,10 +75,10 @@ def numba_quantize(
         value=value.data_ptr(),
         key_cache=key_cache.data_ptr(),
         value_cache=value_cache.data_ptr(),
-        key_scales=key_scales.data_ptr(),
-        value_scales=value_scales.data_ptr(),
+        key_scales=0 if key_scales is None else key_scales.data_ptr(),
+        value_scales=0 if value_scales is None else value_scales.data_ptr(),
     )
-    run_programs(loops.programs(), cells, most_threads=-(-tokens // loops.TOKENS))
+    run_programs(programs, cells, most_threads=-(-tokens // loops.TOKENS))
 
 
 def torch_write(
@@ -84,18 +91,6 @@ def torch_write(
     value_scales: torch.Tensor | None,
 ) -> None:
     """The same with torch operations, for every dtype."""
-    if (
-        key_scales is None
-        and key_cache.dtype == key.dtype
-        and key_cache.is_contiguous()
-        and value_cache.is_contiguous()
-    ):
-        try:
-            key_cache.flatten(0, 1).index_copy_(0, slots, key)
-            value_cache.flatten(0, 1).index_copy_(0, slots, value)
-            return
-        except IndexError:  # a slot of −1: to look for one before every copy would take as long as the copy
-            pass
     if slots.shape[0] and int(slots.min()) < 0:
         real = slots >= 0
         key, value, slots = key[real], value[real], slots[real]

@@ -1,4 +1,4 @@
-"""The CPU counterpart of `reshape_and_cache.py`'s `quantize_and_cache_kernel`, compiled by numba: K and V to int8."""
+"""The CPU counterparts of `reshape_and_cache.py`'s kernels, compiled by numba: K and V as they are, and to int8."""
 
 from __future__ import annotations
 
@@ -21,6 +21,26 @@ from minivllm.kernels.cpu.programs import (
 TOKENS = 32  # per program
 CELLS = layout_of(CacheCells)
 jit = njit(error_model="numpy", nogil=True)  # no fastmath: the integers must equal the kernel's exactly
+
+
+@jit
+def copy_tokens(cells, key, value, key_cache, value_cache):
+    """Run programs until none are left: write keys and values as they are. A token whose slot is −1 is not written."""
+    tokens, block_size, width = cells.tokens, cells.slots_per_block, cells.kv_heads * cells.head_dim
+    slots = array_at(cells.slot_mapping, tokens, np.int64)
+    while True:
+        first = take_number(cells) * TOKENS
+        if first >= tokens:
+            return
+        for token in range(first, min(first + TOKENS, tokens)):
+            if slots[token] < 0:
+                continue
+            at = slots[token] // block_size * cells.block_stride + slots[token] % block_size * width
+            key_at, value_at = token * cells.key_stride, token * cells.value_stride
+            for i in range(width):
+                key_cache[at + i] = key[key_at + i]
+            for i in range(width):
+                value_cache[at + i] = value[value_at + i]
 
 
 @jit
@@ -63,12 +83,27 @@ def quantize_tokens(cells):
 
 
 @functools.cache
-def programs() -> Any:
+def copies_of(element: Any) -> Any:
+    """Compiled `copy_tokens` of numbers as large as `element`; takes `CacheCells`."""
+    changed = sources_changed()
+
+    def copies(address):
+        _ = changed
+        cells = cells_at(address, CELLS)
+        key, value = array_at(cells.key, 1, element), array_at(cells.value, 1, element)
+        key_cache, value_cache = array_at(cells.key_cache, 1, element), array_at(cells.value_cache, 1, element)
+        copy_tokens(cells, key, value, key_cache, value_cache)
+
+    return compile_programs(copies)
+
+
+@functools.cache
+def quantizations() -> Any:
     """Compiled `quantize_tokens`; takes `CacheCells`."""
     changed = sources_changed()
 
-    def programs(address):
+    def quantizations(address):
         _ = changed
         quantize_tokens(cells_at(address, CELLS))
 
-    return compile_programs(programs)
+    return compile_programs(quantizations)

@@ -1,15 +1,25 @@
 """Arguments of each compiled loop: a row of int64 cells, named here once for both the caller and the loop.
 
-`platforms.threads.run_programs` prepends one more cell, `next_program`, the counter from which threads take programs.
-Addresses are of a tensor's first element, 0 if there is no tensor; strides count elements, not bytes.
+The first cell is always `next_program`, the counter from which threads take programs; a call leaves it out, so that it
+begins at 0. Addresses are of a tensor's first element, 0 if there is no tensor; strides count elements, not bytes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import ctypes
+from typing import TypeVar
+
+Kind = TypeVar("Kind", bound=ctypes.Structure)
 
 
-class AttentionCells(NamedTuple):
+def cells(kind: type[Kind]) -> type[Kind]:
+    """Class decorator: the annotated names become int64 fields, behind `next_program`."""
+    kind._fields_ = [(name, ctypes.c_int64) for name in ("next_program", *kind.__annotations__)]
+    return kind
+
+
+@cells
+class AttentionCells(ctypes.Structure):
     """Arguments of `attention_loops.attend`; shapes as in `unified_attention.py`, q and out in fp32."""
 
     heads: int
@@ -35,8 +45,9 @@ class AttentionCells(NamedTuple):
     v_scales: int
 
 
-class CacheCells(NamedTuple):
-    """Arguments of `cache_loops.quantize_tokens`."""
+@cells
+class CacheCells(ctypes.Structure):
+    """Arguments of `cache_loops.copy_tokens` and `quantize_tokens`; only the latter's caches have scales."""
 
     tokens: int
     slots_per_block: int
@@ -54,7 +65,8 @@ class CacheCells(NamedTuple):
     value_scales: int
 
 
-class PanelLinearCells(NamedTuple):
+@cells
+class PanelLinearCells(ctypes.Structure):
     """Arguments of `panel_linear_loops.multiply_panels`."""
 
     rows: int
@@ -68,7 +80,8 @@ class PanelLinearCells(NamedTuple):
     bias: int  # fp32, of all panels
 
 
-class QuantizedLinearCells(NamedTuple):
+@cells
+class QuantizedLinearCells(ctypes.Structure):
     """Arguments of `quantized_linear_loops.multiply_integers`."""
 
     rows: int
@@ -81,7 +94,8 @@ class QuantizedLinearCells(NamedTuple):
     scales: int
 
 
-class LoRALinearCells(NamedTuple):
+@cells
+class LoRALinearCells(ctypes.Structure):
     """Arguments of `lora_loops.add_adapters`; shapes as in `lora_linear.py`."""
 
     tiles: int  # as the next five, of the step; the others are of the linear
@@ -101,7 +115,8 @@ class LoRALinearCells(NamedTuple):
     bounds: int
 
 
-class NormCells(NamedTuple):
+@cells
+class NormCells(ctypes.Structure):
     """Arguments of `elementwise_loops.add_rms_norms`."""
 
     tokens: int
@@ -113,7 +128,8 @@ class NormCells(NamedTuple):
     eps: int  # of one fp32 number
 
 
-class GateCells(NamedTuple):
+@cells
+class GateCells(ctypes.Structure):
     """Arguments of `elementwise_loops.multiply_gates`."""
 
     tokens: int
@@ -122,7 +138,8 @@ class GateCells(NamedTuple):
     gate_up: int
 
 
-class RotationCells(NamedTuple):
+@cells
+class RotationCells(ctypes.Structure):
     """Arguments of `elementwise_loops.rotate_tokens`."""
 
     tokens: int
@@ -134,7 +151,8 @@ class RotationCells(NamedTuple):
     positions: int  # int64
 
 
-class RejectionCells(NamedTuple):
+@cells
+class RejectionCells(ctypes.Structure):
     """Arguments of `rejection_loops.walk_drafts`; shapes as in `rejection_sample.py`, logits contiguous."""
 
     requests: int
@@ -152,7 +170,8 @@ class RejectionCells(NamedTuple):
     keys: int  # uint32
 
 
-class BlockCopyCells(NamedTuple):
+@cells
+class BlockCopyCells(ctypes.Structure):
     """Arguments of `block_copy_loops.copy_regions`."""
 
     blocks: int

@@ -18,8 +18,17 @@ ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 
 def can_run(width: int, *tensors: torch.Tensor) -> bool:
     """Whether the loops support these tensors: contiguous, of one dtype, row length a multiple of `width`."""
-    dtype = tensors[0].dtype
-    return dtype in ELEMENTS and width % WIDTH == 0 and all(t.dtype is dtype and t.is_contiguous() for t in tensors)
+    dtypes = {tensor.dtype for tensor in tensors}
+    alike = len(dtypes) == 1 and dtypes <= ELEMENTS.keys()
+    return alike and width % WIDTH == 0 and all(map(torch.Tensor.is_contiguous, tensors))
+
+
+def can_rotate(heads: torch.Tensor, table: torch.Tensor) -> bool:
+    """Whether the loops support these heads and this table: as `can_run`, but with gaps between tokens."""
+    _, head_stride, stride = heads.stride()
+    head_dim = heads.shape[2]
+    side_by_side = stride == 1 and head_stride == head_dim
+    return side_by_side and heads.dtype is table.dtype and can_run(head_dim // 2, table)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,9 +56,9 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> None:
+def rotate_heads(heads: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, num_heads: int) -> None:
     """As `elementwise.rotate_heads`; positions int64."""
-    tokens, num_heads, head_dim = heads.shape
+    tokens, _, head_dim = heads.shape
     cells = RotationCells(
         tokens=tokens,
         num_heads=num_heads,

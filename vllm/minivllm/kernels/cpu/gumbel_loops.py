@@ -9,12 +9,14 @@ vectorizes; only the tokens that pass, about ten of 4,096, need a logarithm and 
 
 from __future__ import annotations
 
+import ctypes
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
 
+from minivllm.kernels.cpu.cells import cells
 from minivllm.kernels.cpu.programs import (
     array_at,
     cells_at,
@@ -25,7 +27,8 @@ from minivllm.kernels.cpu.programs import (
 )
 
 
-class DrawCells(NamedTuple):
+@cells
+class DrawCells(ctypes.Structure):
     """Arguments of `draw_rows`."""
 
     rows: int

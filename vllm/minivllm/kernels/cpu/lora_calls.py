@@ -58,7 +58,7 @@ class CompiledLoRALinear:
         """As `lora_linear`; x and y of the adapters' dtype, a row of x contiguous."""
         num_tiles, indices, table = meta.cpu_tiles
         of_step = (num_tiles, x.stride(0), y.data_ptr(), x.data_ptr(), indices, table)
-        run_programs(self._programs, LoRALinearCells(*of_step, *self._of_linear), most_threads=num_tiles)
+        run_programs(self._programs, LoRALinearCells(0, *of_step, *self._of_linear), most_threads=num_tiles)
 
 
 def looped_lora_linear(

@@ -6,6 +6,7 @@ A function of programs is called with the address of its cells (`cells.py`), whi
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import pickle
@@ -44,9 +45,9 @@ def array_at(address, shape, dtype):
     return carray(_pointer(address), shape, dtype)
 
 
-def layout_of(kind: Any) -> np.dtype:
-    """Memory layout of the cells of `kind`, a class of `cells.py`: the program counter, then its fields."""
-    return np.dtype([(name, np.int64) for name in ("next_program", *kind._fields)])
+def layout_of(kind: type[ctypes.Structure]) -> np.dtype:
+    """Memory layout of the cells of `kind`, a class of `cells.py`."""
+    return np.dtype([(name, np.int64) for name, *_ in kind._fields_])
 
 
 @njit

@@ -57,7 +57,13 @@ def _compiled(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
 
     rows, vocab = logits.shape
     token_ids = torch.from_numpy(logits.numpy().argmax(-1))
-    cells = DrawCells(rows, vocab, logits.data_ptr(), keys.ctypes.data, token_ids.data_ptr())
+    cells = DrawCells(
+        rows=rows,
+        vocab=vocab,
+        logits=logits.data_ptr(),
+        keys=keys.ctypes.data,
+        token_ids=token_ids.data_ptr(),
+    )
     run_programs(_programs(), cells, most_threads=rows)
     return token_ids
 

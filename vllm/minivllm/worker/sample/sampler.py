@@ -136,6 +136,10 @@ def apply_constraints(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
 
 def argmax(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The most likely token of each row, the first in a tie, and its logit, both on the host."""
+    if logits.device.type == "cpu":
+        here = logits.numpy()
+        best = here.argmax(-1)
+        return best, here[np.arange(len(best)), best]
     best = most_likely(logits)
     return best.cpu().numpy(), logits.gather(-1, best.unsqueeze(-1)).squeeze(-1).cpu().numpy()
 

@@ -87,6 +87,9 @@ def sample_with_drafts(
 
 def kept_slices(token_ids: list[int], widths: np.ndarray) -> list[slice]:
     """The tokens to keep of each request, whose first `widths` [requests] rows they are: those before the first -1."""
-    starts = np.cumsum(widths) - widths
-    counts = np.add.reduceat(np.array(token_ids) >= 0, starts) if len(starts) else starts
-    return [slice(start, start + count) for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
+    kept, start = [], 0
+    for width in widths.tolist():
+        rows = token_ids[start : start + width]
+        kept.append(slice(start, start + (rows.index(-1) if -1 in rows else width)))
+        start += width
+    return kept
