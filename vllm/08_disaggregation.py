@@ -59,10 +59,7 @@ class ConnectorScheduler:
         self.pinned: dict[str, float] = {}
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens behind the computed ones can come from elsewhere, and whether meanwhile others go on.
-
-        None: ask again later.
-        """
+        """How many tokens behind the computed ones can come from elsewhere (None: ask later); do others go on?"""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0, False
@@ -81,7 +78,8 @@ class ConnectorScheduler:
         remote, first = params["remote_block_ids"], len(params["remote_block_ids"])
         if num_external_tokens:
             first = (params["remote_num_tokens"] - num_external_tokens) // self.block_size
-            self.in_flight[request.request_id] = set(request.block_hashes[first:])
+            full = params["remote_num_tokens"] // self.block_size  # the peer may have less than this prompt
+            self.in_flight[request.request_id] = set(request.block_hashes[first:full])
         self.reads.append(Read(request.request_id, params, block_ids[first : len(remote)], remote[first:]))
 
     def build_connector_meta(self) -> list[Read]:

@@ -128,12 +128,12 @@ def _words(state: State) -> str:
 def _pays(state: State) -> Progress:
     asked = [
         (state.work.prompt < 2048, f"Prompt: {tokens(state.work.prompt)} tokens, and 2,048 or more are asked for."),
-        (state.budget > 512, "Chunks: at most 512 are asked for, so that those who do both do their best."),
+        (state.budget > 512, "Chunks: at most 512 are asked for, so that the four that do both do their best."),
         (state.mine.goodput == 0, "First token in: no request is in time at any rate. Give it longer."),
     ]
     mend = (
-        "Prefill, Decode, First token in: two pools pay where the time of each token binds. Cut the GPUs so that more "
-        "of them decode, and leave the prompts time to wait."
+        "Prefill, Decode, First token in: two pools pay where the time of each token binds. Divide the GPUs so "
+        "that more of them decode, and leave the prompts time to wait."
     )
     return _wanted(state, asked, state.gain >= 1.5, _words(state), mend)
 
@@ -194,7 +194,7 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "Tokens must come each 7.5 ms. Two GPUs that prefill and two that decode, or four that do both in chunks of 512: "
+    "A token must come every 7.5 ms. Two GPUs that prefill and two that decode, or four that do both in chunks of 512: "
     "which bear more?",
     ("those that do both, by a third", "about the same", "two and two, by a third", "two and two, three times as much"),
     2,
@@ -233,7 +233,7 @@ KNOBS = {
 SPEC = Spec(
     name="disaggregation",
     title="Two pools or one?",
-    lead="Drag the rate to where clients wait too long. Then cut the same GPUs otherwise, or give them a slower link.",
+    lead="Drag the rate to where clients wait too long. Then divide the same GPUs differently, or slow the link.",
     knobs=KNOBS,
     presets={
         "Too many requests": {"rate": 80.0},

@@ -33,7 +33,7 @@ def figure(state: State, width: int = 640, pinned: State | None = None) -> str:
     off = f", a step off by {state.error:.0%} (median)" if state.error else ""
     note = (
         f"{state.model} on {many} {state.gpu}, {tokens(state.work.prompt)} tokens in and {state.work.output} out; "
-        f"in time: first token within {seconds(state.objective.ttft)}, then one each {seconds(state.objective.tpot)}; "
+        f"in time: first token within {seconds(state.objective.ttft)}, then one every {seconds(state.objective.tpot)}; "
         f"modelled{off}"
     )
     y = drawing.paragraph((MARGIN, drawing.heading((MARGIN, 23), "Who is in time") + 18), note, width - 2 * MARGIN)

@@ -56,7 +56,7 @@ def verdict(state: State) -> Verdict:
             "broken",
         )
     slow = f"p95 TTFT {milliseconds(state.ttft(state.here), state.target)} (modelled)"
-    asked = f"{state.target * 1e3:g} ms are asked"
+    asked = f"{state.target * 1e3:g} ms are asked for"
     if state.missed(state.here):
         return Verdict(f"{_why_missed(state, found)} {slow}; {asked}.", "broken")
     if state.findable == 0:
@@ -65,14 +65,14 @@ def verdict(state: State) -> Verdict:
         could = told(state.endless_rate, state.hit_rate, 100, "%")
         return Verdict(f"{found}; a cache that never evicts finds {could}. {slow}; {asked}.", "tight")
     spare = f" {state.here.evicted:,} blocks were evicted, none of them wanted again." if state.here.evicted else ""
-    return Verdict(f"{found}, all that a cache without end would find.{spare} {slow}; {asked}.", "fine")
+    return Verdict(f"{found}, all that an endless cache would find.{spare} {slow}; {asked}.", "fine")
 
 
 def _why_missed(state: State, found: str) -> str:
     if state.findable == 0:
         return f"{found}: nobody comes back to anything, so there is nothing to find, and no pool helps."
     if state.endless is not None and state.missed(state.endless):
-        return f"{found}, of {state.endless_rate:.1%} that there are: even a cache that never evicts is too slow."
+        return f"{found}, where {state.endless_rate:.1%} could be: even a cache that never evicts is too slow."
     lost = f"{found}, where a cache that never evicts finds {state.endless_rate:.1%}"
     if state.kind.pause == 0:
         return f"{lost}. The pool holds too few users at once; the others wait for room."
@@ -104,7 +104,7 @@ def _like_start(state: State) -> list[str]:
 
 def _smallest_pool(state: State) -> Progress:
     words = f"p95 time to first token {milliseconds(state.ttft(state.here), state.target)} with {tokens(state.pool)}"
-    words += f" tokens; {state.target * 1e3:g} ms are asked."
+    words += f" tokens; {state.target * 1e3:g} ms are asked for."
     moved = _like_start(state)
     if moved:
         return Progress(False, words, f"Only the pool is to change; put {', '.join(moved)} back, or start again.")
@@ -121,7 +121,7 @@ def _smallest_pool(state: State) -> Progress:
 
 def _nearly_all_is_found(state: State) -> Progress:
     right = state.hit_rate - state.wrong_rate
-    words = f"{told(right, 0.95, 100, '%')} of the prompt tokens are found; 95 % are asked."
+    words = f"{told(right, 0.95, 100, '%')} of the prompt tokens are found; 95 % are asked for."
     load, requests = state.load, state.users * state.load.turns
     if load.kind.prefix_of != "all":
         advice = "Each user's beginning is computed at least once, and that is too much. Change who shares it."
@@ -138,7 +138,7 @@ def _nearly_all_is_found(state: State) -> Progress:
 def _documents_that_stay(state: State) -> Progress:
     load, right = state.load, state.hit_rate - state.wrong_rate
     words = f"{told(right, 0.7, 100, '%')} found of a document each, {state.users} users, {tokens(state.pool)} tokens; "
-    words += "70 %, 16 users and at most 12K are asked."
+    words += "70 %, 16 users and at most 12K are asked for."
     met = load.kind.name == "documents" and state.users == 16 and state.pool <= 12288 and right >= 0.7
     return Progress(met, words, _what_documents_need(state))
 
@@ -146,7 +146,7 @@ def _documents_that_stay(state: State) -> Progress:
 def _what_documents_need(state: State) -> str:
     load = state.load
     if load.kind.name != "documents":
-        return "Each user has a document of their own here: change who shares what back."
+        return "Each user has a document of their own here: set back who shares what."
     if state.users != 16:
         return f"{state.users} users are not 16."
     if state.pool > 12288:
@@ -173,7 +173,7 @@ CHALLENGES = (
         "is crossed in one step, in both directions.",
     ),
     Challenge(
-        "Prefix caching is said to skip 95 % of the prefill. Find sessions of which it does.",
+        "Prefix caching is said to skip 95 % of the prefill. Find sessions where it does.",
         _nearly_all_is_found,
         "95 % is a property of the load, not of the cache: a long beginning that all share, short questions, and many "
         "of them. With prefix p, question q and n requests, (n − 1) p of n (p + q) tokens are found.",

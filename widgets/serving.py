@@ -37,7 +37,7 @@ def verdict(state: State) -> Verdict:
         return Verdict(f"Requests are being served as {state.layout}, {state.rate:g} a second.", "tight")
     point, causes = served.points[state.rate], served.causes(state.rate)
     saw = (
-        f"99 % have their first token within {seconds(point.ttft[1])}, then one each {seconds(point.tpot[1])}; "
+        f"99 % have their first token within {seconds(point.ttft[1])}, then one every {seconds(point.tpot[1])}; "
         f"{point.inside:.3g} requests are inside"
     )
     if causes:
@@ -45,7 +45,7 @@ def verdict(state: State) -> Verdict:
         return Verdict(f"{state.rate:g} requests a second are too many for {state.layout}: {why}. {saw}.", "broken")
     knee = served.knee
     if knee and state.rate > NEAR * knee.rate:
-        return Verdict(f"It bears this, and little more, for it breaks at {knee.rate:.3g}: {saw}.", "tight")
+        return Verdict(f"It bears this, but little more: it breaks at {knee.rate:.3g}. {saw}.", "tight")
     return Verdict(f"It bears this: {saw}.", "fine")
 
 
@@ -163,7 +163,7 @@ CHALLENGES = (
     ),
 )
 GUESS = Guess(
-    "Four H100 serve Llama-3.1-8B, and tokens must come each 7.5 ms. Which layout bears most requests?",
+    "Four H100 serve Llama-3.1-8B, and a token must come every 7.5 ms. Which layout bears most requests?",
     ("four replicas: TP 1 × DP 4", "TP 2 × DP 2", "all four as one: TP 4 × DP 1"),
     2,
     "Reading all weights takes a GPU 6.4 ms of the 7.5. Four that share them have time left for a larger batch.",
@@ -210,7 +210,7 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=GUESS,
-    own={"output_collector": "stands between the engine and a client that reads seldom"},
+    own={"output_collector": "stands between the engine and a client that reads rarely"},
 )
 
 

@@ -95,8 +95,9 @@ async def until_disconnected(work, disconnected):
     """Run `work`, unless the client leaves before it is done; then cancel it.
 
     work          a coroutine. Its own `finally` aborts the engine's request: that frees the request's blocks.
-    disconnected  a coroutine that ends when the client has left, and not before
-    returns       what `work` returns (or raises what it raises); None if the client has left
+    disconnected  a coroutine that ends when the client has left, and not before; a socket that breaks ends it with an
+                  exception, such as ConnectionResetError
+    returns       what `work` returns (or raises what it raises); None if the client has left, however
 
     Whatever happens, when this returns neither of the two runs any more: the other one was cancelled, and has ended.
 

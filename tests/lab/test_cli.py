@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from minivllm.lab.cli import Parser, positive_int, run, whole_number
+from minivllm.lab.cli import SEED, Parser, positive_int, run, whole_number
 from minivllm.logger import LEVEL_VARIABLE, init_logger
 
 
@@ -24,6 +24,8 @@ def test_both_limits_are_allowed():
         (whole_number(2, 5), "6", "from 2 to 5, got 6"),
         (positive_int, "0", "at least 1, got 0"),
         (positive_int, "2.5", "'2.5' is not a whole number"),
+        (SEED, "-1", "from 0 to 9223372036854775807, got -1"),
+        (SEED, "99999999999999999999999", "from 0 to 9223372036854775807"),
     ],
 )
 def test_anything_else_is_refused(parse, text, words):

@@ -94,8 +94,8 @@ def test_the_cliff_is_where_the_documents_no_longer_fit():
     [
         ({}, "broken", "The cache thrashes: 0.0%"),
         ({"pool": 8192}, "tight", "a cache that never evicts finds 64.6 %"),
-        ({"pool": 12288}, "fine", "all that a cache without end would find. p95"),
-        ({"target": 20}, "tight", "19.2 ms (modelled); 20 ms are asked"),
+        ({"pool": 12288}, "fine", "all that an endless cache would find. p95"),
+        ({"target": 20}, "tight", "19.2 ms (modelled); 20 ms are asked for"),
         ({"kind": "none", "pool": 24576}, "broken", "no pool helps"),
         ({"kind": "none", "target": 20}, "fine", "nothing to find"),
         ({"kind": "documents", "turns": 1, "target": 30}, "fine", "nothing to find"),

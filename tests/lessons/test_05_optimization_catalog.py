@@ -183,7 +183,7 @@ def test_kernels_of_the_cache_compile_everywhere():
 
 
 def test_one_outlier_breaks_a_scale_for_all():
-    """A channel × 50: with a scale a token and head only its own head suffers, with one scale all do."""
+    """A channel × 50: with a scale per token and head only its own head suffers, with one scale all do."""
     torch.manual_seed(0)
     rows = torch.randn(100, 4, 64)
     rows[:, 0, 0] *= 50
@@ -322,6 +322,16 @@ MUTANTS = {
         'struct.pack(f"<{len(token_ids)}q", *token_ids)',
         '"".join(map(str, token_ids)).encode()',
     ),
+    "names added up": (
+        "hash_block_tokens",
+        'return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()',
+        'own = hashlib.sha256(struct.pack(f"<{len(token_ids)}q", *token_ids) + extra_keys).digest()\n'
+        "total = int.from_bytes(parent, 'big') + int.from_bytes(own, 'big')\n"
+        "return (total % 2**256).to_bytes(32, 'big')",
+    ),
+    "eight bytes of the parent": ("hash_block_tokens", "parent + ...", "parent[-8:] + ..."),
+    "the first sixteen tokens": ("hash_block_tokens", "*token_ids", "*[*token_ids[:16], *[0] * len(token_ids[16:])]"),
+    "the beginning of the salt": ("hash_block_tokens", "... + extra_keys", "... + extra_keys[:4]"),
     "no extra keys": ("hash_block_tokens", "... + extra_keys", "..."),
     "the length of the salt": ("hash_block_tokens", "... + extra_keys", "... + bytes([len(extra_keys)])"),
     "Python's hash": (
@@ -413,6 +423,8 @@ MESSAGES = {
     "names of 2 bytes, filled up": "shorter than it looks",
     "the raw prefix in place of a hash": "is it the prefix itself? That grows without end",
     "a name by the tokens alone": "Is the name before them in it?",
+    "names added up": "the order of the blocks counts",
+    "eight bytes of the parent": "all 32 bytes of the parent count",
     "finds the last token too": "the last token must be computed",
     "counts blocks": "Blocks in place of tokens?",
     "goes on behind a gap": "behind the first unknown block nothing counts",
@@ -479,10 +491,11 @@ def test_quick_run(tmp_path):
     assert figures["kv"]["capacity"]["int8"] == pytest.approx(128 / 132 * 2)
     assert figures["kv"]["bytes"]["int8"]["here"] == 4 * 2 * 2 * (32 + 4)
     assert abs(figures["kv"]["added"]) < 0.01
-    assert figures["outlier"]["a scale a tensor"]["50"] > 5 * abs(figures["outlier"]["a scale a token and head"]["50"])
+    outlier = figures["outlier"]
+    assert outlier["a scale per tensor"]["50"] > 5 * abs(outlier["a scale per token and head"]["50"])
     ways = figures["weights"]["ways"]
-    assert ways["int4, a scale a row"]["added_50"] > 10 * ways["int4, groups of 16"]["added_50"]
-    assert ways["int8, a scale a row"]["error_1"] < ways["int4, groups of 16"]["error_1"]
+    assert ways["int4, a scale per row"]["added_50"] > 10 * ways["int4, groups of 16"]["added_50"]
+    assert ways["int8, a scale per row"]["error_1"] < ways["int4, groups of 16"]["error_1"]
     thrashing = list(figures["thrash"].values())
     assert thrashing[0] > 0.4
     assert thrashing[-1] == 0, "least recently used, in turn: the one that comes next has just gone"

@@ -475,6 +475,16 @@ MUTANTS = {
         "return working.result() if working.done() else None",
         "return working.result()",
     ),
+    "a socket that breaks is an error": (
+        "until_disconnected",
+        "return working.result() if working.done() else None",
+        "return working.result() if working.done() else leaving.result()",
+    ),
+    "a minute at the most": (
+        "until_disconnected",
+        "asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)",
+        "asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED, timeout=60)",
+    ),
     "cleans up only if all is well": (
         "until_disconnected",
         "try: ...\nfinally: ...",

@@ -291,6 +291,7 @@ MISTAKES = {
     },
     ("propose_ngram", "range(len(token_ids) - n)"): {
         "the last occurrence": "reversed(range(len(token_ids) - n))",
+        "the last 512 tokens only": "range(max(0, len(token_ids) - n - 512), len(token_ids) - n)",
         "the suffix finds itself": "range(len(token_ids) - n + 1)",
         "no occurrence that overlaps": "range(len(token_ids) - 2 * n + 1)",
         "not at the first place": "range(1, len(token_ids) - n)",

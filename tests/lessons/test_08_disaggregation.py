@@ -346,10 +346,11 @@ MUTANTS = {
     ),
     "the peer's name": (TOLD, READ, READ.replace("request.request_id", "params['remote_request_id']")),
     "nothing is in flight": (TOLD, "self.in_flight[request.request_id] = ...", "pass"),
-    "all of the prompt is in flight": (TOLD, "request.block_hashes[first:]", "request.block_hashes"),
+    "all of the prompt is in flight": (TOLD, "request.block_hashes[first:full]", "request.block_hashes"),
+    "what the peer lacks is in flight": (TOLD, "request.block_hashes[first:full]", "request.block_hashes[first:]"),
     "one request in flight": (
         TOLD, "self.in_flight[request.request_id] = ...",
-        "self.in_flight = {request.request_id: set(request.block_hashes[first:])}",
+        "self.in_flight = {request.request_id: set(request.block_hashes[first:full])}",
     ),
     "in flight without reading": (
         TOLD, "if num_external_tokens: ...",

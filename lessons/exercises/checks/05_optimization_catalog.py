@@ -48,8 +48,22 @@ def check_whole_token_ids_count(module):
         assert one != other, f"tokens 5, 6, 7 and 5, {6 + step:,}, 7 share a name: {hint}"
     assert one != named(module, ZEROS, [7, 6, 5]), "tokens 5, 6, 7 and 7, 6, 5 share a name: the order counts"
     assert one != named(module, ZEROS, [5, 5, 8]), "tokens 5, 6, 7 and 5, 5, 8 share a name: is it their sum?"
+    long, changed = (named(module, ZEROS, [*range(63), last]) for last in (7, 8))
+    assert long != changed, "two blocks of 64 tokens that differ in the last one share a name: all tokens count"
     one, other = named(module, ZEROS, [1, 23]), named(module, ZEROS, [12, 3])
     assert one != other, "tokens 1, 23 and 12, 3 share a name: are their digits run together?"
+
+
+def check_the_parent_counts(module):
+    """All of the parent's bytes count, and so does the order of the blocks."""
+    there, back = (
+        named(module, named(module, ZEROS, first), then) for first, then in (([1, 2], [3, 4]), ([3, 4], [1, 2]))
+    )
+    assert there != back, "tokens 1, 2, 3, 4 and 3, 4, 1, 2 end in one name: the order of the blocks counts"
+    for place in range(32):
+        parents = ZEROS, bytes(place) + b"\1" + bytes(31 - place)
+        one, other = (named(module, parent, [1, 2]) for parent in parents)
+        assert one != other, f"parents that differ in byte {place} give one name: all 32 bytes of the parent count"
 
 
 def check_full_blocks_have_names(module):
@@ -77,7 +91,9 @@ def check_extra_keys_separate_users(module):
     plain, ann, bob = (module.block_hashes(tokens, 4, extra) for extra in (b"", b"ann", b"bob"))
     assert not set(plain) & set(ann) and not set(ann) & set(bob), "users with different salts share a block"
     assert list(module.block_hashes(tokens, 4, b"ann")) == list(ann), "the same salt must give the same names"
-    assert named(module, ZEROS, [1], b"ann") != named(module, ZEROS, [1], b"anna"), "salts ann and anna share a name"
+    for one, other in ((b"ann", b"anna"), (b"customer 1", b"customer 2"), (b"1 customer", b"2 customer")):
+        shared = f"salts {one.decode()} and {other.decode()} share a name"
+        assert named(module, ZEROS, [1], one) != named(module, ZEROS, [1], other), shared
 
 
 def check_names_are_equal_where_the_engines_are(module):

@@ -38,6 +38,10 @@ class Output:
     num_cached_tokens: int = 0
 
 
+class EngineDead(Exception):
+    """An exception whose class no collector knows by name."""
+
+
 def delta(*tokens, index=0, logprobs=False, finish_reason=None, finished=None):
     """An output with one completion, whose text is a letter for each token: a for 0, b for 1."""
     text = "".join(chr(ord("a") + token % 26) for token in tokens)
@@ -278,10 +282,10 @@ def check_an_error_comes_last(module):
     async def waiting(collector):
         reading = asyncio.ensure_future(collector.get())
         await asyncio.sleep(1)
-        collector.put(ValueError("it is too long"))
+        collector.put(EngineDead("it has died"))
         await asyncio.wait({reading})
-        told = isinstance(reading.exception(), ValueError)
-        assert told, f"a ValueError was put while get waits, and get does not raise it: {reading}"
+        told = not reading.cancelled() and isinstance(reading.exception(), EngineDead)
+        assert told, f"an exception was put while get waits, and get does not raise it: {reading}"
 
     with_collector(module, work)
     with_collector(module, waiting)
@@ -467,6 +471,8 @@ class Request:
     ended: list = field(default_factory=list)
     watching: bool = False
     took: float = 0.0
+    breaks: bool = False
+    """Whether the client's socket breaks when it leaves, so that reading raises."""
 
     async def work(self):
         """Answer, and abort in any case."""
@@ -485,6 +491,8 @@ class Request:
         self.watching = True
         try:
             await asyncio.sleep(after)
+            if self.breaks:
+                raise ConnectionResetError("the client's socket broke")
         except asyncio.CancelledError:
             await asyncio.sleep(self.watchers_cleaning)
             raise
@@ -534,6 +542,9 @@ def check_the_works_result_is_returned(module):
     request = Request(seconds=2, answer="")
     found = with_client(module, request, leaves_after=50)
     assert found == "" and found is not None, f"the answer is '', and until_disconnected gives {found!r}"
+    request = Request(seconds=3_000)
+    found = with_client(module, request, leaves_after=4_000)
+    assert found == "the answer", f"the work took 3,000 s, the client stayed, and until_disconnected gives {found!r}"
     request = Request(seconds=2, fails=True)
     found = with_client(module, request, leaves_after=50)
     assert isinstance(found, ValueError), f"the work raised a ValueError, and until_disconnected gives {found!r}"
@@ -551,6 +562,14 @@ def check_a_client_that_leaves_ends_the_work(module):
         late = request.took - leaves_after - cleaning
         slow = "wait for the two; do not look from time to time"
         assert late < 0.01, f"the client has left, the abort took {cleaning:g} s, and {late:.2g} s more passed: {slow}"
+
+
+def check_a_socket_that_breaks_is_a_client_that_leaves(module):
+    """If `disconnected` ends with an exception, the client has left: the work is cancelled, and None is returned."""
+    request = Request(seconds=LONG, breaks=True)
+    found = with_client(module, request, leaves_after=1)
+    assert found is None, f"reading raised ConnectionResetError, so the client left; until_disconnected gives {found!r}"
+    request.assert_over("the client's socket broke")
 
 
 def check_who_cancels_is_told(module):

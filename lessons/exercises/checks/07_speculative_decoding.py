@@ -115,6 +115,11 @@ def check_the_longest_suffix_goes_first(module):
     assert_drafts(module, [4, 1, 2, 3, 8, 1, 2, 3, 9, 4, 1, 2, 3], 1, 3, 3)  # four would have matched elsewhere
 
 
+def check_a_long_text_is_searched_to_its_beginning(module):
+    """The occurrence may lie thousands of tokens back."""
+    assert_drafts(module, [7, 8, 9, 4, *([1, 2] * 1_500), 7, 8], 2, 3, 2)
+
+
 def check_the_first_occurrence_counts(module):
     """Of several occurrences it is the first, as in the engine."""
     assert_drafts(module, [1, 2, 3, 1, 2, 4, 1, 2], 1, 2, 2)

@@ -170,6 +170,11 @@ def check_only_what_is_read_is_in_flight(module):
         found, (14, True), "another request reads block 2, and block 0 is missing", ": ask only about that one"
     )
     connector = connector_of(module)
+    admitted(connector, request_of("longer", 22, from_elsewhere(10, "p-longer")))
+    found = connector.get_num_new_matched_tokens(remote("again", 22), 12)
+    said = "the peer has 10 of another request's 22 tokens, and block 3 is missing"
+    assert_answer(found, (10, True), said, ": what the peer does not have is not being read")
+    connector = connector_of(module)
     admitted(connector, request_of("computed here", 14))
     found = connector.get_num_new_matched_tokens(remote("again", 14), 0)
     assert_answer(found, (14, True), "the same prompt is being computed here, not read")
@@ -399,7 +404,8 @@ class ByTheBook:
         its_name = params["remote_request_id"]
         self.reads.append((request.request_id, table[first : len(its)], its[first:], its_name))
         if num_external:
-            self.in_flight[request.request_id] = set(request.block_hashes[first:])
+            full = params["remote_num_tokens"] // BLOCK_SIZE
+            self.in_flight[request.request_id] = set(request.block_hashes[first:full])
 
 
 def check_many_requests(module):

@@ -37,6 +37,10 @@ positive_int = whole_number(1)
 """An argparse type: an integer of at least 1."""
 
 
+SEED = whole_number(0, 2**63 - 1)
+"""An argparse type: what torch, numpy and `random` all take as a seed."""
+
+
 def figure_file(text: str) -> str:
     """An argparse type: the name of a figure to write."""
     if not text.endswith(FIGURE_KINDS):
@@ -66,7 +70,7 @@ def lesson_parser(doc: str, model: Path) -> argparse.ArgumentParser:
         "--plot", metavar="FILE", type=figure_file, help="also draw the lesson's figure to FILE (.png or .svg)"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the measured figures to FILE")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of everything random (default: 0)")
     parser.add_argument("--model", default=str(model), help="a model directory (default: the embedded model)")
     return parser
 

@@ -126,7 +126,7 @@ def int8_caches(quantize: Quantize) -> dict[str, Callable[[Tensor], Tensor]]:
     def per_tensor(x: Tensor) -> Tensor:
         return per_token_and_head(x.reshape(1, 1, -1)).view_as(x)
 
-    return {"a scale a token and head": per_token_and_head, "a scale a tensor": per_tensor}
+    return {"a scale per token and head": per_token_and_head, "a scale per tensor": per_tensor}
 
 
 def measure_outlier(model: Decoder, texts: Texts, quantize: Quantize) -> dict:
@@ -159,7 +159,7 @@ def measure_weights(
 ) -> dict:
     """Bits, error and loss of all layers' weights, in int8, and in int4 by the size of its groups."""
     by = quantize, quantize_int4, dequantize_int4
-    ways: dict = {"int8, a scale a row": None, "int4, a scale a row": 1 << 20}
+    ways: dict = {"int8, a scale per row": None, "int4, a scale per row": 1 << 20}
     ways |= {f"int4, groups of {size}": size for size in sorted({16, 128, group}, reverse=True)}
     layer: Any = model.layers[0]
     base, shape, found, rows = decoder_loss(model, texts), layer.mlp.gate_up_proj.weight, {}, []
@@ -267,7 +267,7 @@ def measure_parallel(model: Decoder, column_then_row: Callable, all_reduce_bytes
     shape = large.hidden_size, large.num_hidden_layers
     sent = {str(ranks): {str(n): all_reduce_bytes(n, *shape, ranks) for n in counts} for ranks in (2, 4, 8)}
     rows = [(ranks, *(f"{count / 1e6:,.0f} MB" for count in one.values())) for ranks, one in sent.items()]
-    caption = "two ranks are off one by " + ", ".join(f"{error:.0e} ({name})" for name, error in off.items())
+    caption = "two ranks differ from one by " + ", ".join(f"{error:.0e} ({name})" for name, error in off.items())
     table("Llama-3-70B: each GPU sends, in a step of", ("GPUs", "64 tokens", "8,192 tokens"), rows, caption)
     return {"off": max(off.values()), "sent": sent}
 
@@ -279,15 +279,14 @@ def close(found: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     prefix, kv = found["prefix"], found["kv"]
     closing(
-        f"The prefix cache spared {prefix['an agent']['hit']:.0%} of an agent's prefill, "
-        f"{prefix['one system prompt']['hit']:.0%} of users behind one instruction, and of strangers' "
-        f"{prefix['strangers']['hit']:.0%}. With 10 prefixes in turn in a pool for 7 it spared "
-        f"{found['thrash']['10']:.0%}.",
+        f"The prefix cache spared an agent {prefix['an agent']['hit']:.0%} of its prefill, users behind one "
+        f"instruction {prefix['one system prompt']['hit']:.0%}, and strangers {prefix['strangers']['hit']:.0%}. With "
+        f"10 prefixes in turn in a pool for 7 it spared {found['thrash']['10']:.0%}.",
         f"An int8 cache holds {kv['capacity']['int8']:.2f} times Llama-3.1-8B's tokens and added {kv['added']:+.4f} to "
         f"the loss; int4 weights without groups, with one outlier channel, added "
-        f"{found['weights']['ways']['int4, a scale a row']['added_50']:+.2f}.",
+        f"{found['weights']['ways']['int4, a scale per row']['added_50']:+.2f}.",
         Timed(
-            f"The first token came {prefix['an agent']['sooner']:.1f} × as soon for the agent, "
+            f"The first token came {prefix['an agent']['sooner']:.1f} × as fast for the agent, "
             f"{prefix['one system prompt']['sooner']:.1f} × behind one instruction, "
             f"{prefix['strangers']['sooner']:.1f} × for strangers."
         ),
@@ -303,7 +302,7 @@ def draw(found: dict, path: str) -> None:
         for (name, one), colour in zip(found["weights"]["ways"].items(), palette.SERIES, strict=False):
             middle.plot(one["bits"], one["added_1"], "o", color=colour, label=name)
             middle.plot(one["bits"], one["added_50"], "x", color=colour)
-        middle.set(title="Weights (×: outlier channel)", xlabel="bits a weight", ylabel="loss added, nats a token")
+        middle.set(title="Weights (×: outlier channel)", xlabel="bits per weight", ylabel="loss added, nats per token")
         middle.set(yscale="log", ylim=(5e-5, 300))
         middle.legend(fontsize=8, loc="upper right")
         names = [f"{name}, {batch} at once" for name, gains in GRAPH_GAINS.items() for batch in gains]

@@ -294,7 +294,7 @@ def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
         one["little"] = one["requests_per_second"] * one["latency_mean_ms"] / 1e3
         found[str(clients)] = one
         rates = (f"{one['requests_per_second']:.1f}", f"{one['tokens_per_second']:,.0f}")
-        times = (f"{one['ttft_p50_ms']:.1f}", f"{one['latency_mean_ms']:,.0f}")
+        times = (f"{one['ttft_p50_ms']:,.1f}", f"{one['latency_mean_ms']:,.0f}")
         rows.append((clients, *rates, *times, f"{one['little']:.1f}", f"{one['in_server']:.1f}"))
     columns = ("clients", "requests/s", "tokens/s", "TTFT p50, ms", "latency, ms", "rate × latency", "counted inside")
     table("Closed load on the real server", columns, rows)
