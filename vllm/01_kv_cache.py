@@ -285,12 +285,14 @@ def timed_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, l
 
 def measure_intensity(device: torch.device) -> dict:
     """FLOPs per byte of the two things that a decode step reads, and what share of this device's rates they reach."""
-    rates, shares = measure_device(device, ("bfloat16",)), {}
-    weight = torch.randn(16384, 4096, device=device).bfloat16()  # larger than any cache on the way
+    rates, shares = measure_device(device, ("bfloat16", "float32")), {}
+    fastest = getattr(torch, rates.fastest)  # many processors have no instructions for bfloat16
+    weight = torch.randn(16384, 4096, device=device).to(fastest)  # larger than any cache on the way
     for count in track(COUNTS, "reading weights"):
-        x = torch.randn(count, 4096, device=device).bfloat16()
-        moved, flops = 2 * (weight.numel() + x.numel() + count * 16384), 2 * count * weight.numel()
-        shares[f"weights_{count}"] = measure_share(partial(F.linear, x, weight), moved, flops, rates, device)
+        x = torch.randn(count, 4096, device=device).to(fastest)
+        moved = weight.element_size() * (weight.numel() + x.numel() + count * 16384)
+        step, flops = partial(F.linear, x, weight), 2 * count * weight.numel()
+        shares[f"weights_{count}"] = measure_share(step, moved, flops, rates, device)
     count, slots, dtype = (64, 4096, torch.bfloat16) if device.type == "cuda" else (2, 2048, torch.float32)
     lengths = torch.full((count,), slots - 1, dtype=torch.int32, device=device)
     for group in track((1, 4), "reading caches"):
@@ -299,8 +301,8 @@ def measure_intensity(device: torch.device) -> dict:
         step, flops = partial(timed_batch, q, k, k, *cached, lengths), 4 * count * slots * q[0].numel()
         shares[f"cache_group_{group}"] = measure_share(step, cached.nbytes, flops, rates, device)
     share_table("What a decode step reads: weights for n sequences, or the cache", rates, shares)
-    longer = shares["weights_64"].seconds / shares["weights_1"].seconds
-    return {"ridge": ridge(rates), "longer_64": longer, **{name: share.figures() for name, share in shares.items()}}
+    found = {"ridge": ridge(rates), "longer_64": shares["weights_64"].seconds / shares["weights_1"].seconds}
+    return found | {name: share.figures() for name, share in shares.items()}
 
 
 @torch.inference_mode()
@@ -362,13 +364,11 @@ def break_it(ledger: MemoryLedger, config: ModelConfig, workloads: dict) -> dict
 
 def main(arguments: Namespace) -> None:
     """Run the lesson from top to bottom."""
-    device, served = begin("Lesson 01. The KV cache", arguments), known_model(arguments.serve)
-    control = Control()
+    device, served, control = begin("Lesson 01. The KV cache", arguments), known_model(arguments.serve), Control()
     ledger = memory_ledger(served, arguments.gpu, max_model_len=arguments.max_model_len)
     (model, config), tokenizer = load_model(arguments.model, device, "float32"), load_tokenizer(arguments.model)
-    prompt = tokenizer.encode(arguments.prompt).ids
+    prompt, limit = tokenizer.encode(arguments.prompt).ids, config.max_position_embeddings
     new_tokens = arguments.tokens or (64 if arguments.quick else 1024 if arguments.full else 256)
-    limit = config.max_position_embeddings
     if not prompt:
         raise MinivllmError("the prompt is empty: the model needs a token to start from")
     if len(prompt) + new_tokens > limit:

@@ -37,7 +37,7 @@ from minivllm.platforms.triton_utils import tl, triton
 from minivllm.simulate.memory_replay import TablesOnDemand
 from minivllm.simulate.workloads import WORKLOADS
 
-# %% 1. The pain: one unbroken region for each request
+# %% 1. The pain: one contiguous region for each request
 
 LONGEST = 2048  # tokens of the longest request that is served
 RESERVATIONS = reservations(LONGEST)  # four ways to reserve a region: three of the paper's, and a better one

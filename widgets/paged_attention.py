@@ -98,7 +98,7 @@ class State:
     cpu: str
     """Where attention was measured; "" if nowhere."""
     measured: Mapping[int, float]
-    """Block size -> time of attention over that of an unbroken cache."""
+    """Block size -> time of attention over that of a contiguous cache."""
     play: Play
     own: bool
     """The pool that plays is the reader's."""

@@ -170,11 +170,11 @@ def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
     drawing.line((axis.box.x, axis.at(1, 1)[1]), (axis.box.right, axis.at(1, 1)[1]))
     drawing.text((axis.box.x - 7, axis.at(1, 1)[1] + 4), "1 ×", size=SMALL, colour=QUIET, anchor="end")
     tips = [
-        f"Measured on a CPU ({state.cpu}), blocks of {size}: {ratio:.2f} × the time of an unbroken cache."
+        f"Measured on a CPU ({state.cpu}), blocks of {size}: {ratio:.2f} × the time of a contiguous cache."
         for size, ratio in state.measured.items()
     ]
     axis.points([float(size) for size in state.measured], list(state.measured.values()), MID, radius=3.5, tips=tips)
-    words = "dots: measured on a CPU, × an unbroken cache; it cannot show the look-up"
+    words = "dots: measured on a CPU, × a contiguous cache; it cannot show the look-up"
     return drawing.paragraph((axis.box.x, axis.box.bottom + 13), words, width - axis.box.x - MARGIN)
 
 

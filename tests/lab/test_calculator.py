@@ -41,7 +41,7 @@ def test_table_has_every_known_model(monkeypatch, capsys):
         (), ("no-such-model",), ("./no/such/directory",), ("Qwen3-8B", "--gpu", "H900"), ("Qwen3-8B", "--tp", "3"),
         ("Qwen3-8B", "--tp", "two"), ("Qwen3-8B", "--kv-cache-dtype", "fp3"), ("Qwen3-8B", "--max-model-len", "0"),
         ("Qwen3-8B", "--block-size", "0"), ("Qwen3-8B", "--gpu", "T4"), ("Qwen3-8B", "--gpu-memory-utilization", "7"),
-        ("Llama-3.1-8B", "--gpu", "L4"),
+        ("Llama-3.1-8B", "--gpu", "L4"), ("Llama-2-7b-hf", "--max-model-len", "8192"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments):

@@ -7,6 +7,7 @@ import torch
 
 from minivllm.errors import MinivllmError
 from minivllm.lab import device_rates
+from minivllm.lab.roofline import ridge
 from minivllm.simulate.hardware import Hardware
 
 
@@ -18,6 +19,17 @@ def test_rates_of_the_processor(monkeypatch):
     assert machine.memory_bytes > 2**28
     assert set(machine.flops) == {"float32", "bfloat16"}
     assert machine.ridge("float32") > 0
+
+
+def test_the_fastest_dtype_sets_the_ridge():
+    """A processor without instructions for bfloat16 multiplies faster in float32."""
+    for flops, fastest in (
+        ({"bfloat16": 1e9, "float32": 60e9}, "float32"),
+        ({"bfloat16": 4e11, "float32": 2e11}, "bfloat16"),
+    ):
+        rates = device_rates.DeviceRates("CPU", 2**30, 20e9, flops)
+        assert rates.fastest == fastest
+        assert ridge(rates) == flops[fastest] / 20e9
 
 
 def test_other_devices_are_refused():

@@ -322,6 +322,7 @@ MUTANTS = {
         "return ...",
         "return {8: 65536, 32: 262144}[config.num_key_value_heads] * bytes_per_element",
     ),
+    "returns a float": ("kv_bytes_per_token", "return ...", "return ... * 1.0"),
     "gives the latent vector a value too": (
         "kv_bytes_per_token",
         "config.kv_lora_rank + config.qk_rope_head_dim",
@@ -332,6 +333,13 @@ MUTANTS = {
         "attention(..., keys[: length + 1], values[: length + 1], first=length)",
         "attention(..., keys[: max(length, 1)], values[: max(length, 1)], first=length)",
     ),
+    "forgets what is more than forty tokens back": (
+        "decode_step",
+        "return attention(q[None], keys[: length + 1], values[: length + 1], first=length)[0]",
+        "first = max(0, length - 40)\n"
+        "return attention(q[None], keys[first : length + 1], values[first : length + 1], first=length - first)[0]",
+    ),
+    "changes its arguments": ("decode_step", "return ...", "result = ...\nk.zero_()\nreturn result"),
     "sees garbage": (
         "decode_step",
         "attention(..., keys[: length + 1], values[: length + 1], first=length)",
@@ -417,6 +425,8 @@ MUTANTS = {
 MESSAGES = {
     "counts the query heads": re.compile(r"524,288 for 32 layers, .* four times too much. Did you count query heads\?"),
     "forgets that K and V are two": re.compile(r"65,536 .* two times too little. K and V are two"),
+    "returns a float": "131072.0 is the right number as a float; return an int",
+    "changes its arguments": "k was changed; only `keys` and `values` may be",
     "counts query heads in place of layers": "query heads in place of the layers",
     "divides the hidden size": "head_dim` need not be",
     "gives the latent vector a value too": "no factor 2",
@@ -482,6 +492,10 @@ def test_the_ridges_of_the_text():
         assert words.endswith(f"{HARDWARE[name].ridge():.0f}")
     assert f"an A100 (80 GB) with {HARDWARE['A100-80'].ridge():.0f}" in TEXT
     assert f"an H200 ({HARDWARE['H200'].ridge():.0f})" in NOTES
+
+
+def test_the_number_of_models_of_the_text():
+    assert f"the engine's own calculator for {len(CONFIGS)} models" in TEXT
 
 
 def test_the_intensity_of_latent_attention():

@@ -1,6 +1,7 @@
 """Lesson 02: sharing changes the blocks and not the text, the kernels are right, the exercise catches mistakes."""
 
 import doctest
+import json
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kernels.harness import (
     reference_attention,
     start_locations,
 )
-from lessons.harness import assert_refuses, exercise_tests, figures_of_quick_run, script_path
+from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
@@ -353,6 +354,16 @@ def test_the_opening_figure_says_what_the_text_carries_by_hand():
     assert "slot 37" in captions[5]
 
 
+def test_the_times_of_the_text_are_the_measured_ones():
+    """By how much blocks were slower than a contiguous cache, and blocks of 1 no slower than blocks of 512."""
+    record = json.loads((REPOSITORY / "benchmarks/results/02_paged_attention.cpu.json").read_text())
+    ratios = {int(size): ratio for size, ratio in record["figures"]["blocks"]["price"]["ratio"].items()}
+    slower = [round(100 * (ratio - 1)) for ratio in ratios.values()]
+    text = " ".join((REPOSITORY / "lessons/02_paged_attention.md").read_text().split())
+    assert f"attention takes {min(slower)} to {max(slower)} % longer in blocks" in text
+    assert ratios[1] <= ratios[512] + 0.01
+
+
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
 MUTANTS = {
@@ -375,6 +386,15 @@ MUTANTS = {
         "if block.ref_cnt >= 0: free.append(block)",
     ),
     "frees twice": ("BlockPool.free_blocks", "if block.ref_cnt == 0: raise ...", ""),
+    "looks for double frees only before it frees": (
+        "BlockPool.free_blocks",
+        "free = []\nfor block in ordered_blocks:\n    if block.ref_cnt == 0: raise ...\n"
+        "    block.ref_cnt -= 1\n    if block.ref_cnt == 0: free.append(block)",
+        "free, ordered_blocks = [], list(ordered_blocks)\n"
+        "if any(block.ref_cnt <= 0 for block in ordered_blocks):\n    raise ...\n"
+        "for block in ordered_blocks:\n"
+        "    block.ref_cnt -= 1\n    if block.ref_cnt == 0: free.append(block)",
+    ),
     "reuses last what was freed": (
         "BlockPool.free_blocks",
         "self.free.extendleft(reversed(free))",
@@ -400,6 +420,17 @@ MUTANTS = {
         "blocks = self.pool.get_new_blocks(...)",
         "self.pool.free_blocks(self.blocks[-1:] * self.must_copy(num_tokens))\nblocks = self.pool.get_new_blocks(...)",
     ),
+    "takes every block to have four slots": (
+        "gather_token_kernel",
+        "block * BLOCK_SIZE + token % BLOCK_SIZE",
+        "block * 4 + token % 4",
+    ),
+    "takes every row to have eight numbers": (
+        "gather_block_kernel",
+        "out + token * WIDTH + column",
+        "out + token * 8 + column",
+    ),
+    "takes every table to be three wide": ("gather_cache_kernel", "sequence * width", "sequence * 3"),
     "gathers without the table": (
         "gather_token_kernel",
         "block * BLOCK_SIZE + token % BLOCK_SIZE",

@@ -73,6 +73,7 @@ def _counts(module, cases):
                 f"{shape.num_key_value_heads} KV heads of {shape.head_dim}, bytes a number: {size}; right is {wanted:,}"
                 f"{_too_much(count, wanted)}. {next(mistakes, '')}"
             )
+        assert isinstance(count, int), f"{count!r} is the right number as a {type(count).__name__}; return an int"
 
 
 def _said(count):
@@ -215,6 +216,11 @@ def check_groups_of_heads(module):
     _agrees(module, _case(6, 2, 80, 33, 64))
 
 
+def check_a_long_cache(module):
+    """Nothing is forgotten: with 300 tokens cached, the new one reads 301 slots."""
+    _agrees(module, _case(4, 2, 16, 300, 310))
+
+
 def check_large_scores(module):
     """Scores of several hundred give the same as ever: the softmax does not overflow."""
     arguments = _case(4, 2, 16, 6, 8, scale=300.0)
@@ -227,11 +233,14 @@ def check_large_scores(module):
 
 
 def check_cache_is_written_in_place(module):
-    """Slot `length` of the caller's keys and values is filled, and no other is touched."""
-    q, k, v, keys, values, length = _case(4, 2, 8, 3, 6)
-    before = keys.clone(), values.clone()
-    module.decode_step(q, k, v, keys, values, length)
-    for name, cache, old, new in (("keys", keys, before[0], k), ("values", values, before[1], v)):
+    """Slot `length` of the caller's keys and values is filled, and nothing else of the caller's is changed."""
+    arguments = _case(4, 2, 8, 3, 6)
+    before = _copies(arguments)
+    module.decode_step(*arguments)
+    for name, given, now in zip("qkv", before, arguments):
+        assert torch.equal(given, now), f"{name} was changed; only `keys` and `values` may be"
+    (_, k, v, *caches, length), (keys, values) = before, arguments[3:5]
+    for name, cache, old, new in (("keys", keys, caches[0], k), ("values", values, caches[1], v)):
         wanted = old.clone()
         wanted[length] = new
         wrong = [slot for slot in range(len(cache)) if not torch.equal(cache[slot], wanted[slot])]

@@ -83,6 +83,8 @@ def check_double_free(module):
     blocks = pool.get_new_blocks(1)
     pool.free_blocks(blocks)
     assert _refuses(lambda: pool.free_blocks(blocks)), "the same block was freed twice and nothing was said"
+    twice = pool.get_new_blocks(1) * 2
+    assert _refuses(lambda: pool.free_blocks(twice)), "a block was freed twice in one call and nothing was said"
 
 
 def check_order_of_reuse(module):
@@ -243,6 +245,7 @@ def check_gather_token(module):
     _each_writes_its_own(trace, {(token,): [token] for token in range(10)})
     _reads(trace, "cache", 10 * ROW, "10 rows")
     _reads(trace, "block_table", 10 * 4, "one entry for each token")
+    _takes_other_sizes(module.gather_token_kernel, (5,), [10, 11, 4, 5, 14], [5, 2, 7])
 
 
 def check_gather_block(module):
@@ -255,6 +258,7 @@ def check_gather_block(module):
         _each_writes_its_own(trace, {(place,): _rows_of_block(place, length) for place in range(len(blocks))})
         _reads(trace, "cache", length * ROW, f"the rows of {length} tokens", "Are those behind the last token masked?")
         _reads(trace, "block_table", len(blocks) * 4, "one entry for each block")
+    _takes_other_sizes(module.gather_block_kernel, (3,), [10, 11, 4, 5, 14], [5, 2, 7], 5)
 
 
 def check_gather_all_sequences(module):
@@ -285,6 +289,9 @@ def check_gather_all_sequences(module):
     _reads(
         trace, "block_table", len(own) * 4, "one entry for each program", "Look the block up once, not for each token."
     )
+    lengths, starts, tables = (torch.tensor(x, dtype=torch.int32) for x in ([5, 3], [0, 5], [[5, 2, 7, 0], [3, 1, 0, 0]]))
+    slots = [10, 11, 4, 5, 14, 6, 7, 2]
+    _takes_other_sizes(module.gather_cache_kernel, (2, 4), slots, tables, lengths, 4, starts=starts)
 
 
 def _rows(slots: int) -> torch.Tensor:
@@ -302,6 +309,18 @@ def _gather(kernel, grid: tuple[int, ...], tokens: int, cache, table, *rest) -> 
     """Rows that the kernel wrote (NaN where it wrote none), and what it read."""
     out = torch.full((tokens, WIDTH), torch.nan)
     return out, trace_kernel(kernel, grid, out, cache, table, *rest, BLOCK_SIZE=BLOCK_SIZE, WIDTH=WIDTH)
+
+
+def _takes_other_sizes(kernel, grid: tuple[int, ...], slots: list[int], table, *rest, starts=None) -> None:
+    """With blocks of 2 and rows of 16 numbers, it copies the rows of `slots`."""
+    cache = torch.arange(20 * 16, dtype=torch.float32).view(20, 16)
+    out = torch.full((len(slots), 16), torch.nan)
+    given = [out, cache] if starts is None else [out, starts, cache]
+    trace_kernel(kernel, grid, *given, torch.as_tensor(table, dtype=torch.int32), *rest, BLOCK_SIZE=2, WIDTH=16)
+    assert torch.equal(out, cache[slots]), (
+        "with blocks of 2, rows of 16 numbers and a table of another width it copies other rows: "
+        "are BLOCK_SIZE, WIDTH and the table's width used, and no number in their place?"
+    )
 
 
 def _rows_are(out: torch.Tensor, cache: torch.Tensor, wanted: list[int], table: torch.Tensor) -> None:

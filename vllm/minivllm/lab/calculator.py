@@ -82,8 +82,12 @@ def main(arguments: argparse.Namespace) -> None:
         return
     if arguments.model is None:
         raise MinivllmError("give a model, or --table for the well-known ones")
+    model = find_model(arguments.model)
+    asked, limit = arguments.max_model_len or 0, model.max_position_embeddings
+    if limit and asked > limit:
+        raise MinivllmError(f"--max-model-len is {asked}; the model was made for {limit} tokens at most")
     ledger = memory_ledger(
-        find_model(arguments.model),
+        model,
         arguments.gpu,
         max_model_len=arguments.max_model_len,
         gpu_memory_utilization=arguments.gpu_memory_utilization,

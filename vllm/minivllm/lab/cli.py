@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from minivllm.config.checks import encodable
 from minivllm.errors import MinivllmError
 from minivllm.lab.results import ensure_writable
 from minivllm.logger import LEVEL_VARIABLE, init_logger
@@ -37,8 +38,8 @@ positive_int = whole_number(1)
 """An argparse type: an integer of at least 1."""
 
 
-SEED = whole_number(0, 2**63 - 1)
-"""An argparse type: what torch, numpy and `random` all take as a seed."""
+seed = whole_number(0, 2**32 - 1)
+"""An argparse type: a seed that `random`, NumPy and torch all take."""
 
 
 def figure_file(text: str) -> str:
@@ -70,7 +71,7 @@ def lesson_parser(doc: str, model: Path) -> argparse.ArgumentParser:
         "--plot", metavar="FILE", type=figure_file, help="also draw the lesson's figure to FILE (.png or .svg)"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the measured figures to FILE")
-    parser.add_argument("--seed", type=SEED, default=0, help="seed of everything random (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of everything random (default: 0)")
     parser.add_argument("--model", default=str(model), help="a model directory (default: the embedded model)")
     return parser
 
@@ -82,6 +83,9 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
     """
     arguments = parser.parse_args()
     try:
+        for name, value in vars(arguments).items():
+            if isinstance(value, str):
+                encodable(value, f"--{name.replace('_', '-')}")
         for path in filter(None, (getattr(arguments, "plot", None), getattr(arguments, "json", None))):
             ensure_writable(path)
         with _warnings_only():

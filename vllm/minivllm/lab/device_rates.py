@@ -32,6 +32,11 @@ class DeviceRates:
     flops: dict[str, float]
     """Operations per second of a matrix product, by dtype."""
 
+    @property
+    def fastest(self) -> str:
+        """The dtype in which the matrix product is fastest."""
+        return max(self.flops, key=self.flops.__getitem__)
+
 
 def measure_device(device: torch.device, dtypes: tuple[str, ...] = ("float32",)) -> DeviceRates:
     """Measure copy bandwidth and the matrix product in each of `dtypes` (names of torch dtypes).

@@ -39,9 +39,9 @@ class Share:
         }
 
 
-def ridge(rates: DeviceRates, dtype: str = "bfloat16") -> float:
-    """Operations per byte below which a step is memory-bound."""
-    return rates.flops[dtype] / rates.bandwidth
+def ridge(rates: DeviceRates) -> float:
+    """Operations per byte, in the device's fastest dtype, below which a step is memory-bound."""
+    return rates.flops[rates.fastest] / rates.bandwidth
 
 
 def measure_share(
@@ -50,14 +50,13 @@ def measure_share(
     flops: int,
     rates: DeviceRates,
     device: torch.device,
-    dtype: str = "bfloat16",
 ) -> Share:
-    """Time `step`, which must move `moved` bytes and do `flops` operations in `dtype`, on `device`."""
-    seconds = median_seconds(step, device=device)
-    return Share(seconds, flops / moved, moved / seconds / rates.bandwidth, flops / seconds / rates.flops[dtype])
+    """Time `step`, which must move `moved` bytes and do `flops` operations, on `device`."""
+    seconds, most = median_seconds(step, device=device), rates.flops[rates.fastest]
+    return Share(seconds, flops / moved, moved / seconds / rates.bandwidth, flops / seconds / most)
 
 
-def share_table(title: str, rates: DeviceRates, shares: Mapping[str, Share], dtype: str = "bfloat16") -> None:
+def share_table(title: str, rates: DeviceRates, shares: Mapping[str, Share]) -> None:
     """Print steps against the rates of the device that they ran on."""
     rows = [
         (
@@ -69,6 +68,8 @@ def share_table(title: str, rates: DeviceRates, shares: Mapping[str, Share], dty
         )
         for name, s in shares.items()
     ]
-    speed = f"{rates.bandwidth / 1e9:,.0f} GB/s, {rates.flops[dtype] / 1e9:,.0f} GFLOP/s"
-    caption = f"{rates.name}: {speed}, ridge at {ridge(rates, dtype):.0f} FLOPs a byte"
+    speed = f"{rates.bandwidth / 1e9:,.0f} GB/s, {rates.flops[rates.fastest] / 1e9:,.0f} GFLOP/s"
+    caption = f"{rates.name}: {speed}, ridge at {ridge(rates):.0f} FLOPs a byte"
+    if rates.fastest != "bfloat16":
+        caption += f"; numbers in {rates.fastest}, in which products are fastest here"
     table(title, ("", "FLOPs a byte", "ms", "of bandwidth", "of arithmetic"), rows, caption)
