@@ -250,7 +250,7 @@ class EngineCore:
             self.scheduler.make_stats(),
             scheduled_req_ids=admitted,
             timestamp=timestamp,
-            step_events=self.take_step_events(),
+            step_events=[] if self.step_recorder is None else self.step_recorder.take(all_of_them=False),
         )
         self._undelivered = []
         return delivered
