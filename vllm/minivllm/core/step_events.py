@@ -98,6 +98,8 @@ class StepLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     - `waiting`: the queue, if it has changed.
     - `tier`: a second tier of the cache, if it has changed: its blocks, those that hold something, those being loaded
       and being stored, and blocks on disk.
+    - `slots`: those of LoRA adapters, if they have changed: the name of the adapter in each ("": none), and whether it
+      is pinned.
 
     A line without a batch that repeats the last step's number tells of what happened while nothing ran.
     """
@@ -115,6 +117,7 @@ class StepLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     ended: list[tuple[int, str]] = []
     waiting: Waiting | None = None
     tier: list[int] = []
+    slots: list[tuple[str, bool]] = []
 
 
 class RequestState(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -135,7 +138,8 @@ class RequestState(msgspec.Struct, array_like=True, omit_defaults=True):
 class KeyLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The whole state after step `key`. Block 0 is the null block: `num_blocks` includes it, and nobody holds it.
 
-    `max_loras`: how many adapters may run at once; 0 where none are served.
+    `max_loras`: how many adapters may run at once; 0 where none are served. `slots`: see `StepLine`; empty in
+    recordings of versions that did not tell them.
     """
 
     key: int
@@ -149,6 +153,7 @@ class KeyLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     waiting: Waiting
     tier: list[int] = []
     max_loras: int = 0
+    slots: list[tuple[str, bool]] = []
 
 
 class StepRecorder:
@@ -170,6 +175,7 @@ class StepRecorder:
         self._cached: set[int] = set()
         self._waiting: Waiting = (0, [])
         self._tier: list[int] = []
+        self._slots: list[tuple[str, bool]] = []
         self._decodes: dict[str, int] | None = None
         """The last step's tokens by request, if all of them have decoded one."""
         self._decoding = msgspec.Raw()
@@ -239,6 +245,7 @@ class StepRecorder:
             or scheduler.finished_req_ids
             or scheduled.preempted_req_ids
             or scheduler.remote
+            or scheduler.lora_slots is not self._slots
             or self._num_waiting() != self._waiting[0]
             or self._step % STEPS_BETWEEN_KEYS == 0
         )
@@ -300,6 +307,8 @@ class StepRecorder:
             self._note_waiting(line)
         if scheduler.remote and (tier := self._tier_state()) != self._tier:
             self._tier = line["tier"] = tier
+        if scheduler.lora_slots is not self._slots:
+            self._slots = line["slots"] = scheduler.lora_slots
         self._lines.append(self._encode(line))
 
     def _numbered(self, request_ids: set[str]) -> list[int]:
@@ -386,7 +395,7 @@ class StepRecorder:
                 self._new_number(request.request_id)
         self._numbers = {name: number for name, number in self._numbers.items() if name in scheduler.requests}
         self._waiting = (self._num_waiting(), [self._numbers[request.request_id] for request in head])
-        self._tier = self._tier_state()
+        self._tier, self._slots = self._tier_state(), scheduler.lora_slots
         return KeyLine(
             key=self._step,
             t=self._time(time.monotonic()),
@@ -399,6 +408,7 @@ class StepRecorder:
             waiting=self._waiting,
             tier=self._tier,
             max_loras=config.max_loras,
+            slots=self._slots,
         )
 
     def _state(self, request: Request, number: int) -> RequestState:
