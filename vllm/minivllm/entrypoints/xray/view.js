@@ -603,7 +603,7 @@ class View {
     }
     const set = (name, value, rest) => this.numbers[name].replaceChildren(value.toLocaleString("en"), make("small", {}, ` ${rest}`));
     set("tokens", tokens, `of ${state.budget.toLocaleString("en")}`);
-    const inSlots = state.maxLoras ? `, with ${adapters.size} of at most ${plural(state.maxLoras, "adapter")}` : "";
+    const inSlots = state.maxLoras ? `, ${adapters.size} of ${plural(state.maxLoras, "adapter")}` : "";
     set("running", running, `of ${state.maxSeqs.toLocaleString("en")}${inSlots}`);
     set("waiting", state.waiting[0], "");
     set("held", holders.size, `${Math.round((100 * holders.size) / usable)} %`);
