@@ -233,17 +233,18 @@ class StepRecorder:
         self._note_changes(self._line(self._step, time.monotonic()), ())
 
     def _repeats(self, scheduled: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> bool:
-        """Whether the same requests have decoded as in the step before, and nothing else has happened."""
+        """Whether the same requests have decoded as in the step before, and nothing else has happened.
+
+        Whoever was admitted or preempted has changed the tokens, the queue's length, or both.
+        """
         scheduler = self._scheduler
         return not (
             scheduled.num_scheduled_tokens != self._decodes
             or len(outputs) != len(self._decodes)
             or any(scheduled.scheduled_cached_reqs.new_block_ids)
             or self._events
-            or scheduled.scheduled_new_reqs
             or scheduled.finished_req_ids
             or scheduler.finished_req_ids
-            or scheduled.preempted_req_ids
             or scheduler.remote
             or scheduler.lora_slots is not self._slots
             or self._num_waiting() != self._waiting[0]
