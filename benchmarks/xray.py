@@ -4,7 +4,8 @@
 
 The core, in this process, serves requests on the embedded model; watched, it writes what a page or a file would get,
 and puts it into a server's ring. Processor time, not the wall clock. Runs alternate, and the pairs' median ratio is
-what counts: what else the machine does falls on both of a pair. The table is followed by one line of JSON.
+what counts: what else the machine does falls on both of a pair. The recorder's own time is taken in runs of its own,
+since reading the clock in each step costs something too. The table is followed by one line of JSON.
 """
 
 import argparse
@@ -41,7 +42,8 @@ def serve(core: EngineCore, batch: int) -> tuple[float, int]:
         core.add_request(EngineCoreRequest(str(index), prompt, params, (), time.monotonic()))
     steps, start = 0, time.process_time()
     while core.has_unfinished_requests():
-        ring.put(core.step().step_events)
+        if lines := core.step().step_events:
+            ring.put(lines)
         steps += 1
     return time.process_time() - start, steps
 
@@ -53,18 +55,18 @@ def compare(core: EngineCore, batch: int, pairs: int) -> dict[str, float]:
     leaves out what the pool's events cost.
     """
     serve(core, batch)
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    seconds: dict[str, list[float]] = {"alone": [], "watched": [], "timed": []}
     own: list[float] = []
     steps = 1
     for number in range(pairs):
-        for watched in (False, True) if number % 2 else (True, False):
-            clock = start_watching(core) if watched else [0.0]
+        for kind in list(seconds)[:: 1 if number % 2 else -1]:
+            clock = start_watching(core, kind == "timed") if kind != "alone" else []
             spent, steps = serve(core, batch)
             core.stop_step_events()
-            seconds[watched].append(spent)
-            own += [clock[0] / spent] * watched
-    ratios = [after / before for before, after in zip(seconds[False], seconds[True], strict=True)]
-    alone, watched = (statistics.median(seconds[key]) / steps * 1e6 for key in (False, True))
+            seconds[kind].append(spent)
+            own += [sum(clock) / spent] * (kind == "timed")
+    ratios = [after / before for before, after in zip(seconds["alone"], seconds["watched"], strict=True)]
+    alone, watched = (statistics.median(seconds[kind]) / steps * 1e6 for kind in ("alone", "watched"))
     return {
         "alone_us": round(alone, 1),
         "watched_us": round(watched, 1),
@@ -73,18 +75,19 @@ def compare(core: EngineCore, batch: int, pairs: int) -> dict[str, float]:
     }
 
 
-def start_watching(core: EngineCore) -> list[float]:
-    """Has the core write lines; the returned list has the seconds of processor time that this takes."""
+def start_watching(core: EngineCore, timed: bool) -> list[float]:
+    """Has the core write lines; the returned list gets the seconds of processor time of each, if they are `timed`."""
     core.start_step_events()
     assert core.step_recorder is not None
-    observe, spent = core.step_recorder.observe, [0.0]
+    observe, spent = core.step_recorder.observe, []
 
-    def timed(scheduled: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> None:
+    def observe_timed(scheduled: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> None:
         start = time.thread_time()
         observe(scheduled, outputs)
-        spent[0] += time.thread_time() - start
+        spent.append(time.thread_time() - start)
 
-    core.step_recorder.observe = timed
+    if timed:
+        core.step_recorder.observe = observe_timed
     return spent
 
 

@@ -322,8 +322,7 @@ def test_the_steps_tell_of_the_tier() -> None:
     seen = []
     while run.scheduler.has_unfinished_requests():
         output = run.schedule()
-        run.update()
-        recorder.observe(output, [])
+        recorder.observe(output, run.scheduler.update_from_output(*run.in_flight.pop(0)))
         for line in recorder.take():
             state.apply(msgspec.json.decode(line, type=StepLine))
         assert state.tier == list(run.tier.state().values())

@@ -1,5 +1,6 @@
 """What the recorder writes, replayed, is the scheduler's state; and the scheduler does the same unwatched."""
 
+import time
 from random import Random
 from typing import Any
 
@@ -14,7 +15,15 @@ from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.step_events import STEPS_BETWEEN_KEYS, WAITING_SHOWN, KeyLine, StepLine, StepRecorder
+from minivllm.core.step_events import (
+    SECONDS_KEPT_BACK,
+    STEPS_BETWEEN_KEYS,
+    WAITING_SHOWN,
+    KeyLine,
+    Scheduled,
+    StepLine,
+    StepRecorder,
+)
 from minivllm.entrypoints.xray.recorder import is_key
 from minivllm.lab.step_recording import ReplayedState
 
@@ -163,6 +172,78 @@ def test_a_step_of_decodes_is_one_number_for_each_request() -> None:
     assert len(msgspec.json.encode(decode)) < 60
 
 
+def test_steps_that_repeat_the_one_before_are_written_together() -> None:
+    """They are told at once to who asks for all, and after a while to who does not."""
+    told = Told(num_gpu_blocks=100, max_model_len=200, block_size=64)
+    told.add("a", 4, max_tokens=50)
+    told.line()
+    recorder = told.watched.recorder
+    for _ in range(3):
+        told.step()
+        recorder.observe(told.output, told.engine_outputs)
+    decodes = told.watched.recorder.take(all_of_them=False)
+    assert len(decodes) == 1, "the first of them is none"
+    told.watched.lines += decodes
+    assert told.watched.state is not None
+    told.watched.state.apply(msgspec.json.decode(decodes[0], type=StepLine))
+    assert told.line().batch == [1]
+    assert [msgspec.json.decode(line, type=StepLine).step for line in told.watched.lines[2:]] == [2, 3, 4, 5]
+    deadline = time.monotonic() + 60
+    while not (late := recorder.take(all_of_them=False)) and time.monotonic() < deadline:
+        told.step()
+        recorder.observe(told.output, told.engine_outputs)
+        time.sleep(SECONDS_KEPT_BACK / 3)
+    assert len(late) >= 2
+    for one in late:
+        told.watched.state.apply(msgspec.json.decode(one, type=StepLine))
+    told.watched.check()
+
+
+def test_an_id_that_is_used_again_is_another_request() -> None:
+    told = Told()
+    told.add("a", 4, max_tokens=3)
+    told.line()
+    told.line()
+    assert told.line().ended == [(1, "length")]
+    told.add("a", 1, max_tokens=3)
+    assert told.line().batch == [2]
+    assert told.line().batch == [2]
+
+
+def test_a_request_without_output_does_not_decode() -> None:
+    """It was aborted while the step was computed."""
+    told = Told()
+    told.add("a", 4)
+    told.add("b", 4)
+    told.line()
+    told.line()
+    told.step()
+    told.watched.recorder.observe(told.output, told.engine_outputs[:1])
+    told.watched.read()
+    assert msgspec.json.decode(told.watched.lines[-1], type=StepLine).batch == [1, Scheduled(2, 1, 0, 0)]
+
+
+def test_a_queue_of_the_same_length_is_told_where_others_wait_in_it() -> None:
+    told = Told(max_num_seqs=1)
+    for name in "abc":
+        told.add(name, 4, max_tokens=9)
+    assert told.line().waiting == (2, [2, 3])
+    told.line()
+    told.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    told.add("d", 4)
+    assert told.line().waiting == (2, [3, 4])
+
+
+def test_slots_of_adapters_are_told_when_they_change() -> None:
+    told = Told()
+    told.add("a", 4)
+    told.line()
+    told.line()
+    told.scheduler.lora_slots = [("x", True)]
+    assert told.line().slots == [("x", True)]
+    assert told.line().slots == []
+
+
 def test_prefix_hits_sharing_and_eviction_are_told() -> None:
     told = Told(num_gpu_blocks=5)
     told.add("a", list(range(9)), max_tokens=2)
@@ -201,7 +282,7 @@ def test_a_preemption_is_told() -> None:
 
 
 def test_a_key_line_comes_every_so_many_steps_and_when_the_scheduler_starts_over() -> None:
-    told = Told(max_model_len=STEPS_BETWEEN_KEYS + 20, num_gpu_blocks=100)
+    told = Told(max_model_len=STEPS_BETWEEN_KEYS + 20, num_gpu_blocks=100, block_size=64)
     told.add("a", 4, max_tokens=STEPS_BETWEEN_KEYS + 9)
     for _ in range(STEPS_BETWEEN_KEYS + 1):
         told.line()

@@ -86,7 +86,8 @@ def told(run: list[bytes], step: int) -> dict[str, Any]:
         for number, one in sorted(state.requests.items())
     ]  # fmt: skip
     plain = {"step": step, "cached": sorted(state.cached), "waiting": list(state.waiting), "requests": requests}
-    return plain | ({"tier": state.tier} if state.tier else {})
+    slots = {"slots": [list(slot) for slot in state.slots]} if state.slots else {}
+    return plain | ({"tier": state.tier} if state.tier else {}) | slots
 
 
 def test_what_is_drawn_is_the_state_at_each_step_forward_and_back(page: Page, run: list[bytes]) -> None:
@@ -112,6 +113,71 @@ def test_a_second_tier_is_shown_where_there_is_one(open_page: Callable[..., Page
         page.evaluate("() => window.xray.go(5)")
         at_step(page, 5)
         assert "in host memory" not in numbers.inner_text()
+
+
+@pytest.fixture(scope="module")
+def run_with_adapters(run: list[bytes]) -> list[bytes]:
+    """Its first steps, as if requests used adapters in two slots; one name is hostile."""
+    steps = [json.loads(line) for line in run[:60]]
+    names = ["french", "<b>sql</b>", ""]
+    for line in steps:
+        for one in line.get("named", []):
+            one[4:] = [names[one[0] % 3]]
+    steps[0] |= {"max_loras": 2, "slots": [["", False], ["", False]]}
+    steps[10]["slots"] = [["french", False], ["", False]]
+    steps[20]["slots"] = [["french", True], ["<b>sql</b>", False]]
+    steps[40]["slots"] = [["french", True], ["unused", False]]
+    return [json.dumps(line).encode() for line in steps]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_slots_of_adapters_are_shown_where_there_are_any(
+    open_page: Callable[..., Page], run_with_adapters: list[bytes], scheme: str
+) -> None:
+    with served() as server:
+        server.put(run_with_adapters)
+        page = open_page(server.url, scheme, 600)
+        slots = page.locator(".xr-slots button")
+
+        def words_at(step: int) -> list[str]:
+            page.evaluate("step => window.xray.go(step)", step)
+            at_step(page, step)
+            assert page.evaluate("window.xray.state.plain()") == told(run_with_adapters, step)
+            return [one.get_attribute("aria-label") or "" for one in slots.all()]
+
+        at_step(page, 59)
+        assert words_at(5) == ["Slot 0: free", "Slot 1: free"]
+        assert words_at(10)[0].endswith("; copied in this step")
+        assert words_at(11)[0].startswith("Slot 0: adapter french, used by ")
+        assert "copied" not in words_at(11)[0]
+        assert ", pinned" in words_at(20)[0]
+        assert words_at(40)[1] == (
+            "Slot 1: adapter unused, not in use, so another adapter may take its place; copied in this step, "
+            "in place of <b>sql</b>"
+        )
+        assert slots.nth(1).get_attribute("title") == slots.nth(1).get_attribute("aria-label")
+        page.wait_for_function(
+            "words => document.querySelector('.xr-spoken').textContent.includes(words)",
+            arg="Slot 1 gets the adapter unused in place of <b>sql</b>.",
+        )
+        state = told(run_with_adapters, 40)
+        users = [one["number"] for one in state["requests"] if one["running"] and one["adapter"] == "french"]
+        for wanted in (*users, users[0]):
+            slots.first.click()
+            page.locator(".xr-facts").get_by_text(f"#{wanted}", exact=True).wait_for()
+        page.locator(".xr-facts").get_by_text("french, in slot 0", exact=True).wait_for()
+        colours = [
+            page.locator(f"{place} .xr-adapter i").first.evaluate("one => one.style.background")
+            for place in (".xr-slots", f"[data-number='{users[0]}']")
+        ]
+        assert colours[0] == colours[1] != ""
+        found = Axe().run(page).response["violations"]
+        assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_without_adapters_there_is_no_row_of_slots(page: Page) -> None:
+    assert not page.get_by_text("Adapter slots").is_visible()
 
 
 def test_keys_pause_step_and_go_on(page: Page) -> None:
@@ -200,6 +266,7 @@ def test_steps_are_saved_and_loaded(page: Page, run: list[bytes], tmp_path: Path
         ('{"xray":1}\n{"step":1,"t":0,"batch":[1]}\n', "line 2: the first step comes before any state"),
         ('{"xray":1}\n{"step":1,"t":0,"batch":"<b>"}\n', "line 2: a field has another form than it should"),
         ('{"xray":1}\n{"key":0,"t":0,"num_blocks":1e12}\n', "line 2: no sizes of a pool"),
+        ('{"xray":1}\n{"step":1,"t":0,"slots":[["a"]]}\n', "line 2: a field has another form than it should"),
         ('{"xray":1}\nnull\n', "line 2: no line of a recording"),
         ('{"xray":1}\n', "there is no step in it"),
     ],

@@ -1,11 +1,13 @@
 """A recorded run is the engine's run, and a file that is no recording is refused in one line."""
 
 import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.step_events import StepRecorder
@@ -21,6 +23,7 @@ KEY = (
     '{"key":0,"t":0.0,"num_blocks":9,"block_size":4,"max_num_seqs":2,"max_num_batched_tokens":8,'
     '"requests":[],"cached":[],"waiting":[0,[]]}\n'
 )
+ADAPTERS = Path(__file__).parents[1] / "lora_adapters"
 PROMPTS = ["def add(a, b):", "def add(a, b):", "import os"]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -73,6 +76,41 @@ def test_with_the_core_in_a_process_one_recording_leaves_nothing_to_the_next(tmp
                 remote.generate(PROMPTS[0], PARAMS, use_tqdm=False)
             assert remote.reset_prefix_cache()
         assert not list(replay(path))[-1].cached, "the reset, after which no step comes"
+
+
+def test_the_slots_of_adapters_are_told_as_the_ranks_have_them(tmp_path: Path) -> None:
+    """Evicted, pinned, removed; also what no step tells, since nothing runs."""
+    llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, enable_lora=True, max_loras=2, max_lora_rank=16)
+    adapters = {name: LoRARequest(name, number, str(ADAPTERS / name)) for number, name in enumerate("abc", start=1)}
+    core, seen = core_of(llm), []
+    path = tmp_path / "run.jsonl"
+
+    def slots() -> list[tuple[str, bool]]:
+        names = {one.lora_int_id: name for name, one in adapters.items()}
+        held = core.executor.collective_rpc("lora_slots")[0]
+        return [(names.get(one, ""), one in core.scheduler.pinned_loras) for one in held]
+
+    with record(llm, path):
+        for act in ("a", "b", "c", "a", "pin c", "b", "remove b", "remove c"):
+            word, name = act.split() if " " in act else ("", act)
+            if word:
+                getattr(llm.llm_engine, f"{word}_lora")(adapters[name].lora_int_id)
+            else:
+                llm.generate(PROMPTS[0], PARAMS, lora_request=adapters[name], use_tqdm=False)
+            seen.append(slots())
+    assert [slots for slots in seen if ("c", True) in slots], "it was pinned"
+    assert ("", False) in seen[-1]
+    assert list(changes(state.slots for state in replay(path))) == [[("", False)] * 2, *changes(seen)]
+
+
+def changes(values: Iterable[list]) -> Iterator[list]:
+    return (value for value, _ in groupby(values))
+
+
+def test_a_recording_that_does_not_tell_slots_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    path.write_text(HEADER + KEY.replace("}", ',"max_loras":2}') + '{"step":1,"t":0.0}\n')
+    assert [state.slots for state in replay(path)] == [[], []]
 
 
 def test_an_unfinished_last_line_is_left_out(recorded: Path, tmp_path: Path) -> None:

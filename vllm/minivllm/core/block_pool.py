@@ -272,13 +272,6 @@ class BlockPool:
             self.kv_event_queue.append(BlockRemoved(None))
         return True
 
-    def take_events(self) -> list[BlockStored | BlockRemoved]:
-        """Returns the events since the last call, in order."""
-        if self.kv_event_queue is None:
-            return []
-        events, self.kv_event_queue = self.kv_event_queue, []
-        return events
-
     def _withdraw_hash(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:
             self.cached_block_hash_to_block.pop(block.block_hash, block.block_id)

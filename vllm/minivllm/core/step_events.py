@@ -15,6 +15,7 @@ that are needed here.
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -28,11 +29,15 @@ FORMAT = 1
 STEPS_BETWEEN_KEYS = 250
 WAITING_SHOWN = 24
 """How many of the waiting requests are named, from the head of the queue on; the others are counted."""
-LONG_QUEUE = 500
-"""In a queue longer than this, the first requests are looked at only when its length has changed."""
+SECONDS_KEPT_BACK = 0.05
+"""Steps that repeat the one before them are written down together, this long after the first of them at the latest."""
 
 Waiting = tuple[int, list[int]]
 """How many requests wait, and the numbers of the first of them."""
+QUEUE_MAY_CHANGE = {"gone", "preempted", "admitted", "ended"}
+Line = dict[str, Any]
+"""A `StepLine` in the making: a dictionary of what there is to say, which costs less than a structure of all there
+could be."""
 
 
 class HeaderLine(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -93,6 +98,8 @@ class StepLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     - `waiting`: the queue, if it has changed.
     - `tier`: a second tier of the cache, if it has changed: its blocks, those that hold something, those being loaded
       and being stored, and blocks on disk.
+    - `slots`: those of LoRA adapters, if they have changed: the name of the adapter in each ("": none), and whether it
+      is pinned.
 
     A line without a batch that repeats the last step's number tells of what happened while nothing ran.
     """
@@ -110,6 +117,7 @@ class StepLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     ended: list[tuple[int, str]] = []
     waiting: Waiting | None = None
     tier: list[int] = []
+    slots: list[tuple[str, bool]] = []
 
 
 class RequestState(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -130,7 +138,8 @@ class RequestState(msgspec.Struct, array_like=True, omit_defaults=True):
 class KeyLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The whole state after step `key`. Block 0 is the null block: `num_blocks` includes it, and nobody holds it.
 
-    `max_loras`: how many adapters may run at once; 0 where none are served.
+    `max_loras`: how many adapters may run at once; 0 where none are served. `slots`: see `StepLine`; empty in
+    recordings of versions that did not tell them.
     """
 
     key: int
@@ -144,12 +153,17 @@ class KeyLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     waiting: Waiting
     tier: list[int] = []
     max_loras: int = 0
+    slots: list[tuple[str, bool]] = []
 
 
 class StepRecorder:
     """Watches a scheduler and changes nothing in it. `take` returns the lines since the last call; the first is a key.
 
     Call `observe` after each step, and `observe_idle` after what has happened while there are no requests.
+
+    After a forward pass nothing that is needed here lies in the processor's caches, so a line costs several times what
+    it would cost in a loop. Most steps are those of the same requests decoding on: of these only the time is noted,
+    and their lines are written in one go.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -161,26 +175,42 @@ class StepRecorder:
         self._cached: set[int] = set()
         self._waiting: Waiting = (0, [])
         self._tier: list[int] = []
+        self._slots: list[tuple[str, bool]] = []
+        self._decodes: dict[str, int] | None = None
+        """The last step's tokens by request, if all of them have decoded one."""
+        self._decoding = msgspec.Raw()
+        """The same as a line's `batch`."""
+        self._repeated: list[float] = []
+        """When the last steps ended, of which no line is written yet."""
         self._encode = msgspec.json.Encoder().encode
         self._lines: list[bytes] = []
         self._begin()
 
-    def take(self) -> list[bytes]:
-        """Returns the lines that were not taken yet, without their line ends."""
+    def take(self, all_of_them: bool = True) -> list[bytes]:
+        """Returns the lines that were not taken yet, without their line ends; or only those that are written."""
+        if all_of_them:
+            self._write_repeated(self._step)
         lines, self._lines = self._lines, []
         return lines
 
     def stop(self) -> None:
         """Watches no more."""
-        self._pool.kv_event_queue = None
+        self._manager.block_pool.kv_event_queue = None
 
     def observe(self, scheduled: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> None:
         """Writes down a step that has been computed; `outputs` are those of its requests."""
         self._step += 1
+        now = time.monotonic()
+        if self._repeats(scheduled, outputs):
+            self._repeated.append(now)
+            if now - self._repeated[0] > SECONDS_KEPT_BACK:
+                self._write_repeated(self._step)
+            return
+        self._write_repeated(self._step - 1)
         if self._is_new_pool():
             self._begin()
             return
-        line = StepLine(step=self._step, t=self._time())
+        line = self._line(self._step, now)
         if scheduled.finished_req_ids or scheduled.preempted_req_ids:
             self._note_lost(line, scheduled)
         if scheduled.scheduled_new_reqs:
@@ -188,69 +218,110 @@ class StepRecorder:
         new_block_ids = scheduled.scheduled_cached_reqs.new_block_ids
         if any(new_block_ids):
             taken = zip(scheduled.scheduled_cached_reqs.req_ids, new_block_ids, strict=True)
-            line.blocks = [(self._numbers[name], ids) for name, ids in taken if ids and name in self._numbers]
-        line.batch = self._batch(scheduled, outputs)
+            line["blocks"] = [(self._numbers[name], ids) for name, ids in taken if ids and name in self._numbers]
+        line["batch"] = self._batch(scheduled, outputs)
         self._note_changes(line, outputs)
         if self._step % STEPS_BETWEEN_KEYS == 0:
             self._lines.append(self._encode(self._key()))
 
     def observe_idle(self) -> None:
         """Writes down what has changed since the last step: requests were aborted, the prefix cache was reset."""
+        self._write_repeated(self._step)
         if self._is_new_pool():
             self._begin()
             return
-        self._note_changes(StepLine(step=self._step, t=self._time()), ())
+        self._note_changes(self._line(self._step, time.monotonic()), ())
 
-    @property
-    def _pool(self) -> BlockPool:
-        return self._scheduler.kv_cache_manager.block_pool
+    def _repeats(self, scheduled: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> bool:
+        """Whether the same requests have decoded as in the step before, and nothing else has happened.
+
+        Whoever was admitted or preempted has changed the tokens, the queue's length, or both.
+        """
+        scheduler = self._scheduler
+        return not (
+            scheduled.num_scheduled_tokens != self._decodes
+            or len(outputs) != len(self._decodes)
+            or any(scheduled.scheduled_cached_reqs.new_block_ids)
+            or self._events
+            or scheduled.finished_req_ids
+            or scheduler.finished_req_ids
+            or scheduler.remote
+            or scheduler.lora_slots is not self._slots
+            or self._num_waiting() != self._waiting[0]
+            or self._step % STEPS_BETWEEN_KEYS == 0
+        )
+
+    def _write_repeated(self, last: int) -> None:
+        """Writes the lines of the steps up to `last` that repeat the one before them."""
+        if not self._repeated:
+            return
+        for step, now in enumerate(self._repeated, last + 1 - len(self._repeated)):
+            self._lines.append(self._encode({**self._line(step, now), "batch": self._decoding}))
+        self._repeated = []
+
+    def _line(self, step: int, now: float) -> Line:
+        return {"step": step, "t": self._time(now)}
+
+    def _time(self, now: float) -> float:
+        return round(now - self._since, 4)
+
+    def _num_waiting(self) -> int:
+        return len(self._scheduler.requests) - len(self._scheduler.running)
 
     def _is_new_pool(self) -> bool:
-        """Whether the scheduler has started over, or somebody else has watched it."""
-        return getattr(self._pool, "kv_event_queue", None) is not self._events
+        """Whether the scheduler has started over."""
+        return self._scheduler.kv_cache_manager is not self._manager
 
     def _begin(self) -> None:
-        self._events = self._pool.kv_event_queue = []
+        self._manager = self._scheduler.kv_cache_manager
+        pool = self._manager.block_pool
+        self._events: list[BlockStored | BlockRemoved] = []
+        pool.kv_event_queue = self._events
         # A pool that takes the place of the engine's own may know nothing of hashes.
-        blocks = getattr(self._pool, "blocks", ())
+        blocks = getattr(pool, "blocks", ())
         self._cached = {block.block_id for block in blocks if getattr(block, "block_hash", None) is not None}
+        self._decodes = None
         self._lines.append(self._encode(self._key()))
 
-    def _time(self) -> float:
-        return round(time.monotonic() - self._since, 4)
-
-    def _note_lost(self, line: StepLine, scheduled: SchedulerOutput) -> None:
-        line.gone = self._numbered(scheduled.finished_req_ids)
+    def _note_lost(self, line: Line, scheduled: SchedulerOutput) -> None:
+        line["gone"] = self._numbered(scheduled.finished_req_ids)
         for request_id in scheduled.finished_req_ids:
             self._numbers.pop(request_id, None)
-        line.preempted = self._numbered(scheduled.preempted_req_ids)
+        line["preempted"] = self._numbered(scheduled.preempted_req_ids)
 
-    def _note_admitted(self, line: StepLine, scheduled: SchedulerOutput) -> None:
+    def _note_admitted(self, line: Line, scheduled: SchedulerOutput) -> None:
+        self._decodes = None  # an id may be another request's now
+        line["admitted"] = admitted = []
         for new in scheduled.scheduled_new_reqs:
             number = self._number_of(new.req_id, len(new.prompt_token_ids), line)
-            line.admitted.append(Admitted(number, len(new.prefill_token_ids), new.num_computed_tokens, new.block_ids))
+            admitted.append((number, len(new.prefill_token_ids), new.num_computed_tokens, new.block_ids))
 
-    def _note_changes(self, line: StepLine, outputs: Sequence[EngineCoreOutput]) -> None:
+    def _note_changes(self, line: Line, outputs: Sequence[EngineCoreOutput]) -> None:
         """What a step and idleness have in common; and the line is done."""
+        scheduler = self._scheduler
         if self._events:
             self._note_blocks(line)
-        if self._scheduler.finished_req_ids:
+        if scheduler.finished_req_ids:
             self._note_ended(line, {one.request_id: one.finish_reason for one in outputs})
-        self._note_waiting(line)
-        if (tier := self._tier_state()) != self._tier:
-            self._tier = line.tier = tier
+        # Whoever leaves the queue was admitted or has ended.
+        if line.keys() & QUEUE_MAY_CHANGE or self._num_waiting() != self._waiting[0] or scheduler.remote:
+            self._note_waiting(line)
+        if scheduler.remote and (tier := self._tier_state()) != self._tier:
+            self._tier = line["tier"] = tier
+        if scheduler.lora_slots is not self._slots:
+            self._slots = line["slots"] = scheduler.lora_slots
         self._lines.append(self._encode(line))
 
     def _numbered(self, request_ids: set[str]) -> list[int]:
         return [self._numbers[request_id] for request_id in request_ids if request_id in self._numbers]
 
-    def _number_of(self, request_id: str, prompt_tokens: int, line: StepLine) -> int:
+    def _number_of(self, request_id: str, prompt_tokens: int, line: Line) -> int:
         number = self._numbers.get(request_id)
         if number is None:
             number = self._new_number(request_id)
             request = self._scheduler.requests.get(request_id)  # it may have been aborted while it was computed
             most, adapter = (request.max_tokens, _adapter_of(request)) if request else (0, "")
-            line.named.append(NamedRequest(number, request_id, prompt_tokens, most, adapter))
+            line.setdefault("named", []).append(NamedRequest(number, request_id, prompt_tokens, most, adapter))
         return number
 
     def _new_number(self, request_id: str) -> int:
@@ -258,10 +329,14 @@ class StepRecorder:
         self._numbers[request_id] = self._last_number
         return self._last_number
 
-    def _batch(self, scheduled: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> list[int | Scheduled]:
+    def _batch(self, scheduled: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> Any:
+        """The line's `batch`. While the same requests decode, it is what it was."""
         numbers, counts = self._numbers, scheduled.num_scheduled_tokens
         if scheduled.total_num_scheduled_tokens == len(counts) == len(outputs):  # one token in, one out: decodes
-            return [numbers[name] for name in counts if name in numbers]
+            if counts != self._decodes:
+                self._decodes = counts
+                self._decoding = msgspec.Raw(self._encode([numbers[name] for name in counts if name in numbers]))
+            return self._decoding
         drafts = scheduled.scheduled_spec_decode_tokens
         fresh = {one.request_id: len(one.new_token_ids) for one in outputs}
         batch: list[int | Scheduled] = []
@@ -274,66 +349,57 @@ class StepRecorder:
                 )
         return batch
 
-    def _note_blocks(self, line: StepLine) -> None:
+    def _note_blocks(self, line: Line) -> None:
         removed: set[int] = set()
         stored: set[int] = set()
-        for event in self._pool.take_events():
+        for event in self._events:
             if isinstance(event, BlockStored):
                 stored.update(event.block_ids)
             else:
                 ids = self._cached | stored if event.block_ids is None else event.block_ids
                 removed.update(ids)
                 stored.difference_update(ids)
-        self._events = self._pool.kv_event_queue
+        self._events.clear()
         self._cached -= removed
         self._cached |= stored
-        line.removed, line.stored = sorted(removed), sorted(stored)
+        line["removed"], line["stored"] = sorted(removed), sorted(stored)
 
-    def _note_ended(self, line: StepLine, reasons: dict[str, str | None]) -> None:
+    def _note_ended(self, line: Line, reasons: dict[str, str | None]) -> None:
+        line["ended"] = ended = []
         for request_id in self._scheduler.finished_req_ids:
             number = self._numbers.pop(request_id, None)
             if number is not None:
-                line.ended.append((number, reasons.get(request_id) or "abort"))
+                ended.append((number, reasons.get(request_id) or "abort"))
 
-    def _note_waiting(self, line: StepLine) -> None:
-        loading = self._loading()
-        length = len(loading) + len(self._scheduler.waiting)
-        if not length and not self._waiting[0]:
-            return
-        if length == self._waiting[0] > LONG_QUEUE and not line.admitted and not line.preempted:
-            return
-        head = self._head_of_queue(loading)
-        waiting = (length, [self._number_of(one.request_id, one.num_prompt_tokens, line) for one in head])
+    def _note_waiting(self, line: Line) -> None:
+        head = self._head_of_queue()
+        waiting = (self._num_waiting(), [self._number_of(one.request_id, one.num_prompt_tokens, line) for one in head])
         if waiting != self._waiting:
-            self._waiting = line.waiting = waiting
+            self._waiting = line["waiting"] = waiting
 
     def _tier_state(self) -> list[int]:
         remote = self._scheduler.remote
         state = remote.connector.tier_state() if remote else None
         return [] if state is None else list(state.values())
 
-    def _loading(self) -> list[Request]:
-        """Requests whose keys and values come from elsewhere. Those that have them are admitted before all others."""
+    def _head_of_queue(self) -> list[Request]:
+        """Requests whose keys and values come from elsewhere, then others. Those that have them go before all others."""
         remote = self._scheduler.remote
-        return [*remote.received, *remote.kv_holding_waiting.values()] if remote else []
-
-    def _head_of_queue(self, loading: list[Request]) -> list[Request]:
+        loading = [*remote.received, *remote.kv_holding_waiting.values()] if remote else []
         return [*loading, *self._scheduler.waiting.head(WAITING_SHOWN)][:WAITING_SHOWN]
 
     def _key(self) -> KeyLine:
         scheduler, config = self._scheduler, self._scheduler.config
-        loading = self._loading()
-        head = self._head_of_queue(loading)
+        head = self._head_of_queue()
         for request in (*scheduler.running, *head):
             if request.request_id not in self._numbers:
                 self._new_number(request.request_id)
         self._numbers = {name: number for name, number in self._numbers.items() if name in scheduler.requests}
-        length = len(loading) + len(scheduler.waiting)
-        self._waiting = (length, [self._numbers[request.request_id] for request in head])
-        self._tier = self._tier_state()
+        self._waiting = (self._num_waiting(), [self._numbers[request.request_id] for request in head])
+        self._tier, self._slots = self._tier_state(), scheduler.lora_slots
         return KeyLine(
             key=self._step,
-            t=self._time(),
+            t=self._time(time.monotonic()),
             num_blocks=scheduler.cache_config.num_gpu_blocks,
             block_size=scheduler.cache_config.block_size,
             max_num_seqs=config.max_num_seqs,
@@ -343,6 +409,7 @@ class StepRecorder:
             waiting=self._waiting,
             tier=self._tier,
             max_loras=config.max_loras,
+            slots=self._slots,
         )
 
     def _state(self, request: Request, number: int) -> RequestState:

@@ -221,6 +221,7 @@ class EngineCore:
             raise NonFiniteLogitsError(nonfinite)
         with record_function_or_nullcontext("minivllm::update"):
             outputs = self.scheduler.update_from_output(scheduler_output, model_runner_output)
+            self.loras.note_slots(model_runner_output.lora_slots)
             self.loras.forget_unused()
             if self._takes_drafts:
                 self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
@@ -250,7 +251,7 @@ class EngineCore:
             self.scheduler.make_stats(),
             scheduled_req_ids=admitted,
             timestamp=timestamp,
-            step_events=self.take_step_events(),
+            step_events=[] if self.step_recorder is None else self.step_recorder.take(all_of_them=False),
         )
         self._undelivered = []
         return delivered
@@ -281,7 +282,9 @@ class EngineCore:
     def remove_lora(self, lora_id: int) -> bool:
         """Forgets an adapter, once the requests that use it have ended; returns whether it was there."""
         with self._unless_refused():
-            return self.loras.remove(lora_id)
+            removed = self.loras.remove(lora_id)
+            self._observe()
+            return removed
 
     def list_loras(self) -> list[int]:
         """Returns the ids of the adapters in host memory."""
@@ -296,6 +299,7 @@ class EngineCore:
         """
         with self._unless_refused():
             self.loras.pin(lora_id)
+            self._observe()
             return True
 
     def start_step_events(self) -> None:

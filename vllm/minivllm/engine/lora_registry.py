@@ -7,7 +7,7 @@ In vLLM v0.33.0: `vllm/v1/engine/core.py` (`EngineCore.add_lora`, `remove_lora`,
 an adapter at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from minivllm.core.lora_request import LoRARequest
@@ -33,6 +33,7 @@ class LoRARegistry:
         self._adapters: dict[int, LoRARequest] = {}
         self._leaving: set[int] = set()
         self._unreadable: set[int] = set()
+        self._slots: Sequence[int | None] = ()
 
     def add(self, lora_request: LoRARequest) -> LoRARequest:
         """Returns the adapter as its requests are to name it. It is read if it is not known, or is to be read anew.
@@ -57,6 +58,7 @@ class LoRARegistry:
             )
         found = replace(wanted, fingerprint=self._read(wanted, known))
         self._adapters[found.lora_int_id] = found
+        self._slots = ()  # another name may be in them from now on
         self._unreadable.discard(found.lora_int_id)
         self._leaving.discard(found.lora_int_id)
         return found
@@ -107,6 +109,7 @@ class LoRARegistry:
             )
         _raise_first(self._executor.collective_rpc("pin_lora", self._adapters[lora_id]))
         self._scheduler().pinned_loras.add(lora_id)
+        self._ask_for_slots()
 
     def list(self) -> "set[int]":
         """The adapters in the ranks' host memory."""
@@ -114,14 +117,30 @@ class LoRARegistry:
 
     def forget_unused(self) -> None:
         """Lets removed adapters go that no request uses any more."""
-        if not self._leaving:
-            return
-        for lora_id in self._leaving - self._used():
+        unused = self._leaving - self._used() if self._leaving else ()
+        for lora_id in unused:
             self._executor.collective_rpc("remove_lora", lora_id)
             self._scheduler().pinned_loras.discard(lora_id)  # not earlier: the ranks have it pinned until now
             self._leaving.discard(lora_id)
             self._unreadable.discard(lora_id)
             del self._adapters[lora_id]
+        if unused:
+            self._ask_for_slots()
+
+    def note_slots(self, lora_ids: Sequence[int | None]) -> None:
+        """Tells the scheduler, and so whoever watches it, which adapters lie in the ranks' slots."""
+        if not lora_ids or lora_ids == self._slots:
+            return
+        scheduler, known = self._scheduler(), self._adapters
+        self._slots = lora_ids
+        scheduler.lora_slots = [
+            (known[lora_id].lora_name, lora_id in scheduler.pinned_loras) if lora_id in known else ("", False)
+            for lora_id in lora_ids
+        ]
+
+    def _ask_for_slots(self) -> None:
+        self._slots = ()
+        self.note_slots(self._executor.collective_rpc("lora_slots")[0])
 
     def _check_enabled(self, lora_request: LoRARequest) -> None:
         if self._scheduler().config.max_loras == 0:

@@ -57,7 +57,8 @@ class ReplayedState:
     batch: list[Scheduled] = field(default_factory=list)
     """Who got tokens in this step."""
     tier: list[int] = field(default_factory=list)
-    """See `StepLine`."""
+    """See `StepLine`, here and below."""
+    slots: list[tuple[str, bool]] = field(default_factory=list)
 
     @classmethod
     def of(cls, key: KeyLine) -> ReplayedState:
@@ -78,7 +79,7 @@ class ReplayedState:
         state = cls(
             key.key, key.num_blocks, key.block_size, key.max_num_batched_tokens, requests, set(key.cached), key.waiting
         )
-        state.tier = key.tier
+        state.tier, state.slots = key.tier, key.slots
         state._check_blocks(key.cached)
         for one in requests.values():
             state._check_blocks(one.blocks)
@@ -116,7 +117,7 @@ class ReplayedState:
             self.requests.pop(number, None)
         if line.waiting is not None:
             self.waiting = line.waiting
-        self.tier = line.tier or self.tier
+        self.tier, self.slots = line.tier or self.tier, line.slots or self.slots
 
     def holders(self) -> dict[int, list[int]]:
         """Block -> the requests that hold it."""

@@ -177,7 +177,7 @@ class ModelRunner:
                 self.kv_connector.begin(scheduler_output)
             if not scheduler_output.num_scheduled_tokens:
                 self._end_transfers(scheduler_output)
-                return self._with_transfers(ModelRunnerOutput({}))
+                return self._completed(ModelRunnerOutput({}))
             inputs = self.prepare_inputs(scheduler_output)
         with record_function_or_nullcontext("minivllm::forward"):
             hidden = self.forward(inputs)
@@ -186,22 +186,25 @@ class ModelRunner:
         if scheduler_output.has_structured_output_requests:
             self._waits_for_grammar = scheduler_output, inputs, hidden
             return ModelRunnerOutput({})
-        return self._with_transfers(self._end_step(scheduler_output, inputs, hidden))
+        return self._completed(self._end_step(scheduler_output, inputs, hidden))
 
     @torch.inference_mode()
     def sample_by_grammar(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
         """Ends the step that `execute_model` began, and returns the sampled tokens."""
         assert self._waits_for_grammar is not None
         begun, self._waits_for_grammar = self._waits_for_grammar, None
-        return self._with_transfers(self._end_step(*begun, grammar_output))
+        return self._completed(self._end_step(*begun, grammar_output))
 
     def _end_transfers(self, scheduler_output: SchedulerOutput) -> None:
         if self.kv_connector is not None:
             self.kv_connector.end(scheduler_output)
 
-    def _with_transfers(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+    def _completed(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """The step's output with what else the core wants to know."""
         if self.kv_connector is not None:
             output.kv_connector_output = self.kv_connector.take_output()
+        if self.lora is not None:
+            output.lora_slots = list(self.lora.manager.lora_index_to_id)
         return output
 
     def _end_step(

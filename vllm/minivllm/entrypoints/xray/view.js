@@ -11,6 +11,7 @@ const MOST_BLOCKS = 1000000;
 const MOST_CORES = 1024;
 const CELLS = 20000; // blocks that are drawn
 const CHIPS = 40;
+const SLOTS = 64; // of adapters, that are drawn
 const HUES = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"]; // Okabe and Ito's
 const PREFILL = "#0072B2", DECODE = "#009E73", DRAFT = "#E69F00";
 const hue = (number) => HUES[(number - 1) % HUES.length];
@@ -42,7 +43,8 @@ function checkLine(line) {
     lists(line.admitted, (one) => blocks(one) && counts(one.slice(0, 3), 3)) && lists(line.blocks, blocks) &&
     lists(line.batch, (one) => isCount(one) || counts(one, 4)) && lists(line.removed, isCount) && lists(line.stored, isCount) &&
     lists(line.ended, (one) => Array.isArray(one) && isCount(one[0]) && typeof one[1] === "string") &&
-    Array.isArray(waiting) && isCount(waiting[0]) && counts(waiting[1]) && tierOf(line).every(isCount);
+    Array.isArray(waiting) && isCount(waiting[0]) && counts(waiting[1]) && tierOf(line).every(isCount) &&
+    lists(line.slots, (one) => Array.isArray(one) && typeof one[0] === "string" && typeof one[1] === "boolean");
   ensure(fits, "a field has another form than it should");
   if (!("key" in line)) return ensure(isCount(line.step), "the step has no number");
   const sizes = [line.key, line.num_blocks, line.block_size, line.max_num_seqs, line.max_num_batched_tokens];
@@ -63,6 +65,7 @@ class State {
     this.cached = new Set(this.inPool(key.cached));
     this.waiting = key.waiting;
     this.tier = tierOf(key);
+    this.slots = key.slots ?? []; // [adapter's name or "", pinned]; none in recordings that did not tell them
     this.requests = new Map();
     this.refs = new Map(); // block -> how many requests hold it
     for (const [number, id, prompt, max, tokens, computed, preemptions, running, blocks, adapter = ""] of key.requests) {
@@ -125,6 +128,11 @@ class State {
     for (const [number] of happened.ended) this.end(number);
     if (line.waiting) this.waiting = line.waiting;
     if (line.tier) this.tier = line.tier;
+    if (line.slots) {
+      const before = this.slots;
+      this.slots = line.slots;
+      happened.filled = new Map(this.slots.flatMap(([name], slot) => (name && name !== before[slot]?.[0] ? [[slot, before[slot]?.[0]]] : [])));
+    }
     happened.usage = this.usage;
     return happened;
   }
@@ -161,7 +169,7 @@ class State {
   // The same as plain data, for tests.
   plain() {
     const requests = [...this.requests.values()].sort((a, b) => a.number - b.number).map((one) => ({ ...one, blocks: [...one.blocks] }));
-    return { step: this.step, cached: [...this.cached].sort((a, b) => a - b), waiting: this.waiting, requests, ...(this.tier.length ? { tier: this.tier } : {}) };
+    return { step: this.step, cached: [...this.cached].sort((a, b) => a - b), waiting: this.waiting, requests, ...(this.tier.length ? { tier: this.tier } : {}), ...(this.slots.length ? { slots: this.slots } : {}) };
   }
 }
 
@@ -173,6 +181,7 @@ export class Replay {
     this.frames = [];
     this.head = null;
     this.at = { index: -1, state: null };
+    this.adapters = new Map(); // name -> its number, in the order in which they were first mentioned
   }
 
   take(text) {
@@ -187,6 +196,8 @@ export class Replay {
       return;
     }
     checkLine(line);
+    for (const name of [...(line.slots ?? []).map(([name]) => name), ...(line.named ?? []).map((one) => one[4]), ...(line.requests ?? []).map((one) => one[9])])
+      if (name && !this.adapters.has(name)) this.adapters.set(name, this.adapters.size + 1);
     if ("key" in line) return this.takeKey(line);
     ensure(this.head, "the first step comes before any state");
     this.frames.push({ line, ...this.head.apply(line), step: line.step, t: line.t });
@@ -303,6 +314,8 @@ class View {
     const canvas = (name, label, extra = {}) => (this[name] = make("canvas", { role: "img", "aria-label": label, ...extra }));
     const card = (title, legend, ...parts) => make("section", { class: "xr-card", "aria-label": title }, make("header", {}, make("h3", {}, title), legend ?? ""), ...parts);
     const batch = card("Batch of this step", this.legend([["prefill", "P prefill"], ["decode", "D decode"], ["draft", "drafts ✓ accepted, ✕ rejected"], ["preempted", "↩ preempted"]]), canvas("strip", "", { class: "xr-pick" }));
+    this.slotBox = make("div", { class: "xr-chips xr-slots" });
+    this.slotCard = card("Adapter slots", this.legend([["fresh", "filled in this step"]]), this.slotBox);
     const past = card("Steps so far", this.legend([["prefill", "prefill tokens"], ["decode", "decode tokens"], ["draft", "drafts"], ["usage", "blocks held"], ["mark", "preemption"]]), canvas("history", "", { class: "xr-pick" }));
     const pool = card("KV-cache blocks", this.legend([["held", "held, by request"], ["shared", "shared"], ["filling", "being filled"], ["cached", "cached and free"], ["free", "free"], ["fresh", "taken in this step"], ["hit", "found in the cache"]]),
       canvas("pool", "", { class: "xr-pick", tabindex: 0, role: "application" }));
@@ -316,7 +329,7 @@ class View {
     this.tip = make("div", { class: "xr-tip", hidden: true });
     this.spoken = make("p", { class: "xr-spoken", "aria-live": "polite" });
     this.root = make("div", { class: "xr", "data-lm-suppress-shortcuts": "true" },
-      make("div", { class: "xr-top" }, make("h2", {}, "X-ray", this.model), this.status, bar), this.says, steps, numbers, batch, past,
+      make("div", { class: "xr-top" }, make("h2", {}, "X-ray", this.model), this.status, bar), this.says, steps, numbers, batch, this.slotCard, past,
       make("div", { class: "xr-columns" }, make("div", {}, pool, request), queues), this.tip, this.spoken);
     element.replaceChildren(this.root);
     this.listen();
@@ -448,7 +461,8 @@ class View {
     if (!frame) return "";
     const kinds = ["prefill", "decode"].map((kind) => plural(frame.batch.filter((one) => one.kind === kind).length, kind));
     const chosen = this.selected === null ? "" : ` Request ${this.selected} is chosen.`;
-    return `Step ${frame.step}: ${kinds.join(", ")}, ${frame.preempted.length} preempted.${chosen}`;
+    const filled = [...(frame.filled ?? [])].map(([slot, before]) => ` Slot ${slot} gets the adapter ${this.state?.slots[slot]?.[0]}${before ? ` in place of ${before}` : ""}.`);
+    return `Step ${frame.step}: ${kinds.join(", ")}, ${frame.preempted.length} preempted.${filled.join("")}${chosen}`;
   }
 
   tell(words) {
@@ -508,6 +522,7 @@ class View {
     this.state = state;
     this.drawNumbers(state, frame);
     this.drawStrip(state, frame);
+    this.drawSlots(state, frame);
     this.drawHistory();
     this.drawPool(state, frame);
     this.drawQueues(state);
@@ -588,7 +603,7 @@ class View {
     }
     const set = (name, value, rest) => this.numbers[name].replaceChildren(value.toLocaleString("en"), make("small", {}, ` ${rest}`));
     set("tokens", tokens, `of ${state.budget.toLocaleString("en")}`);
-    const inSlots = state.maxLoras ? `, with ${adapters.size} of at most ${plural(state.maxLoras, "adapter")}` : "";
+    const inSlots = state.maxLoras ? `, ${adapters.size} of ${plural(state.maxLoras, "adapter")}` : "";
     set("running", running, `of ${state.maxSeqs.toLocaleString("en")}${inSlots}`);
     set("waiting", state.waiting[0], "");
     set("held", holders.size, `${Math.round((100 * holders.size) / usable)} %`);
@@ -667,6 +682,31 @@ class View {
     if (one.kind === "prefill") return `Request ${one.number}: prefill, tokens ${one.start} to ${end - 1}${one.fresh ? ", and its first new token" : ""}`;
     const drafts = one.drafts ? `, ${one.accepted} of ${plural(one.drafts, "draft")} accepted` : "";
     return `Request ${one.number}: decode at position ${one.start}${drafts}`;
+  }
+
+  // The slots of adapters: a chip for each, which chooses the requests that use what lies in it, one after the other.
+  drawSlots(state, frame) {
+    this.slotCard.hidden = !state.slots.length;
+    const users = new Map();
+    for (const { number, running, adapter } of state.requests.values())
+      if (running && adapter) users.set(adapter, [...(users.get(adapter) ?? []), number]);
+    const slots = state.slots.slice(0, SLOTS).map(([name, pinned], slot) => ({ slot, name, pinned, users: users.get(name) ?? [], filled: frame.filled?.has(slot) ?? false, before: frame.filled?.get(slot) ?? "" }));
+    rebuild(this.slotBox, JSON.stringify([slots, state.slots.length]), () => [
+      ...slots.map((one) => {
+        const said = !one.name ? "free" : [one.users.length ? `${one.users.length} running` : "not in use", ...(one.pinned ? ["pinned"] : []), ...(one.before ? [`in place of ${one.before}`] : [])].join(", ");
+        const act = () => this.select(one.users[(one.users.indexOf(this.selected) + 1) % one.users.length] ?? null);
+        return make("button", { type: "button", class: `xr-chip${one.filled ? " xr-filled" : ""}`, "data-kept": one.slot, onclick: act, title: wordsOfSlot(one), "aria-label": wordsOfSlot(one) },
+          make("small", {}, String(one.slot)), ...(one.name ? [this.badge(one.name)] : []), make("span", {}, said));
+      }),
+      ...(state.slots.length > SLOTS ? [make("span", { class: "xr-more" }, `and ${state.slots.length - SLOTS} more`)] : []),
+    ]);
+  }
+
+  // An adapter's name with its colour: a square, since requests have round ones.
+  badge(name) {
+    const square = make("i");
+    square.style.background = hue(this.replay.adapters.get(name));
+    return make("em", { class: "xr-adapter" }, square, name);
   }
 
   // All steps that are kept, as bars; the window moves so that the shown one is in it.
@@ -853,20 +893,17 @@ class View {
 
   fill(box, requests, words, total) {
     const shown = requests.slice(0, CHIPS);
-    const key = `${shown.map((one) => one.number).join()} ${total}`;
-    if (box.dataset.key !== key) {
-      box.dataset.key = key;
+    rebuild(box, `${shown.map((one) => one.number).join()} ${total}`, () => {
       const chips = shown.map((one) => {
         const dot = make("i");
         dot.style.background = hue(one.number);
-        return make("button", { type: "button", class: "xr-chip", "data-number": one.number, onclick: () => this.select(one.number) }, dot, make("span"));
+        return make("button", { type: "button", class: "xr-chip", "data-number": one.number, "data-kept": one.number, onclick: () => this.select(one.number) },
+          dot, ...(one.adapter ? [this.badge(one.adapter)] : []), make("span"));
       });
       const more = total > shown.length ? [make("span", { class: "xr-more" }, `and ${(total - shown.length).toLocaleString("en")} more`)] : [];
       const none = total ? [] : [make("span", { class: "xr-more" }, "nobody")];
-      const focused = box.contains(document.activeElement) ? document.activeElement.dataset.number : null;
-      box.replaceChildren(...chips, ...more, ...none);
-      if (focused) box.querySelector(`[data-number="${focused}"]`)?.focus();
-    }
+      return [...chips, ...more, ...none];
+    });
     shown.forEach((one, index) => {
       const chip = box.children[index];
       const said = `#${one.number} ${words(one)}`;
@@ -898,11 +935,12 @@ class View {
   detailOf(state, request) {
     const close = make("button", { type: "button", onclick: () => this.select(null), title: "Escape" }, "Close");
     if (!request) return [make("p", { class: "xr-quiet" }, `Request ${this.selected} is not there at this step: it has ended, or has not come yet. `), close];
+    const slots = request.adapter ? state.slots.flatMap(([name], slot) => (name === request.adapter ? [slot] : [])) : [];
     const facts = [
       ["request", `#${request.number}`], ["id", request.id], ["status", request.running ? "running" : request.preemptions ? "waits after a preemption" : "waits"],
       ["prompt", plural(request.prompt, "token")], ["generated", `${request.tokens - request.prompt}${request.max ? ` of at most ${request.max}` : ""}`],
       ["computed", `${request.computed} of ${request.tokens} tokens`], ["preemptions", String(request.preemptions)],
-      ...(request.adapter ? [["adapter", String(request.adapter)]] : []),
+      ...(request.adapter ? [["adapter", `${request.adapter}${slots.length ? `, in slot ${slots.join(" and ")}` : ""}`]] : []),
     ];
     const table = make("ol", { class: "xr-table", tabindex: 0, "aria-label": "Block table" }, ...request.blocks.slice(0, 256).map((block, index) => {
       const filled = Math.max(0, Math.min(state.blockSize, request.computed - index * state.blockSize));
@@ -979,6 +1017,21 @@ class View {
     this.resized.disconnect();
     cancelAnimationFrame(this.pending);
   }
+}
+
+// Puts other children into a box when what its key says has changed; who has the focus keeps it.
+function rebuild(box, key, children) {
+  if (box.dataset.key === key) return;
+  box.dataset.key = key;
+  const focused = box.contains(document.activeElement) ? document.activeElement.dataset.kept : null;
+  box.replaceChildren(...children());
+  if (focused) box.querySelector(`[data-kept="${focused}"]`)?.focus();
+}
+
+function wordsOfSlot({ slot, name, pinned, users, filled, before }) {
+  if (!name) return `Slot ${slot}: free`;
+  const use = users.length ? `used by ${plural(users.length, "running request")}` : pinned ? "not in use" : "not in use, so another adapter may take its place";
+  return `Slot ${slot}: adapter ${name}, ${use}${pinned ? ", pinned" : ""}${filled ? `; copied in this step${before ? `, in place of ${before}` : ""}` : ""}`;
 }
 
 // Block -> the share of its slots that is computed, for those that are not full.
