@@ -283,14 +283,14 @@ def timed_batch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, l
     return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
 
 
-def measure_intensity(device: torch.device) -> dict:
+def measure_intensity(device: torch.device, quick: bool) -> dict:
     """FLOPs per byte of the two things that a decode step reads, and what share of this device's rates they reach."""
-    rates, shares = measure_device(device, ("bfloat16", "float32")), {}
+    rates, shares = measure_device(device, ("bfloat16", "float32"), quick), {}
     fastest = getattr(torch, rates.fastest)  # many processors have no instructions for bfloat16
-    weight = torch.randn(16384, 4096, device=device).to(fastest)  # larger than any cache on the way
+    weight = torch.randn(2048 if quick else 16384, 4096, device=device).to(fastest)  # if not quick, in no cache
     for count in track(COUNTS, "reading weights"):
         x = torch.randn(count, 4096, device=device).to(fastest)
-        moved = weight.element_size() * (weight.numel() + x.numel() + count * 16384)
+        moved = weight.element_size() * (weight.numel() + x.numel() + count * len(weight))
         step, flops = partial(F.linear, x, weight), 2 * count * weight.numel()
         shares[f"weights_{count}"] = measure_share(step, moved, flops, rates, device)
     count, slots, dtype = (64, 4096, torch.bfloat16) if device.type == "cuda" else (2, 2048, torch.float32)
@@ -368,7 +368,7 @@ def main(arguments: Namespace) -> None:
     ledger = memory_ledger(served, arguments.gpu, max_model_len=arguments.max_model_len)
     (model, config), tokenizer = load_model(arguments.model, device, "float32"), load_tokenizer(arguments.model)
     prompt, limit = tokenizer.encode(arguments.prompt).ids, config.max_position_embeddings
-    new_tokens = arguments.tokens or (64 if arguments.quick else 1024 if arguments.full else 256)
+    new_tokens = arguments.tokens or (32 if arguments.quick else 1024 if arguments.full else 256)
     if not prompt:
         raise MinivllmError("the prompt is empty: the model needs a token to start from")
     if len(prompt) + new_tokens > limit:
@@ -385,7 +385,7 @@ def main(arguments: Namespace) -> None:
     found["kernels"] = prove(verify_kernels, device)
     heading("5. What limits decode")
     with control.watch():
-        found |= {"intensity": measure_intensity(device), "sequences": measure_sequences(model)}
+        found |= {"intensity": measure_intensity(device, arguments.quick), "sequences": measure_sequences(model)}
     heading("6. The ledger")
     found["reservation"] = replay(ledger.max_model_len, arguments.seed)
     heading("7. Break it")

@@ -320,10 +320,10 @@ def main(arguments: Namespace) -> None:
     llm, without = LLM(path, **settings), LLM(path, enable_prefix_caching=False, **settings)
     model, texts = load_model(path, device, "float32")[0], held_out_tokens(llm, 16, 512)
     text, some = [token for one in texts for token in one], [one[:256] for one in texts[: 4 if quick else 16]]
-    found: dict = {}
+    found, shared = {}, (min(arguments.users, 4), 1) if quick else (arguments.users, 3)
     with control.watch():
         heading("1. Prefix caching")
-        found["prefix"] = report.measure_prefixes(llm, without, text * 4, min(arguments.users, 4 if quick else 32))
+        found["prefix"] = report.measure_prefixes(llm, without, text * 4, *shared)
         heading("2. The KV cache in int8")
         found["kernels"] = prove(verify_kernels, device)
         found["kv"] = report.measure_cache(llm, path, some, 128 if quick else 768, device)

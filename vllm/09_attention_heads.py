@@ -330,7 +330,10 @@ def main(arguments: Namespace) -> None:
         found["latent"] = report.measure_latent(plain_attention, absorbed_attention, arguments, device)
     heading("4. The kernels")
     found["kernels"] = prove(
-        partial(report.verify_kernels, grouped_attention, absorbed_attention, decode, latent_decode), device
+        partial(
+            report.verify_kernels, grouped_attention, absorbed_attention, decode, latent_decode, quick=arguments.quick
+        ),
+        device,
     )
     heading("5. What sharing costs")
     found["pooled"] = report.measure_pooled(pool_heads, arguments, device)

@@ -329,7 +329,7 @@ def main(arguments: Namespace) -> None:
         found["chats"] = report.measure_chats(arguments)
     report.recall_servers()
     heading("4. One launch or two")
-    found["kernel"] = prove(partial(report.verify_kernel, mixed_launch, in_two_launches), device)
+    found["kernel"] = prove(partial(report.verify_kernel, mixed_launch, in_two_launches, quick=arguments.quick), device)
     with control.watch():
         found["launches"] = report.compare_launches(partial(tile_work, group=4), device)
     heading("5. What the pieces cost")

@@ -77,7 +77,7 @@ def ragged_case(queries, lengths, heads, kv_heads, head_dim, dtype):
     return q, k, v, lesson.starts(queries), lesson.starts(lengths)
 
 
-@pytest.mark.parametrize("shape", [(4, 4, 64), (6, 2, 80), (8, 1, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 64), (6, 2, 80), (4, 1, 128)], ids=str)
 @pytest.mark.parametrize("case", RAGGED)
 def test_one_launch_is_the_loop(case, shape, device):
     queries, lengths = RAGGED[case]

@@ -96,11 +96,11 @@ def written(lengths, kv_heads, head_dim, block_size, dtype, device):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
-    [(2, 2, 64, 16, EXACT), (6, 2, 80, 5, torch.float16), (8, 1, 128, 1, EXACT), (3, 3, 16, 64, torch.float16)],
+    [(2, 2, 64, 16, EXACT), (6, 2, 80, 5, torch.float16), (4, 1, 128, 1, EXACT), (3, 3, 16, 64, torch.float16)],
 )
 def test_what_the_kernels_write_and_read(heads, kv_heads, head_dim, block_size, dtype, device):
     torch.manual_seed(0)
-    lengths = [0, 1, block_size, block_size + 1, TILE - 1, TILE + 1]
+    lengths = sorted({0, 1, max(1, block_size - 1), block_size, block_size + 1, TILE + 1})
     new, slots, caches, scales, tables = written(lengths, kv_heads, head_dim, block_size, dtype, device)
     for rows, cache, scale in zip(new, caches.cpu(), scales.cpu(), strict=True):
         integers, expected = lesson.quantize(rows)

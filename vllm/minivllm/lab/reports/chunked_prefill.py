@@ -234,15 +234,15 @@ def num_decodes_of(queries: Sequence[int], name: str) -> int:
 
 
 def verify_kernel(
-    mixed_launch: Callable[..., Tensor], in_two_launches: Callable[..., Tensor], device: torch.device
+    mixed_launch: Callable[..., Tensor], in_two_launches: Callable[..., Tensor], device: torch.device, quick: bool
 ) -> dict[str, float]:
-    """One launch and two against float64 on awkward steps.
+    """One launch and two against float64 on awkward steps; `quick`: in one shape of heads.
 
     Raises:
         AssertionError: a row is wrong, or was not written.
     """
     errors: dict[str, float] = {}
-    for heads, kv_heads, head_dim in track([(4, 2, 32), (6, 2, 80)], "verifying the kernel"):
+    for heads, kv_heads, head_dim in track([(4, 2, 32), (6, 2, 80)][quick:], "verifying the kernel"):
         for name, lengths in AWKWARD.items():
             case = mixed_case(*lengths, heads, kv_heads, head_dim, torch.float16)
             expected = exact(case)
@@ -369,6 +369,8 @@ LARGE = {
     "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "dtype": "float32",
 }  # fmt: skip
 """A model whose weights, 487 MB, fit into no cache: only then are they read from memory in every step."""
+QUICK = {"hidden_size": 512, "intermediate_size": 2048}
+"""So the steps are the same, and the knee that they show is another."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 FEW, MANY, ROWS = 4, 32, 256
 
@@ -380,8 +382,9 @@ def measure_knee(knee: Callable[[float, float, float], float], arguments: argpar
     second. Found: see `sweep_knee`. The medians of all turns count; each turn by itself also foretells and finds, which
     gives the spread.
     """
-    config = ModelConfig.from_dict(LARGE | ({"num_hidden_layers": 1} if arguments.quick else {}))
-    turns, numbers = _turns_of_steps(config, arguments), config.intermediate_size * config.hidden_size
+    settings = LARGE | QUICK if arguments.quick else LARGE
+    config, turns = ModelConfig.from_dict(settings), _turns_of_steps(settings, arguments)
+    numbers = config.intermediate_size * config.hidden_size
     parameters = num_parameters(config) - config.vocab_size * config.hidden_size
 
     def judged(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -411,7 +414,7 @@ def measure_knee(knee: Callable[[float, float, float], float], arguments: argpar
     return {"steps_ms": steps, "megabytes": 4 * parameters / 1e6, **one, "least": min(each), "most": max(each)}
 
 
-def _turns_of_steps(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, list[float]]:
+def _turns_of_steps(settings: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of steps by their tokens, of all layers' products with one row, and of one product with many, in turns.
 
     A shared machine's memory is not always equally fast; in turns that affects all alike. The tokens are those of as
@@ -419,17 +422,17 @@ def _turns_of_steps(config: ModelConfig, arguments: argparse.Namespace) -> dict[
     """
     device = arguments.device
     with tempfile.TemporaryDirectory() as folder, one_thread():
-        (Path(folder) / "config.json").write_text(json.dumps(LARGE | {"num_hidden_layers": config.num_hidden_layers}))
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
         blocks = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=2 * SIZES[-1], enable_prefix_caching=False)
         sizes = {"max_model_len": 256, "max_num_seqs": SIZES[-1], "max_num_batched_tokens": SIZES[-1]}
         core = bare_engine(folder, device, blocks, load_format="dummy", dtype="float32", **sizes)
         model: Any = runner_of(core).model
-        x = torch.randn(ROWS, config.intermediate_size, device=device)
+        x = torch.randn(ROWS, settings["intermediate_size"], device=device)
 
         def one_row() -> None:
             for layer in model.layers:
                 for product in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj):
-                    product(x[:1, : config.hidden_size].contiguous())
+                    product(x[:1, : settings["hidden_size"]].contiguous())
                 layer.mlp.down_proj(x[:1])
 
         calls: dict[str, Callable[[], object]] = {"row": one_row, "rows": lambda: model.layers[0].mlp.down_proj(x)}

@@ -80,7 +80,7 @@ def paged_model(arguments: argparse.Namespace) -> PagedModel:
 
 def measure_interference(arguments: argparse.Namespace) -> dict:
     """The gaps between the tokens of a few chats while long prompts arrive, by the token budget of a step."""
-    found, rows, prompts = {}, [], 2 if arguments.quick else 4
+    found, rows, prompts = {}, [], 1 if arguments.quick else 4
     for budget in track((None, *BUDGETS), "disturbing"):
         core = _engine(arguments, budget or BUDGETS[0])
         run = disturb(core, arguments.prompt, prompts if budget else 0, CHATS, CHAT_PROMPT)
@@ -378,7 +378,7 @@ def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], argu
 
 def _simulated_pools(arguments: argparse.Namespace) -> dict:
     """Goodput for each GPU of one pool with three budgets, and of two pools in three ratios, for two kinds of work."""
-    model, gpu, counted = known_model(MODEL), get_hardware(GPU), 30 if arguments.quick else 60
+    model, gpu, counted = known_model(MODEL), get_hardware(GPU), 10 if arguments.quick else 60
     rounds, found, rows = 3 if arguments.quick else 5, {}, []
     systems: dict[str, System] = {
         f"one pool, {one} tokens a step": Colocated(model, gpu, GPUS, one) for one in POOL_BUDGETS

@@ -98,7 +98,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """The lesson's own flags, besides the common ones; `doc` is shown by --help."""
     flags = lesson_parser(doc or "", EMBEDDED_MODEL)
     flags.add_argument("--prompt", default="def ", help="text to continue")
-    flags.add_argument("--tokens", type=positive_int, help="how many to generate (default: 256, 64 quick, 1024 full)")
+    flags.add_argument("--tokens", type=positive_int, help="how many to generate (default: 256, 32 quick, 1024 full)")
     flags.add_argument("--gpu", default="L4", help="the card of the ledger")
     flags.add_argument("--serve", default="Llama-3.1-8B", help="the model on that card")
     flags.add_argument("--max-model-len", type=positive_int, default=2048, help="slots reserved for each request")

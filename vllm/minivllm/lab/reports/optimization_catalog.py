@@ -55,11 +55,11 @@ Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 # ---- prefix caching --------------------------------------------------------------------------------------------------
 
 
-def measure_prefixes(llm: LLM, without: LLM, text: Sequence[int], users: int) -> dict:
+def measure_prefixes(llm: LLM, without: LLM, text: Sequence[int], users: int, rounds: int) -> dict:
     """Each workload with and without the prefix cache: hit rate in tokens, and the gain in time to first token."""
     found, rows = {}, []
     for name, work in track(WORK.items(), "sharing prefixes"):
-        runs = [[serve(one, work, text, users) for one in (llm, without)] for _ in range(3)]
+        runs = [[serve(one, work, text, users) for one in (llm, without)] for _ in range(rounds)]
         sooner = statistics.median(off.first_token_seconds / on.first_token_seconds for on, off in runs)
         on, off = runs[0]
         hit, same = on.hits / on.queries, statistics.mean(a == b for a, b in zip(on.answers, off.answers, strict=True))

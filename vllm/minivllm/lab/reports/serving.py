@@ -113,7 +113,7 @@ def measure_trace(real: RealServer, requests: int = 7) -> dict:
 def measure_places(ports: Mapping[str, int], arguments: argparse.Namespace) -> dict:
     """The same closed load on the lesson's server, by where its core runs."""
     clients = min(4, arguments.clients) if arguments.quick else arguments.clients
-    count, found, rows = 2 * clients if arguments.quick else 6 * clients, {}, []
+    count, found, rows = clients if arguments.quick else 6 * clients, {}, []
     asks = [Ask(to_lesson(token_ids)) for token_ids in prompts(count + 1, arguments.seed)]
     for place, port in track(ports.items(), "loading"):
         load(port, asks[:1], clients=1)
