@@ -23,6 +23,7 @@ from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+    from warm_processes import Template
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
@@ -76,6 +77,29 @@ def browser() -> Iterator[Browser]:
     assert chromium, f"no Chromium on this machine: {HOW_TO_GET_IT}"
     with sync_playwright() as playwright:
         yield start_browser(playwright, chromium)
+
+
+@pytest.fixture(scope="session")
+def template() -> Iterator[Template | None]:
+    """The process that is forked for ranks and cores; None where only Linux can."""
+    from warm_processes import Template
+
+    template = Template() if sys.platform == "linux" else None
+    yield template
+    if template is not None:
+        template.close()
+
+
+@pytest.fixture(scope="module")
+def warm_processes(template: Template | None) -> Iterator[None]:
+    """A file whose ranks and cores need not be fresh interpreters (`warm_processes.py`)."""
+    from warm_processes import WarmSubprocess
+
+    with pytest.MonkeyPatch.context() as patch:
+        if template is not None:
+            for starter in ("minivllm.executor.rank_processes", "minivllm.engine.core_processes"):
+                patch.setattr(f"{starter}.subprocess", WarmSubprocess(template))
+        yield
 
 
 def compute_on_one_thread() -> None:

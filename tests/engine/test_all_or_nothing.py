@@ -12,7 +12,7 @@ import pytest
 
 import minivllm.errors
 from minivllm import LLM, MinivllmError, SamplingParams
-from minivllm.config import EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_DRAFT
 from minivllm.core.messages import EngineCoreRequest
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.errors import NonFiniteLogitsError
@@ -41,10 +41,19 @@ class Boom(BaseException):
 
 
 class RaiseAtLine:
-    """Raises in the engine's own code after a given number of its lines has run."""
+    """Raises in the engine's own code after a given number of its lines has run. `places` has all that were passed."""
 
     def __init__(self, line: int) -> None:
-        self.line, self.count, self.place = line, 0, ""
+        self.line = line
+        self.places: list[tuple[str, int]] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.places[-1]
 
     def __enter__(self):
         sys.settrace(self._call)
@@ -61,9 +70,8 @@ class RaiseAtLine:
 
     def _line(self, frame, event, argument):
         if event == "line":
-            self.count += 1
+            self.places.append((frame.f_code.co_filename, frame.f_lineno))
             if self.count == self.line:
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 sys.settrace(None)
                 raise Boom(self.place)
         return self._line
@@ -71,12 +79,13 @@ class RaiseAtLine:
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(EMBEDDED_MODEL, **SETTINGS, num_gpu_blocks_override=40, speculative_config={"num_speculative_tokens": 3})
+    drafts = {"num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    return LLM(EMBEDDED_DRAFT, **SETTINGS, num_gpu_blocks_override=40, speculative_config=drafts)
 
 
 @pytest.fixture(scope="module")
 def expected():
-    plain = LLM(EMBEDDED_MODEL, **SETTINGS, num_gpu_blocks_override=200, enable_prefix_caching=False)
+    plain = LLM(EMBEDDED_DRAFT, **SETTINGS, num_gpu_blocks_override=200, enable_prefix_caching=False)
     return [output.outputs[0].token_ids for output in plain.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
@@ -97,23 +106,26 @@ def generate_for_ever(llm, prompts, params):
         llm.generate(prompts, params, use_tqdm=False)
 
 
-def lines_of_a_run(llm):
+def places_of_a_run(llm):
     with RaiseAtLine(-1) as never:
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    return never.count
+    return never.places
 
 
-def test_raised_at_hundreds_of_lines(llm, expected):
+def test_raised_at_many_places(llm, expected):
+    """Lines of the source that are far from each other, each at one of the times that it runs."""
     check(llm, expected)
-    lines = lines_of_a_run(llm)
-    places = random.Random(0).sample(range(1, lines), 120)
-    seen = set()
-    for line in places:
-        with RaiseAtLine(line) as raiser, pytest.raises(Boom):
+    assert llm.llm_engine.stats.spec_decoding_stats.num_accepted_tokens > 0
+    times: dict[tuple[str, int], list[int]] = {}
+    for line, place in enumerate(places_of_a_run(llm), start=1):
+        times.setdefault(place, []).append(line)
+    chance, seen = random.Random(0), set()
+    for place in sorted(times)[:: max(1, len(times) // 60)]:
+        with RaiseAtLine(chance.choice(times[place])) as raiser, pytest.raises(Boom):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         seen.add(raiser.place)
         check(llm, expected)
-    assert len(seen) > 40, "the lines were to be many different ones"
+    assert len(seen) > 50, "the lines were to be many different ones"
 
 
 def test_interrupted_by_a_timer(llm, expected):
@@ -121,7 +133,7 @@ def test_interrupted_by_a_timer(llm, expected):
     check(llm, expected)
     interrupted, delays = 0, random.Random(1)
     for _ in range(60):
-        timer = threading.Timer(delays.uniform(0.0, 0.08), os.kill, (os.getpid(), signal.SIGINT))
+        timer = threading.Timer(delays.uniform(0.0, 0.04), os.kill, (os.getpid(), signal.SIGINT))
         try:
             timer.start()
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)

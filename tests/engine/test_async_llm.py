@@ -18,6 +18,8 @@ from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.sampling_params import RequestOutputKind
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n", "for name in"]
 SETTINGS = {"model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 200}
 

@@ -19,6 +19,8 @@ from minivllm.engine.wire import decode, encode
 from minivllm.errors import EngineDeadError
 from minivllm.lab.inside import core_of
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 SETTINGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
 PROMPTS = ["import os\n", "def add(a, b):\n", "class Node:\n", "for name in", "import os\nimport sys\n", "x ="] * 2
 PARAMS = [

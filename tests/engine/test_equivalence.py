@@ -13,6 +13,8 @@ import torch
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 FAMILIES = {
     "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0,
                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},

@@ -15,6 +15,8 @@ from minivllm.core.remote_kv import LOAD_FAILED
 from minivllm.errors import MinivllmError
 from minivllm.worker.kv_connector_runner import KVConnectorRunner
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 SMALL: dict[str, Any] = {
     "model": EMBEDDED_MODEL,
     "device": "cpu",

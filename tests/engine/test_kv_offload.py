@@ -18,6 +18,8 @@ from minivllm.errors import MinivllmError
 from minivllm.kv_connector.multi_connector import MultiConnector
 from minivllm.lab.inside import core_of
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 SMALL: dict[str, Any] = {
     "model": EMBEDDED_MODEL,
     "device": "cpu",

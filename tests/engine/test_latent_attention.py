@@ -18,6 +18,8 @@ from minivllm.worker import latent_attention
 from minivllm.worker.latent_attention import StepForms
 from minivllm.worker.paged_attention import AttentionMetadata
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 SHAPE = {
     "vocab_size": 151, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 128, "initializer_range": 0.3, "tie_word_embeddings": False, "eos_token_id": 3,

@@ -28,6 +28,8 @@ from minivllm.lab.adapters import merge_adapter, random_adapter, write_adapter
 from minivllm.lab.inside import core_of, runner_of
 from minivllm.memory.adapters import ALL_LINEARS, MLP_LINEARS
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SETTINGS = {"device": "cpu", "max_model_len": 128, "enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

@@ -21,6 +21,8 @@ from minivllm.lab.pipeline import record_pipeline
 from minivllm.memory import kv_bytes_per_token
 from minivllm.models.pipeline import get_pp_indices
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "max_model_len": 96, "max_num_seqs": 6}
 
 

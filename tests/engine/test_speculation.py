@@ -35,6 +35,8 @@ from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, PROPOSERS, mak
 from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
 from minivllm.worker.spec_decode.suffix_proposer import SuffixProposer
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 SETTINGS = {
     "device": "cpu",
     "dtype": "float32",

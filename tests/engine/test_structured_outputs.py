@@ -20,6 +20,8 @@ from minivllm.structured_output.grammar_text import MOST_CHARACTERS, check_gramm
 from minivllm.structured_output.manager import StructuredOutputManager
 from minivllm.structured_output.request import StructuredOutputRequest
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 PROMPT = "def add(a, b):\n    return"
 SETTINGS = {"device": "cpu", "dtype": "float32", "max_model_len": 160, "num_gpu_blocks_override": 150}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}

@@ -26,6 +26,8 @@ from minivllm.executor.uniproc_executor import UniprocExecutor
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.worker import WorkerSettings
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 BLOCK_SIZE, NUM_BLOCKS, NUM_STEPS = 16, 40, 10
 PROMPTS = {
     "greedy": [(7 * position + 5) % 900 for position in range(40)],

@@ -1,9 +1,12 @@
 """Ranks in stages of several: who leaves is missed by its own stage, too."""
 
+import pytest
 from executor.group_member import Member
 
 from minivllm.executor.multiproc_executor import rendezvous
 from minivllm.executor.rank_processes import RankProcesses
+
+pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
 def test_a_rank_that_leaves_is_missed_in_its_own_stage():
