@@ -1,9 +1,13 @@
-"""Tests that this machine cannot run are left out, and one line for each kind of them says so at the end."""
+"""Tests that this machine cannot run are left out, and one line for each kind of them says so at the end.
+
+What needs torch is imported where it is used: the head process of xdist runs no test, and starts sooner without.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import re
 import signal
@@ -13,13 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from cluster.hosts import why_not_here
 from e2e.chromium import HOW_TO_GET_IT, find_chromium
-from left_as_found import changes, put_back, seed_everything, state
-
-from minivllm.kv_connector.nixl_agent import is_nixl_installed
-from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -33,6 +32,8 @@ NIXL_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_NIXL"))
 
 def leave_as_found() -> Iterator[None]:
     """Whoever leaves the process changed fails, in place of another test after it."""
+    from left_as_found import changes, put_back, seed_everything, state
+
     before = state()
     seed_everything()
     yield
@@ -60,8 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a kernel in Triton's interpreter")
     config.stash[LEFT_OUT] = {}
     os.environ.setdefault("MINIVLLM_COMPILED", str(Path(__file__).with_name("compiled.json")))
-    compute_on_one_thread()
     keep_bytecode()
+    compute_on_one_thread()
     hear_interrupts()
     set_no_deadlines()
     gc.disable()
@@ -103,9 +104,11 @@ def warm_processes(template: Template | None) -> Iterator[None]:
 
 
 def compute_on_one_thread() -> None:
-    """Here and in the processes that tests start: four workers of xdist share two cores, and the models are small."""
+    """Here and in the processes that tests start: four workers of xdist share two cores, and the models are small.
+
+    Torch, which is not yet loaded, reads it when it is.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
 
 
 def keep_bytecode() -> None:
@@ -141,6 +144,14 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.enable()
+    let_torch_log_through_the_root()
+
+
+def let_torch_log_through_the_root() -> None:
+    """Pytest hands its handlers to each logger that does not, six times for a test, and torch has 45 of them."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_unconfigure() -> None:
@@ -150,6 +161,11 @@ def pytest_unconfigure() -> None:
 
 def missing_here() -> dict[str, str]:
     """Marker -> what its tests need and this machine has not."""
+    import torch
+
+    from minivllm.kv_connector.nixl_agent import is_nixl_installed
+    from minivllm.platforms.triton_utils import HAS_TRITON, INTERPRETED
+
     reasons = {}
     if not torch.cuda.is_available() or INTERPRETED:
         reasons["gpu"] = "need a CUDA device (make gpu)"

@@ -162,7 +162,12 @@ def _restore_logging(was: dict[str, Any]) -> None:
 
 def _modules() -> dict[str, Any]:
     """Only the project's own: what a test loads under a name of its own is nobody else's."""
-    return {name: module for name, module in [*sys.modules.items()] if name.startswith(OURS)}
+    names = set(sys.modules) - _foreign  # 4,000 less 3,600, twice for each test: what is foreign is looked at once
+    _foreign.update(name for name in names if not name.startswith(OURS))
+    return {name: sys.modules.get(name) for name in names - _foreign}
+
+
+_foreign: set[str] = set()
 
 
 def _signals() -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Where Chromium is on this machine, if it is."""
 
 import os
+import runpy
 import shutil
 from pathlib import Path
 
-from minivllm.lab.exercise import load
-
-NAMES = load(Path(__file__).resolve().parents[2] / "tools" / "doctor.py").BROWSERS
+NAMES = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "doctor.py"))["BROWSERS"]
 HOW_TO_GET_IT = "apt-get install chromium, or name one in CHROMIUM=PATH"
 
 
