@@ -142,6 +142,7 @@ def causal_rows_kernel(out, scores, values, rows, keys, HEAD_DIM: tl.constexpr, 
     Walk over the tiles that the row sees, and mask what it does not see of the last one. A masked element is not loaded
     and costs nothing: `tl.load(…, mask=…, other=…)`. So a row that sees n keys reads 4 × n × (1 + HEAD_DIM) bytes.
 
-    Traps: the offset keys - rows. A score that is not loaded must count as -inf, not as 0.
+    Traps: the offset keys - rows. A score that is not loaded must count as -inf, not as 0. Without `other`, what is not
+    loaded is undefined, NaN in the checks, and 0 * NaN is NaN.
     """
     raise NotImplementedError("the loop of row_output_kernel, up to the row's last key, with masked loads")

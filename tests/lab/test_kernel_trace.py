@@ -298,6 +298,25 @@ def test_after_an_error_the_interpreter_is_as_before():
     assert trace_kernel(scale_kernel, (1,), out, numbers(4), 4, BLOCK=4).bytes_read == 16
 
 
+@triton.jit
+def sum_kernel(out, x, n, BLOCK: tl.constexpr, GUARDED: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    if GUARDED:
+        tl.store(out, tl.sum(tl.load(x + at, mask=at < n, other=0.0), axis=0))
+    else:
+        tl.store(out, tl.sum(tl.load(x + at, mask=at < n), axis=0))
+
+
+def test_what_a_mask_leaves_out_is_undefined_unless_other_says_what_it_is():
+    """The interpreter puts 0 there, and a GPU whatever it likes: a kernel that counts on the 0 must not pass here."""
+    for dtype in (torch.float16, torch.float32):
+        out = torch.zeros(1, dtype=dtype)
+        trace_kernel(sum_kernel, (1,), out, numbers(4).to(dtype), 3, BLOCK=4, GUARDED=True)
+        assert out.item() == 3
+        trace_kernel(sum_kernel, (1,), out, numbers(4).to(dtype), 3, BLOCK=4, GUARDED=False)
+        assert out.isnan().all()
+
+
 def test_a_wrong_call_says_which_argument_is_missing():
     with pytest.raises(TypeError, match="BLOCK"):
         trace_kernel(scale_kernel, (1,), torch.zeros(4), numbers(4), 4)

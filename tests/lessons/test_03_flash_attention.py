@@ -381,6 +381,11 @@ MUTANTS = {
         "tl.load(scores + row * keys + key, mask=key < stop, other=-float('inf'))",
         "tl.load(scores + row * keys + key, mask=key < stop, other=0.0)",
     ),
+    "kernel: counts on zeros where nothing is loaded": (
+        "causal_rows_kernel",
+        "tl.load(values + key[:, None] * HEAD_DIM + column[None, :], mask=(key < stop)[:, None], other=0.0)",
+        "tl.load(values + key[:, None] * HEAD_DIM + column[None, :], mask=(key < stop)[:, None])",
+    ),
     "kernel: loads values that nobody sees": ("causal_rows_kernel", "(key < stop)[:, None]", "(key < keys)[:, None]"),
 }
 

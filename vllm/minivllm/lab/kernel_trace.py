@@ -234,6 +234,7 @@ class _Recorder:
         rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
 
         def masked_load(ptrs: Any, mask: Any, other: Any, *rest: Any, **more: Any) -> Any:
+            other = _undefined(ptrs) if other is None else other  # a handle of zeros is false, too
             return load(ptrs, self._noted(LOAD, ptrs, mask), other, *rest, **more)
 
         def masked_store(ptrs: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
@@ -379,6 +380,17 @@ class _Recorder:
             words[0] + (f"; {len(words) - 1:,} such accesses follow" if len(words) > 1 else "")
             for words in self.outside.values()
         ]
+
+
+def _undefined(ptrs: Any) -> Any:
+    """NaN for what a load masks and names no `other` for: a GPU may put anything there. None for integers, so 0."""
+    from triton.runtime.interpreter import TensorHandle
+
+    element = ptrs.get_element_ty()
+    types = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
+    if element.name not in types:
+        return None
+    return TensorHandle(np.full(ptrs.data.shape, np.nan, types[element.name]), element)
 
 
 def _bytes(accesses: list[Access]) -> int:
