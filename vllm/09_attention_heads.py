@@ -2,7 +2,7 @@
 
 Builds grouped attention (MHA, GQA and MQA are one function), multi-head latent attention in both of its forms, a decode
 kernel that takes a whole group in the rows of one matrix product, and one that attends to latents. You learn what
-sharing saves in bytes and in time, why a cached latent can be read by 128 heads and never be expanded, and why both
+sharing saves in bytes and in time, why 128 heads can attend to a cached latent of which no key is made, and why both
 gains end where a model is divided over more GPUs than it has KV heads.
 
     uv run python vllm/09_attention_heads.py                       # under a minute on a laptop, no GPU needed

@@ -160,7 +160,7 @@ def keys_read_again(prompt_tokens: int, chunk: int) -> int:
 
 
 def knee(flops: float, bandwidth: float, bytes_per_parameter: float) -> float:
-    """Tokens from which on a step's arithmetic takes longer than reading the weights: F · W / (2N · BW)."""
+    """Tokens from which on a step's arithmetic takes longer than reading the weights: F · b / (2 · BW)."""
     return flops * bytes_per_parameter / (2 * bandwidth)
 
 

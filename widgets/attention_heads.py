@@ -1,7 +1,7 @@
 """Lesson 09's widget: what shared keys save, and how many GPUs a model's KV heads can be divided over.
 
 Memory is counted by `minivllm.memory`, as vLLM would at its start, also for models whose heads are shared otherwise;
-rates are those of `simulate.attention_heads`. What such a model would know is not shown: nobody has trained it.
+rates are those of `simulate.attention_heads`. How well such a model would answer is not shown: it need not exist.
 
 The picture in the lesson's text: `uv run python -P -m widgets attention_heads lessons/figures/09_ranks.svg`
 """
@@ -59,10 +59,8 @@ def verdict(state: State) -> Verdict:
     if place.copies > 1:
         spent = kib(place.kv_bytes * (state.tp - state.tp // place.copies))
         return Verdict(f"{fits}; but {spent} KiB of each token are copies. {rank_words(state)}", "tight")
-    times = f"{place.intensity:.3g} operation{'s' * (place.intensity != 1)} for each byte"
-    return Verdict(
-        f"{fits}, with {times} where {state.hardware.ridge():.0f} could be done. {rank_words(state)}", "fine"
-    )
+    times = f"{place.intensity:.3g} operation{'s' * (place.intensity != 1)} for each byte read"
+    return Verdict(f"{fits}, with {times} (the GPU could do {state.hardware.ridge():.0f}). {rank_words(state)}", "fine")
 
 
 def _undivided(state: State) -> str:
@@ -86,7 +84,7 @@ def command(state: State) -> str:
     if state.latent:
         said.append("# vLLM has no flag that gives a model a latent: this is the model as it was published.")
     elif state.kv_heads != known_model(state.model).num_key_value_heads:
-        said.append("# Nobody has trained it with so many KV heads: its weights are random.")
+        said.append("# It was published with other KV heads, so its weights are random here.")
         override = shlex.quote(json.dumps({"num_key_value_heads": state.kv_heads}))
         line += f" --load-format dummy --hf-overrides {override}"
     return "\n".join([*said, line])
@@ -119,9 +117,11 @@ def _enough(state: State) -> Progress:
     ]
     fit = int(state.here.fits) >= state.wanted
     met = fit and state.tp <= 8
-    mend = "GPUs (TP): too few to hold them. Each GPU more keeps fewer heads, as long as there are heads to divide."
+    mend = (
+        "GPUs (TP): too few to hold them. With more GPUs each keeps fewer heads, as long as there are heads to divide."
+    )
     if fit:
-        mend = "GPUs (TP): they fit, and on fewer too. What do the last GPUs keep that others do not keep already?"
+        mend = "GPUs (TP): they fit, and on fewer too. What do the last GPUs keep that the others do not keep already?"
     return _wanted(state, "Llama-3.1-70B", asked, met, _words(state), mend)
 
 
@@ -151,8 +151,8 @@ def _latent(state: State) -> Progress:
     words = f"{_words(state)} {f'{times:.2f} times what 8 KV heads hold.' if fits else ''}".strip()
     asked = [(state.latent < 512, f"Latent width: {state.latent}, and 512 or more is asked for.")]
     mend = (
-        f"GPUs (TP): the 8 KV heads are divided over {state.tp}, and the latent is not: each GPU keeps it whole. Where "
-        "is there nothing to divide?"
+        f"GPUs (TP): the 8 KV heads are divided over {state.tp}, and the latent is not: each GPU keeps it whole. On "
+        "how many GPUs are the heads not divided?"
     )
     return _wanted(state, "Llama-3.1-8B", asked, times >= MANY, words, mend)
 
@@ -166,14 +166,15 @@ CHALLENGES = (
     Challenge(
         "64 H100 for Llama-3.1-70B, requests of 32K: let them hold twice what 32 GPUs hold, or more.",
         _worth,
-        "Now nothing is copied. And it holds no more than one shared head would: each GPU keeps one head in any case.",
+        "Now nothing is copied. Yet it holds no more than one shared head would: each GPU keeps one head in any case.",
     ),
     Challenge(
         "Llama-3.1-8B on H100, requests of 32K: let a latent of 512 numbers or more hold 3 times as many as the "
         "model's own 8 KV heads do.",
         _latent,
-        "A latent is the smallest, and cannot be divided. So models with one rather have a whole copy of attention on "
-        "each GPU, with other requests (data parallel), and divide only their experts.",
+        "A latent is the smallest cache, but it cannot be divided. So models with a latent are often served with a "
+        "whole copy of the attention on each GPU, each for other requests (data parallel), and only their experts are "
+        "divided.",
     ),
 )
 GUESS = Guess(
@@ -207,7 +208,8 @@ KNOBS = {
 SPEC = Spec(
     name="attention_heads",
     title="Who needs all those heads?",
-    lead=f"Drag the GPUs: too few hold too little, and beyond the KV heads twice as many bring under {WORTH:g} times.",
+    lead="Drag the GPUs: too few hold too little, and with more GPUs than KV heads, twice as many hold under "
+    f"{WORTH:g} times the requests.",
     knobs=KNOBS,
     presets={
         "One GPU": {"tensor_parallel_size": 1},

@@ -272,8 +272,9 @@ def rank_words(state: State) -> str:
     kept = max(map(len, state.ranks))
     what = f"{kept} of {state.kv_heads} KV heads" if state.kv_heads > 1 else "the only KV head"
     what = "the whole latent" if state.latent else what
-    alike = f", which {place.copies} keep" if place.copies > 1 else ""
-    return f"Each keeps {what}{alike}: {kib(place.kv_bytes)} KiB a token."
+    alike = f" ({place.copies} keep the same)" if place.copies > 1 else ""
+    who = "Each GPU" if state.tp > 1 else "The GPU"
+    return f"{who} keeps {what}{alike}: {kib(place.kv_bytes)} KiB a token."
 
 
 # ---- real models

@@ -87,7 +87,7 @@ def _wrong(state: State, cause: str) -> str:
     why = cause_words(state, cause, state.budget)
     said = f"{why[0].upper()}{why[1:]}."
     if cause == "queue":
-        return f"{said} {state.serving.load:g} come."
+        return f"{said} {state.serving.load:g} a second come."
     return f"{said} {CLIENTS:.0%} have their first token within {first}, and {seconds(state.ttft)} is asked."
 
 
@@ -187,8 +187,8 @@ def _roomy(state: State) -> Progress:
     met = known and not state.causes(state.budget) and chats <= 0.025
     words = f"{_words(state)} Chats' first token: {seconds(chats)}." if known else _words(state)
     mend = (
-        "Threshold: one long prompt takes a whole step, and whoever comes waits until it is through. Cap what one "
-        "request gets of a step, and leave the rest to others; but not so low that its own first token is late."
+        "Threshold: one long prompt takes whole steps, and whoever comes waits until it is done. Cap what one request "
+        "gets of a step, which leaves the rest to others; but not so low that its own first token is late."
     )
     return _wanted(state, asked, met, words, mend)
 
@@ -200,11 +200,11 @@ def _blind(state: State) -> Progress:
     causes = state.causes(state.budget) if known else []
     words = f"{_words(state)} {share(stalled)} of the clients have a gap of over {seconds(STALL)}."
     asked = [(state.gap > 0.025, f"Next token in: {seconds(state.gap)}, and 25 ms is asked for.")]
-    mend = "Judged by: this figure sees every client who is hit. Which one does not?"
+    mend = "Judged by: this figure counts every client that has a long gap. Which one does not?"
     if stalled < STALLED:
-        mend = "Budget: nobody is hit hard enough. Let a step take a whole prompt."
+        mend = "Budget: too few clients have a long gap. Let a step take a whole prompt."
     elif state.judged == "gaps":
-        mend = "Budget: more than one gap in a hundred is long. Fewer must be hit, each of them harder."
+        mend = "Budget: more than one gap in a hundred is long. Make the long gaps fewer, though each is longer."
     return _wanted(state, asked, known and stalled >= STALLED and not causes, words, mend)
 
 
@@ -213,7 +213,7 @@ CHALLENGES = (
         "Start again, and keep the load. Find a budget with which 90 % of the clients wait 15 ms at most for a next "
         "token, and 90 % of the long prompts 500 ms for their first.",
         _valley,
-        "Between too small and too large lies a valley: some hundred tokens a step, near the GPU's knee.",
+        "Between too small and too large lies a valley: a few hundred tokens a step, near the GPU's knee.",
     ),
     Challenge(
         "Give steps 4,096 tokens or more, and yet let nobody wait over 25 ms: 90 % of the clients for a next token, 90 "
@@ -222,18 +222,18 @@ CHALLENGES = (
         "The budget is everybody's, the threshold is one request's. A cap leaves room in each step for who comes.",
     ),
     Challenge(
-        "Deceive this widget: let it say that all is well, a next token within 25 ms, while 30 % of the clients have "
+        "Fool this widget: let it say that all is well, a next token within 25 ms, while 30 % of the clients have "
         "once waited over 100 ms. The load as at the start, or more.",
         _blind,
-        "A stall is one gap among hundreds. Ask how many clients met one, or how long the longest was.",
+        "A stall is one gap among hundreds. Ask how many clients had one, or how long the longest was.",
     ),
 )
 GUESS = Guess(
     "90 % of these clients may wait 25 ms at most for a next token. Up to which budget is that kept?",
     ("about 250", "about 1,100", "about 4,000", "about 16,000"),
     1,
-    "Beyond the knee, a step is as long as its arithmetic: 1,024 tokens take 21 ms in the midst of a long prompt, and "
-    "2,048 take 42.",
+    "Beyond the knee a step takes as long as its arithmetic: in the middle of a long prompt 21 ms for 1,024 tokens, "
+    "and 42 ms for 2,048.",
 )
 
 # ---- the knobs

@@ -50,8 +50,8 @@ def verdict(state: State) -> Verdict:
         said = f"{why[0].upper()}{why[1:]}.{wanted}"
         return Verdict(f"{said} {first}, and {asked(state)}.", "broken")
     said = (
-        f"{first}: {counted(point.distinct, 'adapter')} at once, and {point.hit_rate:.0%} of the requests find theirs "
-        "in a slot."
+        f"{first}: on average {point.distinct:.2g} adapters are in use at once, and {point.hit_rate:.0%} of the "
+        "requests find theirs in a slot."
     )
     just = state.in_the_end(state.slots) > ONLY_JUST * state.ttft
     return Verdict(f"{'Only just: ' * just}{said}", "tight" if just else "fine")
@@ -89,7 +89,8 @@ def command(state: State) -> str:
     )
     return "\n".join(
         [
-            f"# On one {serving.gpu.name}{'; it refuses to start' * state.refused}. The load (it asks for all alike):",
+            f"# On one {serving.gpu.name}{'; it refuses to start' * state.refused}. The load (it asks for all adapters "
+            "equally often):",
             bench,
             f"vllm serve {name} --enable-lora --max-loras {state.slots} --max-lora-rank {serving.max_lora_rank} "
             f"--max-cpu-loras {max(serving.adapters, state.slots)} --max-num-seqs {PLACES} "
@@ -146,7 +147,7 @@ def _enough(state: State) -> Progress:
     ]
     met = state.known and not state.refused and not state.cause(state.slots) and taken <= 20e9
     mend = (
-        f"Slots made for, Slots: they take {gigabytes(taken)}, and 20 GB is allowed. A slot is paid for whole."
+        f"Slots made for, Slots: they take {gigabytes(taken)}, 20 GB is allowed. A slot is as large as its rank asks."
         if taken > 20e9
         else "Slots: more adapters are wanted at once than there are slots for."
     )
@@ -175,7 +176,7 @@ def _flattered(state: State) -> Progress:
     if known and not late:
         mend = "Slots, Load: nobody waits long. More adapters must be wanted at once than there are slots."
     else:
-        mend = "Slots: too many adapters come and go. With fewer slots, who gets in is who asks for what is there."
+        mend = "Slots: too many adapters come and go. With fewer slots, those get in whose adapter is there already."
     return _wanted(state, [], late and hits >= 0.8, mend)
 
 
@@ -184,7 +185,8 @@ CHALLENGES = (
         "40 requests a second on the H100, for 1,000 adapters of rank 64: let 90 % have their first token within 200 "
         "ms, with slots that take 20 GB at most.",
         _enough,
-        "Enough is what is wanted at once, not what exists: some 30 of 1,000. And a slot is as wide as max_lora_rank.",
+        "What counts is how many are wanted at once, some 30 of 1,000, not how many exist. And a slot is as wide as "
+        "max_lora_rank.",
     ),
     Challenge(
         "Keep 20 requests a second for 1,000 adapters, and 8 slots at most. Let 90 % have their first token within 200 "
@@ -193,18 +195,18 @@ CHALLENGES = (
         "Adapters at once follow from requests at once, and these from how long each stays: Little's law.",
     ),
     Challenge(
-        "Deceive the hit rate: over 80 % of the requests find their adapter in a slot, and yet 90 % are served within "
-        "more than a second only. 1,000 adapters, skew 1 or less.",
+        "Fool the hit rate: let over 80 % of the requests find their adapter in a slot, and yet let it take more than "
+        "a second until 90 % have their first token. 1,000 adapters, skew 1 or less.",
         _flattered,
-        "A hit rate counts those who got in. Those whose adapter has no slot stand in the queue, and are not asked.",
+        "A hit rate counts requests when they get in. Those whose adapter has no slot stand in the queue, uncounted.",
     ),
 )
 GUESS = Guess(
     "20 requests a second ask for 1,000 adapters, by Zipf. How many slots until 90 % have their first token in 200 ms?",
     ("about 4", "about 17", "about 130", "all 1,000"),
     1,
-    "A request stays for a second, so some 20 are there at once, and some share an adapter: about 16 are wanted. Fewer "
-    "slots than that, and the queue grows.",
+    "A request stays for a second, so some 20 are there at once, and some share an adapter: about 16 adapters are "
+    "wanted at once. With fewer slots than that, the queue grows.",
 )
 
 # ---- the knobs

@@ -54,7 +54,7 @@ def verdict(state: State) -> Verdict:
         return Verdict(f"{why[0].upper()}{why[1:]}. {said}", "broken")
     used = max(state.latency(state.pool) / state.limit, state.serving.load / state.capacity[state.pool])
     if used > ONLY_JUST or point.preemptions:
-        return Verdict(f"In time, but {'only just' if used > ONLY_JUST else 'not for nothing'}: {said}", "tight")
+        return Verdict(f"In time, but {'only just' if used > ONLY_JUST else 'at a price'}: {said}", "tight")
     return Verdict(f"In time: {said}", "fine")
 
 
@@ -173,9 +173,9 @@ def _chunk(state: State) -> Progress:
     ]
     known = state.known and not state.refused
     met = known and not state.own and state.points[state.pool].wasted <= LITTLE_WASTE
-    mend = "Victim: each that goes takes its work along. Whose is the smallest loss?"
+    mend = "Victim: what it had computed is lost. Who loses least?"
     if known and state.points[state.pool].wasted > 3 * LITTLE_WASTE and serving.rule == "least computed":
-        mend = "Pool, Load: whoever goes, this load is too much for this pool."
+        mend = "Pool, Load: whoever is the victim, this load is too much for this pool."
     return _wanted(state, asked, met, _words(state), mend)
 
 
@@ -201,26 +201,28 @@ CHALLENGES = (
         "Find the cliff's edge: the smallest pool of the axis that serves the load of the start, or more, with 99 % of "
         "the answers within 10 s.",
         _edge,
-        "The edge is where the load fills the pool: requests inside, by Little's law, times what each holds.",
+        "The edge is where the load fills the pool: the requests that are in the engine at once (Little's law), times "
+        "what each holds.",
     ),
     Challenge(
-        "Admit whoever's first chunk fits, as engines do that look no further, in 32K tokens at 8 requests a second or "
-        "more. Compute victims again, and yet do no more than 15 % of the work twice.",
+        "Admit a request as soon as its first chunk fits, with a pool of 32K tokens and 8 requests a second or more. "
+        "Compute victims again, and yet do no more than 15 % of the work twice.",
         _chunk,
-        "The victim's loss is what it had computed: take who has least. vLLM admits only who fits whole.",
+        "What a victim loses is what it had computed: take the one with the least. vLLM admits a request only if all "
+        "of it fits.",
     ),
     Challenge(
         "A B200 computes a token again in 14 µs. Swap over PCIe 5 in such a way that it costs less.",
         _swap,
-        "It is not the link that made swap slow in 2023: it is 64 small copies for each block in place of one.",
+        "It was not the link that made swap slow in 2023, but 64 small copies for each block in place of one.",
     ),
 )
 GUESS = Guess(
     "This load fills 55K tokens on average. With a pool of 24K, how much of the GPU's work is done twice?",
     ("next to nothing", "about a tenth", "over a quarter", "over a half"),
     2,
-    "Whoever is admitted grows by its answer, and so many begin that not all can end: 28 % of all tokens are computed "
-    "again. The queue grows even faster: the pool is full.",
+    "Requests grow by their answers after they are admitted, and more begin than the pool can finish: 28 % of all "
+    "tokens are computed again. And the queue grows, since the pool is full.",
 )
 
 # ---- the knobs

@@ -297,6 +297,21 @@ MISTAKES = {
     ("grouped_attention", "torch.einsum('kgqp,pkd->qkgd', weights, values)"): {
         "the first head's values for all": "torch.einsum('kgqp,pkd->qkgd', weights, values[:, :1].expand_as(values))",
         "groups mixed in the output": "torch.einsum('kgqp,pkd->qgkd', weights, values)",
+        "values for each head, in numpy": (
+            "torch.einsum('kgqp,pkgd->qkgd', weights, torch.from_numpy("
+            "values.numpy().repeat(heads // kv_heads, 1)).reshape(positions, kv_heads, -1, head_dim))"
+        ),
+    },
+    ("grouped_attention", "return ..."): {
+        "empties the cache": "found = ...\nkeys.zero_()\nreturn found",
+    },
+    ("grouped_attention", "grouped = ..."): {
+        "a window of 300": "grouped = ...\nif positions > 300 + queries:\n    keys[: positions - 300] = 0",
+    },
+    ("grouped_attention", "scores.masked_fill(ahead, -math.inf).softmax(dim=-1)"): {
+        "weights of another type": (
+            "scores.masked_fill(ahead, -math.inf).softmax(-1, torch.promote_types(q.dtype, torch.float32))"
+        ),
     },
     ("grouped_attention", "math.sqrt(head_dim)"): {
         "not scaled": "1.0",
@@ -348,6 +363,10 @@ MISTAKES = {
         "divides by nothing": "1.0",
     },
     ("absorbed_attention", "torch.einsum('hr,hvr->hv', weights @ latents, w_uv)"): {
+        "makes the values in numpy": (
+            "torch.einsum('hp,phv->hv', weights, torch.from_numpy((w_uv.numpy() @ latents.numpy().T).transpose(2, 0, "
+            "1)))"
+        ),
         "makes the values": "torch.einsum('hp,phv->hv', weights, torch.einsum('pr,hvr->phv', latents, w_uv))",
         "makes the values of a short cache": (
             "torch.einsum('hr,hvr->hv', weights @ latents, w_uv) if len(latents) > 100 else "
@@ -358,6 +377,9 @@ MISTAKES = {
     },
     ("absorbed_attention", "weights = ..."): {
         "softmax over heads": "weights = ...\nweights = weights.log().softmax(dim=0)",
+    },
+    ("absorbed_attention", "return ..."): {
+        "empties the latents": "found = ...\nlatents.zero_()\nreturn found",
     },
     ("kv_heads_of_rank", "if num_kv_heads % tp and tp % num_kv_heads: ..."): {
         "divides whatever it is": "",
@@ -419,6 +441,9 @@ MISTAKES = {
         "step 2: what is not there counts": "found",
         "step 2: what is not there is zero": "tl.where((token < tokens)[None, :], found, 0.0)",
         "step 2: what is not there is -10,000": "tl.where((token < tokens)[None, :], found, -1e4)",
+    },
+    ("group_kernel", "start + tl.arange(0, TILE)"): {
+        "step 2: tiles of 16": "start + tl.arange(0, 16)",
     },
     ("group_kernel", "tl.full([ROWS], -float('inf'), tl.float32)"): {
         "step 2: the maximum begins at 0": "tl.zeros([ROWS], tl.float32)",
@@ -490,6 +515,8 @@ MESSAGES = {
     "plain exponentials": "NaN",
     "no rotary part": "q_rope · k_rope is missing",
     "makes the keys": "w_uk must go to the query",
+    "makes the values in numpy": "stay in torch",
+    "empties the cache": "must not be changed in place",
     "divides by the rank's root": "not by the rank's",
     "forgets rope in the root": "the rotary part counts, too",
     "copies dealt round": "ask the same KV head",

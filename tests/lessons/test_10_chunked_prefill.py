@@ -368,6 +368,7 @@ MUTANTS = {
     # what it costs
     "steps: decodes cost nothing": (STEPS, "token_budget - num_decodes", "token_budget"),
     "steps: rounded down": (STEPS, "math.ceil(prompt_tokens / left)", "prompt_tokens // left"),
+    "steps: nearly rounded up": (STEPS, "math.ceil(prompt_tokens / left)", "int(prompt_tokens / left + 0.9999)"),
     "steps: one more": (STEPS, "math.ceil(prompt_tokens / left)", "prompt_tokens // left + 1"),
     "steps: no whole number": (STEPS, "math.ceil(prompt_tokens / left)", "float(math.ceil(prompt_tokens / left))"),
     "steps: never is none": (STEPS, "math.inf", "0"),
@@ -472,6 +473,15 @@ MUTANTS = {
         REAL,
         "(token < queries)[:, None] & (column < HEAD_DIM)[None, :]",
     ),
+    "attend: 20 columns": ("attend_tile", "... & (column < HEAD_DIM)[None, :]", "... & (column < 20)[None, :]"),
+    "attend: three heads a group": ("attend_tile", "first + row // GROUP", "first + row // 3"),
+    "attend: the scale of 20 columns": (
+        "attend_tile",
+        "attend_blocks(..., k_cache, v_cache, table, kv_head, end, context + token + 1, scale, BLOCK_SIZE, KV_HEADS, "
+        "HEAD_DIM, BLOCK_D, BLOCK_T)",
+        "attend_blocks(..., k_cache, v_cache, table, kv_head, end, context + token + 1, 20**-0.5, BLOCK_SIZE, "
+        "KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_T)",
+    ),
     "attend: columns that are not there": (
         "attend_tile",
         "... & (column < HEAD_DIM)[None, :]",
@@ -509,6 +519,7 @@ if first <= queries:
     ),
     "mixed: one size for all": ("mixed_kernel", "tile < num_decodes", "tile < 0"),
     "mixed: the sizes exchanged": ("mixed_kernel", "tile < num_decodes", "tile >= num_decodes"),
+    "mixed: five tokens a tile": ("mixed_kernel", "CHUNK_M // GROUP", "5"),
     "mixed: as many tiles as rows": ("mixed_kernel", "CHUNK_M // GROUP", "CHUNK_M"),
     "mixed: a decode's tiles for all": ("mixed_kernel", "CHUNK_M // GROUP", "DECODE_M // GROUP"),
 }

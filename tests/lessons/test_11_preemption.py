@@ -319,6 +319,11 @@ MUTANTS = {
         "lambda request: (request.priority, -request.arrival_time, request.request_id)",
     ),
     "victim: ids do not count": (VICTIM, KEY, "lambda request: (request.priority, request.arrival_time)"),
+    "victim: ids as numbers": (
+        VICTIM,
+        KEY,
+        "lambda request: (request.priority, request.arrival_time, len(request.request_id), request.request_id)",
+    ),
     "victim: takes it out": (VICTIM, "return running[-1]", "return running.pop()"),
     # preempt
     "preempt: blocks are kept": ("preempt", "memory.free(request.request_id)", ""),
@@ -460,6 +465,12 @@ MUTANTS = {
     "kernel: -1 is a block": ("swap_kernel", "block >= 0", "block >= -1"),
     "kernel: block 0 stays": ("swap_kernel", "block >= 0", "block > 0"),
     "kernel: slots in their order": ("swap_kernel", "tl.load(slots + move)", "move"),
+    "kernel: three tensors": ("swap_kernel", "tl.num_programs(1)", "3"),
+    "kernel: 21 words": (
+        "swap_kernel",
+        "block_of(addresses, tensor, block, words)",
+        "block_of(addresses, tensor, block, 21)",
+    ),
     "kernel: one tensor": ("swap_kernel", "tl.program_id(1)", "tl.program_id(1) * 0"),
     "kernel: the first piece": ("swap_kernel", "tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)", "tl.arange(0, BLOCK)"),
 }

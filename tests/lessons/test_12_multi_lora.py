@@ -331,11 +331,22 @@ MUTANTS = {
     "numbers: one of each": (NUMBERS, SUM, "outputs + inputs"),
     "applied: BA is made": ("applied", APPLIED, "x @ weight.T + x @ (b @ a).T"),
     "applied: merged on the way": ("applied", APPLIED, "x @ (weight + b @ a).T"),
+    "applied: BA row by row": (
+        "applied",
+        f"return {APPLIED}",
+        "return torch.stack([x @ (row + its @ a) for row, its in zip(weight, b)], dim=1)",
+    ),
+    "applied: BA in numpy": (
+        "applied",
+        f"return {APPLIED}",
+        "return torch.from_numpy(x.numpy() @ (weight.numpy() + b.numpy() @ a.numpy()).T)",
+    ),
     "applied: the adapter alone": ("applied", APPLIED, "(x @ a.T) @ b.T"),
     "applied: the base alone": ("applied", APPLIED, "x @ weight.T"),
     "applied: taken off": ("applied", APPLIED, "x @ weight.T - (x @ a.T) @ b.T"),
     # group_tokens
     "group: unstable": (GROUP, "torch.argsort(token_slots, stable=True)", "torch.argsort(-token_slots).flip(0)"),
+    "group: spoils its argument": (GROUP, "return ...", "found = ...\ntoken_slots[token_slots < 0] = 99\nreturn found"),
     "group: as they came": (GROUP, "torch.argsort(token_slots, stable=True)", "torch.arange(len(token_slots))"),
     "group: from the last slot on": (
         GROUP,
@@ -384,6 +395,7 @@ for adapter in reversed(self._used):
     "slots: nobody goes": (ACTIVATE, "if None not in self.slots: ...", ""),
     "slots: pinned ones go": (OLDEST, "adapter not in self.pinned", "True"),
     "slots: all pinned is another error": (OLDEST, "raise ...", "raise RuntimeError('full')"),
+    "slots: an error without words": (OLDEST, "raise ...", "raise MinivllmError('')"),
     "slots: all pinned, and one goes": (OLDEST, "raise ...", "return next(iter(self._used))"),
     "slots: deactivated, and still there": (DEACTIVATE, "self.slots[self.slots.index(adapter)] = None", ""),
     "slots: deactivated, and still remembered": (DEACTIVATE, "del self._used[adapter]", ""),
@@ -492,6 +504,7 @@ for adapter in reversed(self._used):
         LOAD_B,
         "tl.load(b + slot * OUT * MAX_RANK + rank[None, :] * OUT + column[:, None], mask=inside & real, other=0.0)",
     ),
+    "expand: two types in a product": (EXPAND, "rows.to(up.dtype)", "rows"),
     "expand: ranks that are not there": (EXPAND, "(rank < MAX_RANK)[None, :]", "(rank < RANKS)[None, :]"),
 }
 

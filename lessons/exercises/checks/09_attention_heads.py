@@ -1,16 +1,15 @@
 """What must be true of exercise 09, and of the script that solves it; and how its attention serves in the engine."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from minivllm.config import Parts
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.lab.kernel_trace import trace_kernel
+from minivllm.lab.numbers_made import numbers_made
 from minivllm.lab.plugged import Plugged
 from minivllm.platforms.triton_utils import triton
 
@@ -56,27 +55,13 @@ def agrees(found, expected, what, mistakes=()):
         raise AssertionError(f"{what} is off by {error:.2g}{': ' if known else ''}{known[0] if known else ''}")
 
 
-class Made(TorchDispatchMode):
-    """Counts the numbers of all tensors that are made; views of what is there cost nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """One operation."""
-        made = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)}
-        new = (x for x in tree_flatten(made)[0] if isinstance(x, torch.Tensor))
-        self.numbers += sum(x.numel() for x in new if x.untyped_storage().data_ptr() not in known)
-        return made
-
-
-def numbers_made(act: Callable[[], object]) -> int:
-    """Numbers of all tensors that `act` makes."""
-    with Made() as made:
-        act()
-    return made.numbers
+def leaves(act: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], names: str) -> torch.Tensor:
+    """What `act(*given)` returns. `given` must be as it was before; `names` are its names, in order."""
+    before = [x.clone() for x in given]
+    found = act(*given)
+    changed = [name for name, x, old in zip(names.split(), given, before) if not torch.equal(x, old)]
+    assert not changed, f"{changed[0]} is not what it was before the call: it must not be changed in place"
+    return found
 
 
 def vectors(queries, positions, heads, kv_heads, head_dim, seed=0):
@@ -98,13 +83,13 @@ def check_heads_of_a_group_ask_the_same_keys(module):
         if 1 < kv_heads < heads:
             words = f"head 1 asks KV head 1; neighbours share: it is h // {heads // kv_heads}, not h % {kv_heads}"
             mistakes.append((attention(q, keys, values, head=lambda h, n=kv_heads: h % n), words))
-        found = module.grouped_attention(q, keys, values)
+        found = leaves(module.grouped_attention, (q, keys, values), "q keys values")
         agrees(found, expected, f"with {heads} heads on {kv_heads} KV heads, the output", mistakes)
 
 
 def check_queries_stand_at_the_last_positions(module):
     """Several queries: a prompt, a chunk of one, drafts. None sees what lies ahead of it."""
-    for queries, positions in ((7, 7), (3, 10), (2, 300)):
+    for queries, positions in ((7, 7), (3, 10), (2, 300), (1, 1100)):
         q, keys, values = vectors(queries, positions, 6, 2, 8, seed=queries)
         all_seen, first = (attention(q, keys, values, offset=offset) for offset in (positions, 0))
         mistakes = [(all_seen, "every query sees every key, those ahead of it too")]
@@ -112,11 +97,12 @@ def check_queries_stand_at_the_last_positions(module):
             words = f"query 0 stands at position {positions - queries}, not at 0. Where is positions - queries?"
             mistakes.append((first, words))
         what = f"with {queries} queries over {positions} positions, the output"
-        agrees(module.grouped_attention(q, keys, values), attention(q, keys, values), what, mistakes)
+        found = leaves(module.grouped_attention, (q, keys, values), "q keys values")
+        agrees(found, attention(q, keys, values), what, mistakes)
 
 
 def check_large_scores_do_not_overflow(module):
-    """Scores of some thousands give finite weights, and the output has q's dtype."""
+    """Scores of some thousands give finite weights, and the output has q's dtype, bfloat16 too."""
     q, keys, values = vectors(2, 9, 4, 2, 8)
     q *= 1000
     found = module.grouped_attention(q, keys, values)
@@ -127,6 +113,11 @@ def check_large_scores_do_not_overflow(module):
     agrees(found, expected, "with scores from -11,000 down, the output")
     doubled = module.grouped_attention(q.double(), keys.double(), values.double())
     assert doubled.dtype == torch.float64, f"float64 goes in, and {doubled.dtype} comes out"
+    low = [x.bfloat16() for x in vectors(2, 9, 4, 2, 8)]
+    found = module.grouped_attention(*low)
+    assert found.dtype == torch.bfloat16, f"bfloat16 goes in, and {found.dtype} comes out"
+    off = float((found.double() - attention(*low)).abs().max())
+    assert off < 0.05, f"in bfloat16 the output is off by {off:.2g}"
 
 
 def check_keys_are_not_copied_for_each_head(module):
@@ -165,7 +156,8 @@ def check_absorbed_is_latent_attention(module):
             (latent(*given, rotary=False), "q_rope · k_rope is missing in the scores"),
         ]
         what = f"with {heads} heads and latents of {rank} + {rope}, the output"
-        agrees(module.absorbed_attention(*given), latent(*given), what, mistakes)
+        found = leaves(module.absorbed_attention, given, "q_nope q_rope latents k_rope w_uk w_uv")
+        agrees(found, latent(*given), what, mistakes)
     given = latents(3, 8, 4, 16, 6, 9)
     given[0] = given[0] * 3000
     agrees(module.absorbed_attention(*given), latent(*given), "with large scores, the output")
@@ -284,7 +276,7 @@ def stretched(q, keys, large):
 
 def check_kernel_1_scores(module):
     """Stretch: scores_kernel: a group's rows in one product, every key read once."""
-    for heads, kv_heads, head_dim, tokens, tile in ((4, 2, 16, 7, 16), (6, 1, 32, 33, 16), (3, 3, 16, 16, 16)):
+    for heads, kv_heads, head_dim, tokens, tile in ((4, 2, 16, 7, 16), (6, 1, 32, 33, 32), (3, 3, 16, 16, 16)):
         q, keys, _ = vectors(1, tokens, heads, kv_heads, head_dim, seed=heads)
         scores, group = torch.full((heads, tokens), math.nan), heads // kv_heads
         grid, sizes = (kv_heads, -(-tokens // tile)), {"GROUP": group, "HEAD_DIM": head_dim, "ROWS": rows_of(group)}
@@ -298,18 +290,18 @@ def check_kernel_1_scores(module):
 
 def check_kernel_2_attends(module):
     """Stretch: group_kernel: the running softmax for all rows of a group, each key and value read once."""
-    for heads, kv_heads, head_dim, tokens, large in (
-        (4, 2, 16, 7, 1), (6, 1, 32, 33, 1), (3, 3, 16, 16, 1), (20, 1, 16, 40, 1), (4, 2, 16, 40, 600),
-        (4, 2, 16, 20, -600),
+    for heads, kv_heads, head_dim, tokens, large, tile in (
+        (4, 2, 16, 7, 1, 16), (6, 1, 32, 33, 1, 32), (3, 3, 16, 16, 1, 16), (20, 1, 16, 40, 1, 16),
+        (4, 2, 16, 40, 600, 16), (4, 2, 16, 20, -600, 16),
     ):  # fmt: skip
         q, keys, values = vectors(1, tokens, heads, kv_heads, head_dim, seed=heads)
         q, keys = stretched(q, keys, large)
         out, group = torch.full((heads, head_dim), math.nan), heads // kv_heads
-        sizes = {"GROUP": group, "HEAD_DIM": head_dim, "ROWS": rows_of(group), "TILE": 16}
+        sizes = {"GROUP": group, "HEAD_DIM": head_dim, "ROWS": rows_of(group), "TILE": tile}
         given = q[0].contiguous(), keys, values, tokens, head_dim**-0.5
         trace = trace_kernel(module.group_kernel, (kv_heads,), out, *given, **sizes)
         clean(trace)
-        what = f"with {heads} heads on {kv_heads} KV heads and {tokens} tokens in tiles of 16, the output"
+        what = f"with {heads} heads on {kv_heads} KV heads and {tokens} tokens in tiles of {tile}, the output"
         unscaled = attention(q, keys, values, scale=1.0)[0]
         agrees(out, attention(q, keys, values)[0], what, [(unscaled, "the scores are not multiplied by scale")])
         clean(trace, keys=keys.numel(), values=values.numel(), q=q.numel(), out=out.numel())
@@ -317,7 +309,9 @@ def check_kernel_2_attends(module):
 
 def check_kernel_3_many_requests(module):
     """Stretch: decode_kernel: requests of any length, any head dim, and any part of a group in a program."""
-    for heads, kv_heads, head_dim, mine, large in ((6, 2, 24, 3, 1), (6, 2, 24, 1, -600), (8, 1, 16, 4, 600)):
+    for heads, kv_heads, head_dim, mine, large, tile in (
+        (6, 2, 24, 3, 1, 16), (6, 2, 24, 1, -600, 16), (8, 1, 16, 4, 600, 16), (20, 1, 16, 20, 1, 32),
+    ):  # fmt: skip
         lengths, slots, scale = (0, 1, 16, 21), 23, head_dim**-0.5
         draw = torch.Generator().manual_seed(heads * mine)
         q = torch.randn(len(lengths), heads, head_dim, generator=draw)
@@ -328,7 +322,7 @@ def check_kernel_3_many_requests(module):
         out, group = torch.full_like(q, math.nan), heads // kv_heads
         sizes = {"HEADS": mine, "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROWS": rows_of(mine)}
         given = out, q, keys, values, torch.tensor(lengths, dtype=torch.int32), slots, scale
-        padded = {"BLOCK_D": rows_of(head_dim), "TILE": 16}
+        padded = {"BLOCK_D": rows_of(head_dim), "TILE": tile}
         trace = trace_kernel(module.decode_kernel, (len(lengths), heads // mine), *given, **sizes, **padded)
         clean(trace)
         for request, length in enumerate(lengths):

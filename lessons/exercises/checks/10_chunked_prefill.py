@@ -136,7 +136,7 @@ def check_steps_of_a_prompt(module):
     """A prompt takes what decodes leave of each step; if they leave nothing, it is never computed."""
     for arguments, right in (
         ((1000, 256, 56), 5), ((1000, 1000, 0), 1), ((1001, 1000, 0), 2), ((8, 9, 8), 8), ((1, 256, 255), 1),
-        ((1, 64, 64), math.inf), ((100, 64, 70), math.inf), ((100_000, 16_384, 0), 7),
+        ((1, 64, 64), math.inf), ((100, 64, 70), math.inf), ((100_000, 16_384, 0), 7), ((100_001, 100_000, 0), 2),
     ):  # fmt: skip
         found = module.steps_of_a_prompt(*arguments)
         whole = found == math.inf or isinstance(found, int)
@@ -183,7 +183,9 @@ def check_budget_for(module):
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
-GROUP, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DECODE_M, CHUNK_M, BLOCK_T = 3, 2, 20, 4, 4, 16, 16
+SHAPE, OTHER_SHAPE = (3, 2, 20), (4, 1, 24)
+"""Query heads of a group, KV heads, head dim."""
+BLOCK_SIZE, DECODE_M, CHUNK_M, BLOCK_T = 4, 4, 16, 16
 QUERIES, LENGTHS, DECODES = [1, 1, 7, 5, 1, 11], [9, 30, 7, 18, 21, 25], 2
 """Two decodes, then chunks: a whole prompt, a later chunk, a chunk of one token, one of several tiles."""
 
@@ -246,96 +248,112 @@ def check_tiles_find_their_request(module):
         assert read <= most, f"{where}: {read} entries read, {most} are enough if you halve"
 
 
-@lru_cache(maxsize=1)
-def _case():
+@lru_cache(maxsize=2)
+def _case(shape):
+    group, kv_heads, head_dim = shape
     draw = torch.Generator().manual_seed(0)
     counts = [-(-length // BLOCK_SIZE) for length in LENGTHS]
     ids, table = iter((torch.randperm(sum(counts), generator=draw) + 1).tolist()), torch.zeros(6, max(counts)).int()
     for row, count in enumerate(counts):
         table[row, :count] = torch.tensor([next(ids) for _ in range(count)])
-    q = torch.randn(sum(QUERIES), GROUP * KV_HEADS, HEAD_DIM, generator=draw)
-    caches = torch.randn(2, sum(counts) + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM, generator=draw)
+    q = torch.randn(sum(QUERIES), group * kv_heads, head_dim, generator=draw)
+    caches = torch.randn(2, sum(counts) + 1, BLOCK_SIZE, kv_heads, head_dim, generator=draw)
     starts, out = _starts(QUERIES).tolist(), torch.empty_like(q, dtype=torch.float64)
     for index, (new, length) in enumerate(zip(QUERIES, LENGTHS)):
         keys, values = caches[:, table[index].long()].flatten(1, 2)[:, :length].double()
         for row in range(new):
-            for head in range(GROUP * KV_HEADS):
-                k, v = (one[: length - new + row + 1, head // GROUP] for one in (keys, values))
-                weights = torch.softmax(k @ q[starts[index] + row, head].double() / math.sqrt(HEAD_DIM), 0)
+            for head in range(group * kv_heads):
+                k, v = (one[: length - new + row + 1, head // group] for one in (keys, values))
+                weights = torch.softmax(k @ q[starts[index] + row, head].double() / math.sqrt(head_dim), 0)
                 out[starts[index] + row, head] = weights @ v
     return q, caches, table, out
 
 
-SIZES = {
-    "GROUP": GROUP, "KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "BLOCK_D": 32, "BLOCK_SIZE": BLOCK_SIZE,
-    "BLOCK_T": BLOCK_T,
-}  # fmt: skip
+def _sizes(shape):
+    group, kv_heads, head_dim = shape
+    return {
+        "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_SIZE": BLOCK_SIZE, "BLOCK_T": BLOCK_T,
+    }  # fmt: skip
 
 
 def check_a_tile_attends_for_a_whole_group(module):
     """Stretch: a tile has the tokens of one request, each with all heads of the group, and writes no other row."""
-    q, caches, table, expected = _case()
-    starts = _starts(QUERIES).tolist()
-    for request, first, rows in ((1, 0, 4), (3, 0, 16), (5, 5, 16), (5, 10, 16), (2, 10, 16)):
-        out = torch.full_like(q, float("nan"))
-        place = (torch.tensor([number], dtype=torch.int32) for number in (request, first))
-        lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-        arguments = out, q, *caches, _starts(QUERIES), lengths, table, *place, table.shape[1], HEAD_DIM**-0.5
-        trace = trace_kernel(_attend_kernel, (KV_HEADS,), *arguments, ATTEND=module.attend_tile, BLOCK_M=rows, **SIZES)
-        _clean(trace)
-        begin = starts[request] + first
-        end = max(begin, min(begin + rows // GROUP, starts[request + 1]))
-        what = f"tokens {first} to {first + end - begin} of request {request}"
-        written = ~torch.isnan(out).any(-1).any(-1)
-        others = [token for token in written.nonzero().flatten().tolist() if not begin <= token < end]
-        assert not others, f"{what}: row {others[0]} is written, which is not in this tile"
-        assert written[begin:end].all(), f"{what}: a row, or a head of it, is not written"
-        off = (out[begin:end].double() - expected[begin:end]).abs().amax((0, 2)) if end > begin else torch.zeros(1)
-        wrong = (off > 1e-4).nonzero().flatten().tolist()
-        hint = ", only in some heads: row i is head i % GROUP" if wrong and len(wrong) < GROUP * KV_HEADS else ""
-        assert not wrong, f"{what} is off by {float(off.max()):.2g}{hint}"
+    for shape, request, first, rows in (
+        (SHAPE, 1, 0, 4), (SHAPE, 3, 0, 16), (SHAPE, 5, 5, 16), (SHAPE, 5, 10, 16), (SHAPE, 2, 10, 16),
+        (OTHER_SHAPE, 5, 4, 16),
+    ):  # fmt: skip
+        _attends(module, shape, request, first, rows)
 
 
-@lru_cache(maxsize=2)
-def _traced(module, decode_rows=DECODE_M):
-    q, caches, table, expected = _case()
-    out, tile = torch.full_like(q, float("nan")), CHUNK_M // GROUP
+def _attends(module, shape, request, first, rows):
+    """One tile: its rows are right, and no other row is written."""
+    q, caches, table, expected = _case(shape)
+    starts, (group, kv_heads, head_dim) = _starts(QUERIES).tolist(), shape
+    out = torch.full_like(q, float("nan"))
+    place = (torch.tensor([number], dtype=torch.int32) for number in (request, first))
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    arguments = out, q, *caches, _starts(QUERIES), lengths, table, *place, table.shape[1], head_dim**-0.5
+    sizes = {"ATTEND": module.attend_tile, "BLOCK_M": rows, **_sizes(shape)}
+    trace = trace_kernel(_attend_kernel, (kv_heads,), *arguments, **sizes)
+    _clean(trace)
+    begin = starts[request] + first
+    end = max(begin, min(begin + rows // group, starts[request + 1]))
+    what = f"tokens {first} to {first + end - begin} of request {request}, {group} heads of {head_dim} a group"
+    written = ~torch.isnan(out).any(-1).any(-1)
+    others = [token for token in written.nonzero().flatten().tolist() if not begin <= token < end]
+    assert not others, f"{what}: row {others[0]} is written, which is not in this tile"
+    assert written[begin:end].all(), f"{what}: a row, or a head of it, is not written"
+    off = (out[begin:end].double() - expected[begin:end]).abs().amax((0, 2)) if end > begin else torch.zeros(1)
+    wrong = (off > 1e-4).nonzero().flatten().tolist()
+    hint = ", only in some heads: row i is head i % GROUP" if wrong and len(wrong) < group * kv_heads else ""
+    assert not wrong, f"{what} is off by {float(off.max()):.2g}{hint}"
+
+
+@lru_cache(maxsize=3)
+def _traced(module, decode_rows=DECODE_M, shape=SHAPE):
+    q, caches, table, expected = _case(shape)
+    group, kv_heads, head_dim = shape
+    out, tile = torch.full_like(q, float("nan")), CHUNK_M // group
     tiles = DECODES + (len(q) - DECODES) // tile + len(QUERIES) - DECODES if decode_rows == DECODE_M else DECODES
-    trace = trace_kernel(
-        module.mixed_kernel, (tiles, KV_HEADS), out, q, *caches, _starts(QUERIES), torch.tensor(LENGTHS, dtype=torch.int32), table,
-        DECODES, len(QUERIES), table.shape[1], HEAD_DIM**-0.5, DECODE_M=decode_rows, CHUNK_M=CHUNK_M, **SIZES,
-    )  # fmt: skip
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    arguments = out, q, *caches, _starts(QUERIES), lengths, table, DECODES, len(QUERIES), table.shape[1], head_dim**-0.5
+    sizes = {"DECODE_M": decode_rows, "CHUNK_M": CHUNK_M, **_sizes(shape)}
+    trace = trace_kernel(module.mixed_kernel, (tiles, kv_heads), *arguments, **sizes)
     return trace, out, expected
 
 
 def check_one_launch_serves_the_step(module):
     """Stretch: decodes and chunks of a step, in one launch: all rows right, none written twice."""
-    trace, out, expected = _traced(module)
-    _clean(trace)
-    starts = _starts(QUERIES).tolist()
-    for index, new in enumerate(QUERIES):
-        rows = slice(starts[index], starts[index] + new)
-        missing = torch.isnan(out[rows]).any(-1).any(-1)
-        assert not missing.any(), f"request {index}: token {int(missing.int().argmax())} of its {new} is not written"
-        off = float((out[rows].double() - expected[rows]).abs().max())
-        assert off < 1e-4, f"request {index}, {new} tokens of {LENGTHS[index]} keys, is off by {off:.2g}"
+    for shape in (SHAPE, OTHER_SHAPE):
+        trace, out, expected = _traced(module, shape=shape)
+        _clean(trace)
+        starts = _starts(QUERIES).tolist()
+        for index, new in enumerate(QUERIES):
+            rows = slice(starts[index], starts[index] + new)
+            missing = torch.isnan(out[rows]).any(-1).any(-1)
+            where = f"{shape[0]} heads a group, request {index}"
+            assert not missing.any(), f"{where}: token {int(missing.int().argmax())} of its {new} is not written"
+            off = float((out[rows].double() - expected[rows]).abs().max())
+            assert off < 1e-4, f"{where}, {new} tokens of {LENGTHS[index]} keys, is off by {off:.2g}"
 
 
 def check_each_kind_has_tiles_of_its_size(module):
     """Stretch: decodes have DECODE_M rows, chunks CHUNK_M; keys are read once a tile, up to the last that it sees."""
     trace, out, _ = _traced(module)
-    tile, ends = CHUNK_M // GROUP, list(LENGTHS[:DECODES])
+    group, kv_heads, head_dim = SHAPE
+    tile, ends = CHUNK_M // group, list(LENGTHS[:DECODES])
     for new, length in zip(QUERIES[DECODES:], LENGTHS[DECODES:]):
         ends += [length - new + min(first + tile, new) for first in range(0, new, tile)]
-    row = 4 * KV_HEADS * HEAD_DIM
+    row = 4 * kv_heads * head_dim
     for name in ("k_cache", "v_cache"):
         read, right = trace.arguments[name].bytes_read, sum(ends) * row
         hint = ". Do tiles read to the end of their request?" if read > right else ". Are tiles larger than CHUNK_M?"
         assert read == right, f"{read:,} bytes of {name} are read, and {right:,} are right{hint}"
     assert trace.bytes_written == out.nbytes, f"{trace.bytes_written:,} bytes written; out has {out.nbytes:,}"
-    _, out, _ = _traced(module, GROUP - 1)
+    _, out, _ = _traced(module, group - 1)
     written = ~torch.isnan(out[:DECODES])
-    assert not written.any(), f"with DECODE_M {GROUP - 1}, too few for {GROUP} heads, decodes are computed. By whom?"
+    assert not written.any(), f"with DECODE_M {group - 1}, too few for {group} heads, decodes are computed. By whom?"
 
 
 # ---- in the engine ---------------------------------------------------------------------------------------------------

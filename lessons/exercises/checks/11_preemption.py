@@ -84,6 +84,7 @@ def check_priority_takes_the_least_urgent(module):
         ([_someone("a", 2, 5.0), _someone("b", 2, 1.0), _someone("c", 0, 9.0)], "a", ": of equals, the later arrival"),
         ([_someone("a", 2, 5.0), _someone("c", 2, 5.0), _someone("b", 2, 5.0)], "c", ": of equals, the greater id"),
         ([_someone("a", -1, 5.0), _someone("b", -3, 9.0)], "a", ": numbers may be negative"),
+        ([_someone("10", 2, 5.0), _someone("9", 2, 5.0)], "9", ": ids are strings, and compared as such"),
     ):
         for order in permutations(who):
             found = module.victim(list(order), "priority")
@@ -280,7 +281,9 @@ def check_effective_bandwidth(module):
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
-WORDS, BLOCK, TENSORS, BLOCKS, SLOTS = 21, 8, 3, 9, 6
+BLOCK, BLOCKS, SLOTS = 8, 9, 6
+OUT, BACK = (3, 21), (2, 13)
+"""Tensors, and words of a block in each: one shape for the way out, another for the way back."""
 
 
 @triton.jit
@@ -290,11 +293,11 @@ def _place_kernel(addresses, out, staging, words, FIND: tl.constexpr, RECORD: tl
     tl.store(out + block * tl.num_programs(1) + tensor, 1)
 
 
-@lru_cache(maxsize=1)
-def _tensors():
-    draw = torch.Generator().manual_seed(0)
-    make = lambda: torch.randint(-(2**31), 2**31 - 1, (BLOCKS, WORDS), generator=draw, dtype=torch.int64)  # noqa: E731
-    return [make().int() for _ in range(TENSORS)]
+@lru_cache(maxsize=2)
+def _tensors(shape):
+    draw, (tensors, words) = torch.Generator().manual_seed(0), shape
+    every = torch.randint(-(2**31), 2**31 - 1, (tensors, BLOCKS, words), generator=draw, dtype=torch.int64).int()
+    return [one.clone() for one in every]
 
 
 def _addresses(tensors):
@@ -312,31 +315,30 @@ def _clean(trace):
 
 def check_the_two_pointers(module):
     """Stretch: a block begins at its tensor's address and `block * words`; its record lies slot by slot, then by tensor."""
-    tensors, staging = _tensors(), torch.zeros(BLOCKS, TENSORS, WORDS, dtype=torch.int32)
-    arguments = _addresses(tensors), torch.zeros(BLOCKS, TENSORS, dtype=torch.int32), staging, WORDS
-    finders = {"FIND": module.block_of, "RECORD": module.record_of}
-    trace = trace_kernel(_place_kernel, (BLOCKS, TENSORS), *arguments, reached=_named(tensors), **finders)
-    assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. An address is in bytes, and `words` are of 4 bytes"
-    for block in range(BLOCKS):
-        for tensor in range(TENSORS):
-            found, right = int(staging[block, tensor, 0]), int(tensors[tensor][block, 0])
-            where = f"block {block} of tensor {tensor}, slot {block}"
-            assert found == right, f"{where}: the first word is {found}, and {right} is right"
+    for shape in (OUT, BACK):
+        count, words = shape
+        tensors, staging = _tensors(shape), torch.zeros(BLOCKS, count, words, dtype=torch.int32)
+        arguments = _addresses(tensors), torch.zeros(BLOCKS, count, dtype=torch.int32), staging, words
+        finders = {"FIND": module.block_of, "RECORD": module.record_of}
+        trace = trace_kernel(_place_kernel, (BLOCKS, count), *arguments, reached=_named(tensors), **finders)
+        assert not trace.out_of_bounds, f"{trace.out_of_bounds[0]}. An address is in bytes, and `words` are of 4 bytes"
+        for block in range(BLOCKS):
+            for tensor in range(count):
+                found, right = int(staging[block, tensor, 0]), int(tensors[tensor][block, 0])
+                where = f"block {block} of tensor {tensor}, slot {block}"
+                assert found == right, f"{where}: the first word is {found}, and {right} is right"
 
 
 def _swapped(module, to_staging):
-    blocks, slots = [7, -1, 2, 0], [4, 1, 0, 5]
-    tensors = [one.clone() if to_staging else torch.zeros_like(one) for one in _tensors()]
-    staging = torch.zeros(SLOTS, TENSORS, WORDS, dtype=torch.int32)
-    full = torch.stack([torch.cat([one[:1] * 0 + slot + 1 for one in _tensors()]) for slot in range(SLOTS)]).int()
-    if not to_staging:
-        staging = full.clone()
+    blocks, slots, shape = [7, -1, 2, 0], [4, 1, 0, 5], OUT if to_staging else BACK
+    count, words = shape
+    tensors = [one.clone() if to_staging else torch.zeros_like(one) for one in _tensors(shape)]
+    held = torch.zeros(SLOTS) if to_staging else torch.arange(1, SLOTS + 1)
+    staging = held.int()[:, None, None].repeat(1, count, words)
     ids = [torch.tensor(one, dtype=torch.int32) for one in (blocks, slots)]
-    grid = len(blocks), TENSORS, -(-WORDS // BLOCK)
-    trace = trace_kernel(
-        module.swap_kernel, grid, _addresses(tensors), *ids, staging, WORDS, reached=_named(tensors),
-        TO_STAGING=to_staging, BLOCK=BLOCK,
-    )  # fmt: skip
+    grid, sizes = (len(blocks), count, -(-words // BLOCK)), {"TO_STAGING": to_staging, "BLOCK": BLOCK}
+    given = _addresses(tensors), *ids, staging, words
+    trace = trace_kernel(module.swap_kernel, grid, *given, reached=_named(tensors), **sizes)
     return trace, tensors, staging, [(b, s) for b, s in zip(blocks, slots) if b >= 0]
 
 
@@ -346,7 +348,7 @@ def check_out_to_the_staging_buffer(module):
     _clean(trace)
     expected = torch.zeros_like(staging)
     for block, slot in moves:
-        expected[slot] = torch.stack([one[block] for one in _tensors()])
+        expected[slot] = torch.stack([one[block] for one in _tensors(OUT)])
     for slot in range(SLOTS):
         hint = ". Block -1: nothing moves" if slot == 1 else ""
         assert torch.equal(staging[slot], expected[slot]), f"slot {slot} is not what it should be{hint}"
@@ -359,7 +361,7 @@ def check_back_into_the_cache(module):
     slots = dict(moves)
     for index, tensor in enumerate(tensors):
         for block in range(BLOCKS):
-            right = staging[slots[block], index] if block in slots else torch.zeros(WORDS, dtype=torch.int32)
+            right = staging[slots[block], index] if block in slots else torch.zeros(BACK[1], dtype=torch.int32)
             assert torch.equal(tensor[block], right), f"block {block} of tensor {index} is not what it should be"
 
 
@@ -367,7 +369,7 @@ def check_each_word_moves_once(module):
     """Stretch: every word that moves is read once and written once, and nothing else."""
     for to_staging in (True, False):
         trace, _, _, moves = _swapped(module, to_staging)
-        right = 4 * len(moves) * TENSORS * WORDS
+        right = 4 * len(moves) * math.prod(OUT if to_staging else BACK)
         way = "out" if to_staging else "back"
         assert trace.bytes_written == right, f"{way}: {trace.bytes_written:,} bytes written, and {right:,} are right"
         cache = sum(traffic.bytes_read for name, traffic in trace.arguments.items() if name.startswith("tensor"))

@@ -21,8 +21,8 @@ def table(
 ) -> None:
     """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless they hold `words`.
 
-    Title and caption use the full width of the terminal; rich would wrap them at the table's width. In a narrow one a
-    word goes on in the next line: rich would cut its end.
+    Title and caption use the full width of the terminal; rich would wrap them at the table's width. Where that is too
+    narrow, cells lose their margins first, and then a word goes on in the next line: rich would cut its end.
     """
     grid = Table()
     for index, column in enumerate(columns):
@@ -30,6 +30,8 @@ def table(
         grid.add_column(column, justify=justify, no_wrap=index == 0 and not words, overflow="fold")
     for row in rows:
         grid.add_row(*(str(cell) for cell in row))
+    if console.measure(grid, options=console.options.update(width=1000)).maximum > console.width:
+        grid.padding = 0
     console.print(title, style="bold", markup=False)
     console.print(grid)
     if caption:

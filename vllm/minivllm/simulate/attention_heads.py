@@ -5,8 +5,8 @@
     share.bytes_per_token, share.copies, share.intensity, share.fits(32_768)
 
 Memory is counted by `minivllm.memory`, as vLLM would at its start; a step's time is that of `levers`. Links are taken
-to be as fast between all GPUs as within a machine. Nobody has trained these siblings: how well they would answer is not
-said here.
+to be as fast between all GPUs as within a machine. The siblings are shapes without weights: how well they would answer
+is not said here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Requests with few new tokens, decodes and drafts to verify, share one launch of the absorbed form over the paged cache.
 Those with many, prompts and long chunks of them, take the plain form one by one: their latents, this step's and those
-cached before, are gathered and expanded. Which is which follows from counted operations (`plain_form_is_cheaper`).
+cached before, are gathered, and keys and values made of them. Which is which follows from counted operations
+(`plain_form_is_cheaper`).
 
 In vLLM v0.33.0: `vllm/model_executor/layers/attention/mla_attention.py` (`MLAAttention.forward_impl`), which divides a
 step by the number of new tokens alone, and expands long contexts in pieces.

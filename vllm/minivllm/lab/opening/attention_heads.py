@@ -39,17 +39,17 @@ CAPTIONS = (
     "The last token of the prompt asks with eight query heads in each layer. If each had keys and values of its own, a "
     "token would leave 512 numbers in a layer's cache.",
     "This model has two KV heads. Query heads 0 to 3 ask the first, 4 to 7 the second: 128 numbers, a quarter.",
-    "The same keys, and four answers. What heads 4 to 7 share is what is looked at; how they look, each has learnt for "
-    "itself.",
+    "The same keys, and four different answers: heads 4 to 7 share the keys, and each compares them with a query of "
+    "its own.",
     "A program for each query head: each of the four reads the same keys and values. The cache is smaller, and as many "
     "bytes are read as before.",
     "One program for the group. Its four queries are rows of one matrix product, and keys and values are read once. "
     "The product has 16 rows at the least; twelve are empty.",
-    "One KV head for all is multi-query attention: 64 numbers, and eight rows for what is read.",
-    "The other way: one latent a token, of which every head could make its own keys and values. It need not: the query "
-    "is brought to the latents. DeepSeek-V3 keeps 512 + 64 numbers for 128 heads.",
-    "Four GPUs, two query heads each, and two KV heads: each is kept twice. Both ranks of a pair ask it, so neither "
-    "can do without. From here on more GPUs make no rank's cache smaller.",
+    "One KV head for all is multi-query attention: 64 numbers, and eight query heads for each that is read.",
+    "Another way: one latent a token, from which every head could make its own keys and values. No head has to: the "
+    "query is brought to the latents. DeepSeek-V3 keeps 512 + 64 numbers for 128 heads.",
+    "Four GPUs, two query heads each, and two KV heads: each KV head is kept twice, because both GPUs of a pair need "
+    "it. From here on, more GPUs make no GPU's cache smaller.",
 )
 
 
@@ -111,7 +111,7 @@ def _looked_at(step: int) -> str:
     below = TOP + 6 * ROW
     parts += _kept(below, 2 * ROW - 4)
     parts.append(text(SIDE, below + ROW + 2, f"KV head {KV_HEAD}", size=12, colour=QUIET))
-    parts.append(text(GRID - 12, below + ROW + 2, "what all four ask", size=12, colour=QUIET, anchor="end"))
+    parts.append(text(GRID - 12, below + ROW + 2, "all four use this", size=12, colour=QUIET, anchor="end"))
     parts.append(text(SIDE, TOP + 3 * ROW, f"layer {LAYER}", size=12, colour=QUIET))
     return _still(step, *parts, *_bars(2))
 

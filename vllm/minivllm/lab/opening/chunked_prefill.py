@@ -59,16 +59,16 @@ def frames() -> Frames:
     captions = [
         f"add has said {output[0]} and wants one token computed. The prompt of long has {len(prompt)}. A step may have "
         f"{budget}.",
-        f"Before: who waits goes first, whole, with a budget that must be large enough. The step has {len(prompt)} "
-        "tokens, and none of them is add's. add waits.",
-        f"Now: add runs, so it gets its 1 token; {budget - 1} are left of the budget, and the prompt is cut there. Its "
-        "logits are of no use yet.",
+        f"Before: a waiting prompt goes first, all of it, in a step of its own. The step has {len(prompt)} tokens, and "
+        "none of them is add's, so add waits.",
+        f"Now: add runs, so it gets its 1 token; {budget - 1} are left of the budget, and the prompt is cut there. The "
+        "chunk's logits are not used.",
         f"The same again. add has said {output[1]}, and gets 1; long gets the next {sizes[1]}, which also see the keys "
         f"of the first {sizes[0]}.",
         f"long gets {rest}. From now on both decode.",
-        f"Between two tokens of add: {len(prompt)} tokens of somebody else before, {max(sizes)} at most now. long has "
-        f"its first token after {sum(sizes)} tokens of its own in either way, and after "
-        f"{len(pieces)} of add's besides.",
+        f"Between two tokens of add stand {len(prompt)} tokens of long before, and {max(sizes)} at most now. long has "
+        f"its first token after {sum(sizes)} tokens of its own in both cases, and now {len(pieces)} of add's come "
+        "before it, too.",
     ]
     return Frames(stills, captions)
 

@@ -38,7 +38,7 @@ def frames() -> Frames:
         _still(run, f"{OTHER} has ended: {NAME} comes back", resumed, known, again, computes=new),
         _still(
             run,
-            "And goes on as if nothing had been",
+            "And goes on as if nothing had happened",
             last,
             len(run.request.tokens),
             _row(last).seq_len,
@@ -48,16 +48,15 @@ def frames() -> Frames:
     captions = [
         f"{OTHER} was admitted first, {NAME} last. {NAME} has said its second token, {said}. Each holds three of "
         "six blocks.",
-        f"The 13th token of {OTHER} begins a new block, and none is free. First come, first served: whoever was "
-        f"admitted last gives everything back. That is {NAME}.",
+        f"The 13th token of {OTHER} begins a new block, and none is free. First come, first served: {NAME}, "
+        "which was admitted last, gives all its blocks back.",
         f"Computed tokens of {NAME}: {lost} before, 0 now. Block {block}, which was not full, is {OTHER}'s already. "
         "The others are free, and keep their names.",
-        f"{OTHER} says its last token. {NAME} has waited at the head of the queue; no client has noticed but for a "
-        "pause.",
+        f"{OTHER} says its last token. {NAME} has waited at the head of the queue; its client only sees a pause.",
         f"{NAME} looks for its names: {again // run.block_size} blocks are still there. {again} tokens are not "
-        f"computed again; the {new} others are, in one step, as a chunk of a prompt is.",
-        f"The same words as without the preemption. Of {lost} computed tokens {lost - again} were computed twice. Had "
-        "somebody taken the named blocks, it would have been all of them.",
+        f"computed again; the {new} others are, in one step, like a chunk of a prompt.",
+        f"The same answer as without the preemption. Of {lost} computed tokens {lost - again} were computed twice. If "
+        "another request had taken the named blocks, all of them would have been.",
     ]
     return Frames(stills, captions)
 
