@@ -239,7 +239,8 @@ class StepRecorder:
         """
         scheduler = self._scheduler
         return not (
-            scheduled.num_scheduled_tokens != self._decodes
+            self._decodes is None
+            or scheduled.num_scheduled_tokens != self._decodes
             or len(outputs) != len(self._decodes)
             or any(scheduled.scheduled_cached_reqs.new_block_ids)
             or self._events
