@@ -38,7 +38,7 @@ def test_text_that_is_not_utf_8_is_refused(monkeypatch, capsys):
     """A shell passes such bytes on, and Python makes half characters of them, which no tokenizer takes."""
     parser = Parser(prog="script")
     parser.add_argument("--prompt")
-    monkeypatch.setattr(sys, "argv", ["script", "--prompt", "caf\udce9"])
+    monkeypatch.setattr(sys, "argv", ["script", "--prompt", "soup\udce7on"])
     with pytest.raises(SystemExit) as end:
         run(lambda arguments: None, parser)
     assert end.value.code == 2
