@@ -3,10 +3,12 @@
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from e2e.browser import ColorScheme, Seen, emptied_page
@@ -15,6 +17,8 @@ from playwright.sync_api import Browser, Page
 from sphinx.deprecation import RemovedInSphinx11Warning
 
 from minivllm.lab.exercise import load
+from widgets.knobs import Value
+from widgets.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))  # its programs import each other
@@ -27,6 +31,8 @@ tiny.show()
 ```
 """
 VIEWS = 16
+FEW_VIEWS = 5
+"""Of the lessons' widgets, each a sweep: that they turn is seen by two, what turns a table can have by the tiny one."""
 
 
 def repository(folder: Path) -> Path:
@@ -50,10 +56,14 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         if not (shared / "site").is_dir():
             import site_widgets
 
-            program = load(ROOT / "tools" / "build_site.py")
+            program, whole_table = load(ROOT / "tools" / "build_site.py"), site_widgets.table
             # Each preset is one more sweep; that they are drawn, and that tables have them, is proven without a page.
             specs = {name: replace(spec, presets={}) for name, spec in site_widgets.specs().items()} | {"tiny": SPEC}
-            with warnings.catch_warnings():
+
+            def table(spec: Spec, settings: Mapping[str, Value], most_views: int) -> dict[str, Any]:
+                return whole_table(spec, settings, most_views if spec is SPEC else FEW_VIEWS)
+
+            with mock.patch.object(site_widgets, "table", table), warnings.catch_warnings():
                 warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser
                 program.build(repository(tmp_path_factory.mktemp("repository")), shared / "building", specs, VIEWS)
             (shared / "building").rename(shared / "site")
