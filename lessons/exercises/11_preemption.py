@@ -40,7 +40,7 @@ def victim(running, policy):
 
     running  requests in the order of their admission; each has `priority`, `arrival_time` and `request_id`
     policy   "fcfs": whoever was admitted last. "priority": the one with the greatest priority number (it is the least
-             urgent); of equals, the one that arrived last; of those, the one with the greatest id
+             urgent); of equals, the one that arrived last; of those, the one with the greatest id (a string)
 
     Trap: the last one in the list need not be the one that arrived last.
     """

@@ -22,7 +22,7 @@ def table(
     """Print `rows` under `columns`: the first is left-aligned, the others right-aligned, unless they hold `words`.
 
     Title and caption use the full width of the terminal; rich would wrap them at the table's width. Where that is too
-    narrow, cells lose their margins first, and then a word goes on in the next line: rich would cut its end.
+    narrow, cells of numbers lose their margins first, and then a word goes on in the next line: rich would cut its end.
     """
     grid = Table()
     for index, column in enumerate(columns):
@@ -30,7 +30,7 @@ def table(
         grid.add_column(column, justify=justify, no_wrap=index == 0 and not words, overflow="fold")
     for row in rows:
         grid.add_row(*(str(cell) for cell in row))
-    if console.measure(grid, options=console.options.update(width=1000)).maximum > console.width:
+    if not words and console.measure(grid, options=console.options.update(width=1000)).maximum > console.width:
         grid.padding = 0
     console.print(title, style="bold", markup=False)
     console.print(grid)

@@ -376,10 +376,10 @@ FEW, MANY, ROWS = 4, 32, 256
 
 
 def measure_knee(knee: Callable[[float, float, float], float], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Steps of a model that is larger than any cache, by their tokens; the knee foretold, and found in them.
+    """Steps of a model that is larger than any cache, by their tokens; the knee predicted, and found in them.
 
-    Foretold of two rates of matrix products alone: of many rows their operations a second, of one row their bytes a
-    second. Found: see `sweep_knee`. The medians of all turns count; each turn by itself also foretells and finds, which
+    Predicted from two rates of matrix products alone: of many rows their operations a second, of one row their bytes a
+    second. Found: see `sweep_knee`. The medians of all turns count; each turn by itself also predicts and finds, which
     gives the spread.
     """
     settings = LARGE | QUICK if arguments.quick else LARGE
@@ -407,7 +407,7 @@ def measure_knee(knee: Callable[[float, float, float], float], arguments: argpar
     )
     table("A step by its tokens", ("tokens", "ms", "ms a token", "of one token"), rows, caption)
     console.print(
-        f"The knee: {one['foretold']:.1f} tokens foretold, {one['found']:.1f} found ({one['off']:+.0%}; from turn to "
+        f"The knee: {one['foretold']:.1f} tokens predicted, {one['found']:.1f} found ({one['off']:+.0%}; from turn to "
         f"turn {min(each):+.0%} to {max(each):+.0%})."
     )
     steps = {str(size): 1e3 * seconds[str(size)] for size in SIZES}
@@ -554,7 +554,7 @@ def close(found: dict, disturbance: str) -> None:
         "chats in each; in one piece none.",
         Timed(
             f"A step of this machine is no longer free from {knee['found']:.0f} tokens on; {knee['foretold']:.0f} were "
-            "foretold of two rates."
+            "predicted from two rates."
         ),
         disturbance=disturbance,
     )
@@ -571,17 +571,19 @@ def draw(found: dict, path: str) -> None:
                     left.bar(1 + number + 0.45 * row, tokens, 0.42, bottom=bottom, color=colour, alpha=1 - 0.45 * row)
                     bottom += tokens
         left.set(title="Tokens of each step", xlabel="step (full: prefill first, pale: mixed)", ylabel="tokens")
+        left.set_yticks(range(0, 21, 4))
         names = list(found["chats"])
         longest = [found["chats"][name]["itl_max_ms"] for name in names]
         middle.barh(range(len(names)), longest, color=palette.ORANGE)
         middle.set(title="Longest gap of a chat", xlabel="ms", xscale="log", xlim=(1, None))
+        middle.set_xticks((1, 10, 100), ("1", "10", "100"))
         middle.set_yticks(range(len(names)), names)
         middle.invert_yaxis()
         one = found["knee"]
         sizes = [int(size) for size in one["steps_ms"]]
         right.plot(sizes, list(one["steps_ms"].values()), "o-", color=palette.BLUE)
         right.axvline(one["foretold"], color=palette.GREY, linestyle="--")
-        right.text(one["foretold"], max(one["steps_ms"].values()), " foretold", va="top", fontsize=9)
+        right.text(one["foretold"], max(one["steps_ms"].values()), " predicted", va="top", fontsize=9)
         right.set(title="A step by its tokens", xlabel="tokens", ylabel="ms")
         right.set_xscale("log", base=2)
         right.set_yscale("log", base=2)

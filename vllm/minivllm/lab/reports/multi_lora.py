@@ -628,6 +628,10 @@ def draw(found: dict, path: str) -> None:
         middle.text(1, base, "the base product", va="bottom", fontsize=9)
         middle.set(title="64 tokens, one linear", xlabel="different adapters", ylabel="ms on top", xscale="log")
         middle.set_yscale("log")
+        middle.set_xticks(sizes, [str(size) for size in sizes])
+        parts = (0.25, 0.5, 1, 2, 4)
+        middle.set_yticks(parts, [f"{part:g}" for part in parts])
+        middle.minorticks_off()
         middle.legend(fontsize=8)
         slots = {name: one for name, one in found["slots"].items() if name != "cold"}
         right.bar(list(slots), [one["running"] for one in slots.values()], color=palette.BLUE)
