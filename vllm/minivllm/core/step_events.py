@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from minivllm.core.block_pool import BlockPool, BlockStored
+from minivllm.core.block_pool import BlockRemoved, BlockStored
 from minivllm.core.messages import EngineCoreOutput
 from minivllm.core.output import SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
@@ -240,7 +240,7 @@ class StepRecorder:
         scheduler = self._scheduler
         return not (
             scheduled.num_scheduled_tokens != self._decodes
-            or len(outputs) != len(self._decodes)
+            or len(scheduled.num_scheduled_tokens) != len(outputs)
             or any(scheduled.scheduled_cached_reqs.new_block_ids)
             or self._events
             or scheduled.finished_req_ids
@@ -383,7 +383,7 @@ class StepRecorder:
         return [] if state is None else list(state.values())
 
     def _head_of_queue(self) -> list[Request]:
-        """Requests whose keys and values come from elsewhere, then others. Those that have them go before all others."""
+        """Requests whose keys and values come from elsewhere, then others. The former are admitted first."""
         remote = self._scheduler.remote
         loading = [*remote.received, *remote.kv_holding_waiting.values()] if remote else []
         return [*loading, *self._scheduler.waiting.head(WAITING_SHOWN)][:WAITING_SHOWN]
