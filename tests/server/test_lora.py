@@ -270,7 +270,6 @@ def test_two_modules_need_two_names():
         ({}, {"runtime_lora_path": ["."]}, {}, "--enable-lora"),
         ({"enable_lora": True}, {}, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "--runtime-lora-path"),
         ({"enable_lora": True}, {"runtime_lora_path": ["nothing/here"]}, {}, "no folder"),
-        ({"enable_lora": True}, {"runtime_lora_path": ["."], "api_server_count": 2}, {}, "api_server_count"),
     ],
 )
 def test_flags_that_do_not_go_together(engine, frontend, environment, message):

@@ -8,6 +8,7 @@ In vLLM v0.33.0: `vllm/entrypoints/launchers/`.
 
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -16,6 +17,7 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.async_mp_client import AsyncMPClient
 from minivllm.engine.core_processes import CoreAddresses
 from minivllm.engine.prometheus import PrometheusStatLogger
+from minivllm.entrypoints.openai.adapter_table import AdapterTable
 from minivllm.entrypoints.openai.api_server import build_app
 from minivllm.entrypoints.openai.chat_template import read_template
 from minivllm.entrypoints.openai.http_server import (
@@ -103,7 +105,10 @@ def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, templat
     for index, stats in enumerate(engine.engine_stats):
         metrics.record(stats, engine.output_processor.take_stats(index), index)
     longest = engine.input_processor.limits.max_model_len
-    models = OpenAIServingModels(names, str(args.model), longest, engine, settings.runtime_lora_path)
+    table = AdapterTable()
+    if isinstance(client, AsyncMPClient) and client.client_count > 1:
+        table = AdapterTable(Path(client.addresses.folder) / "adapters")
+    models = OpenAIServingModels(names, str(args.model), longest, engine, settings.runtime_lora_path, table)
     app = build_app(engine, models, settings, template, metrics.registry)
     app.state.models = models
     return app

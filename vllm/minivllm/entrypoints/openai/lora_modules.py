@@ -89,11 +89,6 @@ def check_lora_settings(args: EngineArgs, settings: FrontendArgs, environment: M
     )
     missing = next((folder for folder in folders if not Path(folder).is_dir()), None)
     require(missing is None, f"runtime_lora_path is {missing!r}, which is no folder")
-    require(
-        not folders or settings.api_server_count == 1,
-        f"runtime_lora_path does not go with api_server_count {settings.api_server_count}, of which each has models of "
-        "its own: leave one of the two out",
-    )
 
 
 def adapter_folder(path: str, folders: Sequence[str]) -> str | None:
