@@ -21,7 +21,7 @@ import msgspec
 
 from minivllm.core.block_pool import BlockRemoved, BlockStored
 from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.output import CachedRequestData, SchedulerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 
@@ -30,10 +30,11 @@ STEPS_BETWEEN_KEYS = 250
 WAITING_SHOWN = 24
 """How many of the waiting requests are named, from the head of the queue on; the others are counted."""
 SECONDS_KEPT_BACK = 0.05
-"""Steps that repeat the one before them are written down together, this long after the first of them at the latest."""
+"""Steps in which the same requests decode on are written down together, this long after the first at the latest."""
 
 Waiting = tuple[int, list[int]]
 """How many requests wait, and the numbers of the first of them."""
+Event = BlockStored | BlockRemoved
 QUEUE_MAY_CHANGE = {"gone", "preempted", "admitted", "ended"}
 Line = dict[str, Any]
 """A `StepLine` in the making: a dictionary of what there is to say, which costs less than a structure of all there
@@ -162,8 +163,8 @@ class StepRecorder:
     Call `observe` after each step, and `observe_idle` after what has happened while there are no requests.
 
     After a forward pass nothing that is needed here lies in the processor's caches, so a line costs several times what
-    it would cost in a loop. Most steps are those of the same requests decoding on: of these only the time is noted,
-    and their lines are written in one go.
+    it would cost in a loop. In most steps the same requests decode on: what is new in these is kept as it comes, and
+    their lines are written in one go.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -180,8 +181,8 @@ class StepRecorder:
         """The last step's tokens by request, if all of them have decoded one."""
         self._decoding = msgspec.Raw()
         """The same as a line's `batch`."""
-        self._repeated: list[float] = []
-        """When the last steps ended, of which no line is written yet."""
+        self._kept: list[tuple[float, CachedRequestData | None, list[Event]]] = []
+        """Of the last steps, of which no line is written yet: their ends, blocks taken, and what came of hashes."""
         self._encode = msgspec.json.Encoder().encode
         self._lines: list[bytes] = []
         self._begin()
@@ -189,7 +190,7 @@ class StepRecorder:
     def take(self, all_of_them: bool = True) -> list[bytes]:
         """Returns the lines that were not taken yet, without their line ends; or only those that are written."""
         if all_of_them:
-            self._write_repeated(self._step)
+            self._write_kept(self._step)
         lines, self._lines = self._lines, []
         return lines
 
@@ -201,12 +202,13 @@ class StepRecorder:
         """Writes down a step that has been computed; `outputs` are those of its requests."""
         self._step += 1
         now = time.monotonic()
-        if self._repeats(scheduled, outputs):
-            self._repeated.append(now)
-            if now - self._repeated[0] > SECONDS_KEPT_BACK:
-                self._write_repeated(self._step)
+        cached = scheduled.scheduled_cached_reqs
+        if self._goes_on(scheduled, outputs):
+            self._kept.append((now, cached if any(cached.new_block_ids) else None, self._take_events()))
+            if now - self._kept[0][0] > SECONDS_KEPT_BACK:
+                self._write_kept(self._step)
             return
-        self._write_repeated(self._step - 1)
+        self._write_kept(self._step - 1)
         if self._is_new_pool():
             self._begin()
             return
@@ -215,10 +217,8 @@ class StepRecorder:
             self._note_lost(line, scheduled)
         if scheduled.scheduled_new_reqs:
             self._note_admitted(line, scheduled)
-        new_block_ids = scheduled.scheduled_cached_reqs.new_block_ids
-        if any(new_block_ids):
-            taken = zip(scheduled.scheduled_cached_reqs.req_ids, new_block_ids, strict=True)
-            line["blocks"] = [(self._numbers[name], ids) for name, ids in taken if ids and name in self._numbers]
+        if any(cached.new_block_ids):
+            self._note_taken(line, cached)
         line["batch"] = self._batch(scheduled, outputs)
         self._note_changes(line, outputs)
         if self._step % STEPS_BETWEEN_KEYS == 0:
@@ -226,24 +226,21 @@ class StepRecorder:
 
     def observe_idle(self) -> None:
         """Writes down what has changed since the last step: requests were aborted, the prefix cache was reset."""
-        self._write_repeated(self._step)
+        self._write_kept(self._step)
         if self._is_new_pool():
             self._begin()
             return
         self._note_changes(self._line(self._step, time.monotonic()), ())
 
-    def _repeats(self, scheduled: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> bool:
-        """Whether the same requests have decoded as in the step before, and nothing else has happened.
+    def _goes_on(self, scheduled: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> bool:
+        """Whether the same requests have decoded as in the step before, and no request came, went or was preempted.
 
         Whoever was admitted or preempted has changed the tokens, the queue's length, or both.
         """
         scheduler = self._scheduler
         return not (
-            self._decodes is None
-            or scheduled.num_scheduled_tokens != self._decodes
-            or len(outputs) != len(self._decodes)
-            or any(scheduled.scheduled_cached_reqs.new_block_ids)
-            or self._events
+            scheduled.num_scheduled_tokens != self._decodes
+            or len(scheduled.num_scheduled_tokens) != len(outputs)
             or scheduled.finished_req_ids
             or scheduler.finished_req_ids
             or scheduler.remote
@@ -252,13 +249,19 @@ class StepRecorder:
             or self._step % STEPS_BETWEEN_KEYS == 0
         )
 
-    def _write_repeated(self, last: int) -> None:
-        """Writes the lines of the steps up to `last` that repeat the one before them."""
-        if not self._repeated:
+    def _write_kept(self, last: int) -> None:
+        """Writes the lines of the steps up to `last` that were kept back."""
+        if not self._kept:
             return
-        for step, now in enumerate(self._repeated, last + 1 - len(self._repeated)):
-            self._lines.append(self._encode({**self._line(step, now), "batch": self._decoding}))
-        self._repeated = []
+        for step, (now, taken, events) in enumerate(self._kept, last + 1 - len(self._kept)):
+            line = self._line(step, now)
+            if taken is not None:
+                self._note_taken(line, taken)
+            line["batch"] = self._decoding
+            if events:
+                self._note_blocks(line, events)
+            self._lines.append(self._encode(line))
+        self._kept = []
 
     def _line(self, step: int, now: float) -> Line:
         return {"step": step, "t": self._time(now)}
@@ -276,7 +279,7 @@ class StepRecorder:
     def _begin(self) -> None:
         self._manager = self._scheduler.kv_cache_manager
         pool = self._manager.block_pool
-        self._events: list[BlockStored | BlockRemoved] = []
+        self._events: list[Event] = []
         pool.kv_event_queue = self._events
         # A pool that takes the place of the engine's own may know nothing of hashes.
         blocks = getattr(pool, "blocks", ())
@@ -301,7 +304,7 @@ class StepRecorder:
         """What a step and idleness have in common; and the line is done."""
         scheduler = self._scheduler
         if self._events:
-            self._note_blocks(line)
+            self._note_blocks(line, self._take_events())
         if scheduler.finished_req_ids:
             self._note_ended(line, {one.request_id: one.finish_reason for one in outputs})
         # Whoever leaves the queue was admitted or has ended.
@@ -350,17 +353,26 @@ class StepRecorder:
                 )
         return batch
 
-    def _note_blocks(self, line: Line) -> None:
+    def _note_taken(self, line: Line, cached: CachedRequestData) -> None:
+        taken = zip(cached.req_ids, cached.new_block_ids, strict=True)
+        line["blocks"] = [(self._numbers[name], ids) for name, ids in taken if ids and name in self._numbers]
+
+    def _take_events(self) -> list[Event]:
+        """What came of the pool's hashes since the last call."""
+        events = self._events.copy()
+        self._events.clear()
+        return events
+
+    def _note_blocks(self, line: Line, events: Sequence[Event]) -> None:
         removed: set[int] = set()
         stored: set[int] = set()
-        for event in self._events:
+        for event in events:
             if isinstance(event, BlockStored):
                 stored.update(event.block_ids)
             else:
                 ids = self._cached | stored if event.block_ids is None else event.block_ids
                 removed.update(ids)
                 stored.difference_update(ids)
-        self._events.clear()
         self._cached -= removed
         self._cached |= stored
         line["removed"], line["stored"] = sorted(removed), sorted(stored)
@@ -384,7 +396,7 @@ class StepRecorder:
         return [] if state is None else list(state.values())
 
     def _head_of_queue(self) -> list[Request]:
-        """Requests whose keys and values come from elsewhere, then others; those that have them go first."""
+        """Requests whose keys and values come from elsewhere, then others. The former are admitted first."""
         remote = self._scheduler.remote
         loading = [*remote.received, *remote.kv_holding_waiting.values()] if remote else []
         return [*loading, *self._scheduler.waiting.head(WAITING_SHOWN)][:WAITING_SHOWN]
