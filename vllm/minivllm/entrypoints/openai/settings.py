@@ -57,8 +57,8 @@ class FrontendArgs(HttpArgs):
       looked for in what the model says freely, whatever the parser.
     - `lora_modules`: adapters, each name=path, or {"name": …, "path": …, "base_model_name": …} in JSON; requests name
       them as their model. `runtime_lora_path`: folders below which POST /v1/load_lora_adapter may load others; without
-      any there is no such route. Of several API servers all have the same adapters.
-      In vLLM: `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path.
+      any there is no such route. In vLLM: `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, and then any path. Several API servers
+      have the same adapters.
     - `xray`: the page /xray shows each step of the engine. `record`: a file that gets every step. Where there are
       several cores, the page's reader chooses one, and each has a file of its own. Not in vLLM.
     - `allow_credentials`: browsers may send cookies (CORS). `allowed_origins`, `allowed_methods`, `allowed_headers`:
