@@ -10,7 +10,6 @@ several (`vllm/entrypoints/cli/serve.py`).
 """
 
 import asyncio
-import fcntl
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -84,6 +83,8 @@ class AdapterTable:
 
 
 def _taken(lock: int) -> bool:
+    import fcntl  # there is none on Windows
+
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
