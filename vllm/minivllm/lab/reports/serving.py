@@ -256,26 +256,48 @@ def show_stops(stop_strings: Callable[[list[str]], Any], pieces: Sequence[str] =
 
 
 def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
-    """The real server under closed and open load: Little's law, the knee, and what is beyond it."""
+    """The real server under closed and open load: Little's law, the knee, and what is beyond it.
+
+    Each rate is offered for three times as long as an answer takes at the most clients: in less, no queue has formed.
+    """
     closed = _closed(real, arguments)
     capacity = max(one["requests_per_second"] for one in closed.values())
-    seconds, rounds, tried = (0.5, 1, {}) if arguments.quick else (2.0, 4, {})
+    latency = max(one["latency_mean_ms"] for one in closed.values()) / 1e3
+    seconds, rounds = (0.5, 1) if arguments.quick else (max(2.0, 3 * latency), 3)
+    least, most = capacity / 2, 1.5 * capacity
+    tried: dict[float, dict] = {}
 
     def attainment(rate: float) -> float:
-        answers = load_real(real, rate, seconds, arguments.seed)
-        met = [one.ttft <= arguments.slo_ttft and one.tpot(OUTPUT_TOKENS) <= arguments.slo_tpot for one in answers]
-        tried[f"{rate:.1f}"] = statistics.mean(met)
-        return tried[f"{rate:.1f}"]
+        tried[rate] = _open(load_real(real, rate, seconds, arguments.seed), arguments)
+        return tried[rate]["met"]
 
-    knee = find_knee(attainment, capacity / 8, 2 * capacity, rounds)
-    rows = [(rate, f"{share:.0%}") for rate, share in tried.items()]
-    where = f"at {knee:.1f}" if knee else f"below {capacity / 8:.1f}"
-    caption = f"The knee is {where} requests a second; the closed load's most was {capacity:.1f}."
+    knee = find_knee(attainment, least, most, rounds)
+    if most not in tried:
+        attainment(most)
+    where = f"at {knee:.1f}" if knee else f"below {least:.1f}"
+    caption = (
+        f"Each rate was offered for {seconds:.1f} s. The knee is {where} requests a second;\n"
+        f"the closed load's most was {capacity:.1f}."
+    )
+    rows = [
+        (f"{rate:.1f}", one["requests"], f"{one['met']:.0%}", *map(ms, one["ttft_ms"]))
+        for rate, one in sorted(tried.items())
+    ]
+    columns = ("requests/s", "requests", "met", "TTFT p50, 1st quarter, ms", "2nd", "3rd", "4th")
     console.print()
-    table("Open load: who met the service level", ("requests a second", "of the requests"), rows, caption)
-    rates = ({"below": 0.7 * knee} if knee else {}) | {"above": 1.5 * capacity}
-    beyond = _beyond(real, rates, seconds, arguments.seed)
-    return {"closed": closed, "capacity": capacity, "knee": knee, "tried": tried, "beyond": beyond}
+    table("Open load: who met the service level, and how long each quarter waited", columns, rows, caption)
+    ends = {"least": least, "most": most, "below": tried[least], "above": tried[most]}
+    return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": tried} | ends
+
+
+def _open(answers: list[Answer], arguments: argparse.Namespace) -> dict:
+    """The share that met the service level; the median time to a first token, by quarter of the requests as they came."""
+    met = [one.ttft <= arguments.slo_ttft and one.tpot(OUTPUT_TOKENS) <= arguments.slo_tpot for one in answers]
+    came = sorted(answers, key=lambda one: one.due)
+    size = max(1, len(came) // 4)
+    quarters = [1e3 * statistics.median(one.ttft for one in came[at : at + size]) for at in range(0, 4 * size, size)]
+    ends = {"ttft_first_ms": quarters[0], "ttft_last_ms": quarters[-1]}
+    return {"requests": len(came), "met": statistics.mean(met), "ttft_ms": quarters} | ends
 
 
 def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
@@ -298,30 +320,6 @@ def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
         rows.append((clients, *rates, *times, f"{one['little']:.1f}", f"{one['in_server']:.1f}"))
     columns = ("clients", "requests/s", "tokens/s", "TTFT p50, ms", "latency, ms", "rate × latency", "counted inside")
     table("Closed load on the real server", columns, rows)
-    return found
-
-
-BEYOND = {"below": "0.7 × the knee", "above": "1.5 × capacity"}
-
-
-def _beyond(real: RealServer, rates: Mapping[str, float], seconds: float, seed: int) -> dict:
-    """Time to first token of each quarter of the requests, in the order in which they came."""
-    found, rows = {}, []
-    for name, rate in rates.items():
-        answers = sorted(load_real(real, rate, 2 * seconds, seed), key=lambda one: one.due)
-        size = max(1, len(answers) // 4)
-        quarters = [statistics.median(one.ttft for one in answers[at : at + size]) for at in range(0, 4 * size, size)]
-        found[name] = {
-            "rate": rate,
-            "requests": len(answers),
-            "ttft_ms": [1e3 * ttft for ttft in quarters],
-            "ttft_first_ms": 1e3 * quarters[0],
-            "ttft_last_ms": 1e3 * quarters[-1],
-        }
-        rows.append((BEYOND[name], f"{rate:.1f}", len(answers), *map(ms, quarters)))
-    columns = ("offered", "requests/s", "requests", "TTFT p50, 1st quarter, ms", "2nd", "3rd", "4th")
-    console.print()
-    table("Below and above", columns, rows)
     return found
 
 
@@ -421,15 +419,15 @@ def shown_knee(rate: float) -> str:
 def close(found: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     slow, left, load_, ways = found["slow"], found["left"], found["load"], found["ways"]["ways"]
-    above = load_["beyond"]["above"]
-    knee = f"at {load_['knee']:.1f}" if load_["knee"] else f"below {load_['capacity'] / 8:.1f}"
+    above = load_["above"]
+    knee = f"at {load_['knee']:.1f}" if load_["knee"] else f"below {load_['least']:.1f}"
     tight, loose = ({way: shown_knee(one["knees"][level]) for way, one in ways.items()} for level in TPOT_SLOS)
     closing(
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
         f"{slow['servers']['naive']['longest_gap_ms'] / 1e3:.1f} s, and clients that left had it compute "
         f"{left['naive']['in_vain']:,} tokens for nobody.",
         Timed(
-            f"This server's knee is {knee} requests a second. At 1.5 times its capacity the first "
+            f"This server's knee is {knee} requests a second. At {load_['most']:.1f}, the first "
             f"quarter of the requests waited {above['ttft_first_ms']:,.0f} ms for a first token, the last "
             f"{above['ttft_last_ms']:,.0f}."
         ),
@@ -453,10 +451,8 @@ def draw(found: dict, path: str) -> None:
         for clients, one in closed.items():
             left.annotate(f" {clients}", (one["tokens_per_second"], one["latency_mean_ms"]), fontsize=9)
         left.set(title="Closed load: clients", xlabel="tokens a second", ylabel="ms a request", ylim=(0, None))
-        lines = {
-            BEYOND[name]: dict(enumerate(one["ttft_ms"], start=1)) for name, one in found["load"]["beyond"].items()
-        }
-        curves(middle, lines)
+        tried = found["load"]["tried"]
+        curves(middle, {f"{rate:.0f}/s": dict(enumerate(tried[rate]["ttft_ms"], start=1)) for rate in sorted(tried)})
         middle.set(title="Open load: first token", xlabel="quarter of the requests", ylabel="ms", xticks=(1, 2, 3, 4))
         ways = found["ways"]["ways"]
         names = [(way, slo) for way, one in ways.items() for slo in one["knees"]]
