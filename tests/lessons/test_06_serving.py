@@ -133,7 +133,9 @@ def test_a_service_level_that_no_rate_meets_is_said(monkeypatch, capsys):
     """The knee is below the lowest rate tried, and the load beyond capacity is offered all the same."""
     times = [0.1, *(0.2 for _ in range(report.OUTPUT_TOKENS - 1))]
     answers = [Answer(0.0, 0.0, events=times)] * 8
-    monkeypatch.setattr(report, "_closed", lambda real, arguments: {"1": {"requests_per_second": 8.0, "latency_mean_ms": 50.0}})
+    monkeypatch.setattr(
+        report, "_closed", lambda real, arguments: {"1": {"requests_per_second": 8.0, "latency_mean_ms": 50.0}}
+    )
     monkeypatch.setattr(report, "load_real", lambda *_: answers)
     found = report.measure_load(None, Namespace(quick=True, seed=0, slo_ttft=0.01, slo_tpot=1.0))
     assert found["knee"] == 0.0
@@ -325,6 +327,21 @@ MUTANTS = {
         "join",
         "unread.finished = new.finished",
         "unread.finished = any(one.finish_reason for one in unread.outputs)",
+    ),
+    "at most four stop strings": (
+        "StopStrings.__init__",
+        "self.stop, self.held = stop, ''",
+        "self.stop, self.held = stop[:4], ''",
+    ),
+    "drops carriage returns": (
+        "StopStrings.push",
+        "self.held + text_delta",
+        "self.held + text_delta.replace('\\r', '')",
+    ),
+    "looks at 4,096 characters of a piece": (
+        "StopStrings.push",
+        "self.held + text_delta",
+        "(self.held + text_delta)[:4096]",
     ),
     "joins by place": (
         "join",

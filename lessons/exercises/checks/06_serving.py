@@ -354,9 +354,11 @@ def check_a_stop_string_ends_the_text(module):
     as_it_is = "It is that string and no pattern: dots, brackets, blanks and capitals are what they are."
     for stop in ("END", "E.D", "(a", " b", "$"):
         assert_played(module, [stop], ["an end, ENDO", f"; a\n\nb{stop}c"], _first_of(stop), as_it_is)
-    many = ["a", "b", "c", "d"]
-    assert_played(module, many, ["xyzd"], ("xyz", "d"), "Each of the strings counts, however many there are.")
-    long = "x" * 70
+    many = [*"abcdefgh"]
+    assert_played(module, many, ["xyzh"], ("xyz", "h"), "Each of the strings counts, however many there are.")
+    blank = "\r\n\t x\0\u2028"
+    assert_played(module, ["END"], [f"{blank}END"], (blank, "END"), "What cannot be seen is text, too.")
+    long = "x" * 5000
     assert_played(module, ["END"], [f"{long}END"], (long, "END"), "A piece may be long.")
 
 
