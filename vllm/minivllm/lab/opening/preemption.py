@@ -13,7 +13,7 @@ from minivllm.lab.frames import Frames
 from minivllm.lab.palette import BLUE, ORANGE
 
 WIDTH, HEIGHT = 860, 330
-LEFT, CELL, TALL = 92, 48, 30
+LEFT, CELL, TALL = 92, 54, 30
 OTHER = "class"
 COLOURS = {NAME: BLUE, OTHER: ORANGE}
 
