@@ -195,7 +195,7 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     """Share of the requests that find their adapter in a slot: one after another by formula, and as it was here."""
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    label = "found their adapter, over the slots"
+    label = "adapter found, by slots"
     axes.frame("", label, x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
     axes.line(SLOTS, [state.serving.hit_rate(one) for one in SLOTS], PURPLE, width=1.8, dash="2 4")
     with drawing.answer():
