@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from minivllm.lab.drawing import text_width, wrapped
+from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.attention_heads_state import TPS, Kind, Place, State
 from widgets.plot import LEAST_ROOM, MARGIN, WIDE, Axes, Key, Scale, draw_keys, short, three_boxes, tokens
@@ -143,23 +143,13 @@ def _draw_broken(axes: Axes, state: State) -> None:
             axes.mark_x(low, VERMILLION, dash="")
     for low, high, words in regions:
         left, right = (axes.at(edge, axes.y.low)[0] for edge in (low or axes.x.low, high or axes.x.high))
-        _draw_words(axes, left, right, words, after=low is not None)
+        inside = right - left >= LEAST_ROOM or low is None  # where it is narrow, they may stand over its other edge
+        axes.write(words, left + 6 if inside else right - 6, max(right - left, LEAST_ROOM) - 10, after=inside)
 
 
 def _kind_of(cause: str) -> str:
     """Causes that share a region: too few fit, for whatever reason; or no more than before."""
     return {"": "", "long": "long", "weights": "few", "few": "few", "copies": "more", "heads": "more"}[cause]
-
-
-def _draw_words(axes: Axes, left: float, right: float, words: str, after: bool) -> None:
-    """Words at the top of a region; where it is narrow they may stand over its edge."""
-    room = max(right - left, LEAST_ROOM)
-    with axes.drawing.on_top():
-        for row, line in enumerate(wrapped(words, room * 0.94 - 10, SMALL)):
-            wide = right - left >= LEAST_ROOM or not after
-            place = (left + 6 if wide else right - 6, axes.box.y + 14 + 15 * row)
-            anchor = "start" if wide else "end"
-            axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
 
 
 def cause_words(state: State, tp: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from minivllm.lab.drawing import wrapped
 from minivllm.lab.palette import BLUE, GREEN, ORANGE, SKY, VERMILLION
 from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.load_sweep import Span, within
@@ -102,10 +101,10 @@ def _draw_broken(axes: Axes, state: State) -> None:
     with axes.drawing.answer():
         for span, words in stalled:
             _shade(axes, span, words)
-            _draw_words(axes, span, words, beside, down=_rows_above(axes, late, span))
+            _draw_words(axes, span, words, beside)
     for span, words in late:
         _shade(axes, span, words)
-        _draw_words(axes, span, words, beside, down=0)
+        _draw_words(axes, span, words, beside)
 
 
 def _shade(axes: Axes, span: Span, words: str) -> None:
@@ -114,20 +113,13 @@ def _shade(axes: Axes, span: Span, words: str) -> None:
         axes.mark_x(span[0] or 0, VERMILLION, dash="")
 
 
-def _rows_above(axes: Axes, late: Sequence[tuple[Span, str]], span: Span) -> int:
-    """Rows that stay free for the words of other regions, where those of `span` would stand among them."""
-    left, right = _ends(axes, span)
-    among = any(high is None or span[0] is None or span[0] < high for (_, high), _ in late)
-    return 4 if None not in span else 3 * (among or right - left < LEAST_ROOM)
-
-
 def _ends(axes: Axes, span: Span) -> tuple[float, float]:
     """The pixels where a region begins and ends."""
     return axes.at(span[0] or axes.x.low, axes.y.low)[0], axes.at(span[1] or axes.x.high, axes.y.low)[0]
 
 
-def _draw_words(axes: Axes, span: Span, words: str, beside: Sequence[float], down: int) -> None:
-    """The words of a region, inside or beside it, wherever there is most room; `down` rows lower.
+def _draw_words(axes: Axes, span: Span, words: str, beside: Sequence[float]) -> None:
+    """The words of a region, inside or beside it, wherever there is most room.
 
     `beside` are the places of all edges, and of both ends of the axis.
     """
@@ -139,11 +131,7 @@ def _draw_words(axes: Axes, span: Span, words: str, beside: Sequence[float], dow
         rooms = rooms[:1]
     low, high, said = max(rooms, key=lambda room: room[1] - room[0])
     at_end = said.endswith("→")
-    with axes.drawing.on_top():
-        for row, line in enumerate(wrapped(said, max(0.94 * (high - low - 10), 60), SMALL)):
-            place = (high - 6 if at_end else low + 6, axes.box.y + 14 + 15 * (row + down))
-            anchor = "end" if at_end else "start"
-            axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
+    axes.write(said, high - 6 if at_end else low + 6, high - low - 10, after=not at_end)
 
 
 def late_words(state: State, span: Span) -> str:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from minivllm.lab.drawing import number, text_width, wrapped
+from minivllm.lab.drawing import number, text_width
 from minivllm.lab.palette import BLUE, GREEN, INK, ORANGE, VERMILLION
 from widgets.continuous_batching_curves import LOADS, SERVICE, Curve, Knee, State, seconds, share
 from widgets.continuous_batching_runs import REQUESTS, Point, Stay, Stretch
@@ -102,18 +102,13 @@ def _draw_knees(axes: Axes, knees: Sequence[tuple[Knee, str]], state: State) -> 
 
 
 def _draw_edge_words(axes: Axes, knee: Knee, who: str, state: State) -> None:
-    """What the second edge means, on its wider side: above the curves, and off the line of the service level."""
-    x, level = axes.at(knee.load, state.limit)
-    left = x - axes.box.x > axes.box.right - x
-    room = max(x - axes.box.x, axes.box.right - x) - 14
-    lines = wrapped(_edge_words(knee, who, state), 0.92 * min(room, 200), SMALL)
-    y = axes.box.y + 0.58 * axes.box.height
-    if y - 13 < level < y + 15 * len(lines):
-        fits = level + 15 * len(lines) < axes.box.bottom - 9
-        y = level + 15 if fits else level + 9 - 15 * len(lines)
-    for row, line in enumerate(lines):
-        place, anchor = (x - 7 if left else x + 7, y + 15 * row), "end" if left else "start"
-        axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
+    """What the second edge means, on its wider side."""
+    x = axes.at(knee.load, state.limit)[0]
+    before, beyond = x - axes.box.x, axes.box.right - x
+    after = beyond >= before
+    axes.write(
+        _edge_words(knee, who, state), x + 7 if after else x - 7, min(max(before, beyond) - 14, 200), after=after
+    )
 
 
 def _edge_words(knee: Knee, who: str, state: State) -> str:

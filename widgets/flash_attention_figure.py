@@ -116,7 +116,7 @@ def _draw_limits(axes: Axes, state: State) -> None:
         first = next(queries for queries in state.queries if queries > state.launched)
         asked, there = state.launched_at(first) / KIB, state.chip.shared_memory / KIB
         words = f"not launched: {asked:.0f} of {there:.0f} KiB"
-        axes.broken(max(state.launched, state.queries[0]), None, words, down=1)
+        axes.broken(max(state.launched, state.queries[0]), None, words)
     left, right = max(state.kept, state.queries[0]), min(state.launched, state.queries[-1])
     if left < right:
         first, end = axes.at(left, axes.y.low)[0], axes.at(right, axes.y.low)[0]

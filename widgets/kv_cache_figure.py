@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.config.units import GIB
-from minivllm.lab.drawing import text_width, wrapped
+from minivllm.lab.drawing import text_width
 from minivllm.lab.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from widgets.plot import MARGIN, WIDE, Axes, Scale, tokens
 from widgets.svg import SMALL, Box, Drawing, Segment, legend, stacked_bar
@@ -204,22 +204,12 @@ def _draw_broken(axes: Axes, state: State) -> None:
     for edge, words, _ in edges:
         with axes.drawing.layer(broken=words):
             axes.broken(max(edge, axes.x.low), None, "")
-    row, wide = 0, axes.drawing.width >= WIDE
     for edge, words, few in edges:
-        row += _write_cause(axes, max(edge, axes.x.low), words if wide else few, row)
-
-
-def _write_cause(axes: Axes, edge: float, words: str, first: int) -> int:
-    """`words` beside an edge, from row `first` on; returns how many rows they take."""
-    x, box = axes.at(edge, 1)[0], axes.box
-    after = box.right - x >= LEAST_ROOM
-    room = box.right - x if after else x - box.x
-    rows = wrapped(words, (room - 14) * 0.92, SMALL)
-    for row, line in enumerate(rows):
-        place = (x + 7 if after else x - 7, box.y + 14 + 15 * (first + row))
-        anchor = "start" if after else "end"
-        axes.drawing.text(place, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=True, halo=True)
-    return len(rows)
+        x = axes.at(max(edge, axes.x.low), 1)[0]
+        before, beyond = x - axes.box.x - 14, axes.box.right - x - 14
+        after = beyond + 14 >= LEAST_ROOM
+        said = words if axes.drawing.width >= WIDE else few
+        axes.write(said, x + 7 if after else x - 7, beyond if after else before, after=after)
 
 
 def _draw_curves(axes: Axes, state: State) -> None:

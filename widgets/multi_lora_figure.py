@@ -86,10 +86,10 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     label = f"first token, {CLIENTS:.0%}; dotted: in the long run"
     axes.frame("slots on the GPU (max_loras)", label, x_ticks=TICKS, y_format=seconds)
     for span in state.stopped:
-        _break(axes, state, span, _refusal_words(state))
+        axes.broken(*span, _refusal_words(state))
     with axes.drawing.answer():
         for span in state.late:
-            _break(axes, state, span, late_words(state, span))
+            axes.broken(*span, late_words(state, span))
     if pinned and pinned.run:
         axes.pinned(pinned.run, [pinned.first(one) for one in pinned.run])
     axes.mark_y(state.ttft, "asked", GREEN)
@@ -101,11 +101,6 @@ def _draw_waits(axes: Axes, state: State, pinned: State | None) -> None:
     with axes.drawing.answer():
         for slots, strip in axes.strips(state.run):
             axes.drawing.rect(strip, "transparent", tip=_tip(state, slots))
-
-
-def _break(axes: Axes, state: State, span: Span, words: str) -> None:
-    down = 4 if span[0] is not None and state.late and state.late[0][1] is not None else 0
-    axes.broken(*span, words, down=down)
 
 
 def late_words(state: State, span: Span) -> str:
@@ -200,7 +195,8 @@ def _draw_hits(drawing: Drawing, box: Box, state: State) -> None:
     """Share of the requests that find their adapter in a slot: one after another by formula, and as it was here."""
     axes = Axes(drawing, box, ACROSS, Scale(0, 1))
     ticks = (0, 0.5, 1)
-    axes.frame("", "found their adapter in a slot", x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
+    label = "adapter found, by slots"
+    axes.frame("", label, x_ticks=(), y_ticks=ticks, y_format=lambda value: f"{value:.0%}")
     axes.line(SLOTS, [state.serving.hit_rate(one) for one in SLOTS], PURPLE, width=1.8, dash="2 4")
     with drawing.answer():
         axes.line(state.run, [state.points[one].hit_rate for one in state.run], BLUE)

@@ -32,9 +32,9 @@ STYLES = ((BLUE, ""), (GREY, "6 4"), (ORANGE, "2 4"), (PURPLE, "9 3 2 3"))
 HEADROOM = 8
 """Factor of the axis above the highest rate, for words about what breaks."""
 BREAKS = {
-    "refused": "does not start · too little memory",
-    "late": "token > {level:g} ms · steps too long",
-    "preempts": "preemptions · KV cache full",
+    "refused": "does not start: too little memory",
+    "late": "token > {level:g} ms: steps too long",
+    "preempts": "preemptions: KV cache full",
 }
 """What is missed, and its cause."""
 ACTS = {

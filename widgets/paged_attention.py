@@ -1,7 +1,7 @@
 """Lesson 02: what a block size costs, in memory and in the kernel, and a block pool that plays step by step.
 
 Both costs are counted over many requests, by `minivllm.simulate`. The pool that plays is the engine's own `BlockPool`,
-or the reader's. The dots of a CPU come from the results that lesson 02's script left.
+or the reader's. The times of a CPU come from the results that lesson 02's script left.
 
 The picture in the lesson's text: `uv run python -P -m widgets paged_attention lessons/figures/02_pool.svg`
 """

@@ -133,21 +133,20 @@ def _broken(axes: Axes, state: State) -> None:
     high = _crossing(flipped, state.empty_allowed, over[::-1])
     wide = axes.drawing.width >= WIDE
     most = f"over {state.factor_allowed:g} ×"
-    edges: list[tuple[float | None, float | None, str, int]] = []
+    edges: list[tuple[float | None, float | None, str]] = []
     if high is not None:
         missed = f"over {percent(state.empty_allowed)}"
         words = f"Last blocks stand empty: {missed} of the slots" if wide else f"Empty: {missed}"
-        edges.append((high, None, words, 0))
+        edges.append((high, None, words))
     if low is not None:
         room = axes.at(low, LEAST)[0] - axes.box.x
-        inside, overlap = room >= LEAST_ROOM, high is not None and high < low
-        long = wide and not (inside and room < 3 * LEAST_ROOM)
+        long = wide and not LEAST_ROOM <= room < 3 * LEAST_ROOM
         words = f"Too many look-ups: {most} the bytes" if long else f"Look-ups: {most}"
-        edges.append((None, low, words, 0 if high is None or (inside and not overlap) else 1 + wide))
-    for left, right, words, _ in edges:
-        axes.shade(left, right, words)
-    for left, right, words, down in edges:
-        axes.edge(left, right, words, down=down)
+        edges.append((None, low, words))
+    for edge in edges:
+        axes.shade(*edge)
+    for edge in edges:
+        axes.edge(*edge)
 
 
 def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) -> float | None:
@@ -164,18 +163,13 @@ def _crossing(costs: Mapping[int, float], allowed: float, over: Sequence[bool]) 
 
 
 def _cpu(drawing: Drawing, axes: Axes, state: State, width: float) -> float:
-    """What a CPU measured, as dots under the plot; returns the y below."""
-    top = axes.box.bottom + 38
-    axis = Axes(drawing, Box(axes.box.x, top, axes.box.width, 22), axes.x, Scale(0.8, 1.05))
-    drawing.line((axis.box.x, axis.at(1, 1)[1]), (axis.box.right, axis.at(1, 1)[1]))
-    drawing.text((axis.box.x - 7, axis.at(1, 1)[1] + 4), "1 ×", size=SMALL, colour=QUIET, anchor="end")
-    tips = [
-        f"Measured on a CPU ({state.cpu}), blocks of {size}: {ratio:.2f} × the time of a contiguous cache."
-        for size, ratio in state.measured.items()
-    ]
-    axis.points([float(size) for size in state.measured], list(state.measured.values()), MID, radius=3.5, tips=tips)
-    words = "dots: measured on a CPU, × a contiguous cache; it cannot show the look-up"
-    return drawing.paragraph((axis.box.x, axis.box.bottom + 13), words, width - axis.box.x - MARGIN)
+    """What a CPU measured, said under the plot; returns the y below."""
+    least, most = min(state.measured.values()), max(state.measured.values())
+    words = (
+        f"Measured on a CPU ({state.cpu}), whatever the size: {least:.2f} to {most:.2f} × the time of a contiguous "
+        "cache. It cannot show the look-up."
+    )
+    return drawing.paragraph((axes.box.x, axes.box.bottom + 48), words, width - axes.box.x - MARGIN)
 
 
 def _pool(drawing: Drawing, play: Play, y: float, width: float) -> float:

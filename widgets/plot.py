@@ -7,6 +7,7 @@ which service level is missed. A handle says "you are here": the pointer drags i
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,12 +16,15 @@ from typing import TypeVar
 from minivllm.lab.drawing import QUIET, Point, number, text_width, wrapped
 from minivllm.lab.palette import INK, VERMILLION
 from widgets.svg import SMALL, Box, Drawing
-from widgets.theme import BROKEN, MISSED, PINNED
+from widgets.theme import BROKEN, CARD, MISSED, PINNED
 
 HIT = 9
 """Radius in pixels within which the pointer meets a value of a curve."""
 LEAST_ROOM = 110
 """Pixels that a broken region is wide at least, for words to stand in it."""
+ROW, STRIDE, LEVEL_STRIDE = 15, 4, 16
+"""Pixels: from one line of words to the next, and between the points of a curve, or of a level, that words avoid. Of a
+level less is lost where words cover it."""
 Number = TypeVar("Number", int, float)
 MARGIN, WIDE = 16, 600
 """Pixels around a picture, and from which width on its parts stand side by side."""
@@ -114,6 +118,8 @@ class Axes:
 
     def __init__(self, drawing: Drawing, box: Box, x: Scale, y: Scale) -> None:
         self.drawing, self.box, self.x, self.y = drawing, box, x, y
+        self._drawn: list[Point] = []
+        self._written: list[Box] = []
 
     def at(self, x: float, y: float) -> Point:
         """The pixel where the values (`x`, `y`) lie."""
@@ -158,6 +164,7 @@ class Axes:
     ) -> None:
         """A curve through the values; with `tips`, each value can be asked for with the pointer or the arrow keys."""
         points = [self.at(x, y) for x, y in zip(xs, ys, strict=True)]
+        self._drawn += _along(points)
         self._clipped(lambda: self.drawing.polyline(points, colour, width=width, dash=dash, group=group))
         for point, tip in zip(points, tips, strict=bool(tips)):
             if self.box.y - 1 <= point[1] <= self.box.bottom + 1:
@@ -187,20 +194,21 @@ class Axes:
     ) -> None:
         """A dashed level line at `value` with its text above or below it, ending at `along`: 1 is the right end."""
         height = self.at(self.x.low, value)[1]
+        self._drawn += _along([(self.box.x, height), (self.box.right, height)], LEVEL_STRIDE)
         self.drawing.line((self.box.x, height), (self.box.right, height), colour=colour, dash=dash, width=1.5)
         place = (self.box.x + along * self.box.width - 2, height + 14 if below else height - 5)
         self.drawing.text(place, text, size=SMALL, colour=colour, anchor="end", halo=True)
 
-    def broken(self, low: float | None, high: float | None, words: str, *, down: int = 0) -> None:
+    def broken(self, low: float | None, high: float | None, words: str) -> None:
         """Shade the values from `low` to `high` of the swept axis (None: to the end of it), where the system breaks.
 
         `words` stand at the edge: the cause, and the service level that is missed. Nothing is drawn where no value of
-        the axis is broken. `down` rows stay free above them, for the words of another edge. Call it before the curves.
+        the axis is broken. Call it before the curves.
         """
         self.shade(low, high, words)
         area = self._region(low, high)
         if area.width > 0:
-            self._edge_words(area, words, high is None, down)
+            self._edge_words(area, words, high is None)
 
     def shade(self, low: float | None, high: float | None, words: str) -> None:
         """`broken` without its words: where regions overlap, all are shaded before `edge` is drawn for any."""
@@ -212,12 +220,12 @@ class Axes:
             self.drawing.hatch(area, MISSED, gap=9)
             self._edge_line(area, high is None)
 
-    def edge(self, low: float | None, high: float | None, words: str, *, down: int = 0) -> None:
+    def edge(self, low: float | None, high: float | None, words: str) -> None:
         """The edge of a shaded region with its words, above the shading of others."""
         area = self._region(low, high)
         if area.width > 0:
             self._edge_line(area, high is None)
-            self._edge_words(area, words, high is None, down)
+            self._edge_words(area, words, high is None)
 
     def _edge_line(self, area: Box, after: bool) -> None:
         edge = area.x if after else area.right
@@ -228,17 +236,47 @@ class Axes:
         right = self.at(self.x.high if high is None else min(high, self.x.high), self.y.low)[0]
         return Box(left, self.box.y, right - left, self.box.height)
 
-    def _edge_words(self, area: Box, words: str, after: bool, down: int) -> None:
+    def _edge_words(self, area: Box, words: str, after: bool) -> None:
         """Inside the broken region, or with an arrow on the other side of its edge where the region is too narrow."""
         edge = area.x if after else area.right
         if words and area.width < LEAST_ROOM:
             words, after = f"{words} →" if after else f"← {words}", not after
         room = (self.box.right - edge if after else edge - self.box.x) - 14
-        x, anchor = (edge + 7, "start") if after else (edge - 7, "end")
-        with self.drawing.on_top():  # no curve runs through them
-            for row, line in enumerate(wrapped(words, max(room, 60) * 0.92, SMALL)):
-                y = self.box.y + 14 + 15 * (row + down)
-                self.drawing.text((x, y), line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0, halo=True)
+        self.write(words, edge + 7 if after else edge - 7, room, after=after)
+
+    def write(self, words: str, x: float, room: float, *, after: bool) -> None:
+        """Why the system breaks, in lines no wider than `room` pixels that begin or end at `x`.
+
+        They stand as high as they can where no other words are and fewest curves run, those drawn later included.
+        """
+        lines = wrapped(words, max(room, 60) * 0.92, SMALL)
+        if lines:
+            self.drawing.last(lambda: self._write(lines, x, after))
+
+    def keep_clear(self, box: Box) -> None:
+        """`write` puts no words here."""
+        self._written.append(box)
+
+    def _write(self, lines: Sequence[str], x: float, after: bool) -> None:
+        widths = [text_width(line, SMALL) * (1 if row == 0 else 0.93) for row, line in enumerate(lines)]
+        wide, high = max(widths) + 6, ROW * len(lines) + 3
+        left = x - 3 if after else x + 3 - wide
+        heights = sorted(y for at, y in self._drawn if left <= at <= left + wide)
+
+        def in_the_way(box: Box) -> tuple[bool, int]:
+            crossed = bisect(heights, box.bottom) - bisect(heights, box.y)
+            return any(_overlap(box, other) for other in self._written), crossed
+
+        lowest = max(0, int(self.box.height - high - 2))
+        tops = range(1, lowest + 2, STRIDE)
+        place = min((Box(left, self.box.y + top, wide, high) for top in tops), key=in_the_way)
+        self.keep_clear(place)
+        for row, long in enumerate(widths):
+            ground = Box(x - 3 if after else x - long - 3, place.y + ROW * row, long + 6, ROW + 2)
+            self.drawing.rect(ground, CARD, opacity=0.88)
+        for row, line in enumerate(lines):
+            at, anchor = (x, place.y + 13 + ROW * row), "start" if after else "end"
+            self.drawing.text(at, line, size=SMALL, colour=VERMILLION, anchor=anchor, bold=row == 0)
 
     def here(self, value: float, knob: str, words: str = "") -> None:
         """A handle at `value`: you are here. Dragging in the plot turns `knob`, an argument of the widget's sweep.
@@ -252,7 +290,9 @@ class Axes:
         self.drawing.line((x, self.box.y), (x, self.box.bottom), colour=INK, width=2)
         self.drawing.circle((x, self.box.bottom), 7, INK)
         if words:
-            left = x + text_width(words, SMALL) + 12 > self.box.right
+            wide = text_width(words, SMALL) + 12
+            left = x + wide > self.box.right
+            self.keep_clear(Box(x - wide if left else x, self.box.bottom - 20, wide, 20))
             place_ = (x - 8 if left else x + 8, self.box.bottom - 8)
             self.drawing.text(place_, words, size=SMALL, anchor="end" if left else "start", bold=True, halo=True)
 
@@ -274,6 +314,18 @@ class Axes:
         self.drawing.add(f"<svg {place}>")
         draw()
         self.drawing.add("</svg>")
+
+
+def _along(points: Sequence[Point], stride: int = STRIDE) -> Iterator[Point]:
+    """Points on a line through `points`, at most `stride` pixels apart."""
+    for (x, y), (to_x, to_y) in pairwise(points):
+        count = min(int(math.hypot(to_x - x, to_y - y) // stride) + 1, 400)
+        for part in range(count):
+            yield x + (to_x - x) * part / count, y + (to_y - y) * part / count
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one.x < other.right and other.x < one.right and one.y < other.bottom and other.y < one.bottom
 
 
 Key = tuple[str, str, str, float]

@@ -98,7 +98,7 @@ def _draw_broken(axes: Axes, state: State) -> None:
         axes.broken(*span, late_words(state, span))
     for span in state.stopped:
         inside = [one for one in state.refusals if (span[0] or 0) <= one < (span[1] or math.inf)]
-        axes.broken(*span, f"does not start: {state.refusals[inside[0]]}", down=4 * bool(late))
+        axes.broken(*span, f"does not start: {state.refusals[inside[0]]}")
 
 
 def late_words(state: State, span: Span) -> str:

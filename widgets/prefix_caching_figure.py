@@ -205,10 +205,8 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
     missed = [pool for pool, cell in row if state.missed(cell)]
     if missed:
         column = POOLS.index(missed[-1]) + 1
-        # The words stand right of a narrow region: below the curve, which is high there.
-        down = 3 if column < 2 and state.endless_rate > 0.5 else 0
         with drawing.answer():
-            axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state), down=down)
+            axes.broken(None, COLUMNS[column] if column < len(POOLS) else None, _cause(state))
     axes.frame(
         "KV cache, tokens",
         "",
@@ -235,6 +233,7 @@ def _draw_cut(drawing: Drawing, state: State, box: Box, pinned: State | None) ->
         low = y + 18 > box.bottom - 4
         before = x > box.right - 70 or (low and x > box.x + 70)
         place = (x - 10 if before else x + 10, y - 8 if low else y + 18)
+        axes.keep_clear(Box(place[0] - 44 * before, place[1] - 12, 44, 16))
         drawing.text(place, f"{state.hit_rate:.1%}", bold=True, halo=True, anchor="end" if before else "start")
 
 
@@ -248,11 +247,11 @@ def _cause(state: State) -> str:
     missed = f"p95 TTFT above {state.target * 1e3:g} ms"
     if state.endless is not None and state.missed(state.endless):
         reason = "nothing is shared" if state.findable == 0 else "even a cache that never evicts is too slow"
-        return f"{reason} · {missed}"
+        return f"{reason}; {missed}"
     if state.kind.pause == 0:
-        return f"the pool holds too few users at once, the others wait · {missed}"
+        return f"the pool holds too few users at once, the others wait; {missed}"
     whom = "those whose users return late" if state.load.at_random else "each before its user returns"
-    return f"all contexts together exceed the pool: LRU evicts {whom} · {missed}"
+    return f"all contexts together exceed the pool: LRU evicts {whom}; {missed}"
 
 
 # ---- the strip

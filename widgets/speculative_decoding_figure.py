@@ -155,8 +155,8 @@ def _draw_broken(axes: Axes, state: State) -> None:
         regions.append((max(state.most_batch, 1), None, memory_words(state)))
     for region in regions:
         axes.shade(*region)
-    for down, region in enumerate(regions):
-        axes.edge(*region, down=4 * down)
+    for region in regions:
+        axes.edge(*region)
 
 
 def memory_words(state: State) -> str:

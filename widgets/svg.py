@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -64,6 +64,7 @@ class Drawing:
         self._parts: list[str] = []
         self._layers: list[str] = []
         self._on_top: list[str] = []
+        self._last: list[tuple[list[str], Callable[[], None]]] = []
         self._frames: tuple[str, ...] = ()
         self._still = False
 
@@ -87,6 +88,10 @@ class Drawing:
         yield
         self._on_top += [*self._layers, *self._parts, "</g>" * len(self._layers)]
         self._parts = below
+
+    def last(self, draw: Callable[[], None]) -> None:
+        """Have `draw` called when all else is drawn, and so is known. It draws on top, in the layers of now."""
+        self._last.append((list(self._layers), draw))
 
     def answer(self) -> AbstractContextManager[None]:
         """What is drawn inside is hidden until the reader has answered the widget's question."""
@@ -230,6 +235,10 @@ class Drawing:
         How it shrinks with a page is for the page's style to say: viewers without one take the root's `height: auto`
         for no height, and show nothing.
         """
+        while self._last:
+            self._layers, draw = self._last.pop(0)
+            with self.on_top():
+                draw()
         size = f'width="{number(self.width)}" height="{number(self.height)}"'
         view = f'viewBox="0 0 {number(self.width)} {number(self.height)}"'
         label = escape(f"{self.title}. {self.description}" if self.description else self.title)

@@ -231,3 +231,40 @@ def test_what_lies_on_top_is_drawn_last_and_hidden_with_its_layer():
     *_, line, top = rendered(drawing)
     assert line.tag == f"{SVG}line"
     assert (top.get("data-answer"), top[0].text) == ("1", "the edge")
+
+
+def words_of(drawing: Drawing, first: str) -> list[float]:
+    """The baselines of the lines that begin where the line `first` does."""
+    texts = list(rendered(drawing).iter(f"{SVG}text"))
+    head = next(part for part in texts if part.text == first)
+    return [float(part.get("y", 0)) for part in texts if part.get("x") == head.get("x")]
+
+
+@pytest.mark.parametrize("level", [10.0, 95.0, 125.0])
+def test_words_about_what_breaks_keep_clear_of_curves_and_of_other_words(level: float):
+    """They are as high as they can be: also where the curve, or the handle's words, are drawn after them."""
+    drawing = Drawing(400, 200, "t")
+    axes = Axes(drawing, Box(40, 20, 300, 160), Scale(0, 10), Scale(0, 160))
+    axes.broken(2, None, "steps are too slow for what is asked, and clients wait")
+    axes.broken(6, None, "memory ends")
+    y = axes.at(0, level)[1]
+    axes.line([0, 10], [level, level], "#0072B2")
+    axes.here(6, "batch", "here")
+    slow, memory = words_of(drawing, "steps are too slow for what is"), words_of(drawing, "memory ends")
+    assert all(not baseline - 13 < y < baseline + 4 for baseline in (*slow, *memory))
+    assert max(slow) + 13 < min(memory) < 180 - 20
+    assert min(slow) < (40 if level == 10 else 160)
+
+
+def test_words_about_what_breaks_have_a_ground_where_there_is_no_room_beside_the_curves():
+    drawing = Drawing(400, 80, "t")
+    axes = Axes(drawing, Box(40, 20, 300, 40), Scale(0, 10), Scale(0, 1))
+    for level in (0.1, 0.4, 0.7, 0.95):
+        axes.line([0, 10], [level, level], "#0072B2")
+    axes.broken(2, None, "too slow")
+    *_, ground, words = rendered(drawing).iter()
+    assert (words.text, ground.get("fill")) == ("too slow", CARD)
+    left, top = float(ground.get("x", 0)), float(ground.get("y", 0))
+    assert left < float(words.get("x", 0))
+    assert top < float(words.get("y", 0)) - 10
+    assert top + float(ground.get("height", 0)) > float(words.get("y", 0))

@@ -1,6 +1,7 @@
 """The opening figures are what `lab/opening` draws, and can be read on any page."""
 
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,17 @@ def test_its_text_is_large_enough(name):
     sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', openings.drawing(name))]
     assert sizes
     assert min(sizes) >= 11
+
+
+@EVERY_OPENING
+def test_nothing_in_it_is_cut_off(name):
+    """A row of tokens that grows from still to still must fit in the last one, too."""
+    root = ET.fromstring(openings.drawing(name))
+    size = {axis: float(root.get(axis, 0)) for axis in ("width", "height")}
+    boxes = [part for part in root.iter("{http://www.w3.org/2000/svg}rect") if part.get("x")]
+    assert boxes
+    for start, axis in (("x", "width"), ("y", "height")):
+        assert all(0 <= float(one.get(start, 0)) <= size[axis] - float(one.get(axis, 0)) for one in boxes)
 
 
 @pytest.fixture

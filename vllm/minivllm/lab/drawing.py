@@ -133,7 +133,7 @@ def block(
 
 def _piece(x: float, y: float, width: float, height: float, content: str, fill: str) -> str:
     """Text in the middle of a slot; as large as fits, from 13 down to 11 pixels."""
-    size = max(11.0, min(float(BODY), width / max(len(content), 1) / 0.62))
+    size = max(11.0, min(float(BODY), (width - 4) / max(len(content), 1) / 0.61))
     return text(
         x + width / 2, y + height / 2 + 4.5, content, size=size, colour=ink_on(fill), anchor="middle", mono=True
     )

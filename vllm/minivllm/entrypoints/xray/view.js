@@ -884,8 +884,8 @@ class View {
   drawQueues(state) {
     const running = [...state.requests.values()].filter((one) => one.running);
     const waiting = state.waiting[1].map((number) => state.requests.get(number)).filter(Boolean);
-    this.headings.running.textContent = `Running, in order of admission (${running.length})`;
-    this.headings.waiting.textContent = `Waiting, next first (${state.waiting[0].toLocaleString("en")})`;
+    this.headings.running.textContent = `Running (${running.length}), in order of admission, with the tokens generated`;
+    this.headings.waiting.textContent = `Waiting (${state.waiting[0].toLocaleString("en")}), next first, with the tokens of the prompt`;
     const progress = (one) => (one.computed < one.prompt ? `${one.computed}/${one.prompt} prompt` : `+${one.tokens - one.prompt}${one.max ? `/${one.max}` : ""}`);
     this.fill(this.chips.running, running, progress, running.length);
     this.fill(this.chips.waiting, waiting, (one) => `${one.preemptions ? "↩ " : ""}${one.prompt}`, state.waiting[0]);

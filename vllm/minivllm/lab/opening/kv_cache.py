@@ -12,7 +12,7 @@ from minivllm.lab.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
 from minivllm.memory import kv_bytes_per_token
 
 WIDTH, HEIGHT = 872, 296
-LEFT, CELL, CELL_HEIGHT = 88, 51, 28
+LEFT, CELL, CELL_HEIGHT = 88, 52, 28
 TOKENS_Y, KEYS_Y, VALUES_Y, BARS_Y = 40, 118, 150, 238
 BAR_WIDTH = 480
 ORANGE_INK, GREEN_INK = "#8A5A00", "#00664A"

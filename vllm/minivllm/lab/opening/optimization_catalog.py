@@ -12,8 +12,8 @@ from minivllm.lab.frames import Frames
 from minivllm.lab.palette import BLUE, GREEN, ORANGE, VERMILLION
 from minivllm.models.tokenizer import load_tokenizer
 
-WIDTH, HEIGHT = 856, 366
-SLOT, TALL, GAP, LEFT = 48, 28, 16, 20
+WIDTH, HEIGHT = 872, 366
+SLOT, TALL, GAP, LEFT = 50, 28, 12, 20
 FIRST_Y, POOL_Y, SECOND_Y = 52, 168, 312
 COLUMNS = 4
 OTHER, STRANGER = "print", "sub"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from minivllm.lab.drawing import BLANK, QUIET, arrow, block, rect, svg, text, tint
+from minivllm.lab.drawing import BLANK, QUIET, arrow, block, rect, svg, text, text_width, tint
 from minivllm.lab.followed import BLOCK_SIZE, NAME, Followed, Row, Step, Token, followed
 from minivllm.lab.frames import Frames
 from minivllm.lab.palette import BLUE, GREEN, ORANGE
 
-WIDTH, HEIGHT = 856, 372
-SLOT, TALL, GAP = 48, 28, 16
+WIDTH, HEIGHT = 872, 372
+SLOT, TALL, GAP = 50, 28, 12
+KEY = 36
+"""Pixels of a colour's key beside its words."""
 COLUMNS, ROWS = 4, 3
 COLOURS = {NAME: BLUE, "for": ORANGE, "class": GREEN}
 OTHERS = {"for": "a second request", "class": "a third"}
@@ -63,7 +65,7 @@ def _after(step: Step, row: Row) -> str:
 def _still(run: Followed, row: Row | None, pool: dict[int, tuple[str, str]]) -> str:
     sees = "the request sees" if row is not None else "the request has ended"
     shapes = [text(20, 24, sees, colour=QUIET), text(20, POOL_Y - 24, "the pool holds", colour=QUIET)]
-    shapes += [_key(index, name) for index, name in enumerate(COLOURS)]
+    shapes += _keys()
     if row is not None:
         shapes += [_logical(run, row, index) for index in range(len(row.block_table))]
     shapes += [_physical(number, row, pool) for number in range(COLUMNS * ROWS)]
@@ -71,10 +73,15 @@ def _still(run: Followed, row: Row | None, pool: dict[int, tuple[str, str]]) -> 
     return svg(WIDTH, HEIGHT, *shapes, label=label)
 
 
-def _key(index: int, name: str) -> str:
-    x = 420 + index * 140
-    words = OTHERS.get(name, "our request")
-    return rect(x, POOL_Y - 35, 13, 13, tint(COLOURS[name], 0.45)) + text(x + 19, POOL_Y - 24, words, colour=QUIET)
+def _keys() -> list[str]:
+    """Whose each colour is, up to the right margin."""
+    words = {name: OTHERS.get(name, "our request") for name in COLOURS}
+    x, shapes = WIDTH - 16 - sum(KEY + text_width(one) for one in words.values()), []
+    for name, one in words.items():
+        shapes += [rect(x, POOL_Y - 35, 13, 13, tint(COLOURS[name], 0.45))]
+        shapes += [text(x + 19, POOL_Y - 24, one, colour=QUIET)]
+        x += KEY + text_width(one)
+    return shapes
 
 
 def _logical(run: Followed, row: Row, index: int) -> str:

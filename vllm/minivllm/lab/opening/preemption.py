@@ -12,8 +12,8 @@ from minivllm.lab.followed import NAME, Followed, Step, followed
 from minivllm.lab.frames import Frames
 from minivllm.lab.palette import BLUE, ORANGE
 
-WIDTH, HEIGHT = 860, 330
-LEFT, CELL, TALL = 92, 48, 30
+WIDTH, HEIGHT = 884, 330
+LEFT, CELL, TALL = 92, 52, 30
 OTHER = "class"
 COLOURS = {NAME: BLUE, OTHER: ORANGE}
 
