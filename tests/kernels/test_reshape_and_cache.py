@@ -135,7 +135,7 @@ def test_a_slot_beyond_the_cache_writes_to_no_foreign_memory(form, cache_dtype, 
     scales = torch.ones(2, 3, 2, 4) if cache_dtype == torch.int8 else (None, None)
     for wrong in (12, 13, 35):
         slots = torch.tensor([0, wrong, -1])
-        with pytest.raises(IndexError, match="not in the cache|out of bounds"):
+        with pytest.raises(IndexError, match=r"not in the cache|out of bounds"):
             reshape_and_cache(
                 key, value, memory[0, :3], memory[1, :3], slots, key_scales=scales[0], value_scales=scales[1]
             )
