@@ -1,18 +1,23 @@
 """What the recorder writes, replayed, is the scheduler's state; and the scheduler does the same unwatched."""
 
 import time
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 from conformance.workloads import random_workload
 from core.driving import Drive, make_scheduler
+from core.test_async_scheduler import RunAhead
 from core.test_random_workloads import SEEDS, Run, random_request
 from hypothesis import given, settings
 
 from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
-from minivllm.core.output import SchedulerOutput
+from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.messages import EngineCoreOutput
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.step_events import (
@@ -31,59 +36,97 @@ from minivllm.lab.step_recording import ReplayedState
 class Watched:
     """A recorder, and the state as its lines tell of it."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, in_flight: Callable[[], Iterable[SchedulerOutput]] = tuple) -> None:
         self.scheduler = scheduler
-        self.recorder = StepRecorder(scheduler)
+        self.recorder = StepRecorder(scheduler, in_flight)
         self.lines: list[bytes] = []
         self.state: ReplayedState | None = None
+        self.as_it_was: dict[int, dict[str, Any]] = {}
+        """What was true after each step."""
 
     def read(self) -> None:
         for line in self.recorder.take():
-            self.lines.append(line)
-            if is_key(line):
-                told = ReplayedState.of(msgspec.json.decode(line, type=KeyLine))
-                if self.state is not None and told.step == self.state.step:
-                    assert (told.requests, told.cached, told.waiting) == (
-                        self.state.requests,
-                        self.state.cached,
-                        self.state.waiting,
-                    ), "a key line says what the lines before it say"
-                self.state = told
-            else:
-                assert self.state is not None
-                self.state.apply(msgspec.json.decode(line, type=StepLine))
+            before = self.state
+            told = self.take_in(line)
+            if is_key(line) and before is not None and told.step == before.step:
+                assert (told.requests, told.cached, told.waiting) == (
+                    before.requests,
+                    before.cached,
+                    before.waiting,
+                ), "a key line says what the lines before it say"
+
+    def take_in(self, line: bytes) -> ReplayedState:
+        self.lines.append(line)
+        if is_key(line):
+            self.state = ReplayedState.of(msgspec.json.decode(line, type=KeyLine))
+        else:
+            assert self.state is not None
+            self.state.apply(msgspec.json.decode(line, type=StepLine))
+        assert self.state is not None
+        return self.state
+
+    def remember(self) -> None:
+        """Reads nothing yet."""
+        self.as_it_was[self.recorder._step] = as_it_is(self.scheduler)
+
+    def check_all(self) -> None:
+        """What was told since the beginning was so at the time."""
+        told = {}
+        for line in self.recorder.take():
+            state = self.take_in(line)
+            told[state.step] = as_told(state)
+        assert told == {0: told[0]} | self.as_it_was
 
     def check(self) -> None:
         """The told state is the real one."""
         self.read()
-        state, scheduler = self.state, self.scheduler
-        assert state is not None
-        manager = scheduler.kv_cache_manager
-        told = {one.request_id: one for one in state.requests.values() if one.running}
-        assert {name: one.blocks for name, one in told.items()} == {
-            one.request_id: manager.get_block_ids(one.request_id) for one in scheduler.running
-        }
-        for request in scheduler.running:
-            one = told[request.request_id]
-            assert (one.num_tokens, one.num_computed_tokens) == (request.num_tokens, request.num_computed_tokens)
-            assert (one.num_preemptions, one.prompt_tokens) == (request.num_preemptions, request.num_prompt_tokens)
-            assert one.max_tokens == request.max_tokens
-            assert one.adapter == (request.lora_request.lora_name if request.lora_request else "")
-        assert state.cached == {b.block_id for b in manager.block_pool.blocks if b.block_hash is not None}
-        held = {b.block_id: b.ref_cnt for b in manager.block_pool.blocks if b.ref_cnt}
-        assert {block: len(holders) for block, holders in state.holders().items()} == held
-        assert state.waiting[0] == len(scheduler.waiting)
-        waiting = [request.request_id for request in scheduler.waiting][:WAITING_SHOWN]
-        assert [state.requests[number].request_id for number in state.waiting[1]] == waiting
+        assert self.state is not None
+        assert as_told(self.state) == as_it_is(self.scheduler)
+
+
+def as_told(state: ReplayedState) -> dict[str, Any]:
+    """Requests that run, what they hold, and the queue."""
+    return {
+        "running": {
+            one.request_id: (
+                list(one.blocks), one.num_tokens, one.num_computed_tokens, one.num_preemptions, one.prompt_tokens,
+                one.max_tokens, one.adapter,
+            )
+            for one in state.requests.values()
+            if one.running
+        },
+        "cached": set(state.cached),
+        "held": {block: len(holders) for block, holders in state.holders().items()},
+        "waiting": (state.waiting[0], [state.requests[number].request_id for number in state.waiting[1]]),
+    }  # fmt: skip
+
+
+def as_it_is(scheduler: Scheduler) -> dict[str, Any]:
+    """The same of the scheduler."""
+    manager = scheduler.kv_cache_manager
+    blocks = manager.block_pool.blocks
+    return {
+        "running": {
+            one.request_id: (
+                manager.get_block_ids(one.request_id), one.num_tokens, one.num_computed_tokens, one.num_preemptions,
+                one.num_prompt_tokens, one.max_tokens, one.lora_request.lora_name if one.lora_request else "",
+            )
+            for one in scheduler.running
+        },
+        "cached": {block.block_id for block in blocks if block.block_hash is not None},
+        "held": {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt},
+        "waiting": (len(scheduler.waiting), [one.request_id for one in scheduler.waiting][:WAITING_SHOWN]),
+    }  # fmt: skip
 
 
 class WatchedRun(Run):
-    """A random workload under a recorder; or, with `watch` set to False, the same without."""
+    """A random workload under a recorder, which is read after each step, or at the end; or the same without one."""
 
-    def __init__(self, scheduler: Scheduler, rng: Random, watch: bool) -> None:
+    def __init__(self, scheduler: Scheduler, rng: Random, watch: bool, at_the_end: bool = False) -> None:
         super().__init__(scheduler, rng)
         self.steps: list[dict[str, int]] = []
         self.watched = Watched(scheduler) if watch else None
+        self.at_the_end = at_the_end
 
     def step(self, aborts_under_way: list[str]) -> None:
         output: SchedulerOutput = self.scheduler.schedule()
@@ -94,18 +137,25 @@ class WatchedRun(Run):
         for one in outputs:
             self.receive(one)
         self.scheduler.update_draft_token_ids(self.drafts(list(sampled.sampled_token_ids)))
-        if self.watched is not None:
-            self.watched.recorder.observe(output, outputs)
+        if self.watched is None:
+            return
+        self.watched.recorder.observe(output, outputs)
+        if self.at_the_end:
+            self.watched.remember()
+        else:
             self.watched.check()
 
 
-def random_scheduler(workload: dict[str, Any], rng: Random) -> Scheduler:
+def random_scheduler(
+    workload: dict[str, Any], rng: Random, kind: type[Scheduler] = Scheduler, **settings: Any
+) -> Scheduler:
     config = workload["config"]
     drafts = rng.choice([0, 0, 2])
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "policy")
-    return Scheduler(
+    return kind(
         SchedulerConfig(
             **{name: config[name] for name in names},
+            **settings,
             enable_chunked_prefill=config["enable_chunked_prefill"],
             drafting=DraftingConfig(num_speculative_tokens=drafts),
         ),
@@ -117,10 +167,10 @@ def random_scheduler(workload: dict[str, Any], rng: Random) -> Scheduler:
     )
 
 
-def run(seed: int, watch: bool) -> WatchedRun:
+def run(seed: int, watch: bool, at_the_end: bool = False) -> WatchedRun:
     rng = Random(seed)
     workload = random_workload(rng)
-    under_way = WatchedRun(random_scheduler(workload, rng), rng, watch)
+    under_way = WatchedRun(random_scheduler(workload, rng), rng, watch, at_the_end)
     entries, step = workload["requests"], 0
     while step <= max(one["arrival_step"] for one in entries) or under_way.scheduler.has_unfinished_requests():
         for entry in entries:
@@ -140,6 +190,71 @@ def test_the_lines_tell_the_state_and_watching_changes_nothing(seed: int) -> Non
     assert watched.steps == alone.steps
     assert watched.received == alone.received
     assert watched.reasons == alone.reasons
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=SEEDS)
+def test_lines_that_were_kept_back_tell_what_was_so_in_their_step(seed: int) -> None:
+    watched = run(seed, True, at_the_end=True).watched
+    assert watched is not None
+    watched.check_all()
+
+
+class WatchedAhead(RunAhead):
+    """A random workload with steps in flight. Its recorder begins while they are, and tells the whole state often."""
+
+    watched: Watched | None = None
+
+    def watch(self) -> None:
+        self.watched = watched = Watched(self.scheduler, lambda: [output for output, _ in self.in_flight])
+        update = self.scheduler.update_from_output
+
+        def watched_update(output: SchedulerOutput, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
+            outputs = update(output, sampled)
+            watched.recorder.observe(output, outputs)
+            for line in watched.recorder.take():
+                before = watched.state
+                state = watched.take_in(line)
+                if is_key(line) and before is not None:
+                    self.compare(state, before)
+            return outputs
+
+        self.scheduler.update_from_output = watched_update  # type: ignore[method-assign]
+
+    def compare(self, key: ReplayedState, before: ReplayedState) -> None:
+        """A key line, made of the scheduler's state, says what the lines say, although others are scheduled already."""
+        assert (key.step, key.cached, key.waiting[0]) == (before.step, before.cached, before.waiting[0])
+        preempted = {name for output, _ in self.in_flight for name in output.preempted_req_ids}
+        for number, one in before.requests.items():
+            if one.request_id in preempted:
+                told = key.requests[number]
+                assert (told.running, told.num_preemptions) == (one.running, one.num_preemptions)
+            elif one.request_id in self.scheduler.requests:
+                assert key.requests[number] == one
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS)
+def test_a_key_line_leaves_out_what_steps_in_flight_have_changed(seed: int) -> None:
+    """Their own lines tell that: else it would count twice from then on."""
+    rng = Random(seed)
+    workload = random_workload(rng)
+    scheduler = random_scheduler(workload, rng, AsyncScheduler, async_scheduling=True)
+    under_way = WatchedAhead(scheduler, rng)
+    under_way.depth = 2
+    begins, step, entries = rng.randrange(12), 0, workload["requests"]
+    with patch("minivllm.core.step_events.STEPS_BETWEEN_KEYS", 3):
+        while step <= max(one["arrival_step"] for one in entries) or scheduler.has_unfinished_requests():
+            if step == begins:
+                under_way.watch()
+            for entry in entries:
+                if entry["arrival_step"] == step:
+                    under_way.add(random_request(entry, scheduler.config, rng))
+            under_way.step(workload["aborts"].get(str(step), []))
+            step += 1
+        if under_way.watched is not None:
+            under_way.watched.recorder.observe_idle()
+            under_way.watched.check()
 
 
 class Told(Drive):
@@ -295,6 +410,19 @@ def test_a_key_line_comes_every_so_many_steps_and_when_the_scheduler_starts_over
     told.line()
     assert is_key(told.watched.lines[-1])
     told.line()
+
+
+def test_starting_over_is_told_when_no_token_comes_after_it() -> None:
+    told = Told()
+    told.add("a", 9, max_tokens=1)
+    for _ in range(3):
+        told.line()
+    assert told.watched.state is not None
+    assert told.watched.state.cached == {1, 2}
+    told.scheduler.start_over(())
+    told.line()
+    assert is_key(told.watched.lines[-1])
+    assert told.watched.state.cached == set()
 
 
 def test_what_happens_while_nothing_runs_is_told() -> None:

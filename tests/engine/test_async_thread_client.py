@@ -3,18 +3,23 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from minivllm import SamplingParams
 from minivllm.config import EMBEDDED_MODEL, Parts
+from minivllm.core import step_events
 from minivllm.core.scheduler import Scheduler
+from minivllm.core.step_events import KeyLine, StepLine
 from minivllm.engine import async_llm
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.async_thread_client import AsyncThreadClient
 from minivllm.entrypoints.openai.stream import until_disconnected
-from minivllm.errors import EngineDeadError
+from minivllm.entrypoints.xray.recorder import is_key
+from minivllm.errors import EngineDeadError, WorkerDiedError
 from minivllm.lab.exercise import checks_of, module_from, run_checks
+from minivllm.lab.step_recording import ReplayedState
 from minivllm.sampling_params import RequestOutputKind
 
 SETTINGS = {"model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 256, "num_gpu_blocks_override": 65}
@@ -96,6 +101,91 @@ def test_steps_are_told_from_the_first_one_on_and_also_what_no_step_tells():
     lines = with_engine(work)
     assert b'"key"' in lines[0]
     assert b'"abort"' in b"".join(lines), "the abort, after which no step comes"
+
+
+def replayed(lines):
+    """The state that the lines end with."""
+    state = None
+    for line in lines:
+        if is_key(line):
+            state = ReplayedState.of(msgspec.json.decode(line, type=KeyLine))
+        else:
+            state.apply(msgspec.json.decode(line, type=StepLine))
+    return state
+
+
+def test_the_last_steps_are_told_when_the_server_stops(monkeypatch):
+    """Those too that were kept back; and requests under way have ended."""
+    monkeypatch.setattr(step_events, "SECONDS_KEPT_BACK", 1000)
+
+    async def work(engine):
+        lines = []
+        engine.step_watchers.append((0, lines.extend))
+        await engine.start_step_events()
+        reading = engine.generate("def f", params(200), "a")
+        for _ in range(5):
+            await anext(reading)
+        assert len(lines) < 4
+        engine.end_requests()
+        await engine.end_step_events()
+        return replayed(lines)
+
+    last = with_engine(work)
+    assert last.step >= 5
+    assert last.requests == {}
+
+
+def test_the_last_steps_are_told_when_the_core_dies(monkeypatch):
+    monkeypatch.setattr(step_events, "SECONDS_KEPT_BACK", 1000)
+
+    async def work(engine):
+        lines = []
+        engine.step_watchers.append((0, lines.extend))
+        await engine.start_step_events()
+        executor = engine.engine_core.engine_core.executor
+        executor.execute_model = dies_after(20, executor.execute_model)
+        with pytest.raises(EngineDeadError):
+            [_ async for _ in engine.generate("def f", params(200), "a")]
+        await engine.end_step_events()
+        return replayed(lines)
+
+    last = with_engine(work)
+    assert last.step == 20
+    assert [one.running for one in last.requests.values()] == [True]
+
+
+def dies_after(number, execute):
+    steps = iter(range(number))
+
+    def dies(*arguments, **options):
+        if next(steps, None) is None:
+            raise WorkerDiedError("a rank is gone")
+        return execute(*arguments, **options)
+
+    return dies
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_fails_is_told_though_nobody_is_left(ahead):
+    async def work(engine):
+        lines = []
+        engine.step_watchers.append((0, lines.extend))
+        await engine.start_step_events()
+        reading = engine.generate("def f", params(200), "a")
+        await anext(reading)
+        executor = engine.engine_core.engine_core.executor
+        execute = executor.execute_model
+
+        def fails_once(*_, **__):
+            executor.execute_model = execute
+            raise ZeroDivisionError
+
+        executor.execute_model = fails_once
+        *_, last = [one async for one in reading]
+        assert last.finished
+        assert replayed(lines).requests == {}
+
+    with_engine(work, async_scheduling=ahead)
 
 
 def test_a_failing_utility_raises_where_it_is_called():

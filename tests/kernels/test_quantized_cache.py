@@ -74,6 +74,24 @@ def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype, for
         assert (scales.transpose(1, 2).reshape(-1, HEADS)[others] == UNTOUCHED).all()
 
 
+@pytest.mark.parametrize("form", ["numba", "torch"])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8, FP8])
+def test_what_is_no_number_is_not_read_as_one(form, cache_dtype, monkeypatch):
+    """Else a broken model's text would look like any other."""
+    if form == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(cache_calls, "has_numba", lambda: form == "numba")
+    key, value = rows(4, 32)
+    key[1, 1, 9] = value[2, 0, 31] = torch.nan
+    key[3, 2] = torch.nan
+    caches = torch.zeros(2, BLOCKS, BLOCK, HEADS, 32).to(cache_dtype)
+    scales = torch.zeros(2, BLOCKS, HEADS, BLOCK) if cache_dtype == torch.int8 else (None, None)
+    reshape_and_cache(key, value, *caches, torch.arange(4), key_scales=scales[0], value_scales=scales[1])
+    for written, cache, one in ((key, caches[0], scales[0]), (value, caches[1], scales[1])):
+        read = cache[0].float() * (1 if one is None else one[0].T.unsqueeze(-1))
+        assert torch.equal(read.isnan().any(-1), written.isnan().any(-1))
+
+
 def test_many_tokens_on_several_threads():
     """Programs are taken one by one: no token is left out."""
     pytest.importorskip("numba")

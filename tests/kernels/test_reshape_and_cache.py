@@ -5,6 +5,7 @@ import torch
 from kernels.harness import DTYPES, assert_compiles, assert_twin, awkward_lengths
 
 from minivllm.errors import MinivllmError
+from minivllm.kernels.cpu import cache_calls
 from minivllm.kernels.reshape_and_cache import (
     COPY_CHUNK,
     copy_blocks,
@@ -121,6 +122,40 @@ def test_both_kernels_compile_with_wide_loads(dtype):
     assert max(built["sm_90"].loads) == 16
     copies = {"source": dtype, "target": dtype, "pairs": "*i64", "source_stride": 16384, "target_stride": 16384}
     assert_compiles(copy_blocks_kernel, {**copies, "SIZE": 16384, "CHUNK": COPY_CHUNK}, load_bytes=16)
+
+
+@pytest.mark.parametrize("form", ["numba", "torch"])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8])
+def test_a_slot_beyond_the_cache_writes_to_no_foreign_memory(form, cache_dtype, monkeypatch):
+    if form == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(cache_calls, "has_numba", lambda: form == "numba")
+    key, value, *_ = make(3, 4)
+    memory = torch.full((2, 9, 4, 2, 80), 7).to(cache_dtype)
+    scales = torch.ones(2, 3, 2, 4) if cache_dtype == torch.int8 else (None, None)
+    for wrong in (12, 13, 35):
+        slots = torch.tensor([0, wrong, -1])
+        with pytest.raises(IndexError, match=r"not in the cache|out of bounds"):
+            reshape_and_cache(
+                key, value, memory[0, :3], memory[1, :3], slots, key_scales=scales[0], value_scales=scales[1]
+            )
+        assert (memory[:, 3:].float() == 7).all()
+
+
+def test_one_token_with_one_head_may_come_from_any_strides():
+    """Where they play no part, `contiguous` changes nothing."""
+    heads = torch.randn(1, 2, 8)
+    key, value = (heads[:, index : index + 1].contiguous() for index in (0, 1))
+    assert key.stride(1) == 8
+    odd = heads[:, ::2]
+    assert odd.stride(1) != 8
+    assert odd.is_contiguous()
+    caches = torch.zeros(2, 3, 4, 1, 8)
+    reshape_and_cache(odd, value, *caches, torch.tensor([5]))
+    assert torch.equal(caches[0, 1, 1], key[0])
+    assert torch.equal(caches[1, 1, 1], value[0])
+    with pytest.raises(MinivllmError, match="side by side"):
+        reshape_and_cache(torch.randn(2, 1, 16)[:, :, ::2], torch.randn(2, 1, 8), *caches, torch.tensor([5, 6]))
 
 
 def test_input_that_cannot_work_is_refused():

@@ -9,6 +9,7 @@ import pytest
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.core import step_events
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.step_events import StepRecorder
 from minivllm.entrypoints.xray.page import script
@@ -65,6 +66,21 @@ def test_a_watcher_that_fails_costs_nobody_an_answer(llm: LLM, tmp_path: Path, m
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [len(one.outputs[0].token_ids) for one in outputs] == [24] * 3
     assert core_of(llm).step_recorder is None
+
+
+def test_what_was_kept_back_can_be_taken_after_the_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several servers one stops watching while the others' requests decode on."""
+    monkeypatch.setattr(step_events, "SECONDS_KEPT_BACK", 1000)
+    core, engine = core_of(llm), llm.llm_engine
+    core.start_step_events()
+    engine.add_request("a", PROMPTS[0], PARAMS)
+    for _ in range(9):
+        engine.step()
+    core.stop_step_events()
+    told = core.take_step_events()
+    engine.abort_request(["a"])
+    assert told[-1].startswith(b'{"step":9,')
+    assert core.take_step_events() == []
 
 
 def test_with_the_core_in_a_process_one_recording_leaves_nothing_to_the_next(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """Adapters with two API servers and two cores: what one server loads or unloads, the other has or has not at once."""
 
 import asyncio
+import errno
+import os
 import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -14,6 +18,9 @@ from server.test_lora import ADAPTERS, LOAD, PROMPT, UNLOAD
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.entrypoints.openai.adapter_table import AdapterTable
+from minivllm.entrypoints.openai.errors import RequestError
+from minivllm.entrypoints.openai.protocol import LoadLoRAAdapterRequest
+from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 
 WANTED = {
     "tiny-python": [289, 465, 309, 199, 199, 516, 415, 1071],
@@ -176,3 +183,103 @@ def test_one_server_changes_a_table_at_a_time_and_no_id_is_given_twice(tmp_path:
             return adapters.last_id
 
     asyncio.run(work())
+
+
+def put(table: AdapterTable, name: str) -> None:
+    async def change() -> None:
+        async with table.changing() as adapters:
+            adapters.put(LoRARequest(name, 1, "p"), "p")
+
+    asyncio.run(change())
+
+
+def take(table: AdapterTable, name: str) -> None:
+    async def change() -> None:
+        async with table.changing() as adapters:
+            adapters.pop(name)
+
+    asyncio.run(change())
+
+
+def test_a_change_is_seen_though_the_file_looks_as_it_did(tmp_path: Path):
+    """As long, of the same time, and in time with the inode number of one that was there before."""
+    path = tmp_path / "adapters"
+    first, second = AdapterTable(path), AdapterTable(path)
+    for number in range(40):
+        put(first, f"{number:02}")
+        os.utime(path, ns=(0, 0))
+        assert second.now() == first.now()
+        take(first, f"{number:02}")
+
+
+def test_what_cannot_be_written_changes_nothing_on_any_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "adapters"
+    first, second = AdapterTable(path), AdapterTable(path)
+    put(first, "a")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for broken in ("write_bytes", "replace"):
+        with monkeypatch.context() as disk:
+            disk.setattr(Path if broken == "write_bytes" else os, broken, Mock(side_effect=full))
+            for change in (lambda: put(first, "b"), lambda: take(first, "a")):
+                with pytest.raises(RequestError, match=r"all API servers stay as they are.*No space left"):
+                    change()
+                assert list(first.now().by_name) == list(second.now().by_name) == ["a"]
+    put(first, "b")
+    assert list(second.now().by_name) == ["a", "b"]
+    shutil.rmtree(tmp_path)
+    with pytest.raises(RequestError, match="No such file"):
+        put(first, "c")
+
+
+def test_an_adapter_that_no_server_will_find_is_not_left_in_the_cores(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Engine:
+        ids: ClassVar[set[int]] = set()
+
+        async def add_lora(self, adapter: LoRARequest) -> None:
+            self.ids.add(adapter.lora_int_id)
+
+        async def remove_lora(self, lora_id: int) -> None:
+            self.ids.remove(lora_id)
+
+    engine: Any = Engine()
+    models = OpenAIServingModels(["m"], "m", 64, engine, [str(folder)], AdapterTable(tmp_path / "adapters"))
+    ask = LoadLoRAAdapterRequest(lora_name="x", lora_path=str(folder / "a"))
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(RequestError) as refused:
+            asyncio.run(models.load_lora_adapter(ask))
+    assert refused.value.status == 500
+    assert engine.ids == set()
+    asyncio.run(models.load_lora_adapter(ask))
+    assert len(engine.ids) == 1
+
+
+def test_a_damaged_table_is_logged_and_made_whole_by_the_next_change(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "adapters"
+    first, second = AdapterTable(path), AdapterTable(path)
+    put(first, "a")
+    second.now()
+    for damaged in (b"", b"\x00", b"\xff" * 9, path.read_bytes()[:-2]):
+        caplog.clear()
+        path.unlink()
+        path.write_bytes(damaged)
+        assert list(second.now().by_name) == list(first.now().by_name) == ["a"]
+        second.now()
+        assert sum("is damaged" in record.message for record in caplog.records) == 2, "once by each"
+        put(first, "b")
+        assert list(second.now().by_name) == ["a", "b"]
+        take(first, "b")
+        assert list(second.now().by_name) == ["a"]
+
+
+def test_a_static_adapter_that_cannot_be_served_ends_all_servers_as_it_ends_one(folder: Path):
+    flags = ("--api-server-count", "2", "--enable-lora", "--lora-modules", f"bad={folder}/dora")
+    server = Server(flags, {"OMP_NUM_THREADS": "1"})
+    try:
+        assert server.process.wait(60) == 2
+        assert server.said().count("use_dora is set") == server.said().count("An API server has ended") == 1
+        assert "Traceback" not in server.said()
+    finally:
+        server.stop()

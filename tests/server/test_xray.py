@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from fastapi import FastAPI
-from server.serving import Server
+from server.serving import Server, running
 
 from minivllm.core.step_events import FORMAT, HeaderLine
 from minivllm.engine.arg_utils import EngineArgs
@@ -76,6 +77,24 @@ def test_all_steps_are_in_the_file(chat: Server, recording: Path) -> None:
     assert not last.requests
     assert last.num_blocks == 600
     assert b"zebra" not in recording.read_bytes()
+
+
+def test_a_recording_is_whole_when_the_server_is_stopped(tmp_path: Path) -> None:
+    """Its last line tells of the requests that were under way."""
+    path = tmp_path / "run.jsonl"
+    body = {"prompt": "x", "max_tokens": 490, "ignore_eos": True, "stream": True}
+    with running("--record", str(path)) as server:
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            for _ in range(20):
+                next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            for _ in lines:
+                pass
+        server.process.wait(20)
+    *_, last = replay(path)
+    assert last.step >= 10
+    assert last.requests == {}
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

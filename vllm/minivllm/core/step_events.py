@@ -14,7 +14,7 @@ that are needed here.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -167,8 +167,11 @@ class StepRecorder:
     their lines are written in one go.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self, scheduler: Scheduler, in_flight: Callable[[], Iterable[SchedulerOutput]] = tuple[SchedulerOutput]
+    ) -> None:
+        """`in_flight` returns the steps that are scheduled, and of which `observe` has not been told yet."""
+        self._scheduler, self._in_flight = scheduler, in_flight
         self._since = time.monotonic()
         self._step = 0
         self._numbers: dict[str, int] = {}
@@ -243,6 +246,7 @@ class StepRecorder:
             or len(scheduled.num_scheduled_tokens) != len(outputs)
             or scheduled.finished_req_ids
             or scheduler.finished_req_ids
+            or self._is_new_pool()
             or scheduler.remote
             or scheduler.lora_slots is not self._slots
             or self._num_waiting() != self._waiting[0]
@@ -410,6 +414,9 @@ class StepRecorder:
         self._numbers = {name: number for name, number in self._numbers.items() if name in scheduler.requests}
         self._waiting = (self._num_waiting(), [self._numbers[request.request_id] for request in head])
         self._tier, self._slots = self._tier_state(), scheduler.lora_slots
+        states = {name: self._state(scheduler.requests[name], number) for name, number in self._numbers.items()}
+        for step in reversed(tuple(self._in_flight())):
+            _undo(step, states)
         return KeyLine(
             key=self._step,
             t=self._time(time.monotonic()),
@@ -417,7 +424,7 @@ class StepRecorder:
             block_size=scheduler.cache_config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            requests=[self._state(scheduler.requests[name], number) for name, number in self._numbers.items()],
+            requests=list(states.values()),
             cached=sorted(self._cached),
             waiting=self._waiting,
             tier=self._tier,
@@ -438,6 +445,28 @@ class StepRecorder:
             self._scheduler.kv_cache_manager.get_block_ids(request.request_id),
             _adapter_of(request),
         )
+
+
+def _undo(step: SchedulerOutput, states: dict[str, RequestState]) -> None:
+    """Makes states what they were before a step was scheduled, whose line is still to come.
+
+    Which blocks a preempted request had is not known any more: it has none until that line.
+    """
+    for name, num_tokens in step.num_scheduled_tokens.items():
+        if name in states:
+            states[name].num_computed_tokens -= num_tokens
+    cached = step.scheduled_cached_reqs
+    for name, taken in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if taken and name in states:
+            del states[name].blocks[-len(taken) :]
+    for new in step.scheduled_new_reqs:
+        if new.req_id in states:
+            one = states[new.req_id]
+            one.running, one.blocks, one.num_computed_tokens = False, [], 0
+    for name in step.preempted_req_ids & states.keys():
+        one = states[name]
+        one.running, one.blocks, one.num_computed_tokens = True, [], 0
+        one.num_preemptions -= 1
 
 
 def _adapter_of(request: Request) -> str:

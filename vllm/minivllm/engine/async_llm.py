@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from minivllm.engine.async_thread_client import AsyncThreadClient
 
 logger = init_logger(__name__)
+SECONDS_FOR_LAST_STEPS = 2.0
 OUTPUTS_AT_ONCE = 128
 """Outputs that are processed before the event loop's other tasks get a turn."""
 LOST = "the core that computed this request has ended; the server's log says why"
@@ -271,6 +272,13 @@ class AsyncLLM(FrontEnd):
         """From now on the engine's steps are told to `step_watchers`, as lines of `core.step_events`."""
         await self._utility("start_step_events")
 
+    async def end_step_events(self) -> None:
+        """Tells `step_watchers` of the last steps, for which it waits a little. A dead core has told what it could."""
+        if self.errored and not isinstance(self.dead_error, EngineStoppedError):
+            return
+        with suppress(EngineDeadError, RuntimeError, TimeoutError):
+            await asyncio.wait_for(self.engine_core.call_utility_async("stop_step_events"), SECONDS_FOR_LAST_STEPS)
+
     async def check_health(self) -> None:
         """Raises `EngineDeadError` if the engine has ended, or any of its cores has, even while the others serve."""
         self._check_alive()
@@ -284,7 +292,8 @@ class AsyncLLM(FrontEnd):
         await self._ended.wait()
 
     def end_requests(self) -> None:
-        """Requests under way fail with `EngineStoppedError`, as do new ones. The core's process goes on."""
+        """Requests under way fail with `EngineStoppedError`, as do new ones. The core goes on, without them."""
+        self._abort_in_core(list(self.output_processor.states))
         self._die(EngineStoppedError("the server is shutting down"))
 
     def shutdown(self) -> None:

@@ -69,13 +69,14 @@ class AsyncThreadClient(EngineCoreClient):
 
         def call() -> None:
             try:
-                loop.call_soon_threadsafe(answer.set_result, getattr(self.engine_core, method)(*arguments))
+                settle = partial(answer.set_result, getattr(self.engine_core, method)(*arguments))
             except MinivllmError as error:
-                loop.call_soon_threadsafe(answer.set_exception, error)
+                settle = partial(answer.set_exception, error)
             except Exception as error:
                 failure = RuntimeError(f"{method} failed in the engine's core: {type(error).__name__}: {error}")
-                loop.call_soon_threadsafe(answer.set_exception, failure)
+                settle = partial(answer.set_exception, failure)
             tell_step_events(self.engine_core, self._send)
+            loop.call_soon_threadsafe(lambda: answer.done() or settle())  # whoever asked may have left
 
         self._to_do.put(call)
         return await answer

@@ -19,19 +19,24 @@ Put = Callable[[EngineCoreOutputs], object]
 def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | None]", put: Put) -> None:
     """Steps while requests are unfinished, else waits for what there is to do. None is the end.
 
+    However it ends, what nobody has been told of the steps is told.
+
     Raises:
         WorkerDiedError: a rank has died, which the engine cannot survive.
         Exception: whatever exception is found in the queue.
     """
-    while True:
-        while not to_do.empty() or not core.has_unfinished_requests():
-            act = to_do.get()
-            if act is None:
-                return
-            if isinstance(act, Exception):
-                raise act
-            _guarded(act)
-        _guarded(lambda: put(core.step()))
+    try:
+        while True:
+            while not to_do.empty() or not core.has_unfinished_requests():
+                act = to_do.get()
+                if act is None:
+                    return
+                if isinstance(act, Exception):
+                    raise act
+                _guarded(act)
+            _guarded(lambda: put(core.step()))
+    finally:
+        tell_step_events(core, put)
 
 
 def abort_requests(core: EngineCore, request_ids: Sequence[str], put: Put) -> None:

@@ -105,6 +105,7 @@ class EngineCore:
         self.batch_queue: deque[_Batch] | None = deque() if ahead else None
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
         self.step_recorder: StepRecorder | None = None
+        self._last_step_events: list[bytes] = []
         self._step_ended = 0.0
         if args.speculation and args.speculation.conditional_acceptance_rates is not None:
             logger.warning("Drafts are accepted at given rates, whatever the model says: its text is lost")
@@ -307,17 +308,23 @@ class EngineCore:
         from minivllm.core.step_events import StepRecorder  # msgspec is needed only here and between processes
 
         self.stop_step_events()
-        self.step_recorder = StepRecorder(self.scheduler)
+        self._last_step_events = []
+        queue = () if self.batch_queue is None else self.batch_queue
+        self.step_recorder = StepRecorder(self.scheduler, lambda: [batch.scheduler_output for batch in queue])
 
     def stop_step_events(self) -> None:
-        """No more of them."""
+        """No more of them, but those of which no step has told."""
         if self.step_recorder is not None:
+            self._last_step_events = self.step_recorder.take()
             self.step_recorder.stop()
         self.step_recorder = None
 
     def take_step_events(self) -> list[bytes]:
         """Returns the lines that no step has delivered: those of what happened while there were no requests."""
-        return [] if self.step_recorder is None else self.step_recorder.take()
+        if self.step_recorder is not None:
+            return self.step_recorder.take()
+        lines, self._last_step_events = self._last_step_events, []
+        return lines
 
     def state(self) -> EngineCoreOutputs:
         """Returns what the front end is told where no step tells it."""
@@ -340,9 +347,14 @@ class EngineCore:
             if self.scheduler.remote is not None:
                 self.scheduler.remote.connector.shutdown()
 
-    def _observe(self, step: tuple[SchedulerOutput, list[EngineCoreOutput]] | None = None) -> None:
-        """Writes down a step, or what happened while nothing ran. Whatever fails here costs no request its answer."""
-        if self.step_recorder is None or (step is None and self.has_unfinished_requests()):
+    def _observe(
+        self, step: tuple[SchedulerOutput, list[EngineCoreOutput]] | None = None, started_over: bool = False
+    ) -> None:
+        """Writes down a step, that all has started over, or what happened while nothing ran.
+
+        Whatever fails here costs no request its answer.
+        """
+        if self.step_recorder is None or not (step or started_over or not self.has_unfinished_requests()):
             return
         try:
             if step is None:
@@ -351,7 +363,8 @@ class EngineCore:
                 self.step_recorder.observe(*step)
         except Exception:
             logger.exception("The steps are not told any more")
-            self.stop_step_events()
+            self.step_recorder.stop()
+            self.step_recorder = None
 
     @contextmanager
     def _all_or_nothing(self, request_ids: Collection[str]) -> Iterator[None]:
@@ -400,6 +413,7 @@ class EngineCore:
         if self.batch_queue is not None:
             self.batch_queue.clear()
         self.scheduler.start_over(lost)
+        self._observe(started_over=True)
         self.executor.collective_rpc("reset")
 
     def _log_step(self, output: SchedulerOutput) -> None:

@@ -98,8 +98,8 @@ class EngineCoreProc:
         elif kind == Kind.UTILITY:
             call_id, method, arguments = decode(payload, tuple[int, str, list[Any]])
             answer = _answer_of(core, call_id, method, arguments)
+            tell_step_events(core, self._put)  # whoever has the answer has them too
             self._outputs.put((client, EngineCoreOutputs([], utility_output=answer, engine_index=self._rank)))
-            tell_step_events(core, self._put)
 
     def _put(self, outputs: EngineCoreOutputs) -> None:
         for share in self._router.shares(outputs):

@@ -127,6 +127,7 @@ def reshape_and_cache(
 
     Raises:
         MinivllmError: shapes do not match, or the backend is unknown.
+        IndexError: a slot is not in the caches. A GPU's kernel does not look: it would write to foreign memory.
     """
     if not checked:
         _check_write(key, value, key_cache, value_cache, slot_mapping)
@@ -191,7 +192,7 @@ def _check_write(
         )
     if len(slot_mapping) > len(key):
         raise MinivllmError(f"{len(slot_mapping)} slots for {len(key)} tokens")
-    if key.stride(2) != 1 or key.stride(1) != key.shape[2] or value.stride()[1:] != key.stride()[1:]:
+    if not all(one[:1].is_contiguous() for one in (key, value)):
         raise MinivllmError("the heads of a token must lie side by side in key and value (call .contiguous())")
     if key_cache.stride()[1:] != (key_cache.shape[2] * key_cache.shape[3], key_cache.shape[3], 1):
         raise MinivllmError("a block of the cache must be contiguous")

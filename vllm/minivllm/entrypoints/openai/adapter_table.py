@@ -15,10 +15,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.wire import decode, encode
+from minivllm.entrypoints.openai.errors import failed
+from minivllm.logger import init_logger
 
+logger = init_logger(__name__)
 SECONDS_BETWEEN_TRIES = 0.02
 """How often a server that wants to change the adapters looks whether another one has ended doing so."""
 
@@ -53,33 +59,75 @@ class AdapterTable:
         """`path`: the file that several servers share; it need not be there yet."""
         self._path = path
         self._adapters = Adapters()
-        self._version: tuple[int, int, int] | None = None
+        self._read: BinaryIO | None = None
+        """What they were read from. While that is open, no file that takes its place has its inode number."""
         self._lock = asyncio.Lock()
 
     def now(self) -> Adapters:
         """Return the adapters of now, to be read."""
-        if self._path is not None and self._path.exists():
-            found = self._path.stat()
-            if self._version != (version := (found.st_ino, found.st_mtime_ns, found.st_size)):
-                self._adapters, self._version = decode(self._path.read_bytes(), Adapters), version
+        if self._path is not None:
+            self._look(self._path)
         return self._adapters
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[Adapters]:
-        """Yield the adapters to be changed, while no other server does. At the end all servers have the change."""
+        """Yield the adapters to be changed, while no other server does. At the end all servers have the change.
+
+        Raises:
+            RequestError: they cannot be written; then none has it.
+        """
         async with self._lock:
             if self._path is None:
                 yield self._adapters
                 return
-            with self._path.with_suffix(".lock").open("wb") as lock:  # a server that dies gives it back
+            with _opened(self._path.with_suffix(".lock")) as lock:  # a server that dies gives it back
                 while not _taken(lock.fileno()):
                     await asyncio.sleep(SECONDS_BETWEEN_TRIES)
                 try:
                     yield self.now()
                 finally:
-                    written = self._path.with_suffix(".new")
-                    written.write_bytes(encode(self._adapters))
-                    os.replace(written, self._path)
+                    self._write(self._path)
+
+    def _look(self, path: Path) -> None:
+        """Reads the file if it is not the one that was read last; one that is damaged changes nothing."""
+        try:
+            if self._read is not None and os.path.samestat(path.stat(), os.fstat(self._read.fileno())):
+                return
+            found = path.open("rb")
+        except FileNotFoundError:
+            return  # nobody has changed anything yet
+        self._close()
+        self._read = found
+        try:
+            self._adapters = decode(found.read(), Adapters)
+        except msgspec.DecodeError as error:
+            logger.error("%s is damaged (%s): adapters stay as they were, until one is loaded or unloaded", path, error)
+
+    def _write(self, path: Path) -> None:
+        written = path.with_suffix(".new")
+        try:
+            written.write_bytes(encode(self._adapters))
+            os.replace(written, path)
+        except OSError as error:
+            self._close()
+            self._adapters = Adapters()  # what the others have is read again
+            raise _cannot(error) from None
+
+    def _close(self) -> None:
+        if self._read is not None:
+            self._read.close()
+            self._read = None
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise _cannot(error) from None
+
+
+def _cannot(error: OSError) -> Exception:
+    return failed(f"the adapters of all API servers stay as they are, since they cannot be written: {error.strerror}")
 
 
 def _taken(lock: int) -> bool:

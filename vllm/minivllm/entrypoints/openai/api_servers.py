@@ -32,6 +32,8 @@ logger = init_logger(__name__)
 LENGTH_BYTES = 8
 """The header of the message that a server's process gets on its standard input: its length, big-endian."""
 SECONDS_TO_LEAVE = 10.0
+WRONG_INPUT = 2
+"""The exit code of a server that has said what was wrong with it."""
 
 
 def serve_with_several(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int:
@@ -87,7 +89,7 @@ async def _watch(servers: Sequence[subprocess.Popen[bytes]], cores: CoreProcesse
 
     What a core's end means, the servers decide; how it ended, only its parent can say.
     """
-    asked, was_asked = signals(), False
+    asked, was_asked, told = signals(), False, False
     _say_when_one_ends(cores)
     pending = {asyncio.create_task(asyncio.to_thread(server.wait)) for server in servers}
     while pending:
@@ -97,11 +99,14 @@ async def _watch(servers: Sequence[subprocess.Popen[bytes]], cores: CoreProcesse
         if signalled not in done:
             signalled.cancel()
             pending -= {signalled}
-            if not was_asked:
+            if not (was_asked or told):
                 logger.error("An API server has ended (%s), and the others with it", _codes(servers))
+            told = True
         _tell(servers)
-    fine = (0, -signal.SIGTERM) if was_asked else (0,)
-    return 0 if all(server.returncode in fine for server in servers) else 1
+    codes = {server.returncode for server in servers}
+    if codes <= ({0, -signal.SIGTERM} if was_asked else {0}):
+        return 0
+    return WRONG_INPUT if WRONG_INPUT in codes else 1
 
 
 def _say_when_one_ends(cores: CoreProcesses) -> None:

@@ -94,7 +94,10 @@ async def _serve(
     await app.state.models.init_static_loras(lora_modules_of(settings.lora_modules))
     await watch_steps(app, engine, settings, recordings)
     server = make_server(app, settings)
-    return await until_the_end(server, engine, listening, settings, app.state.server)
+    code = await until_the_end(server, engine, listening, settings, app.state.server)
+    if recordings:
+        await engine.end_step_events()
+    return code
 
 
 def make_app(engine: AsyncLLM, args: EngineArgs, settings: FrontendArgs, template: str | None) -> FastAPI:

@@ -101,21 +101,20 @@ class OpenAIServingModels:
         name, path = request.lora_name, request.lora_path
         if not name or not path:
             raise _invalid("lora_name and lora_path must both be given")
-        async with self._table.changing() as adapters:
-            before = adapters.by_name.get(name)
-            try:
-                check_name(name)
-                self._check_free(name, adapters, request.load_inplace)
-            except MinivllmError as error:
-                raise _invalid(str(error)) from None
-            folder = adapter_folder(path, self._folders)
-            if folder is None:
-                shown = path[:200].encode("utf8", "backslashreplace").decode()
-                raise not_found(f"Loading lora {name} failed: No adapter found for {shown}")
-            try:
-                await self._add(LoRARequest(name, adapters.next_id(), folder), path, adapters)
-            except MinivllmError as error:
-                raise _invalid(str(error)) from None
+        added: LoRARequest | None = None
+        try:
+            async with self._table.changing() as adapters:
+                before = adapters.by_name.get(name)
+                folder = self._folder_of(request, adapters)
+                one = LoRARequest(name, adapters.next_id(), folder)
+                try:
+                    await self._add(one, path, adapters)
+                except MinivllmError as error:
+                    raise _invalid(str(error)) from None
+                added = one
+        except BaseException:
+            await self._let_go(added)  # not all servers know it
+            raise
         await self._let_go(before)
         return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -134,6 +133,19 @@ class OpenAIServingModels:
             raise not_found(f"The lora adapter '{name[:200]}' cannot be found.")
         await self._let_go(gone)
         return f"Success: LoRA adapter '{name}' removed successfully."
+
+    def _folder_of(self, request: LoadLoRAAdapterRequest, adapters: Adapters) -> str:
+        """Where the adapter lies, if a client may load it under this name."""
+        try:
+            check_name(request.lora_name)
+            self._check_free(request.lora_name, adapters, request.load_inplace)
+        except MinivllmError as error:
+            raise _invalid(str(error)) from None
+        folder = adapter_folder(request.lora_path, self._folders)
+        if folder is None:
+            shown = request.lora_path[:200].encode("utf8", "backslashreplace").decode()
+            raise not_found(f"Loading lora {request.lora_name} failed: No adapter found for {shown}")
+        return folder
 
     async def _add(self, adapter: LoRARequest, root: str, adapters: Adapters) -> None:
         assert self._engine is not None

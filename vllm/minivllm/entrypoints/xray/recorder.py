@@ -91,7 +91,7 @@ class RecordingFile:
 
     def __init__(self, path: str | Path, header: HeaderLine, most_bytes: int = MOST_FILE_BYTES) -> None:
         try:
-            # Without a buffer: whatever happens to the engine, its steps are there.
+            # Without a buffer: whatever happens to the engine, the steps that it has told of are there.
             self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise MinivllmError(f"cannot record to {path}: {error.strerror}; name another file") from None

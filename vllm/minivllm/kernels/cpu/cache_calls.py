@@ -38,7 +38,11 @@ def write_cpu(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> None:
-    """As `reshape_and_cache`, with arguments that have passed its checks."""
+    """As `reshape_and_cache`, with arguments that have passed its checks.
+
+    Raises:
+        IndexError: a slot is not in the caches. What other tokens have written stays.
+    """
     slots = slot_mapping.long().contiguous()
     tokens = slots.shape[0]
     if key.shape[0] > tokens:
@@ -66,9 +70,11 @@ def numba_write(
     else:
         key, value, programs = key.float(), value.float(), loops.quantizations()
     tokens, kv_heads, head_dim = key.shape
+    num_blocks, block_size = key_cache.shape[:2]
     cells = CacheCells(
+        slots=num_blocks * block_size,
         tokens=tokens,
-        slots_per_block=key_cache.shape[1],
+        slots_per_block=block_size,
         kv_heads=kv_heads,
         head_dim=head_dim,
         key_stride=key.stride(0),
@@ -83,6 +89,8 @@ def numba_write(
         value_scales=0 if value_scales is None else value_scales.data_ptr(),
     )
     run_programs(programs, cells, most_threads=-(-tokens // loops.TOKENS))
+    if cells.beyond:
+        raise IndexError(f"slot {cells.beyond} is not in the cache, which has {cells.slots}")
 
 
 def torch_write(

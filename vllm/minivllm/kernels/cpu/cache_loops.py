@@ -24,8 +24,16 @@ jit = njit(error_model="numpy", nogil=True)  # no fastmath: the integers must eq
 
 
 @jit
+def is_written(cells, slot):
+    """Whether a slot is in the cache. −1 marks a token that is not written; a slot beyond the cache is noted."""
+    if slot >= cells.slots:
+        cells.beyond = slot
+    return 0 <= slot < cells.slots
+
+
+@jit
 def copy_tokens(cells, key, value, key_cache, value_cache):
-    """Run programs until none are left: write keys and values as they are. A token whose slot is −1 is not written."""
+    """Run programs until none are left: write keys and values as they are."""
     tokens, block_size, width = cells.tokens, cells.slots_per_block, cells.kv_heads * cells.head_dim
     slots = array_at(cells.slot_mapping, tokens, np.int64)
     while True:
@@ -33,7 +41,7 @@ def copy_tokens(cells, key, value, key_cache, value_cache):
         if first >= tokens:
             return
         for token in range(first, min(first + TOKENS, tokens)):
-            if slots[token] < 0:
+            if not is_written(cells, slots[token]):
                 continue
             at = slots[token] // block_size * cells.block_stride + slots[token] % block_size * width
             key_at, value_at = token * cells.key_stride, token * cells.value_stride
@@ -45,10 +53,14 @@ def copy_tokens(cells, key, value, key_cache, value_cache):
 
 @jit
 def quantize_head(target, at, source, start, head_dim):
-    """Quantize one head to integers from −127 to 127. Returns the scale that dequantizes them."""
-    largest = np.float32(0.0)
+    """Quantize one head to integers from −127 to 127. Returns the scale that dequantizes them: NaN if one of them was."""
+    largest, broken = np.float32(0.0), False
     for dim in range(head_dim):
-        largest = max(largest, abs(source[start + dim]))
+        number = source[start + dim]
+        largest = max(largest, abs(number))
+        broken |= number != number
+    if broken:
+        largest = np.float32(np.nan)
     inverse = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
     for dim in range(head_dim):
         target[at + dim] = np.int8(np.floor(source[start + dim] * inverse + np.float32(0.5)))
@@ -57,10 +69,7 @@ def quantize_head(target, at, source, start, head_dim):
 
 @jit
 def quantize_tokens(cells):
-    """Run programs until none are left: write fp32 keys and values to int8 caches, with their scales.
-
-    A token whose slot is −1 is not written.
-    """
+    """Run programs until none are left: write fp32 keys and values to int8 caches, with their scales."""
     tokens, block_size, kv_heads, head_dim = cells.tokens, cells.slots_per_block, cells.kv_heads, cells.head_dim
     slots = array_at(cells.slot_mapping, tokens, np.int64)
     key, value = array_at(cells.key, 1, np.float32), array_at(cells.value, 1, np.float32)
@@ -71,7 +80,7 @@ def quantize_tokens(cells):
         if first >= tokens:
             return
         for token in range(first, min(first + TOKENS, tokens)):
-            if slots[token] < 0:
+            if not is_written(cells, slots[token]):
                 continue
             block, offset = slots[token] // block_size, slots[token] % block_size
             key_at, value_at = token * cells.key_stride, token * cells.value_stride

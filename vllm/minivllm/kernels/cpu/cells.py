@@ -49,6 +49,8 @@ class AttentionCells(ctypes.Structure):
 class CacheCells(ctypes.Structure):
     """Arguments of `cache_loops.copy_tokens` and `quantize_tokens`; only the latter's caches have scales."""
 
+    beyond: int  # the loops' answer: a slot that is not in the caches, or 0
+    slots: int  # in the caches
     tokens: int
     slots_per_block: int
     kv_heads: int
