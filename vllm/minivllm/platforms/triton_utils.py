@@ -81,6 +81,11 @@ if TYPE_CHECKING:  # kernels are Triton's language in Python syntax, which a typ
 elif HAS_TRITON:
     import triton
     import triton.language as tl
+
+    if INTERPRETED:
+        from minivllm.platforms.interpreter import spare_unseen_work
+
+        spare_unseen_work()
 else:
     triton = tl = _NoTriton()
 
