@@ -1,4 +1,4 @@
-"""Ranks and cores from a process that has loaded torch, for tests of what they do and not of how they start.
+"""Ranks, cores and kernels from a process that has loaded torch, for tests of what they do and not of how they start.
 
 A fresh interpreter spends 3 s on loading torch and the engine. A template does so once for each worker of xdist, and is
 then forked: twice, so that what is left is an orphan, which Linux gives to the nearest ancestor that asks for orphans
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import importlib
 import json
 import os
 import random
@@ -34,30 +35,33 @@ ABOVE_ALL = 200
 """File descriptors are first moved above this number, so that none is overwritten while each goes to its place."""
 MAY_CHANGE = {
     "PYTEST_CURRENT_TEST", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "NIXL_LOG_LEVEL", "UCX_TLS",
-    "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "JPY_PARENT_PID", "JPY_SESSION_NAME",
 }  # fmt: skip
 """Variables that nothing reads while the template loads its modules."""
 LENGTH = struct.Struct("I")
+SESSION = 5
+"""Where a request says whether the process leads a session of its own."""
 
 
 class Template:
     """The process that is forked, and the seam to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *more_modules: str) -> None:
         self.environment = fixed(os.environ)
         self.socket, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", __file__, str(theirs.fileno()), json.dumps([*map(str, sys.path)])]
+            path = json.dumps([*map(str, sys.path)])
+            command = [sys.executable, "-P", __file__, str(theirs.fileno()), path, *more_modules]
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
             )
 
     def fork(
-        self, command: Sequence[str], environment: Mapping[str, str], fds: Mapping[int, int], session: bool
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str, fds: Mapping[int, int], session: bool
     ) -> int:
         """A child of this process that runs the command; `fds`: its file descriptors -> ours. Returns its id."""
         mask = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))]
-        request = json.dumps([os.getpid(), command, dict(environment), os.getcwd(), [*fds], session, mask]).encode()
+        request = json.dumps([os.getpid(), command, dict(environment), folder, [*fds], session, mask]).encode()
         adopt_orphans(True)
         try:
             socket.send_fds(self.socket, [LENGTH.pack(len(request))], [*fds.values()])
@@ -72,7 +76,7 @@ class Template:
 
 
 class WarmSubprocess:
-    """In place of the module `subprocess`: what `rank_processes.py` and `core_processes.py` need of it."""
+    """In place of the module `subprocess`: what `rank_processes.py`, `core_processes.py` and Jupyter need of it."""
 
     DEVNULL, PIPE, TimeoutExpired = subprocess.DEVNULL, subprocess.PIPE, subprocess.TimeoutExpired
 
@@ -84,18 +88,21 @@ class WarmSubprocess:
         command: Sequence[str],
         *,
         stdin: int,
-        pass_fds: Sequence[int],
+        stdout: None = None,
+        stderr: None = None,
+        pass_fds: Sequence[int] = (),
+        cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
     ) -> Any:
         environment = os.environ if env is None else env
         if fixed(environment) != self.template.environment:
             options = {"stdin": stdin, "pass_fds": pass_fds, "env": env, "start_new_session": start_new_session}
-            return subprocess.Popen(command, **options)
+            return subprocess.Popen(command, cwd=cwd, **options)
         theirs, ours = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
         try:
             fds = {0: theirs, 1: 1, 2: 2, **{fd: fd for fd in pass_fds}}
-            pid = self.template.fork(command, environment, fds, start_new_session)
+            pid = self.template.fork(command, environment, cwd or os.getcwd(), fds, start_new_session)
         finally:
             os.close(theirs)
         return WarmProcess(command, pid, None if ours is None else open(ours, "wb", buffering=0))
@@ -105,7 +112,7 @@ class WarmProcess:
     """A child of this process; as `subprocess.Popen`."""
 
     def __init__(self, args: Sequence[str], pid: int, stdin: IO[bytes] | None) -> None:
-        self.args, self.pid, self.stdin = args, pid, stdin
+        self.args, self.pid, self.stdin, self.stdout, self.stderr = args, pid, stdin, None, None
         self.returncode: int | None = None
         self._waiting = threading.Lock()
 
@@ -144,7 +151,7 @@ def adopt_orphans(adopts: bool) -> None:
 # ---- the template ----------------------------------------------------------------------------------------------------
 
 
-def main(fd: int, path: list[str]) -> None:
+def main(fd: int, path: list[str], more_modules: Sequence[str]) -> None:
     """Load everything, then fork whenever one is asked for, until the test's process is gone."""
     sys.path[:] = path
     from minivllm.platforms.collector import while_loading
@@ -155,6 +162,8 @@ def main(fd: int, path: list[str]) -> None:
         import minivllm.worker.worker  # noqa: F401
 
         load_loops()
+        for name in more_modules:
+            importlib.import_module(name)
     with socket.socket(fileno=fd) as asking:
         while True:
             length, fds, *_ = socket.recv_fds(asking, LENGTH.size, 16)
@@ -177,14 +186,16 @@ def load_loops() -> None:
 
 
 def fork_twice(asking: socket.socket, request: list[Any], fds: list[int]) -> int:
-    """The process id of the child's child, once the child is gone."""
+    """The process id of the child's child, once the child is gone, and it leads the session that it was to lead."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
-        if (orphan := os.fork()) == 0:
+        if os.fork() == 0:
+            if request[SESSION]:
+                os.setsid()
+            os.write(writer, LENGTH.pack(os.getpid()))
             asking.close()
             os.close(reader), os.close(writer)
             become(request, fds)
-        os.write(writer, LENGTH.pack(orphan))
         os._exit(0)
     os.waitpid(child, 0)
     pid = LENGTH.unpack(os.read(reader, LENGTH.size))[0]
@@ -196,10 +207,8 @@ def become(request: list[Any], fds: list[int]) -> NoReturn:
     """Run the command as a fresh interpreter would."""
     code = 1
     try:
-        parent, command, environment, folder, places, session, mask = request
+        parent, command, environment, folder, places, _, mask = request
         wait_for_parent(parent)
-        if session:
-            os.setsid()
         moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, ABOVE_ALL) for fd in fds]
         for fd in fds:
             os.close(fd)
@@ -229,8 +238,9 @@ def wait_for_parent(pid: int) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """`-P SCRIPT ...` or `-P -m MODULE ...`"""
-    _, *arguments = arguments
+    """`SCRIPT ...` or `-m MODULE ...`, with or without a `-P` before it: the path is what it is in the template."""
+    if arguments[0] == "-P":
+        arguments = arguments[1:]
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -240,4 +250,4 @@ def run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    main(int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])

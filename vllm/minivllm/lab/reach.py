@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Set
 
 
-def names_in(source: str) -> dict[str, set[str]]:
+@functools.lru_cache(maxsize=16)  # a lesson's checks ask for the same files, each of them
+def names_in(source: str) -> Mapping[str, frozenset[str]]:
     """All names and attributes in each function and class of a file, by its name."""
     parts = [
         node
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     ]
-    return {part.name: {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(part)} for part in parts}
+    return {
+        part.name: frozenset(getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(part)) for part in parts
+    }
 
 
-def joined(*files: Mapping[str, set[str]]) -> dict[str, set[str]]:
+def joined(*files: Mapping[str, Set[str]]) -> dict[str, set[str]]:
     """As `names_in`, of several files together."""
     return {name: set().union(*(file.get(name, ()) for file in files)) for name in set().union(*files)}
 
 
-def reached(start: str, named: Mapping[str, set[str]]) -> dict[str, int]:
+def reached(start: str, named: Mapping[str, Set[str]]) -> dict[str, int]:
     """What a function leads to, itself included, and how many functions lie nearer to it; `named` as of `names_in`."""
     found, latest = {}, {start} & named.keys()
     while latest:

@@ -1,0 +1,54 @@
+"""JupyterLab, whose kernels are forked from a process that has loaded torch, numba and IPython: `warm_processes.py`.
+
+To load them is most of what a notebook takes. The first kernel is a fresh interpreter, as all are outside of tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jupyter_client import launcher
+from jupyterlab.labapp import main
+
+if TYPE_CHECKING:
+    from warm_processes import WarmSubprocess
+
+TESTS = str(Path(__file__).resolve().parents[1])
+
+
+class Starter:
+    """In place of `subprocess.Popen`, where Jupyter starts a kernel."""
+
+    def __init__(self) -> None:
+        self.warm: WarmSubprocess | None = None
+
+    def __call__(self, command: list[str], **options: Any) -> Any:
+        if self.warm is not None:
+            return self.warm.Popen(command, **options)
+        if sys.platform == "linux":
+            self.warm = warm_subprocess()
+        return subprocess.Popen(command, **options)
+
+    def close(self) -> None:
+        if self.warm is not None:
+            self.warm.template.close()
+
+
+def warm_subprocess() -> WarmSubprocess:
+    """What forks kernels; no kernel finds the tests' modules."""
+    sys.path.append(TESTS)
+    from warm_processes import Template, WarmSubprocess
+
+    sys.path.remove(TESTS)
+    return WarmSubprocess(Template("ipykernel.kernelapp", "ipykernel.zmqshell"))
+
+
+if __name__ == "__main__":
+    launcher.Popen = starter = Starter()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        sys.exit(main())
+    finally:
+        starter.close()
