@@ -113,7 +113,8 @@ class ConnectorScheduler:
     def update_connector_output(self, finished_sending, finished_recving):
         """The workers have told which requests' blocks were sent (as the peer says), and which were received, or lost.
 
-        Neither is held or in flight any more. Both hold request ids, perhaps of requests that are not known here.
+        What was sent is no longer held, what was received no longer in flight. Both are sets of request ids, some perhaps
+        unknown here.
         """
         raise NotImplementedError("forget them")
 

@@ -452,6 +452,11 @@ MUTANTS = {
     "what was received stays in flight": (OUTPUT, "self.in_flight.pop(name, None)", "pass"),
     "only those that it knows": (OUTPUT, "self.pinned.pop(name, None)", "self.pinned.pop(name)"),
     "only reads that it knows": (OUTPUT, "self.in_flight.pop(name, None)", "self.in_flight.pop(name)"),
+    "what was received is unpinned": (
+        OUTPUT, "self.in_flight.pop(name, None)", "self.in_flight.pop(name, None), self.pinned.pop(name, None)",
+    ),
+    "holds at most 256 blocks": (HELD, "return True, ...", """return True, {
+            "do_remote_prefill": True, "remote_block_ids": block_ids[:num_blocks][:256], **told, **self.address}"""),
     "all at once": (OUTPUT, "self.in_flight.pop(name, None)", "self.in_flight.clear()"),
     "sent and received exchanged": (
         OUTPUT,

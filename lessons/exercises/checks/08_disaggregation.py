@@ -270,7 +270,13 @@ def check_the_peer_is_told_in_any_case(module):
 
 def check_blocks_are_held_for_the_reader(module):
     """A request for somebody else keeps its blocks, and its client is told all that the other engine must know."""
-    for num_tokens, table, right in ((10, [7, 3, 9], [7, 3, 9]), (8, [4, 2, 6], [4, 2]), (1, [5, 8], [5])):
+    long = list(range(400, 0, -1))
+    for num_tokens, table, right in (
+        (10, [7, 3, 9], [7, 3, 9]),
+        (8, [4, 2, 6], [4, 2]),
+        (1, [5, 8], [5]),
+        (BLOCK_SIZE * 399, long, long[:399]),
+    ):
         request = request_of("r", num_tokens, {"do_remote_decode": True, "do_remote_prefill": False})
         held, params = ended(connector_of(module), request, table)
         where = f"{num_tokens} tokens computed, block table {table}"
@@ -356,7 +362,7 @@ def check_a_lease_ends(module):
         ended(connector, request_of(name, 6, {"do_remote_decode": True}), [1, 2])
     clock.now += 10
     ended(connector, request_of("late", 6, {"do_remote_decode": True}), [3, 4])
-    connector.update_connector_output({"sent", "unknown"}, set())
+    connector.update_connector_output({"sent", "unknown"}, {"late"})  # its prompt came from elsewhere, too
     for seconds, right in (
         (10.5, []),
         (9.4375, []),
