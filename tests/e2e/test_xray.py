@@ -147,6 +147,10 @@ def test_the_slots_of_adapters_are_shown_where_there_are_any(
 
         at_step(page, 59)
         assert words_at(5) == ["Slot 0: free", "Slot 1: free"]
+        wanting = next(one for one in told(run_with_adapters, 5)["requests"] if one["adapter"] == "french")
+        page.locator(f"[data-number='{wanting['number']}']").click()
+        page.locator(".xr-facts").get_by_text("french, in no slot", exact=True).wait_for()
+        page.keyboard.press("Escape")
         assert words_at(10)[0].endswith("; copied in this step")
         assert words_at(11)[0].startswith("Slot 0: adapter french, used by ")
         assert "copied" not in words_at(11)[0]

@@ -940,7 +940,7 @@ class View {
       ["request", `#${request.number}`], ["id", request.id], ["status", request.running ? "running" : request.preemptions ? "waits after a preemption" : "waits"],
       ["prompt", plural(request.prompt, "token")], ["generated", `${request.tokens - request.prompt}${request.max ? ` of at most ${request.max}` : ""}`],
       ["computed", `${request.computed} of ${request.tokens} tokens`], ["preemptions", String(request.preemptions)],
-      ...(request.adapter ? [["adapter", `${request.adapter}${slots.length ? `, in slot ${slots.join(" and ")}` : ""}`]] : []),
+      ...(request.adapter ? [["adapter", `${request.adapter}, in ${slots.length ? `slot ${slots.join(" and ")}` : "no slot"}`]] : []),
     ];
     const table = make("ol", { class: "xr-table", tabindex: 0, "aria-label": "Block table" }, ...request.blocks.slice(0, 256).map((block, index) => {
       const filled = Math.max(0, Math.min(state.blockSize, request.computed - index * state.blockSize));

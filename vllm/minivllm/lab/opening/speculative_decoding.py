@@ -65,8 +65,8 @@ def frames() -> Frames:
     stills = [
         (
             _lookup(bad, wrong),
-            f"{last} has just been sampled. It also stands at the beginning: the three tokens that followed it there, "
-            f"{drafts}, are the drafts.",
+            f"{last} has just been sampled. It also stands at the beginning: the three tokens that followed it there "
+            f"are the drafts: {drafts}",
         ),
         (
             _pass(bad, wrong),
