@@ -9,6 +9,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 from conformance.workloads import random_workload
+from core import test_remote_kv as remote
 from core.driving import Drive, make_scheduler
 from core.test_async_scheduler import RunAhead
 from core.test_random_workloads import SEEDS, Run, random_request
@@ -257,6 +258,34 @@ def test_a_key_line_leaves_out_what_steps_in_flight_have_changed(seed: int) -> N
             under_way.watched.check()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_progress_that_a_failed_load_costs_is_told(ahead: bool) -> None:
+    """A block that should have come from elsewhere has not, and is computed here after all."""
+    run = remote.Run({"r": remote.Plan(num_tokens=8, fails=(1,))}, recompute=True, ahead=ahead, num_gpu_blocks=30)
+    watched = Watched(run.scheduler, lambda: [output for output, _ in run.in_flight])
+    run.add("a", 5, max_tokens=9)
+    run.add("r", 10, max_tokens=4)
+    update = run.scheduler.update_from_output
+
+    def watched_update(output: SchedulerOutput, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        outputs = update(output, sampled)
+        watched.recorder.observe(output, outputs)
+        for line in watched.recorder.take():
+            watched.take_in(line)
+        assert watched.state is not None
+        for one in watched.state.requests.values():
+            if one.request_id in run.scheduler.requests:
+                request = run.scheduler.requests[one.request_id]
+                under_way = sum(output.num_scheduled_tokens.get(one.request_id, 0) for output, _ in run.in_flight)
+                assert one.num_tokens == request.num_tokens
+                assert one.num_computed_tokens == request.num_computed_tokens - under_way
+        return outputs
+
+    run.scheduler.update_from_output = watched_update  # type: ignore[method-assign]
+    run.finish()
+    assert sum(map(is_key, watched.lines)) == 2, "at the beginning, and after the failure"
+
+
 class Told(Drive):
     """The small scheduler of the other tests, under a recorder."""
 
@@ -423,6 +452,18 @@ def test_starting_over_is_told_when_no_token_comes_after_it() -> None:
     told.line()
     assert is_key(told.watched.lines[-1])
     assert told.watched.state.cached == set()
+
+
+def test_starting_over_has_a_number_of_its_own() -> None:
+    """So the step before it is still shown as it was."""
+    told = Told()
+    told.add("a", 9)
+    assert told.line().step == 1
+    told.scheduler.start_over(())
+    told.watched.recorder.observe_idle()
+    told.watched.check()
+    assert told.watched.state is not None
+    assert (told.watched.state.step, told.watched.state.waiting) == (2, (1, [1]))
 
 
 def test_what_happens_while_nothing_runs_is_told() -> None:

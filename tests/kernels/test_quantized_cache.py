@@ -74,9 +74,13 @@ def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype, for
         assert (scales.transpose(1, 2).reshape(-1, HEADS)[others] == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("form", ["numba", "torch"])
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8, FP8])
-def test_what_is_no_number_is_not_read_as_one(form, cache_dtype, monkeypatch):
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # NumPy, in Triton's interpreter
+@pytest.mark.parametrize(
+    ("form", "cache_dtype"),
+    [(form, dtype) for form in ("numba", "torch") for dtype in (torch.float32, torch.int8, FP8)]
+    + [("triton", torch.float32), ("triton", torch.int8)],
+)
+def test_what_is_no_number_is_not_read_as_one(device, form, cache_dtype, monkeypatch):
     """Else a broken model's text would look like any other."""
     if form == "numba":
         pytest.importorskip("numba")
@@ -86,7 +90,10 @@ def test_what_is_no_number_is_not_read_as_one(form, cache_dtype, monkeypatch):
     key[3, 2] = torch.nan
     caches = torch.zeros(2, BLOCKS, BLOCK, HEADS, 32).to(cache_dtype)
     scales = torch.zeros(2, BLOCKS, HEADS, BLOCK) if cache_dtype == torch.int8 else (None, None)
-    reshape_and_cache(key, value, *caches, torch.arange(4), key_scales=scales[0], value_scales=scales[1])
+    backend, device = ("triton", device) if form == "triton" else ("cpu", "cpu")
+    given = [None if one is None else one.to(device) for one in (key, value, *caches, torch.arange(4), *scales)]
+    reshape_and_cache(*given[:5], key_scales=given[5], value_scales=given[6], backend=backend)
+    caches, scales = ([None if one is None else one.cpu() for one in given[i : i + 2]] for i in (2, 5))
     for written, cache, one in ((key, caches[0], scales[0]), (value, caches[1], scales[1])):
         read = cache[0].float() * (1 if one is None else one[0].T.unsqueeze(-1))
         assert torch.equal(read.isnan().any(-1), written.isnan().any(-1))

@@ -1,6 +1,8 @@
 """A recorded run is the engine's run, and a file that is no recording is refused in one line."""
 
+import os
 import re
+import signal
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -12,8 +14,9 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.core import step_events
 from minivllm.core.block_pool import BlockPool
 from minivllm.core.step_events import StepRecorder
+from minivllm.engine.mp_client import SyncMPClient
 from minivllm.entrypoints.xray.page import script
-from minivllm.errors import MinivllmError
+from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.lab import step_recording
 from minivllm.lab.inside import core_of
 from minivllm.lab.step_recording import read_lines, record, replay
@@ -92,6 +95,26 @@ def test_with_the_core_in_a_process_one_recording_leaves_nothing_to_the_next(tmp
                 remote.generate(PROMPTS[0], PARAMS, use_tqdm=False)
             assert remote.reset_prefix_cache()
         assert not list(replay(path))[-1].cached, "the reset, after which no step comes"
+
+
+def test_a_recording_ends_with_the_engine(tmp_path: Path) -> None:
+    """What has happened is said by the call that met it, and the file holds what was told before."""
+    remote = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, num_gpu_blocks_override=40, multiprocess=True)
+    client, path = remote.llm_engine.engine_core, tmp_path / "run.jsonl"
+    assert isinstance(client, SyncMPClient)
+
+    def use() -> None:
+        with record(remote, path):
+            remote.generate(PROMPTS[0], PARAMS, use_tqdm=False)
+            os.kill(int(client.addresses.pids[0]), signal.SIGKILL)
+            remote.generate(PROMPTS[0], PARAMS, use_tqdm=False)
+
+    with pytest.raises(EngineDeadError) as died:
+        use()
+    assert died.value.__context__ is None
+    assert remote.llm_engine.step_watchers == []
+    *_, last = replay(path)
+    assert last.step >= 24
 
 
 def test_the_slots_of_adapters_are_told_as_the_ranks_have_them(tmp_path: Path) -> None:

@@ -291,3 +291,4 @@ def test_a_folder_may_be_a_link_itself(tmp_path):
     found = adapter_folder(str(tmp_path / "link" / "c"), [str(tmp_path / "link")])
     assert found == str((tmp_path / "real" / "c").resolve())
     assert adapter_folder(str(tmp_path / "real" / "c"), [str(tmp_path / "other")]) is None
+    assert adapter_folder(str(tmp_path / "real" / "c"), [str(tmp_path / "gone"), str(tmp_path / "real")]) == found

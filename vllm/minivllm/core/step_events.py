@@ -1,8 +1,8 @@
 """What the scheduler did, step by step, as lines of JSON: for a page that shows it, and for files.
 
-A line says only what changed, so that watching costs little; every `STEPS_BETWEEN_KEYS` steps a key line has the whole
-state, from which a reader can begin. Requests are numbered in the order in which they are first mentioned. There are
-ids, counts and block numbers in the lines, and no token and no text.
+A line says only what changed, so that watching costs little; every `STEPS_BETWEEN_KEYS` steps, and when all starts over
+or computed tokens are lost, a key line has the whole state, from which a reader can begin. Requests are numbered in the
+order in which they are first mentioned. There are ids, counts and block numbers in the lines, and no token and no text.
 
     {"step":7,"t":0.41,"batch":[1,2,[3,64,0,0]],"blocks":[[2,[40]]],"stored":[12]}
 
@@ -180,6 +180,7 @@ class StepRecorder:
         self._waiting: Waiting = (0, [])
         self._tier: list[int] = []
         self._slots: list[tuple[str, bool]] = []
+        self._num_truncations = 0
         self._decodes: dict[str, int] | None = None
         """The last step's tokens by request, if all of them have decoded one."""
         self._decoding = msgspec.Raw()
@@ -224,13 +225,14 @@ class StepRecorder:
             self._note_taken(line, cached)
         line["batch"] = self._batch(scheduled, outputs)
         self._note_changes(line, outputs)
-        if self._step % STEPS_BETWEEN_KEYS == 0:
+        if self._step % STEPS_BETWEEN_KEYS == 0 or self._progress_was_lost():
             self._lines.append(self._encode(self._key()))
 
     def observe_idle(self) -> None:
         """Writes down what has changed since the last step: requests were aborted, the prefix cache was reset."""
         self._write_kept(self._step)
         if self._is_new_pool():
+            self._step += 1  # the one that has failed
             self._begin()
             return
         self._note_changes(self._line(self._step, time.monotonic()), ())
@@ -279,6 +281,11 @@ class StepRecorder:
     def _is_new_pool(self) -> bool:
         """Whether the scheduler has started over."""
         return self._scheduler.kv_cache_manager is not self._manager
+
+    def _progress_was_lost(self) -> bool:
+        """Whether requests that run have to compute again what was computed with invalid blocks. No line says whose."""
+        remote = self._scheduler.remote
+        return remote is not None and remote.num_truncations != self._num_truncations
 
     def _begin(self) -> None:
         self._manager = self._scheduler.kv_cache_manager
@@ -414,6 +421,7 @@ class StepRecorder:
         self._numbers = {name: number for name, number in self._numbers.items() if name in scheduler.requests}
         self._waiting = (self._num_waiting(), [self._numbers[request.request_id] for request in head])
         self._tier, self._slots = self._tier_state(), scheduler.lora_slots
+        self._num_truncations = scheduler.remote.num_truncations if scheduler.remote else 0
         states = {name: self._state(scheduler.requests[name], number) for name, number in self._numbers.items()}
         for step in reversed(tuple(self._in_flight())):
             _undo(step, states)

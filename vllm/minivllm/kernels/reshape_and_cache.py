@@ -69,10 +69,12 @@ def reshape_and_cache_kernel(
 
 @triton.jit
 def quantize_head(source, target, scale_target, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Quantize one head to integers from −127 to 127, and write the scale that dequantizes them."""
+    """Quantize one head to integers from −127 to 127, and write the scale that dequantizes them: NaN if one was."""
     dim = tl.arange(0, PADDED_DIM)
     numbers = tl.load(source + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(numbers), 0)
+    broken = tl.max((numbers != numbers).to(tl.int32), 0)
+    largest = tl.where(broken > 0, float("nan"), largest)
     inverse = tl.where(largest > 0, 127.0 / largest, 0.0)
     tl.store(target + dim, tl.floor(numbers * inverse + 0.5).to(tl.int8), mask=dim < HEAD_DIM)
     tl.store(scale_target, largest / 127.0)

@@ -11,7 +11,7 @@ those is a key line. `minivllm serve --record FILE` writes the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ import msgspec
 
 from minivllm.core.step_events import FORMAT, HeaderLine, KeyLine, Scheduled, StepLine, Waiting
 from minivllm.entrypoints.xray.recorder import RecordingFile, is_key
-from minivllm.errors import MinivllmError
+from minivllm.errors import EngineDeadError, MinivllmError
 
 if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM
@@ -181,9 +181,10 @@ def record(llm: LLM, path: str | Path) -> Iterator[None]:
         try:
             yield
         finally:
-            file.write(engine.engine_core.call_utility("take_step_events"))
             engine.step_watchers.remove(watcher)
-            engine.engine_core.call_utility("stop_step_events")
+            with suppress(EngineDeadError):  # whoever used it has been told; of its steps there is no more to say
+                file.write(engine.engine_core.call_utility("take_step_events"))
+                engine.engine_core.call_utility("stop_step_events")
 
 
 def _lines_of(path: Path) -> list[bytes]:

@@ -97,7 +97,7 @@ def adapter_folder(path: str, folders: Sequence[str]) -> str | None:
     Links are followed first, those of its files too, so that none leads out; and there must be files, not pipes.
     """
     try:
-        allowed = [Path(os.path.realpath(folder, strict=True)) for folder in folders]
+        allowed = [Path(os.path.realpath(folder)) for folder in folders]  # one of them may be gone
         found = Path(os.path.realpath(path, strict=True))
         config = Path(os.path.realpath(found / CONFIG_FILE, strict=True))
         weights = Path(os.path.realpath(found / WEIGHTS_FILE))
