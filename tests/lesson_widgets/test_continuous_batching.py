@@ -27,7 +27,7 @@ complete = widget.SPEC.complete
 SLOTS = [value for _, value in widget.SPEC.flat()["slots"].options]
 SPREADS = [value for _, value in widget.SPREADS]
 RUNS = {
-    "slots": st.sampled_from(SLOTS),
+    "slots": st.sampled_from(SLOTS[::-1]),
     "spread": st.sampled_from(SPREADS),
     "burstiness": st.sampled_from([value for _, value in widget.BURSTS]),
 }
@@ -50,11 +50,10 @@ def knee_of(curve: Curve) -> float:
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_a_load_above_1_is_broken_at_every_slot_count_and_under_both_policies(slots: int, spread: float):
-    for load in (1.1, 1.5):
-        state = here(load=load, slots=slots, spread=spread, limit=5.0)
-        assert [curve.queue_grows(load) for curve in state.curves] == [True, True]
-        assert widget.verdict(state).tone == "broken"
-        assert "no policy helps" in widget.verdict(state).words
+    state = here(load=1.1, slots=slots, spread=spread, limit=5.0)
+    assert [curve.queue_grows(load) for curve in state.curves for load in (1.1, 1.5)] == [True] * 4
+    assert widget.verdict(state).tone == "broken"
+    assert "no policy helps" in widget.verdict(state).words
 
 
 @pytest.mark.parametrize("slots", SLOTS)
@@ -71,7 +70,10 @@ def test_each_queue_begins_to_grow_where_theory_says(slots: int, spread: float):
     assert experiment.ceiling("continuous") == pytest.approx(1.0, abs=0.01)
 
 
-@pytest.mark.parametrize(("slots", "spread"), [(2, 1.5), (4, 0.5), (8, 1.0), (16, 1.5)])
+SOME = pytest.mark.parametrize(("slots", "spread"), [(2, 1.5), (4, 0.5), (8, 1.0), (16, 1.5)])
+
+
+@SOME
 def test_the_knees_lie_near_the_formula_and_near_1(slots: int, spread: float):
     state = complete(slots=slots, spread=spread, limit=5.0)
     static, continuous = map(knee_of, state.curves)
@@ -79,17 +81,19 @@ def test_the_knees_lie_near_the_formula_and_near_1(slots: int, spread: float):
     assert continuous == pytest.approx(1.0, abs=0.02)
 
 
-@pytest.mark.parametrize("slots", [2, 4, 8, 16])
-def test_well_below_the_static_ceiling_nothing_is_broken(slots: int):
-    state = complete(slots=slots, spread=0.5, limit=1.0)
+@SOME
+def test_well_below_the_static_ceiling_nothing_is_broken(slots: int, spread: float):
+    state = complete(slots=slots, spread=spread, limit=1.0)
     load = max(load for load in LOADS if load <= 0.8 * state.formula)
-    assert widget.verdict(here(slots=slots, spread=0.5, limit=1.0, load=load)).tone == "fine"
+    assert widget.verdict(here(slots=slots, spread=spread, limit=1.0, load=load)).tone == "fine"
     assert all(point.queue < 5 * slots for curve in state.curves for at, point in curve.points.items() if at <= load)
 
 
 def test_one_slot_is_the_same_under_both_policies():
-    static, continuous = complete(slots=1).curves
+    for load in (0.3, 0.9, 1.2):
+        static, continuous = here(slots=1, load=load).curves
     assert static.points == continuous.points
+    assert len(static.points) >= 3
     assert static.knee == continuous.knee
 
 
@@ -114,7 +118,7 @@ def test_every_point_is_400_requests_and_both_policies_serve_the_same_arrivals()
 
 
 def test_a_looser_service_level_never_moves_a_knee_down():
-    for slots in (1, 8):
+    for slots in (2, 8):
         knees = [[knee_of(curve) for curve in complete(slots=slots, limit=limit).curves] for _, limit in widget.LIMITS]
         for tighter, looser in itertools.pairwise(knees):
             assert all(low <= high for low, high in zip(tighter, looser, strict=True))
@@ -126,7 +130,9 @@ def test_the_lengths_of_a_workload_replace_the_spread():
     assert "prompts cut" in state.note
     assert state.note in " ".join(ET.fromstring(widget.figure(state, 760)).itertext())
     assert state.curves[0].ceiling == pytest.approx(state.formula, rel=0.08)
-    assert complete(file=" azure-code ", spread=0.25).curves[0].points == state.curves[0].points
+    again = here(file=" azure-code ", spread=0.25).curves[0].points
+    assert again
+    assert again.items() <= state.curves[0].points.items()
     with pytest.raises(MinivllmError, match="nonsense"):
         complete(file="nonsense")
 
@@ -316,7 +322,7 @@ def no_runs_yet(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 def test_the_first_state_is_soon_there_and_a_load_that_is_known_costs_little(no_runs_yet):
     no_runs_yet()
-    states = widget.sweep(slots=4, burstiness=16.0)
+    states = widget.sweep(slots=16, burstiness=16.0)
     start = time.process_time()
     widget.figure(next(states))
     assert time.process_time() - start < 0.06
@@ -324,21 +330,21 @@ def test_the_first_state_is_soon_there_and_a_load_that_is_known_costs_little(no_
     spent = []
     for load in LOADS:
         start = time.process_time()
-        widget.figure(complete(slots=4, burstiness=16.0, load=load))
+        widget.figure(complete(slots=16, burstiness=16.0, load=load))
         spent.append(time.process_time() - start)
     assert statistics.median(spent) < 0.03
 
 
 def test_runs_that_were_left_are_taken_up_again_and_give_the_same(no_runs_yet):
-    expected = complete(slots=16).curves
+    expected = complete().curves
     no_runs_yet()
     for _ in range(300):  # as when the load is dragged: each sweep is left after three steps
-        states = widget.sweep(slots=16)
+        states = widget.sweep()
         for _ in range(3):
             last = next(states, None)
         if last is None or last.complete:
             break
-    state = complete(slots=16)
+    state = complete()
     assert [curve.points for curve in state.curves] == [curve.points for curve in expected]
 
 
@@ -372,8 +378,10 @@ def test_a_schedule_that_admits_into_an_empty_batch_only_breaks_where_static_doe
         places = len(running) if running else max_num_seqs
         return lesson.schedule(running, waiting, pool, token_budget, chunk_limit, places)
 
-    state = complete(schedule=shut)
+    for load in (0.3, 1.2, 0.7):
+        state = here(schedule=shut, load=load)
     assert state.curves[1].points == state.curves[0].points
+    assert len(state.curves[1].points) == 3
     assert widget.verdict(state).tone == "broken"
     assert "Your schedule cannot keep up" in widget.verdict(state).words
 
