@@ -66,7 +66,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
             specs = {name: replace(spec, presets={}) for name, spec in site_widgets.specs().items()} | {"tiny": SPEC}
 
             def chosen(spec: Spec, start: Mapping[str, Value], *most: Any) -> dict[str, list[Value]]:
-                """All of the tiny widget's; of the lessons' widgets, whose views are sweeps, what shows that they turn."""
+                """All of the tiny widget's; of a lesson's, whose views are sweeps, what shows that it turns."""
                 turned = choose(spec, start, *most)
                 return turned if spec is SPEC else two_values(turned, start)
 
