@@ -43,7 +43,7 @@ def warm_subprocess() -> WarmSubprocess:
     from warm_processes import Template, WarmSubprocess
 
     sys.path.remove(TESTS)
-    return WarmSubprocess(Template("ipykernel.kernelapp", "ipykernel.zmqshell"))
+    return WarmSubprocess(Template("ipykernel.kernelapp", "ipykernel.zmqshell", "torch._dynamo"))
 
 
 if __name__ == "__main__":

@@ -335,6 +335,13 @@ def test_an_unknown_number_lists_the_lessons(root: Path):
     assert notebooks.write(root, ["7"]) == ["notebooks/07_circles.ipynb"]
 
 
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that need no PyTorch load none: that is most of what they take."""
+    monkeypatch.setattr(notebooks, "SETUP", f"import sys\n\nsys.modules['torch'] = sys\n{notebooks.SETUP}")
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_executing_gives_seconds_or_the_cell_that_raised(root: Path):
     change(lesson(root), CHECK, "")
     notebooks.write(root, [])
@@ -348,6 +355,7 @@ def test_executing_gives_seconds_or_the_cell_that_raised(root: Path):
         notebooks.execute(path)
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_demos_run_again_and_one_that_cannot_is_named(root: Path):
     change(lesson(root), CHECK, "")
     change(lesson(root), "area(1.0)\n", "once = globals().get('once', 0) + 1\nassert once < 2\n")

@@ -31,8 +31,6 @@ tiny.show()
 ```
 """
 VIEWS = 16
-FEW_VIEWS = 5
-"""Of the lessons' widgets, each a sweep: that they turn is seen by two, what turns a table can have by the tiny one."""
 
 
 def repository(folder: Path) -> Path:
@@ -47,6 +45,13 @@ def repository(folder: Path) -> Path:
     return folder
 
 
+def two_values(chosen: Mapping[str, list[Value]], start: Mapping[str, Value]) -> dict[str, list[Value]]:
+    """Of the knobs that turn, the first, from where it stands to the place beside it."""
+    name, values = next(iter(chosen.items()))
+    at = max(values.index(start[name]), 1)
+    return {name: values[at - 1 : at + 1]}
+
+
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The folder of the built site."""
@@ -56,14 +61,16 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         if not (shared / "site").is_dir():
             import site_widgets
 
-            program, whole_table = load(ROOT / "tools" / "build_site.py"), site_widgets.table
+            program, choose = load(ROOT / "tools" / "build_site.py"), site_widgets.choose
             # Each preset is one more sweep; that they are drawn, and that tables have them, is proven without a page.
             specs = {name: replace(spec, presets={}) for name, spec in site_widgets.specs().items()} | {"tiny": SPEC}
 
-            def table(spec: Spec, settings: Mapping[str, Value], most_views: int) -> dict[str, Any]:
-                return whole_table(spec, settings, most_views if spec is SPEC else FEW_VIEWS)
+            def chosen(spec: Spec, start: Mapping[str, Value], *most: Any) -> dict[str, list[Value]]:
+                """All of the tiny widget's; of a lesson's, whose views are sweeps, what shows that it turns."""
+                turned = choose(spec, start, *most)
+                return turned if spec is SPEC else two_values(turned, start)
 
-            with mock.patch.object(site_widgets, "table", table), warnings.catch_warnings():
+            with mock.patch.object(site_widgets, "choose", chosen), warnings.catch_warnings():
                 warnings.simplefilter("ignore", RemovedInSphinx11Warning)  # of myst-parser
                 program.build(repository(tmp_path_factory.mktemp("repository")), shared / "building", specs, VIEWS)
             (shared / "building").rename(shared / "site")

@@ -139,7 +139,7 @@ def test_the_page_and_its_pictures_follow_the_theme(opened, theme: str):
         dark = theme == "dark"
         ground = site.page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == dark
-        assert site.page.locator(f"{WIDGET} .lw-dark").count() == dark
+        site.page.locator(f"{WIDGET} .lw-dark").wait_for(state="attached" if dark else "detached")
         label = site.page.locator(".mermaid .nodeLabel").first.evaluate("label => getComputedStyle(label).color")
         assert (sum(map(int, re.findall(r"\d+", label)[:3])) > 500) == dark
 

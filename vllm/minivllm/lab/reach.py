@@ -15,9 +15,11 @@ def names_in(source: str) -> Mapping[str, frozenset[str]]:
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     ]
-    return {
-        part.name: frozenset(getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(part)) for part in parts
-    }
+    return {part.name: frozenset(_name(node) for node in ast.walk(part)) for part in parts}
+
+
+def _name(node: ast.AST) -> str:
+    return getattr(node, "id", getattr(node, "attr", ""))
 
 
 def joined(*files: Mapping[str, Set[str]]) -> dict[str, set[str]]:
