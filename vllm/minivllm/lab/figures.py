@@ -89,3 +89,12 @@ def curves(axes: Any, lines: Mapping[str, Mapping[Any, float]], factor: float = 
         axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
     if len(lines) > 1:
         axes.legend(fontsize=8)
+
+
+def named_bars(axes: Any, bars: Iterable[tuple[str, float, str]]) -> None:
+    """Draw one bar for each (words, value, colour), from the top down; its words stand above it and may be long."""
+    for place, (words, value, colour) in enumerate(bars):
+        axes.barh(place + 0.2, value, 0.4, color=colour)
+        axes.annotate(words, (0, place - 0.03), xytext=(2, 0), textcoords="offset points", va="bottom", fontsize=9)
+    axes.set_yticks([])
+    axes.invert_yaxis()

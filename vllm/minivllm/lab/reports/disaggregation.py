@@ -24,7 +24,7 @@ from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, whole_number
 from minivllm.lab.device_rates import copy_bandwidth
 from minivllm.lab.disturbed_chats import disturb, random_prompt
-from minivllm.lab.figures import panels
+from minivllm.lab.figures import named_bars, panels
 from minivllm.lab.http_load import Answer, Ask, load_beside
 from minivllm.lab.paged_model import PagedModel, decoder_of
 from minivllm.lab.paged_model import load as load
@@ -532,11 +532,8 @@ def draw(found: dict, path: str) -> None:
         names = {str(budget): f"{budget} a step" for budget in BUDGETS} | {"alone": "nobody else"}
         gaps = [(name, found["interference"][key]["itl_max_ms"]) for key, name in names.items()]
         gaps += [(SERVERS[key], found["servers"][key]["itl_max_ms"]) for key in SERVERS if found["servers"]]
-        for place, (name, gap) in enumerate(gaps):
-            left.barh(place, gap, color=palette.SKY)
-            left.annotate(f" {name}: {gap:.0f} ms", (0, place), va="center", fontsize=9)
-        left.set(title="Longest gap of running chats", xlabel="ms", yticks=[])
-        left.invert_yaxis()
+        named_bars(left, [(f"{name}: {gap:.0f} ms", gap, palette.SKY) for name, gap in gaps])
+        left.set(title="Longest gap of running chats", xlabel="ms")
         one = found["links"]["places"][f"{next(iter(PLACES))}, {PROMPTS[-1]}"]
         rates = [get_link(link).bandwidth / 1e9 for link in LINKS]
         for key, label, colour in (
@@ -551,11 +548,10 @@ def draw(found: dict, path: str) -> None:
         )
         middle.legend(loc="lower left")
         kind = next(iter(WORKS))
-        for place, (name, each) in enumerate(found["ratio"]["pools"].items()):
-            right.barh(place, each[kind], color=palette.SKY if name.startswith("one") else palette.ORANGE)
-            right.annotate(f" {name}: {each[kind]:.1f}", (0, place), va="center", fontsize=9)
-        right.set(title="Goodput, long prompts (modelled)", xlabel="requests a second and GPU", yticks=[])
-        right.invert_yaxis()
+        goodput = {name: each[kind] for name, each in found["ratio"]["pools"].items()}
+        colours = {name: palette.SKY if name.startswith("one") else palette.ORANGE for name in goodput}
+        named_bars(right, [(f"{name}: {rate:.1f}", rate, colours[name]) for name, rate in goodput.items()])
+        right.set(title="Goodput, long prompts (modelled)", xlabel="requests a second and GPU")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

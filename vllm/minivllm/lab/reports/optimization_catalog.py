@@ -21,7 +21,7 @@ from minivllm.kernels.quantized_linear import quantized_linear
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, whole_number
 from minivllm.lab.drawing import QUIET, line, rect, svg, text, tint
-from minivllm.lab.figures import curves, panels
+from minivllm.lab.figures import curves, named_bars, panels
 from minivllm.lab.progress import track
 from minivllm.lab.quality import RoundedCache, decoder_loss, read, rounded_weights
 from minivllm.lab.recording import bare_engine, record_run
@@ -305,14 +305,13 @@ def draw(found: dict, path: str) -> None:
         middle.set(title="Weights (×: outlier channel)", xlabel="bits per weight", ylabel="loss added, nats per token")
         middle.set(yscale="log", ylim=(5e-5, 300))
         middle.legend(fontsize=8, loc="upper right")
-        names = [f"{name}, {batch} at once" for name, gains in GRAPH_GAINS.items() for batch in gains]
-        gains = [gain for one in GRAPH_GAINS.values() for gain in one.values()]
-        right.barh(range(len(names)), gains, color=palette.SKY)
-        for place, (name, gain) in enumerate(zip(names, gains, strict=True)):
-            right.annotate(f" {name}: {gain:.2f} ×", (0, place), va="center", fontsize=9)
+        gains = [
+            (f"{name}, {batch} at once: {gain:.2f} ×", gain, palette.SKY)
+            for name, one in GRAPH_GAINS.items()
+            for batch, gain in one.items()
+        ]
+        named_bars(right, gains)
         right.set(title="CUDA graphs (published)", xlabel="× as fast", xlim=(0, 4))
-        right.set_yticks([])
-        right.invert_yaxis()
 
 
 def even(text: str) -> int:

@@ -23,7 +23,7 @@ from minivllm.config import EMBEDDED_MODEL
 from minivllm.engine.core import EngineCore
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, whole_number
-from minivllm.lab.figures import curves, panels
+from minivllm.lab.figures import curves, named_bars, panels
 from minivllm.lab.http_load import Answer, Ask, answers_of, load, start_load
 from minivllm.lab.progress import track
 from minivllm.lab.request_trace import Trace
@@ -280,18 +280,19 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
         f"the closed load's most was {capacity:.1f}."
     )
     rows = [
-        (f"{rate:.1f}", one["requests"], f"{one['met']:.0%}", *map(ms, one["ttft_ms"]))
+        (f"{rate:.1f}", one["requests"], f"{one['met']:.0%}", *(ms(wait / 1e3) for wait in one["ttft_ms"]))
         for rate, one in sorted(tried.items())
     ]
     columns = ("requests/s", "requests", "met", "TTFT p50, 1st quarter, ms", "2nd", "3rd", "4th")
     console.print()
     table("Open load: who met the service level, and how long each quarter waited", columns, rows, caption)
+    by_rate = {f"{rate:.1f}": one for rate, one in sorted(tried.items())}
     ends = {"least": least, "most": most, "below": tried[least], "above": tried[most]}
-    return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": tried} | ends
+    return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": by_rate} | ends
 
 
 def _open(answers: list[Answer], arguments: argparse.Namespace) -> dict:
-    """The share that met the service level; the median time to a first token, by quarter of the requests as they came."""
+    """The share that met the service level; the median time to a first token, by quarter of the requests in order."""
     met = [one.ttft <= arguments.slo_ttft and one.tpot(OUTPUT_TOKENS) <= arguments.slo_tpot for one in answers]
     came = sorted(answers, key=lambda one: one.due)
     size = max(1, len(came) // 4)
@@ -449,21 +450,20 @@ def draw(found: dict, path: str) -> None:
             color=palette.BLUE,
         )
         for clients, one in closed.items():
-            left.annotate(f" {clients}", (one["tokens_per_second"], one["latency_mean_ms"]), fontsize=9)
+            place = one["tokens_per_second"], one["latency_mean_ms"]
+            left.annotate(clients, place, xytext=(-3, 5), textcoords="offset points", ha="right", fontsize=9)
         left.set(title="Closed load: clients", xlabel="tokens a second", ylabel="ms a request", ylim=(0, None))
-        tried = found["load"]["tried"]
-        curves(middle, {f"{rate:.0f}/s": dict(enumerate(tried[rate]["ttft_ms"], start=1)) for rate in sorted(tried)})
+        tried = found["load"]["tried"].items()
+        curves(middle, {f"{rate} a second": dict(enumerate(one["ttft_ms"], start=1)) for rate, one in tried})
         middle.set(title="Open load: first token", xlabel="quarter of the requests", ylabel="ms", xticks=(1, 2, 3, 4))
         ways = found["ways"]["ways"]
-        names = [(way, slo) for way, one in ways.items() for slo in one["knees"]]
-        for place, (way, slo) in enumerate(names):
-            knee = ways[way]["knees"][slo]
-            right.barh(place, knee, color=palette.SKY)
-            right.annotate(
-                f" {way}, {1e3 * TPOT_SLOS[slo]:g} ms a token: {knee:.0f}", (0, place), va="center", fontsize=9
-            )
-        right.set(title=f"Knees on 4 {GPU} (modelled)", xlabel="requests a second", yticks=[])
-        right.invert_yaxis()
+        knees = [
+            (f"{way}, {1e3 * TPOT_SLOS[slo]:g} ms a token: {knee:.0f}", knee, palette.SKY)
+            for way, one in ways.items()
+            for slo, knee in one["knees"].items()
+        ]
+        named_bars(right, knees)
+        right.set(title=f"Knees on 4 {GPU} (modelled)", xlabel="requests a second")
 
 
 def seconds_above_zero(text: str) -> float:
