@@ -196,6 +196,7 @@ def test_an_engine_that_does_not_start_is_a_symptom(rooms):
     one = exhibits()[10]
     copies.set_up(one)
     (copies.room_of(one) / "minivllm" / "core" / "block_pool.py").write_text("def broken(:\n")
+    (copies.room_of(one) / "torch.py").write_text("def set_num_threads(number): ...\n")  # it takes seconds to import
     (seen,) = copies.observe([one.workload], copies.room_of(one))
     assert "SyntaxError" in seen[one.workload]["the engine as a whole"]
 

@@ -194,7 +194,8 @@ def test_a_wrong_factor_shows_in_the_frame_where_it_happens():
         (lambda state, scores, values: iter(int, 1).__next__() or next(x for x in iter(int, 1) if x), "did not return"),
     ],
 )
-def test_broken_code_is_said_in_one_line(broken, words):
+def test_broken_code_is_said_in_one_line(broken, words, monkeypatch):
+    monkeypatch.setattr("widgets.flash_attention_row.PATIENCE", 0.2)
     view = Session(SPEC, softmax_step=broken).settle()
     assert view["tone"] == "broken"
     assert words in view["words"]

@@ -246,7 +246,9 @@ def test_the_readers_pool_plays():
     assert "!1<" in view["svg"]
 
 
-def test_a_stub_or_an_endless_pool_is_said_in_one_line():
+def test_a_stub_or_an_endless_pool_is_said_in_one_line(monkeypatch):
+    monkeypatch.setattr("widgets.paged_attention.PATIENCE", 0.2)
+
     class Stub:
         def __init__(self, count):
             raise NotImplementedError("take num_blocks")

@@ -255,8 +255,7 @@ def test_a_pinned_state_is_drawn_behind():
 
 
 def test_the_first_picture_is_soon_there_and_the_whole_one_in_time():
-    best = {"first": 9.0, "here": 9.0, "all": 9.0}
-    for _ in range(2):
+    for last in (False, True):  # a busy machine may be slow once
         runs.experiment.cache_clear()
         start, states, spent = time.process_time(), widget.sweep(gpu="H200"), {}
         for state in states:
@@ -265,10 +264,10 @@ def test_the_first_picture_is_soon_there_and_the_whole_one_in_time():
             if state.rate in state.served.points:
                 spent.setdefault("here", time.process_time() - start)
         spent["all"] = time.process_time() - start
-        best = {name: min(best[name], one) for name, one in spent.items()}
-    assert best["first"] < 0.05
-    assert best["here"] < 0.3
-    assert best["all"] < 3
+        slow = {name: spent[name] for name, most in (("first", 0.05), ("here", 0.3), ("all", 3)) if spent[name] >= most}
+        if not slow:
+            break
+        assert not last, slow
 
 
 def test_a_sweep_pauses_often():
