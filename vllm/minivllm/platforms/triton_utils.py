@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from minivllm.errors import MinivllmError
+from minivllm.platforms.interpreter import leave_out_what_is_not_used
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -81,6 +82,9 @@ if TYPE_CHECKING:  # kernels are Triton's language in Python syntax, which a typ
 elif HAS_TRITON:
     import triton
     import triton.language as tl
+
+    if INTERPRETED:
+        leave_out_what_is_not_used()
 else:
     triton = tl = _NoTriton()
 

@@ -1,0 +1,62 @@
+"""Triton's interpreter without the work whose result it does not use, which is half of a kernel's time there.
+
+For each addition, subtraction and product of integers it computes in 64 bits whether the result fits, and looks at that
+in debug mode only. And each function that a kernel calls, `tl.sum` among them, puts the interpreter's own functions in
+the language's place once more, though the launch has done so.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def leave_out_what_is_not_used() -> None:
+    """For all kernels of this process, from now on. A Triton that is built otherwise is left as it is."""
+    from triton.runtime import interpreter
+
+    semantic = getattr(interpreter, "interpreter_semantic", None)
+    if hasattr(semantic, "binary_op_sanitize_overflow_impl"):
+        semantic.binary_op_sanitize_overflow_impl = _in_debug_mode(semantic)
+    if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = _Patches(interpreter._patch_lang)
+
+
+def _in_debug_mode(semantic: Any) -> Callable[..., None]:
+    check = semantic.binary_op_sanitize_overflow_impl
+
+    def checked(*operands: Any) -> None:
+        if semantic.builder.options.debug:
+            check(*operands)
+
+    return checked
+
+
+class _Patches:
+    """Patches each of the language's modules once in a launch; what the launch is given takes all back at its end."""
+
+    def __init__(self, patch: Callable[[Any], Any]) -> None:
+        self._patch = patch
+        self._patched: frozenset[str] = frozenset()
+        self._restore: Callable[[], None] = lambda: None
+
+    def __call__(self, function: Any) -> Any:
+        if (wanted := _languages(function)) <= self._patched:
+            return self
+        scope, is_launch = self._patch(function), not self._patched
+        self._patched |= wanted
+        if is_launch:
+            self._restore = scope.restore
+        return self
+
+    def restore(self) -> None:
+        """At the end of a launch, which is not inside another."""
+        self._restore()
+        self._patched, self._restore = frozenset(), lambda: None
+
+
+@functools.lru_cache(maxsize=1024)
+def _languages(function: Any) -> frozenset[str]:
+    """The names of the language's modules that a function sees."""
+    modules = (value.__name__ for value in function.__globals__.values() if isinstance(value, ModuleType))
+    return frozenset(name for name in modules if name in ("triton.language", "triton.language.core"))
