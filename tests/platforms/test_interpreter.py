@@ -73,14 +73,18 @@ def test_after_a_launch_the_language_is_as_it_was():
     assert launch() == EXPECTED
 
 
-def test_integers_wrap_around_and_are_looked_at_in_debug_mode(monkeypatch):
+def test_whether_integers_fit_is_computed_in_debug_mode_only(monkeypatch):
     from triton.runtime import interpreter
 
+    semantic, looked = interpreter.interpreter_semantic, []
+    look = semantic.device_assert
+    monkeypatch.setattr(semantic, "device_assert", lambda *arguments: looked.append(arguments) or look(*arguments))
     numbers = torch.tensor([3, 1 << 20], dtype=torch.int32)
     squared[(1,)](numbers, length=2)
-    assert numbers.tolist() == [9, 0]
-    options = interpreter.InterpreterOptions(debug=True)
-    monkeypatch.setattr(interpreter.interpreter_semantic.builder, "options", options)
+    assert numbers.tolist() == [9, 0], "they wrap around, as on a GPU"
+    assert not looked
+    monkeypatch.setattr(semantic.builder, "options", interpreter.InterpreterOptions(debug=True))
     squared[(1,)](numbers, length=2)
+    assert looked
     with pytest.raises(triton.runtime.errors.InterpreterError, match="overflow"):
         squared[(1,)](torch.tensor([3, 1 << 20], dtype=torch.int32), length=2)
