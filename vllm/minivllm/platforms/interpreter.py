@@ -15,7 +15,7 @@ def leave_out_what_is_not_used() -> None:
     """For all kernels of this process, from now on. A Triton that is built otherwise is left as it is."""
     from triton.runtime import interpreter
 
-    semantic = getattr(interpreter, "interpreter_semantic", None)
+    semantic: Any = getattr(interpreter, "interpreter_semantic", None)
     if hasattr(semantic, "binary_op_sanitize_overflow_impl"):
         semantic.binary_op_sanitize_overflow_impl = _in_debug_mode(semantic)
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
