@@ -1,6 +1,4 @@
-"""Triton's interpreter as this process runs it: no work of which nothing is seen, and results as they were."""
-
-from unittest import mock
+"""What is left out of Triton's interpreter changes no kernel: the same results, and the language is as it was."""
 
 import pytest
 import torch
@@ -11,41 +9,82 @@ pytestmark = pytest.mark.interpreted
 
 
 @triton.jit
-def next_of(numbers, step):
-    return numbers + step + tl.zeros([4], tl.int32)
+def doubled(x):
+    return x + x
 
 
 @triton.jit
-def kernel(into, step, fails: tl.constexpr):
-    tl.static_assert(not fails)
-    places = tl.program_id(0) * 4 + tl.arange(0, 4)
-    tl.store(into + places, next_of(next_of(tl.load(into + places), step), step))
+def totals(numbers, out, length: tl.constexpr):
+    row = tl.program_id(0)
+    x = tl.load(numbers + row * length + tl.arange(0, length))
+    tl.store(out + row, tl.sum(doubled(x), axis=0) + tl.max(doubled(x), axis=0))
 
 
-def test_the_language_is_patched_once_a_launch_and_restored():
+@triton.jit
+def broken(numbers, out, length: tl.constexpr):
+    x = tl.load(numbers + tl.arange(0, length))
+    tl.store(out, tl.sum(doubled(x), axis=0) + tl.zeros((3,), tl.int32))
+
+
+@triton.jit
+def squared(numbers, length: tl.constexpr):
+    places = numbers + tl.arange(0, length)
+    tl.store(places, tl.load(places) * tl.load(places))
+
+
+def launch() -> list[int]:
+    numbers, out = torch.arange(12, dtype=torch.int32).view(3, 4), torch.zeros(3, dtype=torch.int32)
+    totals[(3,)](numbers, out, length=4)
+    return out.tolist()
+
+
+EXPECTED = [2 * (0 + 1 + 2 + 3) + 6, 2 * (4 + 5 + 6 + 7) + 14, 2 * (8 + 9 + 10 + 11) + 22]
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """The functions for which the interpreter puts its own in the language's place."""
     from triton.runtime import interpreter
 
-    numbers = torch.arange(12, dtype=torch.int32)
-    kernel[(1,)](numbers, 0, False)  # what Triton's own functions know of the language is patched once in a process
-    with mock.patch.object(interpreter, "_patch_lang", side_effect=interpreter._patch_lang) as patched:
-        kernel[(3,)](numbers, 5, False)
-    assert patched.call_count == 1
-    assert numbers.tolist() == list(range(10, 22))
-    assert tl.core.is_builtin(tl.load)
+    patches, functions = interpreter._patch_lang, []
+    patch = patches._patch
+    monkeypatch.setattr(patches, "_patch", lambda function: functions.append(function.__name__) or patch(function))
+    return functions
 
 
-def test_sums_of_integers_are_computed_once_and_wrap_around():
-    from triton.runtime.interpreter import interpreter_builder
-
-    numbers = torch.tensor([2**31 - 3] * 4, dtype=torch.int32)
-    with mock.patch.object(interpreter_builder, "binary_op", side_effect=interpreter_builder.binary_op) as computed:
-        kernel[(1,)](numbers, 2, False)
-    assert numbers.tolist() == [-(2**31) + 1] * 4
-    assert computed.call_count == 6  # for the places a product and a sum, and twice two sums
+def test_each_module_of_the_language_is_patched_once_in_a_launch(patched):
+    for _ in range(2):
+        patched.clear()
+        assert launch() == EXPECTED
+        assert patched[0] == "totals"
+        assert len(patched) == 2, "the kernel's, and that of `tl.sum`; not again for each program and call"
 
 
-def test_an_error_in_a_kernel_is_still_one():
-    from triton.runtime.errors import InterpreterError
+def test_after_a_launch_the_language_is_as_it_was():
+    def language():
+        return tl.load, tl.program_id, tl.range, tl.tensor.__add__, hasattr(tl.tensor, "__bool__")
 
-    with pytest.raises(InterpreterError):
-        kernel[(1,)](torch.zeros(4, dtype=torch.int32), 1, True)
+    before = language()
+    launch()
+    assert language() == before
+    with pytest.raises(triton.runtime.errors.InterpreterError):
+        broken[(1,)](torch.ones(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), length=4)
+    assert language() == before
+    assert launch() == EXPECTED
+
+
+def test_whether_integers_fit_is_computed_in_debug_mode_only(monkeypatch):
+    from triton.runtime import interpreter
+
+    semantic, looked = interpreter.interpreter_semantic, []
+    look = semantic.device_assert
+    monkeypatch.setattr(semantic, "device_assert", lambda *arguments: looked.append(arguments) or look(*arguments))
+    numbers = torch.tensor([3, 1 << 20], dtype=torch.int32)
+    squared[(1,)](numbers, length=2)
+    assert numbers.tolist() == [9, 0], "they wrap around, as on a GPU"
+    assert not looked
+    monkeypatch.setattr(semantic.builder, "options", interpreter.InterpreterOptions(debug=True))
+    squared[(1,)](numbers, length=2)
+    assert looked
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="overflow"):
+        squared[(1,)](torch.tensor([3, 1 << 20], dtype=torch.int32), length=2)

@@ -1,42 +1,62 @@
-"""Triton's interpreter, spared work of which nothing is ever seen: attention takes less than half the time.
+"""Triton's interpreter without the work whose result it does not use, which is half of a kernel's time there.
 
-What kernels compute stays as it is. `platforms/triton_utils.py` asks for it where kernels are interpreted.
+For each addition, subtraction and product of integers it computes in 64 bits whether the result fits, and looks at that
+in debug mode only. And each function that a kernel calls, `tl.sum` among them, puts the interpreter's own functions in
+the language's place once more, though the launch has done so.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
-from typing import Any, cast
-
-import triton.language as tl
-from triton.runtime import interpreter
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 
-def spare_unseen_work() -> None:
-    """Takes both out of the interpreter, for all kernels of this process."""
-    _check_no_overflow()
-    _patch_once_a_launch()
+def leave_out_what_is_not_used() -> None:
+    """For all kernels of this process, from now on. A Triton that is built otherwise is left as it is."""
+    from triton.runtime import interpreter
+
+    semantic: Any = getattr(interpreter, "interpreter_semantic", None)
+    if hasattr(semantic, "binary_op_sanitize_overflow_impl"):
+        semantic.binary_op_sanitize_overflow_impl = _in_debug_mode(semantic)
+    if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = _Patches(interpreter._patch_lang)
 
 
-def _check_no_overflow() -> None:
-    """Each sum of integers would be computed again, wider, to assert that it fits, which only `debug` asserts."""
-    builder = cast(Any, interpreter.interpreter_builder)
-    builder.options = replace(builder.options, sanitize_overflow=False)
+def _in_debug_mode(semantic: Any) -> Callable[..., None]:
+    check = semantic.binary_op_sanitize_overflow_impl
+
+    def checked(*operands: Any) -> None:
+        if semantic.builder.options.debug:
+            check(*operands)
+
+    return checked
 
 
-def _patch_once_a_launch() -> None:
-    """A launch puts NumPy under the functions of `tl`; each call from kernel to kernel would do so again."""
-    interpreted = cast(Any, interpreter.InterpretedFunction)
-    patch_and_call = interpreted.__call__
+class _Patches:
+    """Patches each of the language's modules once in a launch; what the launch is given takes all back at its end."""
 
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        if any(tl.core.is_builtin(language.load) for language in _languages_of(self.fn)):
-            return patch_and_call(self, *arguments, **named)
-        return self.rewrite()(*arguments, **named)
+    def __init__(self, patch: Callable[[Any], Any]) -> None:
+        self._patch = patch
+        self._patched: frozenset[str] = frozenset()
+        self._restore: Callable[[], None] = lambda: None
 
-    interpreted.__call__ = call
+    def __call__(self, function: Any) -> Any:
+        if (wanted := _languages(function)) <= self._patched:
+            return self
+        scope, is_launch = self._patch(function), not self._patched
+        self._patched |= wanted
+        if is_launch:
+            self._restore = scope.restore
+        return self
+
+    def restore(self) -> None:
+        """At the end of a launch, which is not inside another."""
+        self._restore()
+        self._patched, self._restore = frozenset(), lambda: None
 
 
-def _languages_of(function: Any) -> list[Any]:
-    """The modules of Triton's language that a kernel's file knows."""
-    return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+@functools.lru_cache(maxsize=1024)
+def _languages(function: Any) -> frozenset[str]:
+    """The names of the language's modules that a function sees."""
+    modules = (value.__name__ for value in function.__globals__.values() if isinstance(value, ModuleType))
+    return frozenset(name for name in modules if name in ("triton.language", "triton.language.core"))

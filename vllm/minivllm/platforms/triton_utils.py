@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from minivllm.errors import MinivllmError
+from minivllm.platforms.interpreter import leave_out_what_is_not_used
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -83,9 +84,7 @@ elif HAS_TRITON:
     import triton.language as tl
 
     if INTERPRETED:
-        from minivllm.platforms.interpreter import spare_unseen_work
-
-        spare_unseen_work()
+        leave_out_what_is_not_used()
 else:
     triton = tl = _NoTriton()
 
