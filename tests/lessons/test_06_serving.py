@@ -139,8 +139,8 @@ def test_a_service_level_that_no_rate_meets_is_said(monkeypatch, capsys):
     monkeypatch.setattr(report, "load_real", lambda *_: answers)
     found = report.measure_load(None, Namespace(quick=True, seed=0, slo_ttft=0.01, slo_tpot=1.0))
     assert found["knee"] == 0.0
-    assert list(found["tried"]) == ["4.0", "12.0"]
-    assert "The knee is below 4.0 requests a second" in " ".join(capsys.readouterr().out.split())
+    assert list(found["tried"]) == ["6.0", "10.0"]
+    assert "The knee is below 6.0 requests a second" in " ".join(capsys.readouterr().out.split())
 
 
 def texts_of(port, body):

@@ -48,7 +48,7 @@ def test_what_is_left_for_the_cache():
 
 
 def test_only_tensor_parallelism_makes_a_lone_token_faster():
-    alone = {way: serve(Deployment(LLAMA, H100, way, 4), 0.01, 1.0).timelines[0].tpot for way in WAYS}
+    alone = {way: serve(Deployment(LLAMA, H100, way, 4), 0.01, 12).run.tpots[0] for way in WAYS}
     assert alone["TP"] < alone["DP"] / 2
     assert alone["DP"] < alone["PP"] < 1.05 * alone["DP"], "a pipeline has hand-overs besides"
 
@@ -56,16 +56,16 @@ def test_only_tensor_parallelism_makes_a_lone_token_faster():
 def test_engines_share_the_load():
     """Four engines at four times the rate are one engine, four times."""
     one, four = Deployment(LLAMA, H100, "DP", 1), Deployment(LLAMA, H100, "DP", 4)
-    alone, together = serve(one, 15, 2.0), serve(four, 60, 2.0)
+    alone, together = serve(one, 15, 30), serve(four, 60, 30)
     assert together.throughput == pytest.approx(4 * alone.throughput)
-    assert together.timelines == alone.timelines
+    assert together.run.stays == alone.run.stays
 
 
 def test_attainment_counts_requests_that_met_both():
-    served = serve(Deployment(LLAMA, H100, "TP", 2), 20, 1.0)
+    served = serve(Deployment(LLAMA, H100, "TP", 2), 20, 24)
     assert served.attainment(10, 10) == 1
     assert served.attainment(10, 0) == served.attainment(0, 10) == 0
-    middle = sorted(one.ttft for one in served.timelines)[len(served.timelines) // 2]
+    middle = served.run.ttfts[12]
     assert 0.4 < served.attainment(middle, 10) < 0.65
 
 

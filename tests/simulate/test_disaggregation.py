@@ -16,7 +16,6 @@ from minivllm.simulate.disaggregation import (
     Objective,
     Work,
     chunk_seconds,
-    finished,
     goodput,
     prefill_seconds,
 )
@@ -34,6 +33,7 @@ from minivllm.simulate.disaggregation_checks import (
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.kv_links import LINKS, Link, Transfer, get_link, layer_wise_end, least_bandwidth
+from minivllm.simulate.open_load import finished
 from minivllm.simulate.pools import PARTS, Journey, PoolLoad, Pools, run_pools
 
 LLAMA, H100 = known_model("Llama-3.1-8B"), get_hardware("H100")

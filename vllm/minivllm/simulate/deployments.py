@@ -6,6 +6,7 @@ Everything is *modelled*.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.simulate.hardware import Hardware
 from minivllm.simulate.layouts import BLOCK_SIZE, MAX_MODEL_LEN, Cost, Layout, PlacedModel
-from minivllm.simulate.virtual_clock import RequestTimeline, SimulatedRequest, simulate
-from minivllm.simulate.workloads import poisson_arrivals, workload
+from minivllm.simulate.open_load import OpenLoad, OpenRun, Stay, finished, run_open
+from minivllm.simulate.workloads import RequestLengths, poisson_arrivals, workload
 
 WAYS = ("TP", "PP", "DP")
 PLACES = 1024
@@ -72,40 +73,42 @@ class Deployment:
 class Served:
     """What clients saw of one group, and how many groups there are: all serve alike."""
 
-    timelines: list[RequestTimeline]
-    seconds: float
+    run: OpenRun
     groups: int
 
     def attainment(self, ttft: float, tpot: float) -> float:
-        """The share of requests that met both objectives, in seconds."""
-        met = sum(one.ttft <= ttft and one.tpot <= tpot for one in self.timelines)
-        return met / len(self.timelines)
+        """The share of the counted requests that met both objectives, in seconds. Some still run: they count so far."""
+        met = sum(self._ttft(one) <= ttft and (one.tpot or 0.0) <= tpot for one in self.run.stays)
+        return met / len(self.run.stays)
 
     @property
     def throughput(self) -> float:
         """Output tokens a second, of all groups together."""
-        return self.groups * sum(len(one.token_times) for one in self.timelines) / self.seconds
+        return self.groups * self.run.tokens / self.run.end
+
+    def _ttft(self, one: Stay) -> float:
+        return min(one.first, self.run.end) - one.arrival
 
 
-def serve(deployment: Deployment, rate: float, seconds: float, kind: str = "sharegpt", seed: int = 0) -> Served:
-    """Requests of a kind arrive at random, `rate` a second, for so long; all are served.
+def serve(deployment: Deployment, rate: float, counted: int, kind: str = "sharegpt", seed: int = 0) -> Served:
+    """Requests of a kind arrive at random, `rate` a second, at engines that have been at it for long.
 
-    Each group gets its share of them, which arrive at random too: one group is simulated, with at least 12 requests.
+    Each group gets its share of them, which arrive at random too: one group is simulated (see `open_load`), until so
+    many arrivals behind the `counted` ones have come.
 
     Raises:
         MinivllmError: the model does not fit.
     """
-    groups = deployment.groups
-    share, half = rate / groups, MAX_MODEL_LEN // 2
-    count = max(12, round(share * seconds))
-    requests = [
-        SimulatedRequest(min(one.prompt_tokens, half), min(one.output_tokens, half), at)
-        for one, at in zip(workload(kind).sample(count, seed), poisson_arrivals(share, count, seed), strict=True)
-    ]
-    wanted = sum(one.prompt_tokens + one.output_tokens + 2 * BLOCK_SIZE for one in requests)
-    placed = deployment.placed
-    run = simulate(requests, *placed.configs(wanted), placed.cost)
-    return Served(run.requests, run.seconds - requests[0].arrival, groups)
+    placed, share, half = deployment.placed, rate / deployment.groups, MAX_MODEL_LEN // 2
+    drawn = workload(kind).sample(2 * counted, seed)
+    lengths = [RequestLengths(min(one.prompt_tokens, half), min(one.output_tokens, half)) for one in drawn]
+    prompt = statistics.mean(one.prompt_tokens for one in lengths)
+    output = statistics.mean(one.output_tokens for one in lengths)
+    at_start = round(placed.steady(prompt, output, placed.kv_tokens()).batch(share))
+    arrivals = poisson_arrivals(share, 2 * counted, seed)
+    wanted = (2 * counted + at_start) * (max(one.total for one in lengths) + 2 * BLOCK_SIZE)
+    load = OpenLoad(lengths, arrivals, counted, at_start, seed)
+    return Served(finished(run_open(load, *placed.configs(wanted), placed.cost)), deployment.groups)
 
 
 def find_knee(attainment: Callable[[float], float], low: float, high: float, rounds: int, target: float = 0.9) -> float:

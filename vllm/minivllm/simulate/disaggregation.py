@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.config.checks import require
@@ -25,7 +25,7 @@ from minivllm.simulate.deployments import find_knee
 from minivllm.simulate.hardware import Hardware
 from minivllm.simulate.kv_links import Link
 from minivllm.simulate.layouts import BLOCK_SIZE, PLACES, Layout, PlacedModel
-from minivllm.simulate.open_load import OpenLoad, run_open
+from minivllm.simulate.open_load import OpenLoad, finished, run_open
 from minivllm.simulate.pools import PARTS, PoolLoad, Pools, SimulatedConnector, run_pools
 from minivllm.simulate.workloads import RequestLengths, Workload, gamma_arrivals
 
@@ -35,7 +35,6 @@ PREFILL_BUDGET = 2048
 """Tokens of a prefilling engine's step: more would only make prompts wait for one another."""
 COUNTED = 200
 SEED = 8
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -437,12 +436,3 @@ def goodput(system: System, work: Work, objective: Objective, rounds: int = 7) -
     broken = [one for at, one in served.items() if at > rate]
     cause = min(broken, key=lambda one: one.rate).cause(objective) if broken else system.bound_by(work, objective)
     return Goodput(rate, system.gpus, cause)
-
-
-def finished(run: Generator[None, None, Found]) -> Found:
-    """What a run returns, without its pauses."""
-    while True:
-        try:
-            next(run)
-        except StopIteration as end:
-            return end.value

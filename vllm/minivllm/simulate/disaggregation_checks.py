@@ -18,13 +18,14 @@ from functools import cache
 from minivllm.memory import kv_bytes_per_token
 from minivllm.simulate.cost_model import StepShape
 from minivllm.simulate.deployments import find_knee
-from minivllm.simulate.disaggregation import SHARE, Colocated, Disaggregated, Objective, System, Work, finished
+from minivllm.simulate.disaggregation import SHARE, Colocated, Disaggregated, Objective, System, Work
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 from minivllm.simulate.kv_links import Link, get_link, least_bandwidth
 from minivllm.simulate.layouts import Cost, Layout, PlacedModel
 from minivllm.simulate.lever_checks import SERVING, PublishedCheck
 from minivllm.simulate.levers import LeverCost
+from minivllm.simulate.open_load import finished
 
 DISTSERVE = (
     "DistServe's blog, figure 6: 13B, one A100-80, 512 tokens in and 64 out, Poisson; 90 % within 0.4 s and 40 ms"

@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request
@@ -23,6 +24,7 @@ from minivllm.simulate.offline import Stretch, Stretches
 from minivllm.simulate.virtual_clock import Acceptance, SimulatedRequest, to_request
 from minivllm.simulate.workloads import RequestLengths
 
+Result = TypeVar("Result")
 PAUSE = 1_500
 """Requests times stretches between two pauses: a few milliseconds of work."""
 
@@ -116,6 +118,15 @@ def run_open(
         MinivllmError: the scheduler refuses a request.
     """
     return OpenEngine(load, Scheduler(scheduler_config, cache_config), cost).serve()
+
+
+def finished(run: Generator[None, None, Result]) -> Result:
+    """What a run returns, without its pauses."""
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            return end.value
 
 
 class OpenEngine(Stretches):

@@ -44,7 +44,7 @@ NUM_LEAVING, TOKENS_OF_LEAVING = 6, 200
 GPUS, GPU, MODEL = 4, "H100", "Llama-3.1-8B"
 TTFT_SLO, TPOT_SLOS = 0.5, {"tight": 0.0075, "loose": 0.010}
 """Seconds, of the modelled deployments."""
-KNEES = 1, 321
+KNEES = 1, 241
 """Requests a second, between which their knees are sought."""
 
 
@@ -263,8 +263,8 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     closed = _closed(real, arguments)
     capacity = max(one["requests_per_second"] for one in closed.values())
     latency = max(one["latency_mean_ms"] for one in closed.values()) / 1e3
-    seconds, rounds = (0.5, 1) if arguments.quick else (max(2.0, 3 * latency), 3)
-    least, most = capacity / 2, 1.5 * capacity
+    seconds, rounds = (0.5, 1) if arguments.quick else (max(2.0, 3 * latency), 2)
+    least, most = 0.75 * capacity, 1.25 * capacity
     tried: dict[float, dict] = {}
 
     def attainment(rate: float) -> float:
@@ -274,7 +274,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     knee = find_knee(attainment, least, most, rounds)
     if most not in tried:
         attainment(most)
-    where = f"at {knee:.1f}" if knee else f"below {least:.1f}"
+    where = _where(knee, least, most)
     caption = (
         f"Each rate was offered for {seconds:.1f} s. The knee is {where} requests a second;\n"
         f"the closed load's most was {capacity:.1f}."
@@ -289,6 +289,13 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     by_rate = {f"{rate:.1f}": one for rate, one in sorted(tried.items())}
     ends = {"least": least, "most": most, "below": tried[least], "above": tried[most]}
     return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": by_rate} | ends
+
+
+def _where(knee: float, least: float, most: float) -> str:
+    """A knee in words, also if it is none of the rates that were offered."""
+    if not knee:
+        return f"below {least:.1f}"
+    return f"above {most:.1f}" if knee == most else f"at {knee:.1f}"
 
 
 def _open(answers: list[Answer], arguments: argparse.Namespace) -> dict:
@@ -369,20 +376,20 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
 def measure_ways(arguments: argparse.Namespace) -> dict:
     """Four GPUs and one model, in the three ways: what is sent, what fits, how fast, and the knee under two levels."""
     model, gpu = known_model(MODEL), get_hardware(GPU)
-    seconds, rounds = (0.5, 3) if arguments.quick else (5.0, 4)
+    counted, rounds = (24, 3) if arguments.quick else (120, 4)
     found, rows = {}, []
     for way in track(("TP", "PP", "DP"), "simulating"):
         deployment = Deployment(model, gpu, way, GPUS)
-        served = cache(lambda rate, deployment=deployment: serve(deployment, rate, seconds))
+        served = cache(lambda rate, deployment=deployment: serve(deployment, rate, counted))
         knees = {
             name: find_knee(lambda rate, s=served, t=tpot: s(rate).attainment(TTFT_SLO, t), *KNEES, rounds)
             for name, tpot in TPOT_SLOS.items()
         }
-        alone = serve(deployment, 0.01, 1.0)
+        alone = serve(deployment, 0.01, 12)
         found[way] = one = {
             "sent_64": bytes_sent(way, GPUS, 64, model.hidden_size, model.num_hidden_layers),
             "kv_tokens": deployment.kv_tokens(),
-            "alone_ms": 1e3 * statistics.median(request.tpot for request in alone.timelines),
+            "alone_ms": 1e3 * statistics.median(alone.run.tpots),
             "knees": knees,
         }
         sent = f"{one['sent_64'] / 1e6:.1f}"
@@ -421,7 +428,7 @@ def close(found: dict, disturbance: str) -> None:
     """Print the conclusions; `disturbance` says what else kept the machine busy, if anything."""
     slow, left, load_, ways = found["slow"], found["left"], found["load"], found["ways"]["ways"]
     above = load_["above"]
-    knee = f"at {load_['knee']:.1f}" if load_["knee"] else f"below {load_['least']:.1f}"
+    knee = _where(load_["knee"], load_["least"], load_["most"])
     tight, loose = ({way: shown_knee(one["knees"][level]) for way, one in ways.items()} for level in TPOT_SLOS)
     closing(
         f"A client that did not read for {slow['unread_seconds']:g} s stopped the naive server's others for "
