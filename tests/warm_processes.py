@@ -3,6 +3,7 @@
 A fresh interpreter spends 3 s on loading torch and the engine. A template does so once for each worker of xdist, and is
 then forked: twice, so that what is left is an orphan, which Linux gives to the nearest ancestor that asks for orphans
 (`PR_SET_CHILD_SUBREAPER`). That is the test's process, which then is the parent, as of a process that it has started.
+A core that has come so forks itself for each of its ranks.
 
 Elsewhere, and where a test has changed an environment variable, a fresh interpreter is started as ever. Forks share the
 seed of Python's hashes, which ranks must not rest on: `engine/test_tensor_parallel.py` and the servers have fresh ones.
@@ -38,6 +39,7 @@ MAY_CHANGE = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "JPY_PARENT_PID", "JPY_SESSION_NAME",
 }  # fmt: skip
 """Variables that nothing reads while the template loads its modules."""
+CORE, RANKS = "minivllm.engine.core_entry", "minivllm.executor.rank_processes"
 LENGTH = struct.Struct("I")
 SESSION = 5
 """Where a request says whether the process leads a session of its own."""
@@ -75,12 +77,33 @@ class Template:
         self.process.wait(10)
 
 
+class Itself:
+    """In place of a template, in a core: it has loaded all that its ranks need, and is already their parent."""
+
+    def __init__(self) -> None:
+        self.environment = fixed(os.environ)
+
+    def fork(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str, fds: Mapping[int, int], session: bool
+    ) -> int:
+        """As `Template.fork`."""
+        mask = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))]
+        request = [os.getpid(), command, dict(environment), folder, [*fds], session, mask]
+        if (pid := os.fork()) == 0:
+            if session:
+                os.setsid()
+            keep_only(set(fds.values()))
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            become(request, [*fds.values()])
+        return pid
+
+
 class WarmSubprocess:
     """In place of the module `subprocess`: what `rank_processes.py`, `core_processes.py` and Jupyter need of it."""
 
     DEVNULL, PIPE, TimeoutExpired = subprocess.DEVNULL, subprocess.PIPE, subprocess.TimeoutExpired
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Template | Itself) -> None:
         self.template = template
 
     def Popen(
@@ -137,6 +160,14 @@ class WarmProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def keep_only(fds: set[int]) -> None:
+    """Close all other file descriptors, as a fresh interpreter has none of them."""
+    start = 0
+    for fd in [*sorted(fds), os.sysconf("SC_OPEN_MAX")]:
+        os.closerange(start, fd)
+        start = fd + 1
 
 
 def fixed(environment: Mapping[str, str]) -> dict[str, str]:
@@ -220,6 +251,8 @@ def become(request: list[Any], fds: list[int]) -> NoReturn:
         os.environ.update(environment)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         random.seed()
+        if CORE in command:
+            importlib.import_module(RANKS).subprocess = WarmSubprocess(Itself())
         run(command[1:])
         code = 0
     except SystemExit as left:

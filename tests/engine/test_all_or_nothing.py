@@ -308,8 +308,9 @@ def test_one_call_at_a_time(llm, expected):
             said.append(str(error))
 
     before = signal.signal(signal.SIGALRM, intrude)
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    signal.setitimer(signal.ITIMER_REAL, 0.005)
     check(llm, expected)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     started = threading.Event()
     step = llm.llm_engine.step

@@ -188,9 +188,9 @@ WITHOUT_CACHE = {"max_model_len": 64, "max_num_batched_tokens": 9, "attention_ba
 
 @functools.cache
 def tokens_of_batches(**changes):
-    """What an engine without a drafter answers to each of three batches; two drafters are held against the same."""
+    """What an engine without a drafter answers to each of two batches; two drafters are held against the same."""
     plain = LLM(EMBEDDED_MODEL, **SETTINGS | changes)
-    return [[one.outputs[0].token_ids for one in plain.generate(*random_batch(seed))] for seed in range(3)]
+    return [[one.outputs[0].token_ids for one in plain.generate(*random_batch(seed))] for seed in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_the_tokens_without_a_drafter(config, changes):
         found = drafting.generate(*random_batch(seed))
         assert [one.outputs[0].token_ids for one in found] == expected
     stats = drafting.llm_engine.stats
-    assert stats.spec_decoding_stats.num_accepted_tokens > 50
+    assert stats.spec_decoding_stats.num_accepted_tokens > 40
     assert stats.num_preemptions > 0 or "num_gpu_blocks_override" not in changes
 
 

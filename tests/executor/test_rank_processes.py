@@ -493,12 +493,12 @@ def test_interrupted_starts_leave_nobody():
     others, start, random = ranks_here(), time.monotonic(), Random(2)
     RankProcesses(double, (), 2).shutdown()
     seconds, interrupted = time.monotonic() - start, 0
-    for _ in range(30):
-        before = time.monotonic()
-        interrupted += interrupted_after(random.uniform(1e-3, seconds), lambda: RankProcesses(double, (), 2).shutdown())
+    for part in range(15):
+        before, moment = time.monotonic(), (part + random.uniform(0.1, 1.0)) / 15 * seconds
+        interrupted += interrupted_after(moment, lambda: RankProcesses(double, (), 2).shutdown())
         assert time.monotonic() - before < 10 * seconds + 2.0
     assert interrupted > 3
-    for number in range(1, 1200, 60):
+    for number in range(1, 1200, 90):
         interrupted_at_line(number, lambda: RankProcesses(double, (), 2).shutdown())
     gc.collect()
     deadline = time.monotonic() + 5.0
