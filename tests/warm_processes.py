@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import importlib
 import json
+import logging
 import os
 import random
 import runpy
@@ -36,8 +37,9 @@ ABOVE_ALL = 200
 MAY_CHANGE = {
     "PYTEST_CURRENT_TEST", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "NIXL_LOG_LEVEL", "UCX_TLS",
     "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "JPY_PARENT_PID", "JPY_SESSION_NAME",
+    "MINIVLLM_LOGGING_LEVEL",
 }  # fmt: skip
-"""Variables that nothing reads while the template loads its modules."""
+"""Variables that nothing reads while the template loads its modules, or of which `become` takes account."""
 LENGTH = struct.Struct("I")
 SESSION = 5
 """Where a request says whether the process leads a session of its own."""
@@ -218,6 +220,7 @@ def become(request: list[Any], fds: list[int]) -> NoReturn:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        logging.getLogger("minivllm").setLevel(environment.get("MINIVLLM_LOGGING_LEVEL", "INFO").upper())
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         random.seed()
         run(command[1:])
