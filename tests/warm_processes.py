@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import importlib
 import json
+import logging
 import os
 import random
 import runpy
@@ -37,8 +38,9 @@ ABOVE_ALL = 200
 MAY_CHANGE = {
     "PYTEST_CURRENT_TEST", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR", "NIXL_LOG_LEVEL", "UCX_TLS",
     "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "JPY_PARENT_PID", "JPY_SESSION_NAME",
+    "MINIVLLM_LOGGING_LEVEL",
 }  # fmt: skip
-"""Variables that nothing reads while the template loads its modules."""
+"""Variables that nothing reads while the template loads its modules, or of which `become` takes account."""
 CORE, RANKS = "minivllm.engine.core_entry", "minivllm.executor.rank_processes"
 LENGTH = struct.Struct("I")
 SESSION = 5
@@ -249,6 +251,7 @@ def become(request: list[Any], fds: list[int]) -> NoReturn:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        logging.getLogger("minivllm").setLevel(environment.get("MINIVLLM_LOGGING_LEVEL", "INFO").upper())
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         random.seed()
         if CORE in command:

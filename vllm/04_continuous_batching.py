@@ -340,10 +340,10 @@ def main(arguments: Namespace) -> None:
     device, quick, seed = begin("Lesson 04. Continuous batching", arguments), arguments.quick, arguments.seed
     ModelConfig.from_pretrained(arguments.model)  # says at once that there is none
     control = Control()
-    requests = arguments.requests or (16 if quick else 256 if arguments.full else 72)
+    requests = arguments.requests or (12 if quick else 256 if arguments.full else 72)
     heading("1 and 2. The slots of a batch")
     found: dict = {"timelines": show_timelines((3, 14, 5, 8, 12, 4, 6, 2, 9, 5), 4)}
-    found["slots"] = measure_slots(128 if quick else 512, arguments.slots, seed)
+    found["slots"] = measure_slots(max(32, 2 * arguments.slots) if quick else 512, arguments.slots, seed)
     heading("3. One forward pass for requests of any length")
     found["kernel"] = prove(partial(verify_kernel, quick=quick), device)
     heading("4 and 5. Batching, then paging, on the engine")
@@ -355,7 +355,7 @@ def main(arguments: Namespace) -> None:
     cost, cache = RooflineCost.of(llama, card), CacheConfig(num_gpu_blocks=blocks, enable_prefix_caching=False)
     found["kept_aside"] = report.kept_aside()
     report.show_kept_aside(found["kept_aside"])
-    found["overload"] = report.measure_overload(cost, cache, 60 if quick else 200, seed)
+    found["overload"] = report.measure_overload(cost, cache, 24 if quick else 200, seed)
     found["long_prompt"] = report.measure_long_prompt(cost, cache)
     small = CacheConfig(num_gpu_blocks=20)  # not one request of the greatest length fits: it could never finish
     refused = refusal(lambda: bare_engine(arguments.model, device, small, max_model_len=512))

@@ -254,6 +254,7 @@ def test_no_answer_of_the_exercise_stands_before_it():
 # ---- the script from outside -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_quick_run(tmp_path):
     """Counts hold whatever the machine does; two ranks keep a lone KV head twice, and say the same."""
     figures = figures_of_quick_run("09", tmp_path)

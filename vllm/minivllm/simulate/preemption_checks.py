@@ -60,12 +60,12 @@ class Waste:
         return self.recomputed / self.computed
 
 
-def workload(seed: int = SEED) -> list[SimulatedRequest]:
-    """The requests, all there at the start."""
+def workload(seed: int = SEED, requests: int = REQUESTS) -> list[SimulatedRequest]:
+    """The requests, all there at the start; or the first of them."""
     draw = random.Random(seed).lognormvariate
     return [
         SimulatedRequest(min(LONGEST_PROMPT, int(draw(5.2, 1)) + 1), min(LONGEST_ANSWER, int(draw(5, 1)) + 1))
-        for _ in range(REQUESTS)
+        for _ in range(requests)
     ]
 
 
@@ -77,6 +77,7 @@ def waste(
     caching: bool = False,
     at_once: int = AT_ONCE,
     seed: int = SEED,
+    requests: int = REQUESTS,
 ) -> Waste:
     """Run the requests to their end with a pool of so many blocks.
 
@@ -87,11 +88,12 @@ def waste(
         caching: with the prefix cache, in which a victim may find its own blocks again.
         at_once: requests that run at once, at most.
         seed: of the lengths.
+        requests: so many of the workload, from its start.
 
     Raises:
         MinivllmError: a request does not fit, or there is no such rule.
     """
-    work = workload(seed)
+    work = workload(seed, requests)
     limits = SchedulerConfig(
         max_model_len=LONGEST_PROMPT + LONGEST_ANSWER,
         max_num_seqs=at_once,

@@ -230,5 +230,5 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     # With more slots than half of the counted requests, no request would have to wait.
     flags.add_argument("--slots", type=whole_number(1, 64), default=8, help="of the batch that is counted (up to 64)")
     at_least = whole_number(12, 4096)  # fewer are too few to compare
-    flags.add_argument("--requests", type=at_least, help="for the engine, 12 or more (default: 72, 16 quick, 256 full)")
+    flags.add_argument("--requests", type=at_least, help="for the engine, 12 or more (default: 72, 12 quick, 256 full)")
     return flags

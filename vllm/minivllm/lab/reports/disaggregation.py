@@ -378,8 +378,8 @@ def show_ratios(goodput_per_gpu: Callable[[float, float, int, int], float], argu
 
 def _simulated_pools(arguments: argparse.Namespace) -> dict:
     """Goodput for each GPU of one pool with three budgets, and of two pools in three ratios, for two kinds of work."""
-    model, gpu, counted = known_model(MODEL), get_hardware(GPU), 10 if arguments.quick else 60
-    rounds, found, rows = 3 if arguments.quick else 5, {}, []
+    model, gpu, counted = known_model(MODEL), get_hardware(GPU), 4 if arguments.quick else 60
+    rounds, found, rows = 2 if arguments.quick else 5, {}, []
     systems: dict[str, System] = {
         f"one pool, {one} tokens a step": Colocated(model, gpu, GPUS, one) for one in POOL_BUDGETS
     }

@@ -307,7 +307,7 @@ def show_tiers(
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """The same traffic by slots: how many run, how many different adapters a step has, what is copied and read."""
-    work = traffic(arguments.adapters, arguments.skew, 300 if arguments.quick else 800, 2.0, arguments.seed)
+    work = traffic(arguments.adapters, arguments.skew, 150 if arguments.quick else 800, 2.0, arguments.seed)
     wanted, found, rows = len({one[1] for one in work}), {}, []
     for slots, host in ((1, 64), (4, 64), (8, 64), (16, 64), (32, 64), (32, 1000)):
         steps = list(serve([request(*one) for one in work], slots, PLACES))
@@ -362,7 +362,7 @@ def measure_thousand(arguments: argparse.Namespace) -> dict[str, Any]:
     """Zipf traffic over more and more adapters, in one engine: what is loaded, and requests a second."""
     most = min(arguments.adapters, 64) if arguments.quick else arguments.adapters
     counts = sorted({count for count in (8, 64, most) if count <= most})
-    requests, found, rows = 48 if arguments.quick else 128, {}, []
+    requests, found, rows = 32 if arguments.quick else 128, {}, []
     with tempfile.TemporaryDirectory() as folder:
         adapters = named(write_random_adapters(folder, most, targets=QV, model=arguments.model))
         for count in track(counts, "serving"):

@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -398,19 +398,20 @@ def show_gpus(
 
 # ---- 6. what is computed twice ---------------------------------------------------------------------------------------
 
-QUICK_POOLS = (400,)
+QUICK_POOLS, QUICK_REQUESTS = (400,), 100
 
 
 def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens computed again by the size of the pool: published, and ours by rule of admission and by victim."""
     found: dict[str, Any] = {}
     rows = []
-    pools = [one for one in PUBLISHED if not arguments.quick or one in QUICK_POOLS]
-    for blocks in track(pools, "replaying"):
-        first, least = waste(blocks, whole=False), waste(blocks, False, "least computed")
+    pools, requests = (QUICK_POOLS, QUICK_REQUESTS) if arguments.quick else (PUBLISHED, REQUESTS)
+    replay = partial(waste, requests=requests)
+    for blocks in track(list(pools), "replaying"):
+        first, least = replay(blocks, whole=False), replay(blocks, False, "least computed")
         one = found[str(blocks)] = {
             "published": PUBLISHED[blocks].wasted, "first_chunk": first.share, "least": least.share,
-            "whole": waste(blocks, True).share, "found": waste(blocks, True, caching=True).share,
+            "whole": replay(blocks, True).share, "found": replay(blocks, True, caching=True).share,
         }  # fmt: skip
         rows.append((blocks, *(f"{share:.1%}" for share in one.values())))
         one |= {"published_less": PUBLISHED[blocks].less, "preemptions": first.preemptions}
@@ -421,7 +422,7 @@ def show_waste(arguments: argparse.Namespace) -> dict[str, Any]:
         "victim has computed least. Whole: who waits is admitted if all that it knows fits, as now. Found: the same "
         "with prefix caching."
     )
-    table(f"Of all computed tokens, a second time: {REQUESTS} requests, {AT_ONCE} at once", columns, rows, caption)
+    table(f"Of all computed tokens, a second time: {requests} requests, {AT_ONCE} at once", columns, rows, caption)
     return found
 
 
