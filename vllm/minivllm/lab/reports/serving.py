@@ -311,7 +311,7 @@ def _open(answers: list[Answer], arguments: argparse.Namespace) -> dict:
 def _closed(real: RealServer, arguments: argparse.Namespace) -> dict:
     """So many clients, each of which asks again when it is answered; and who was in the server meanwhile."""
     found, rows = {}, []
-    for clients in track((1, 4) if arguments.quick else (1, 4, 16, 64, 128), "closed load"):
+    for clients in track((1, 4) if arguments.quick else (1, 16, 64, 96), "closed load"):
         asks = [Ask(to_real(token_ids)) for token_ids in prompts(3 * clients, arguments.seed + clients)]
         process = start_load(real.port, asks, clients=clients, path=COMPLETIONS)
         there, begin = [], None
@@ -376,7 +376,7 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
 def measure_ways(arguments: argparse.Namespace) -> dict:
     """Four GPUs and one model, in the three ways: what is sent, what fits, how fast, and the knee under two levels."""
     model, gpu = known_model(MODEL), get_hardware(GPU)
-    counted, rounds = (24, 3) if arguments.quick else (120, 4)
+    counted, rounds = (24, 3) if arguments.quick else (60, 4)
     found, rows = {}, []
     for way in track(("TP", "PP", "DP"), "simulating"):
         deployment = Deployment(model, gpu, way, GPUS)
