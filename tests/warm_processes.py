@@ -20,6 +20,7 @@ import logging
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import struct
@@ -59,6 +60,11 @@ class Template:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
             )
+        self._greeted = False
+
+    def is_loaded(self) -> bool:
+        """Whether a child would come at once. Before that `fork` waits, some 10 s where no bytecode is kept yet."""
+        return self._greeted or bool(select.select([self.socket], [], [], 0)[0])
 
     def fork(
         self, command: Sequence[str], environment: Mapping[str, str], folder: str, fds: Mapping[int, int], session: bool
@@ -70,6 +76,8 @@ class Template:
         try:
             socket.send_fds(self.socket, [LENGTH.pack(len(request))], [*fds.values()])
             self.socket.sendall(request)
+            if not self._greeted:
+                self._greeted = bool(self.socket.recv(LENGTH.size))
             return LENGTH.unpack(self.socket.recv(LENGTH.size))[0]
         finally:
             adopt_orphans(False)
@@ -198,6 +206,8 @@ def main(fd: int, path: list[str], more_modules: Sequence[str]) -> None:
         for name in more_modules:
             importlib.import_module(name)
     with socket.socket(fileno=fd) as asking:
+        with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+            asking.sendall(LENGTH.pack(0))
         while True:
             length, fds, *_ = socket.recv_fds(asking, LENGTH.size, 16)
             if not length:

@@ -1,6 +1,7 @@
 """JupyterLab, whose kernels are forked from a process that has loaded torch, numba and IPython: `warm_processes.py`.
 
-To load them is most of what a notebook takes. The first kernel is a fresh interpreter, as all are outside of tests.
+To load them is most of what a notebook takes. The first kernel is a fresh interpreter, as all are outside of tests, and
+so is any that comes before all is loaded: while Jupyter waited for it, it would answer nobody.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Starter:
         self.warm: WarmSubprocess | None = None
 
     def __call__(self, command: list[str], **options: Any) -> Any:
-        if self.warm is not None:
+        if self.warm is not None and self.warm.template.is_loaded():
             return self.warm.Popen(command, **options)
-        if sys.platform == "linux":
+        if self.warm is None and sys.platform == "linux":
             self.warm = warm_subprocess()
         return subprocess.Popen(command, **options)
 
