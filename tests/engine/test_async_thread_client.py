@@ -86,9 +86,7 @@ def test_parts_of_the_core_run_and_the_end_is_told():
 
 def test_steps_are_told_from_the_first_one_on_and_also_what_no_step_tells():
     async def work(engine):
-        lines = []
-        engine.step_watchers.append((0, lines.extend))
-        await engine.start_step_events()
+        lines = await watched(engine)
         reading = engine.generate("def f", params(200), "a")
         await anext(reading)
         await reading.aclose()
@@ -101,6 +99,14 @@ def test_steps_are_told_from_the_first_one_on_and_also_what_no_step_tells():
     lines = with_engine(work)
     assert b'"key"' in lines[0]
     assert b'"abort"' in b"".join(lines), "the abort, after which no step comes"
+
+
+async def watched(engine):
+    """The lines of the steps from now on, as they are told."""
+    lines = []
+    engine.step_watchers.append((0, lines.extend))
+    await engine.start_step_events()
+    return lines
 
 
 def replayed(lines):
@@ -119,9 +125,7 @@ def test_the_last_steps_are_told_when_the_server_stops(monkeypatch):
     monkeypatch.setattr(step_events, "SECONDS_KEPT_BACK", 1000)
 
     async def work(engine):
-        lines = []
-        engine.step_watchers.append((0, lines.extend))
-        await engine.start_step_events()
+        lines = await watched(engine)
         reading = engine.generate("def f", params(200), "a")
         for _ in range(5):
             await anext(reading)
@@ -139,9 +143,7 @@ def test_the_last_steps_are_told_when_the_core_dies(monkeypatch):
     monkeypatch.setattr(step_events, "SECONDS_KEPT_BACK", 1000)
 
     async def work(engine):
-        lines = []
-        engine.step_watchers.append((0, lines.extend))
-        await engine.start_step_events()
+        lines = await watched(engine)
         executor = engine.engine_core.engine_core.executor
         executor.execute_model = dies_after(20, executor.execute_model)
         with pytest.raises(EngineDeadError):
@@ -168,9 +170,7 @@ def dies_after(number, execute):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_fails_is_told_though_nobody_is_left(ahead):
     async def work(engine):
-        lines = []
-        engine.step_watchers.append((0, lines.extend))
-        await engine.start_step_events()
+        lines = await watched(engine)
         reading = engine.generate("def f", params(200), "a")
         await anext(reading)
         executor = engine.engine_core.engine_core.executor

@@ -14,7 +14,7 @@ from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError
 from minivllm.simulate.hardware import Hardware
 from minivllm.simulate.layouts import BLOCK_SIZE, MAX_MODEL_LEN, Cost, Layout, PlacedModel
-from minivllm.simulate.open_load import OpenLoad, OpenRun, Stay, finished, run_open
+from minivllm.simulate.open_load import OpenLoad, OpenRun, finished, run_open
 from minivllm.simulate.workloads import RequestLengths, poisson_arrivals, workload
 
 WAYS = ("TP", "PP", "DP")
@@ -78,16 +78,13 @@ class Served:
 
     def attainment(self, ttft: float, tpot: float) -> float:
         """The share of the counted requests that met both objectives, in seconds. Some still run: they count so far."""
-        met = sum(self._ttft(one) <= ttft and (one.tpot or 0.0) <= tpot for one in self.run.stays)
+        met = sum(self.run.ttft(one) <= ttft and (one.tpot or 0.0) <= tpot for one in self.run.stays)
         return met / len(self.run.stays)
 
     @property
     def throughput(self) -> float:
         """Output tokens a second, of all groups together."""
         return self.groups * self.run.tokens / self.run.end
-
-    def _ttft(self, one: Stay) -> float:
-        return min(one.first, self.run.end) - one.arrival
 
 
 def serve(deployment: Deployment, rate: float, counted: int, kind: str = "sharegpt", seed: int = 0) -> Served:

@@ -64,10 +64,14 @@ class OpenRun:
     request_seconds: float = 0.0
     """Requests inside, integrated over time: divided by `end`, how many are there on average."""
 
+    def ttft(self, one: Stay) -> float:
+        """Seconds to its first token; what it has waited, if it has none yet."""
+        return min(one.first, self.end) - one.arrival
+
     @property
     def ttfts(self) -> list[float]:
         """Seconds to first token, from the shortest; of one that has none yet, what it has waited."""
-        return sorted(min(one.first, self.end) - one.arrival for one in self.stays)
+        return sorted(map(self.ttft, self.stays))
 
     @property
     def tpots(self) -> list[float]:

@@ -287,7 +287,7 @@ def measure_load(real: RealServer, arguments: argparse.Namespace) -> dict:
     console.print()
     table("Open load: who met the service level, and how long each quarter waited", columns, rows, caption)
     by_rate = {f"{rate:.1f}": one for rate, one in sorted(tried.items())}
-    ends = {"least": least, "most": most, "below": tried[least], "above": tried[most]}
+    ends = {"least": least, "most": most, "above": tried[most]}
     return {"closed": closed, "capacity": capacity, "seconds": seconds, "knee": knee, "tried": by_rate} | ends
 
 
