@@ -194,11 +194,20 @@ def test_two_pairs_at_once_do_not_meet(pair, expected):
     assert tokens_of(pair) == expected
 
 
-def test_nothing_listens_but_on_the_loopback_address(pair):
-    processes = [psutil.Process(), *map(psutil.Process, pids_of(pair.ranks))]
-    listening = [place for process in processes for place in process.net_connections() if place.status == "LISTEN"]
-    assert listening
-    assert {place.laddr.ip for place in listening} <= {"127.0.0.1", "::1"}
+def test_nothing_listens_but_on_the_loopback_address():
+    before = listeners([os.getpid()])  # Ray and UCX, if this process has loaded them for another test
+    pair = started(2)
+    assert isinstance(pair, MultiprocExecutor)
+    added = listeners([os.getpid(), *pids_of(pair.ranks)]) - before
+    pair.shutdown()
+    assert added
+    assert {address for address, _ in added} <= {"127.0.0.1", "::1"}
+
+
+def listeners(pids: list[int]) -> set[tuple[str, int]]:
+    """Address and port of each socket on which one of the processes waits for connections."""
+    places = [place for pid in pids for place in psutil.Process(pid).net_connections()]
+    return {(place.laddr.ip, place.laddr.port) for place in places if place.status == "LISTEN"}
 
 
 KILLED = """
