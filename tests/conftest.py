@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from warm_processes import Template
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
+TEMPLATE = pytest.StashKey["Template"]()
+OF_WORKERS = ("pytest", "transformers")
+"""What the workers of xdist have loaded when they start, apart from the engine and the server."""
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
 NIXL_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_NIXL"))
 """Then the tests that need it are not left out, and fail where it is not installed."""
@@ -57,6 +60,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return ByFile(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """The workers are forked from a process that has loaded what they all need."""
+    from execnet.gateway_base import ThreadExecModel
+    from warm_processes import CAN_FORK, Template, WarmSubprocess
+
+    if CAN_FORK:
+        config.stash[TEMPLATE] = template = Template(*OF_WORKERS)
+        ThreadExecModel.subprocess = WarmSubprocess(template, with_template=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs a kernel in Triton's interpreter")
     config.stash[LEFT_OUT] = {}
@@ -82,10 +96,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def template() -> Iterator[Template | None]:
-    """The process that is forked for ranks and cores; None where only Linux can."""
-    from warm_processes import Template
+    """The process that is forked for ranks, cores and servers; None where none can be forked."""
+    from warm_processes import CAN_FORK, Template
 
-    template = Template() if sys.platform == "linux" else None
+    template = Template() if CAN_FORK else None
     yield template
     if template is not None:
         template.close()
@@ -93,13 +107,10 @@ def template() -> Iterator[Template | None]:
 
 @pytest.fixture(scope="module")
 def warm_processes(template: Template | None) -> Iterator[None]:
-    """A file whose ranks and cores need not be fresh interpreters (`warm_processes.py`)."""
-    from warm_processes import WarmSubprocess
+    """A file whose ranks, cores and servers need not be fresh interpreters (`warm_processes.py`)."""
+    from warm_processes import forked
 
-    with pytest.MonkeyPatch.context() as patch:
-        if template is not None:
-            for starter in ("minivllm.executor.rank_processes", "minivllm.engine.core_processes"):
-                patch.setattr(f"{starter}.subprocess", WarmSubprocess(template))
+    with forked(template):
         yield
 
 
@@ -154,9 +165,10 @@ def let_torch_log_through_the_root() -> None:
             logger.propagate = True
 
 
-def pytest_unconfigure() -> None:
-    """Triton's bindings complain of what is never taken apart."""
-    gc.unfreeze()
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if TEMPLATE in config.stash:
+        config.stash[TEMPLATE].close()
+    gc.unfreeze()  # Triton's bindings complain of what is never taken apart
 
 
 def missing_here() -> dict[str, str]:

@@ -74,7 +74,7 @@ def test_what_the_servers_need_and_is_not_there_is_said(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.usefixtures("nothing_stays", "warm_processes")
 def test_one_server_and_two_say_the_same(monkeypatch, capsys):
     """All prompts' keys and values move, none is computed again; nothing runs afterwards."""
     monkeypatch.setattr(report, "SERVED_PROMPTS", 2)

@@ -14,7 +14,7 @@ from server.serving import CHAT_TEMPLATE, Server, eventually, free_port
 from minivllm.config import EMBEDDED_MODEL, ModelConfig
 from minivllm.memory import kv_bytes_per_token
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_processes")]
 CONNECTOR = {
     "kv_connector": "TCPConnector",
     "kv_role": "kv_both",

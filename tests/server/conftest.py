@@ -1,17 +1,21 @@
 """Two servers for all tests: one as it is, and one with a chat template, keys and the x-ray."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from server.serving import CHAT_TEMPLATE, Server, running
+from warm_processes import Template, forked
 
 KEYS = ("first-key", "second-key")
 
 
 @pytest.fixture(scope="session")
-def base() -> Iterator[Server]:
-    with running(env={"VLLM_SERVER_DEV_MODE": "1"}) as server:
+def base(template: Template | None) -> Iterator[Server]:
+    with ExitStack() as until_the_end:
+        with forked(template):
+            server = until_the_end.enter_context(running(env={"VLLM_SERVER_DEV_MODE": "1"}))
         yield server
 
 
@@ -22,8 +26,11 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def chat(recording: Path) -> Iterator[Server]:
+def chat(recording: Path, template: Template | None) -> Iterator[Server]:
     flags = ("--chat-template", str(CHAT_TEMPLATE), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with running(*flags, "--api-key", *KEYS, "--xray", "--record", str(recording)) as server:
+    with ExitStack() as until_the_end:
+        with forked(template):
+            keys = ("--api-key", *KEYS)
+            server = until_the_end.enter_context(running(*flags, *keys, "--xray", "--record", str(recording)))
         server.client.headers["Authorization"] = f"Bearer {KEYS[1]}"
         yield server

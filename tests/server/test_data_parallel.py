@@ -17,6 +17,7 @@ from server.test_clients import is_idle, raw_request
 
 from minivllm.lab.step_recording import read_lines
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
 LONG = {"prompt": "def add(a, b):\n", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": [7] * 64, "max_tokens": 1}
 FLAGS = ("--data-parallel-size", "2", "--api-server-count", "2", "--max-num-seqs", "2", "--max-model-len", "2048")

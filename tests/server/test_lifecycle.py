@@ -94,6 +94,7 @@ def test_a_full_queue_refuses_and_sigterm_ends_open_requests_with_an_error():
         assert shared_memory() <= before
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_a_second_sigterm_does_not_wait_for_open_requests():
     with slow_server("--shutdown-timeout", "60") as server:
         assert f":{server.port}\n" in server.said().partition("Serving on http://")[2]
@@ -124,6 +125,7 @@ def test_open_requests_have_as_long_as_was_said():
     assert asyncio.run(seconds(0.2, 60)) == pytest.approx(0.2, abs=0.3)
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_a_killed_core_is_told_at_once_and_ends_the_server():
     before = shared_memory()
     with slow_server() as server:
@@ -141,6 +143,7 @@ def test_a_killed_core_is_told_at_once_and_ends_the_server():
         assert "Traceback" not in server.said()
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_open_requests_may_finish_where_there_is_time_and_new_ones_are_refused():
     in_turns = LONG | {"n": 8, "max_tokens": 400, "temperature": 1}
     with slow_server("--shutdown-timeout", "120", "--xray") as server, server.client.stream("GET", "/xray/events"):

@@ -22,6 +22,7 @@ from minivllm.entrypoints.openai.lora_modules import adapter_folder, check_lora_
 from minivllm.entrypoints.openai.settings import FrontendArgs
 from minivllm.errors import MinivllmError
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
 ADAPTERS = Path(__file__).parents[1] / "lora_adapters"
 EXCHANGES = json.loads((Path(__file__).parent / "data" / "lora_exchanges.json").read_text())
 PROMPT = [516, 994, 8, 65, 12, 309, 288, 281, 386]

@@ -22,6 +22,7 @@ from minivllm.entrypoints.openai.errors import RequestError
 from minivllm.entrypoints.openai.protocol import LoadLoRAAdapterRequest
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
 WANTED = {
     "tiny-python": [289, 465, 309, 199, 199, 516, 415, 1071],
     "a": [289, 199, 199, 516, 309, 8, 66, 12],

@@ -1,0 +1,247 @@
+"""The process that is forked: it loads torch, the engine and the server, then becomes whatever it is asked for.
+
+It forks twice, so that what is left is an orphan, which Linux gives to the nearest ancestor that asks for orphans
+(`PR_SET_CHILD_SUBREAPER`). That is the process that asked, which then is the parent, as of a process that it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import logging
+import os
+import random
+import runpy
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+ABOVE_ALL = 200
+"""File descriptors are first moved above this number, so that none is overwritten while each goes to its place."""
+LENGTH = struct.Struct("I")
+ROOM = "/" * 4096
+"""An argument of the template's that makes place for the command of what it becomes (`show`)."""
+STARTERS = (
+    "minivllm.executor.rank_processes", "minivllm.engine.core_processes", "minivllm.entrypoints.openai.api_servers",
+    "minivllm.lab.server_pair", "server.serving",
+)  # fmt: skip
+"""The modules that start ranks, cores and servers."""
+SERVER = ("minivllm.entrypoints.cli.main", "minivllm.entrypoints.openai.launcher")
+inherited: socket.socket | None = None
+"""The seam to a template that was forked when this process was, if it was to have one."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a child is to become; its file descriptors come along, in the sequence of `places`."""
+
+    parent: int
+    command: list[str]
+    environment: dict[str, str]
+    folder: str
+    places: list[int]
+    """The numbers that the file descriptors are to have."""
+    session: bool
+    """Whether the process leads a session of its own."""
+    template: bool
+    """Whether it has a template of its own, forked before it has threads."""
+    path: list[str]
+    """`sys.path`."""
+    mask: list[int]
+    """Signals that are blocked."""
+    cores: list[int]
+    """Cores of the processor on which it may run."""
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+def main() -> None:
+    """`-c "..." FD PATH MODULES ROOM`: load everything, then fork whenever one is asked for."""
+    fd, path, modules = sys.argv[1:4]
+    sys.path[:] = json.loads(path)
+    load(json.loads(modules))
+    with socket.socket(fileno=int(fd)) as asking:
+        with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+            asking.sendall(LENGTH.pack(0))
+        serve(asking)
+
+
+def load(more_modules: Iterable[str]) -> None:
+    """What ranks and cores need, compiled loops included, and `more_modules`."""
+    from minivllm.platforms.collector import while_loading
+
+    with while_loading():
+        import minivllm.engine.core_proc
+        import minivllm.executor.multiproc_executor
+        import minivllm.worker.worker  # noqa: F401
+
+        load_loops()
+        for name in more_modules:
+            importlib.import_module(name)
+    gc.freeze()  # a child that collects does not copy what all have
+
+
+def load_loops() -> None:
+    """What numba has compiled for float32, which every rank needs."""
+    with contextlib.suppress(ImportError):
+        import numpy as np
+
+        from minivllm.kernels.cpu import attention_loops, elementwise_loops, panel_linear_loops
+
+        attention_loops.programs_for(np.float32), panel_linear_loops.programs_for(np.float32)
+        elementwise_loops.norms_of(np.float32), elementwise_loops.gates_of(np.float32)
+        elementwise_loops.rotations_of(np.float32)
+
+
+def serve(asking: socket.socket) -> NoReturn:
+    """Fork whenever one is asked for, until the process that asks is gone."""
+    while True:
+        length, fds, *_ = socket.recv_fds(asking, LENGTH.size, 16)
+        if not length:
+            os._exit(0)  # Triton's bindings complain of what is never taken apart
+        request = Request(**json.loads(asking.recv(LENGTH.unpack(length)[0], socket.MSG_WAITALL)))
+        asking.sendall(LENGTH.pack(fork_twice(asking, request, fds)))
+        for one in fds:
+            os.close(one)
+
+
+def fork_twice(asking: socket.socket, request: Request, fds: Sequence[int]) -> int:
+    """The process id of the child's child, once the child is gone, and it leads the session that it was to lead."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        if os.fork() == 0:
+            if request.session:
+                os.setsid()
+            os.write(writer, LENGTH.pack(os.getpid()))
+            asking.close()
+            os.close(reader), os.close(writer)
+            become(request, fds)
+        os._exit(0)
+    os.waitpid(child, 0)
+    pid = LENGTH.unpack(os.read(reader, LENGTH.size))[0]
+    os.close(reader), os.close(writer)
+    return pid
+
+
+def become(request: Request, fds: Sequence[int]) -> NoReturn:
+    """Run the command as a fresh interpreter would."""
+    code = 1
+    try:
+        wait_for_parent(request.parent)
+        if request.template:
+            leave_template()
+        put(fds, request.places)
+        hear_signals()
+        show(request.command)
+        os.sched_setaffinity(0, request.cores)
+        os.chdir(request.folder)
+        sys.path[:] = request.path
+        os.environ.clear()
+        os.environ.update(request.environment)
+        logging.getLogger("minivllm").setLevel(os.environ.get("MINIVLLM_LOGGING_LEVEL", "INFO").upper())
+        signal.pthread_sigmask(signal.SIG_SETMASK, request.mask)
+        random.seed()
+        tempfile.tempdir = None
+        if not request.template:
+            fork_from_here()
+        run(request.command[1:])
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def wait_for_parent(pid: int) -> None:
+    """Until the process between is gone, and this one given to the one that asked."""
+    deadline = time.monotonic() + 10
+    while os.getppid() != pid and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def leave_template() -> None:
+    """Fork a template for what this process becomes: it need not load anything."""
+    global inherited
+    inherited, theirs = socket.socketpair()
+    if os.fork() == 0:
+        os.setsid()
+        keep_only({0, 1, 2, theirs.fileno()})
+        serve(theirs)
+    theirs.close()
+
+
+def keep_only(fds: set[int]) -> None:
+    """Close all other file descriptors, as a fresh interpreter has none of them."""
+    start = 0
+    for fd in [*sorted(fds), os.sysconf("SC_OPEN_MAX")]:
+        if start < fd:  # `os.closerange(0, 0)` closes all, with Python 3.11
+            os.closerange(start, fd)
+        start = fd + 1
+
+
+def put(fds: Sequence[int], places: Sequence[int]) -> None:
+    """Give each file descriptor its number, and Python's streams those of this process."""
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, ABOVE_ALL) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, place in zip(moved, places, strict=True):
+        os.dup2(fd, place)
+        os.close(fd)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", 1, closefd=False)  # noqa: SIM115
+
+
+def hear_signals() -> None:
+    """As an interpreter does that has just started, whatever the process did of which this is a fork."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def show(command: Sequence[str]) -> None:
+    """Let `ps` and psutil see this command: it is written where the template's lies, after as many slashes as fit."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = map(int, fields[45:47])  # arg_start, arg_end: man 5 proc_pid_stat
+    room = end - start - 1
+    ctypes.memmove(start, "\0".join(command).encode()[:room].rjust(room, b"/") + b"\0", end - start)
+
+
+def fork_from_here() -> None:
+    """What this process starts is forked from it: it has loaded all that is needed."""
+    from warm_processes import Itself, WarmSubprocess
+
+    for name in sys.modules.keys() & STARTERS:
+        sys.modules[name].subprocess = WarmSubprocess(Itself())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def run(arguments: list[str]) -> None:
+    """`SCRIPT ...`, `-m MODULE ...` or `-c CODE ...`, with or without `-P` and `-u` before it."""
+    while arguments[0] in ("-P", "-u"):
+        arguments = arguments[1:]
+    if arguments[0] == "-c":
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        sys.argv[:] = ["-c", *arguments[2:]]
+        exec(arguments[1], vars(module))
+    elif arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
