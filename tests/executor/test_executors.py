@@ -195,7 +195,7 @@ def test_two_pairs_at_once_do_not_meet(pair, expected):
 
 
 def test_nothing_listens_but_on_the_loopback_address():
-    before = listeners([os.getpid()])  # Ray and UCX, if this process has loaded them for another test
+    before = listeners([os.getpid()])  # UCX, if this process has loaded NIXL for another test
     pair = started(2)
     assert isinstance(pair, MultiprocExecutor)
     added = listeners([os.getpid(), *pids_of(pair.ranks)]) - before
