@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 TEMPLATE = pytest.StashKey["Template"]()
-OF_WORKERS = ("pytest", "transformers")
+OF_WORKERS = ("pytest", "hypothesis", "transformers", "jupytext", "nbclient", "anywidget", "playwright.sync_api")
 """What the workers of xdist have loaded when they start, apart from the engine and the server."""
 BROWSER_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_BROWSER"))
 NIXL_REQUIRED = bool(os.environ.get("MINIVLLM_REQUIRE_NIXL"))
