@@ -68,7 +68,7 @@ class Watched:
 
     def remember(self) -> None:
         """Reads nothing yet."""
-        self.as_it_was[self.recorder._step] = as_it_is(self.scheduler)
+        self.as_it_was[len(self.as_it_was) + 1] = as_it_is(self.scheduler)
 
     def check_all(self) -> None:
         """What was told since the beginning was so at the time."""

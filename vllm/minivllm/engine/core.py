@@ -354,7 +354,8 @@ class EngineCore:
 
         Whatever fails here costs no request its answer.
         """
-        if self.step_recorder is None or not (step or started_over or not self.has_unfinished_requests()):
+        steps_will_tell = step is None and not started_over and self.has_unfinished_requests()
+        if self.step_recorder is None or steps_will_tell:
             return
         try:
             if step is None:
