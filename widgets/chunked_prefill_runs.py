@@ -170,7 +170,7 @@ class _Watched(OpenEngine):
         waited: dict[bool, list[float]] = {False: [], True: []}
         for stay, lengths in zip(result.stays, self.load.lengths, strict=False):
             if stay.arrival <= result.end:
-                waited[lengths.prompt_tokens > CHAT].append(min(stay.first, result.end) - stay.arrival)
+                waited[lengths.prompt_tokens > CHAT].append(result.ttft(stay))
         came = [gap for gap, stay in zip(self.longest, result.stays, strict=True) if stay.tokens > 1]
         return Point(
             gaps=sorted(self.gaps.items()),

@@ -24,9 +24,8 @@ STRIP = 12
 """A slot is drawn about this many times as wide as high."""
 BELOW_ONE = 38
 """Pixels below the line of one request: two rows of names."""
-NEAR, AWAY, LEAST_ROOM = 26, 18, 64
-"""Pixels: curves that end so near each other are named together; so far may names be moved to make room; so much room
-do words need beside an edge."""
+NEAR, AWAY = 26, 18
+"""Pixels: curves that end so near each other are named together; so far may names be moved to make room."""
 
 
 def percent(share: float) -> str:
@@ -202,14 +201,9 @@ def _draw_broken(axes: Axes, state: State) -> None:
     if limit < last:
         edges.append((limit, "longer than the model was made for: refused", "over the model's limit"))
     for edge, words, _ in edges:
-        with axes.drawing.layer(broken=words):
-            axes.broken(max(edge, axes.x.low), None, "")
+        axes.shade(edge, None, words)
     for edge, words, few in edges:
-        x = axes.at(max(edge, axes.x.low), 1)[0]
-        before, beyond = x - axes.box.x - 14, axes.box.right - x - 14
-        after = beyond + 14 >= LEAST_ROOM
-        said = words if axes.drawing.width >= WIDE else few
-        axes.write(said, x + 7 if after else x - 7, beyond if after else before, after=after)
+        axes.edge(edge, None, words if axes.drawing.width >= WIDE else few)
 
 
 def _draw_curves(axes: Axes, state: State) -> None:

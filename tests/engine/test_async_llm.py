@@ -146,6 +146,23 @@ def test_what_is_refused_is_refused_where_the_caller_is_and_the_rest_goes_on(on_
     on_engine(work)
 
 
+def test_whoever_has_a_calls_answer_has_been_told_what_it_has_changed(on_engine):
+    async def work(engine):
+        lines = []
+        watcher = (0, lines.extend)
+        engine.step_watchers.append(watcher)
+        await engine.start_step_events()
+        await collected(engine, PROMPTS[1], params(RequestOutputKind.FINAL_ONLY), "watched")
+        lines.clear()
+        assert await engine.reset_prefix_cache()
+        told = b"".join(lines)
+        await engine.end_step_events()
+        engine.step_watchers.remove(watcher)
+        return told
+
+    assert b'"removed":[' in on_engine(work)
+
+
 def test_a_killed_core_is_told_to_all_readers_at_once():
     async def work(engine: AsyncLLM):
         long = params(RequestOutputKind.DELTA, ignore_eos=True, max_tokens=200)

@@ -188,6 +188,31 @@ def test_a_step_that_fails_is_told_though_nobody_is_left(ahead):
     with_engine(work, async_scheduling=ahead)
 
 
+def test_whoever_has_a_calls_answer_has_been_told_what_it_has_changed():
+    async def work(engine):
+        lines = await watched(engine)
+        [_ async for _ in engine.generate("def f", params(20), "a")]
+        lines.clear()
+        assert await engine.reset_prefix_cache()
+        return b"".join(lines)
+
+    assert b'"removed":[' in with_engine(work)
+
+
+def test_whoever_leaves_before_a_calls_answer_breaks_nothing():
+    async def work(engine):
+        wrong = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context["exception"]))
+        await engine.reset_prefix_cache()
+        call = asyncio.create_task(engine.reset_prefix_cache())
+        await asyncio.sleep(0)
+        call.cancel()
+        await engine.reset_prefix_cache()
+        return wrong
+
+    assert with_engine(work) == []
+
+
 def test_a_failing_utility_raises_where_it_is_called():
     async def work(engine):
         engine.engine_core.engine_core.reset_prefix_cache = lambda: 1 / 0

@@ -77,8 +77,11 @@ def test_kernel_and_twin_write_the_nearest_integers(device, head_dim, dtype, for
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN")  # NumPy, in Triton's interpreter
 @pytest.mark.parametrize(
     ("form", "cache_dtype"),
-    [(form, dtype) for form in ("numba", "torch") for dtype in (torch.float32, torch.int8, FP8)]
-    + [("triton", torch.float32), ("triton", torch.int8)],
+    [
+        *((form, dtype) for form in ("numba", "torch") for dtype in (torch.float32, torch.int8, FP8)),
+        *(("triton", dtype) for dtype in (torch.float32, torch.int8)),
+        pytest.param("triton", FP8, marks=pytest.mark.gpu),  # the interpreter itself makes a number of it
+    ],
 )
 def test_what_is_no_number_is_not_read_as_one(device, form, cache_dtype, monkeypatch):
     """Else a broken model's text would look like any other."""

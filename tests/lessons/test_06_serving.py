@@ -129,18 +129,21 @@ def test_no_client_waits_for_a_core_that_has_failed():
         client.close()
 
 
-def test_a_service_level_that_no_rate_meets_is_said(monkeypatch, capsys):
-    """The knee is below the lowest rate tried, and the load beyond capacity is offered all the same."""
+@pytest.mark.parametrize(
+    ("slo_ttft", "knee", "where"), [(0.01, 0.0, "below 6.0"), (1.0, 10.0, "above 10.0")], ids=["no rate", "every rate"]
+)
+def test_a_service_level_that_no_rate_or_every_rate_meets_is_said(slo_ttft, knee, where, monkeypatch, capsys):
+    """The knee is none of the rates that were tried, and the load beyond capacity is offered in any case."""
     times = [0.1, *(0.2 for _ in range(report.OUTPUT_TOKENS - 1))]
     answers = [Answer(0.0, 0.0, events=times)] * 8
     monkeypatch.setattr(
         report, "_closed", lambda real, arguments: {"1": {"requests_per_second": 8.0, "latency_mean_ms": 50.0}}
     )
     monkeypatch.setattr(report, "load_real", lambda *_: answers)
-    found = report.measure_load(None, Namespace(quick=True, seed=0, slo_ttft=0.01, slo_tpot=1.0))
-    assert found["knee"] == 0.0
+    found = report.measure_load(None, Namespace(quick=True, seed=0, slo_ttft=slo_ttft, slo_tpot=1.0))
+    assert found["knee"] == knee
     assert list(found["tried"]) == ["6.0", "10.0"]
-    assert "The knee is below 6.0 requests a second" in " ".join(capsys.readouterr().out.split())
+    assert f"The knee is {where} requests a second" in " ".join(capsys.readouterr().out.split())
 
 
 def texts_of(port, body):

@@ -62,11 +62,12 @@ def test_each_module_of_the_language_is_patched_once_in_a_launch(patched):
 
 def test_after_a_launch_the_language_is_as_it_was():
     def language():
-        return tl.load, tl.program_id, tl.range, tl.tensor.__add__, hasattr(tl.tensor, "__bool__")
+        return tl.load, tl.core.load, tl.program_id, tl.range, tl.tensor.__add__, hasattr(tl.tensor, "__bool__")
 
     before = language()
     launch()
     assert language() == before
+    assert tl.core.is_builtin(tl.core.load), "Triton's own, whatever ran before"
     with pytest.raises(triton.runtime.errors.InterpreterError):
         broken[(1,)](torch.ones(4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), length=4)
     assert language() == before

@@ -21,6 +21,7 @@ from minivllm.entrypoints.openai.adapter_table import AdapterTable
 from minivllm.entrypoints.openai.errors import RequestError
 from minivllm.entrypoints.openai.protocol import LoadLoRAAdapterRequest
 from minivllm.entrypoints.openai.serving_models import OpenAIServingModels
+from minivllm.errors import MinivllmError
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 WANTED = {
@@ -237,9 +238,12 @@ def test_an_adapter_that_no_server_will_find_is_not_left_in_the_cores(
 ):
     class Engine:
         ids: ClassVar[set[int]] = set()
+        failures: ClassVar[list[BaseException]] = []
 
         async def add_lora(self, adapter: LoRARequest) -> None:
             self.ids.add(adapter.lora_int_id)
+            for failure in self.failures:
+                raise failure
 
         async def remove_lora(self, lora_id: int) -> None:
             self.ids.remove(lora_id)
@@ -253,6 +257,12 @@ def test_an_adapter_that_no_server_will_find_is_not_left_in_the_cores(
             asyncio.run(models.load_lora_adapter(ask))
     assert refused.value.status == 500
     assert engine.ids == set()
+    for failure in (MinivllmError("refused"), RuntimeError("add_lora failed in one core"), asyncio.CancelledError()):
+        engine.failures[:] = [failure]
+        with pytest.raises(RequestError if isinstance(failure, MinivllmError) else type(failure)):
+            asyncio.run(models.load_lora_adapter(ask))
+        assert engine.ids == set()
+    engine.failures.clear()
     asyncio.run(models.load_lora_adapter(ask))
     assert len(engine.ids) == 1
 

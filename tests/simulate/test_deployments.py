@@ -53,6 +53,15 @@ def test_only_tensor_parallelism_makes_a_lone_token_faster():
     assert alone["DP"] < alone["PP"] < 1.05 * alone["DP"], "a pipeline has hand-overs besides"
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_tight_service_level_calls_for_tp_and_a_loose_one_for_dp(seed):
+    """Also for other draws of the requests than the lesson's, which move the knees."""
+    tp, dp = (Deployment(LLAMA, H100, way, 4) for way in ("TP", "DP"))
+    met = {rate: [serve(one, rate, 60, seed=seed) for one in (tp, dp)] for rate in (115, 185)}
+    assert [one.attainment(0.5, 0.0075) >= 0.9 for one in met[115]] == [True, False]
+    assert [one.attainment(0.5, 0.010) >= 0.9 for one in met[185]] == [False, True]
+
+
 def test_engines_share_the_load():
     """Four engines at four times the rate are one engine, four times."""
     one, four = Deployment(LLAMA, H100, "DP", 1), Deployment(LLAMA, H100, "DP", 4)

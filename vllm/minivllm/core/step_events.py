@@ -160,7 +160,8 @@ class KeyLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 class StepRecorder:
     """Watches a scheduler and changes nothing in it. `take` returns the lines since the last call; the first is a key.
 
-    Call `observe` after each step, and `observe_idle` after what has happened while there are no requests.
+    Call `observe` after each step, and `observe_idle` when the scheduler has started over, or something has happened
+    while there are no requests.
 
     After a forward pass nothing that is needed here lies in the processor's caches, so a line costs several times what
     it would cost in a loop. In most steps the same requests decode on: what is new in these is kept as it comes, and
@@ -213,9 +214,6 @@ class StepRecorder:
                 self._write_kept(self._step)
             return
         self._write_kept(self._step - 1)
-        if self._is_new_pool():
-            self._begin()
-            return
         line = self._line(self._step, now)
         if scheduled.finished_req_ids or scheduled.preempted_req_ids:
             self._note_lost(line, scheduled)
@@ -229,10 +227,13 @@ class StepRecorder:
             self._lines.append(self._encode(self._key()))
 
     def observe_idle(self) -> None:
-        """Writes down what has changed since the last step: requests were aborted, the prefix cache was reset."""
+        """Writes down what has changed since the last step: requests were aborted, the prefix cache was reset.
+
+        That all has started over counts as a step, so that the one before it is still shown as it was.
+        """
         self._write_kept(self._step)
-        if self._is_new_pool():
-            self._step += 1  # the one that has failed
+        if self._scheduler.kv_cache_manager is not self._manager:
+            self._step += 1
             self._begin()
             return
         self._note_changes(self._line(self._step, time.monotonic()), ())
@@ -248,7 +249,6 @@ class StepRecorder:
             or len(scheduled.num_scheduled_tokens) != len(outputs)
             or scheduled.finished_req_ids
             or scheduler.finished_req_ids
-            or self._is_new_pool()
             or scheduler.remote
             or scheduler.lora_slots is not self._slots
             or self._num_waiting() != self._waiting[0]
@@ -278,12 +278,8 @@ class StepRecorder:
     def _num_waiting(self) -> int:
         return len(self._scheduler.requests) - len(self._scheduler.running)
 
-    def _is_new_pool(self) -> bool:
-        """Whether the scheduler has started over."""
-        return self._scheduler.kv_cache_manager is not self._manager
-
     def _progress_was_lost(self) -> bool:
-        """Whether requests that run have to compute again what was computed with invalid blocks. No line says whose."""
+        """Whether requests that run must compute again what came of invalid blocks, which no step line can say."""
         remote = self._scheduler.remote
         return remote is not None and remote.num_truncations != self._num_truncations
 
@@ -458,11 +454,12 @@ class StepRecorder:
 def _undo(step: SchedulerOutput, states: dict[str, RequestState]) -> None:
     """Makes states what they were before a step was scheduled, whose line is still to come.
 
-    Which blocks a preempted request had is not known any more: it has none until that line.
+    Which blocks a preempted request had, and how many of its tokens were computed, is not known any more: none until
+    that line.
     """
     for name, num_tokens in step.num_scheduled_tokens.items():
         if name in states:
-            states[name].num_computed_tokens -= num_tokens
+            states[name].num_computed_tokens = max(0, states[name].num_computed_tokens - num_tokens)
     cached = step.scheduled_cached_reqs
     for name, taken in zip(cached.req_ids, cached.new_block_ids, strict=True):
         if taken and name in states:

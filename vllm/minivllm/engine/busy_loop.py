@@ -19,7 +19,7 @@ Put = Callable[[EngineCoreOutputs], object]
 def run_busy_loop(core: EngineCore, to_do: "queue.SimpleQueue[Act | Exception | None]", put: Put) -> None:
     """Steps while requests are unfinished, else waits for what there is to do. None is the end.
 
-    However it ends, what nobody has been told of the steps is told.
+    However it ends, the lines about its last steps are sent first.
 
     Raises:
         WorkerDiedError: a rank has died, which the engine cannot survive.
@@ -47,7 +47,7 @@ def abort_requests(core: EngineCore, request_ids: Sequence[str], put: Put) -> No
 
 
 def tell_step_events(core: EngineCore, put: Put) -> None:
-    """Tells what a utility call has changed, where somebody watches."""
+    """Sends the lines that no step has delivered, where somebody watches."""
     if (state := core.state()).step_events:
         put(state)
 

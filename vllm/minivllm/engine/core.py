@@ -313,14 +313,14 @@ class EngineCore:
         self.step_recorder = StepRecorder(self.scheduler, lambda: [batch.scheduler_output for batch in queue])
 
     def stop_step_events(self) -> None:
-        """No more of them, but those of which no step has told."""
+        """No more of them. Those that no step has delivered can still be taken, once."""
         if self.step_recorder is not None:
             self._last_step_events = self.step_recorder.take()
             self.step_recorder.stop()
         self.step_recorder = None
 
     def take_step_events(self) -> list[bytes]:
-        """Returns the lines that no step has delivered: those of what happened while there were no requests."""
+        """Returns the lines that no step has delivered, such as those of what happened while there were no requests."""
         if self.step_recorder is not None:
             return self.step_recorder.take()
         lines, self._last_step_events = self._last_step_events, []
@@ -350,11 +350,12 @@ class EngineCore:
     def _observe(
         self, step: tuple[SchedulerOutput, list[EngineCoreOutput]] | None = None, started_over: bool = False
     ) -> None:
-        """Writes down a step, that all has started over, or what happened while nothing ran.
+        """Writes down a step, or that all has started over, or what happened while nothing ran.
 
         Whatever fails here costs no request its answer.
         """
-        if self.step_recorder is None or not (step or started_over or not self.has_unfinished_requests()):
+        steps_will_tell = step is None and not started_over and self.has_unfinished_requests()
+        if self.step_recorder is None or steps_will_tell:
             return
         try:
             if step is None:

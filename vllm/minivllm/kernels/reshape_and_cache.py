@@ -61,8 +61,8 @@ def reshape_and_cache_kernel(
         keys = tl.load(key + token * key_stride + column, mask=mask)
         values = tl.load(value + token * value_stride + column, mask=mask)
         if LARGEST > 0:
-            keys = tl.minimum(tl.maximum(keys.to(tl.float32), -LARGEST), LARGEST)
-            values = tl.minimum(tl.maximum(values.to(tl.float32), -LARGEST), LARGEST)
+            keys = tl.clamp(keys.to(tl.float32), -LARGEST, LARGEST, tl.PropagateNan.ALL)
+            values = tl.clamp(values.to(tl.float32), -LARGEST, LARGEST, tl.PropagateNan.ALL)
         tl.store(key_cache + target, keys.to(key_cache.dtype.element_ty), mask=mask)
         tl.store(value_cache + target, values.to(value_cache.dtype.element_ty), mask=mask)
 

@@ -33,26 +33,24 @@ def _in_debug_mode(semantic: Any) -> Callable[..., None]:
 
 
 class _Patches:
-    """Patches each of the language's modules once in a launch; what the launch is given takes all back at its end."""
+    """Patches each of the language's modules once in a launch, and takes all back at its end: `restore`."""
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
         self._patch = patch
         self._patched: frozenset[str] = frozenset()
-        self._restore: Callable[[], None] = lambda: None
+        self._scopes: list[Any] = []
 
     def __call__(self, function: Any) -> Any:
-        if (wanted := _languages(function)) <= self._patched:
-            return self
-        scope, is_launch = self._patch(function), not self._patched
-        self._patched |= wanted
-        if is_launch:
-            self._restore = scope.restore
+        if not (wanted := _languages(function)) <= self._patched:
+            self._scopes.append(self._patch(function))
+            self._patched |= wanted
         return self
 
     def restore(self) -> None:
-        """At the end of a launch, which is not inside another."""
-        self._restore()
-        self._patched, self._restore = frozenset(), lambda: None
+        """What was patched last is taken back first: it was put in the place of what was patched before."""
+        while self._scopes:
+            self._scopes.pop().restore()
+        self._patched = frozenset()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -90,8 +90,8 @@ class Served:
 def serve(deployment: Deployment, rate: float, counted: int, kind: str = "sharegpt", seed: int = 0) -> Served:
     """Requests of a kind arrive at random, `rate` a second, at engines that have been at it for long.
 
-    Each group gets its share of them, which arrive at random too: one group is simulated (see `open_load`), until so
-    many arrivals behind the `counted` ones have come.
+    Each group gets its share of them, which arrive at random too. One group is simulated (see `open_load`), until its
+    first `counted` requests have ended, or as many more have come.
 
     Raises:
         MinivllmError: the model does not fit.

@@ -266,11 +266,8 @@ class Colocated:
         scheduler = replace(scheduler, enable_chunked_prefill=self.chunked_prefill)
         load = OpenLoad(work.lengths, arrivals(work, rate / self.gpus, self.gpus), work.counted, there, seed=SEED)
         run = yield from run_open(load, scheduler, cache, self.step_cost)
-        end = run.end
         clients = [
-            Client((one.first if one.tokens else end) - one.arrival, one.tpot or 0.0)
-            if one.ended or one.tokens > 1
-            else Client(math.inf, math.inf)
+            Client(run.ttft(one), one.tpot or 0.0) if one.ended or one.tokens > 1 else Client(math.inf, math.inf)
             for one in run.stays
         ]
         return Served(rate, clients)

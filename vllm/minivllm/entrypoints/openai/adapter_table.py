@@ -21,7 +21,7 @@ import msgspec
 
 from minivllm.core.lora_request import LoRARequest
 from minivllm.engine.wire import decode, encode
-from minivllm.entrypoints.openai.errors import failed
+from minivllm.entrypoints.openai.errors import RequestError, failed
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -74,7 +74,7 @@ class AdapterTable:
         """Yield the adapters to be changed, while no other server does. At the end all servers have the change.
 
         Raises:
-            RequestError: they cannot be written; then none has it.
+            RequestError: the change cannot be written; then no server has it.
         """
         async with self._lock:
             if self._path is None:
@@ -89,7 +89,7 @@ class AdapterTable:
                     self._write(self._path)
 
     def _look(self, path: Path) -> None:
-        """Reads the file if it is not the one that was read last; one that is damaged changes nothing."""
+        """Reads the file, unless it is the one that was read last. A damaged one changes nothing."""
         try:
             if self._read is not None and os.path.samestat(path.stat(), os.fstat(self._read.fileno())):
                 return
@@ -126,7 +126,7 @@ def _opened(path: Path) -> BinaryIO:
         raise _cannot(error) from None
 
 
-def _cannot(error: OSError) -> Exception:
+def _cannot(error: OSError) -> RequestError:
     return failed(f"the adapters of all API servers stay as they are, since they cannot be written: {error.strerror}")
 
 

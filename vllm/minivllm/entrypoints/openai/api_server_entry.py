@@ -34,7 +34,7 @@ def _end() -> None:
 
 def main(listening: int, parent: int) -> int:
     """Serve until a signal, the engine's end or the launcher's; return the exit code."""
-    from minivllm.entrypoints.openai.api_servers import LENGTH_BYTES
+    from minivllm.entrypoints.openai.api_servers import LENGTH_BYTES, SAID_WHY
 
     message = _read(int.from_bytes(_read(LENGTH_BYTES), "big"))
     threading.Thread(target=end_with_parent, args=(parent, _end), daemon=True).start()
@@ -55,7 +55,7 @@ def main(listening: int, parent: int) -> int:
         return serve_on(socket.socket(fileno=listening), args, server, template, addresses)
     except (MinivllmError, EngineDeadError) as error:
         print(f"minivllm: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return SAID_WHY
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ logger = init_logger(__name__)
 LENGTH_BYTES = 8
 """The header of the message that a server's process gets on its standard input: its length, big-endian."""
 SECONDS_TO_LEAVE = 10.0
-WRONG_INPUT = 2
-"""The exit code of a server that has said what was wrong with it."""
+SAID_WHY = 2
+"""The exit code of a server that could not begin, and has said why."""
 
 
 def serve_with_several(args: EngineArgs, settings: FrontendArgs, template: str | None) -> int:
@@ -106,7 +106,7 @@ async def _watch(servers: Sequence[subprocess.Popen[bytes]], cores: CoreProcesse
     codes = {server.returncode for server in servers}
     if codes <= ({0, -signal.SIGTERM} if was_asked else {0}):
         return 0
-    return WRONG_INPUT if WRONG_INPUT in codes else 1
+    return SAID_WHY if SAID_WHY in codes else 1
 
 
 def _say_when_one_ends(cores: CoreProcesses) -> None:

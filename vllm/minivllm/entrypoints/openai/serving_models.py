@@ -106,14 +106,13 @@ class OpenAIServingModels:
             async with self._table.changing() as adapters:
                 before = adapters.by_name.get(name)
                 folder = self._folder_of(request, adapters)
-                one = LoRARequest(name, adapters.next_id(), folder)
+                added = LoRARequest(name, adapters.next_id(), folder)
                 try:
-                    await self._add(one, path, adapters)
+                    await self._add(added, path, adapters)
                 except MinivllmError as error:
                     raise _invalid(str(error)) from None
-                added = one
         except BaseException:
-            await self._let_go(added)  # not all servers know it
+            await self._let_go(added)  # some cores may have it, and no server finds it
             raise
         await self._let_go(before)
         return f"Success: LoRA adapter '{name}' added successfully."
@@ -149,11 +148,7 @@ class OpenAIServingModels:
 
     async def _add(self, adapter: LoRARequest, root: str, adapters: Adapters) -> None:
         assert self._engine is not None
-        try:
-            await self._engine.add_lora(adapter)
-        except MinivllmError:
-            await self._engine.remove_lora(adapter.lora_int_id)  # of several cores, some may have it
-            raise
+        await self._engine.add_lora(adapter)
         adapters.put(adapter, root)
 
     async def _let_go(self, adapter: LoRARequest | None) -> None:

@@ -376,16 +376,16 @@ def verify_mask(kernel: Any, device: torch.device) -> dict:
 def measure_ways(arguments: argparse.Namespace) -> dict:
     """Four GPUs and one model, in the three ways: what is sent, what fits, how fast, and the knee under two levels."""
     model, gpu = known_model(MODEL), get_hardware(GPU)
-    counted, rounds = (24, 3) if arguments.quick else (60, 4)
+    counted, rounds, seed = *((24, 3) if arguments.quick else (60, 4)), arguments.seed
     found, rows = {}, []
     for way in track(("TP", "PP", "DP"), "simulating"):
         deployment = Deployment(model, gpu, way, GPUS)
-        served = cache(lambda rate, deployment=deployment: serve(deployment, rate, counted))
+        served = cache(lambda rate, deployment=deployment: serve(deployment, rate, counted, seed=seed))
         knees = {
             name: find_knee(lambda rate, s=served, t=tpot: s(rate).attainment(TTFT_SLO, t), *KNEES, rounds)
             for name, tpot in TPOT_SLOS.items()
         }
-        alone = serve(deployment, 0.01, 12)
+        alone = serve(deployment, 0.01, 12, seed=seed)
         found[way] = one = {
             "sent_64": bytes_sent(way, GPUS, 64, model.hidden_size, model.num_hidden_layers),
             "kv_tokens": deployment.kv_tokens(),
