@@ -348,7 +348,7 @@ def main(arguments: Namespace) -> None:
     found["kernel"] = prove(partial(verify_kernel, quick=quick), device)
     heading("4 and 5. Batching, then paging, on the engine")
     with control.watch():
-        found["engine"] = report.measure_engine(arguments.model, requests, device, seed)
+        found["engine"] = report.measure_engine(arguments.model, requests, 16.0 if quick else 48.0, device, seed)
     heading("6. Break it (Llama-3.1-8B on an H100, modelled)")
     llama, card = known_model("Llama-3.1-8B"), get_hardware("H100")
     blocks = memory_ledger(llama, card, max_model_len=8192).num_blocks

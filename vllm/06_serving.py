@@ -68,7 +68,7 @@ class NaiveServer:
             busy = self.engine.has_unfinished_requests()
             for output in self.engine.step() if busy else ():
                 await self.write(output)
-            await asyncio.sleep(0 if busy else 0.001)
+            await asyncio.sleep(0 if busy else 0.01)
 
     async def write(self, output: RequestOutput) -> None:
         """All the text so far to its client; the next one's turn comes when this one has taken it."""

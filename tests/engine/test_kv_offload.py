@@ -59,7 +59,11 @@ def lookups(llm: LLM) -> tuple[int, int]:
 
 
 def check_nothing_is_held(llm: LLM) -> None:
-    scheduler = core_of(llm).scheduler
+    """Once the copies are done that a thread makes behind the last answer."""
+    core = core_of(llm)
+    while core.has_unfinished_requests():
+        core.step()
+    scheduler = core.scheduler
     pool, side = scheduler.kv_cache_manager.block_pool, scheduler.remote.connector.scheduler_side
     assert pool.get_num_free_blocks() == pool.num_usable_blocks
     assert side.manager.num_pinned_blocks == 0

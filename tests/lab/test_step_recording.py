@@ -86,6 +86,7 @@ def test_what_was_kept_back_can_be_taken_after_the_end(llm: LLM, monkeypatch: py
     assert core.take_step_events() == []
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_with_the_core_in_a_process_one_recording_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     remote = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, num_gpu_blocks_override=40, multiprocess=True)
     for number, runs in enumerate((True, False, True)):
@@ -97,6 +98,7 @@ def test_with_the_core_in_a_process_one_recording_leaves_nothing_to_the_next(tmp
         assert not list(replay(path))[-1].cached, "the reset, after which no step comes"
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_a_recording_ends_with_the_engine(tmp_path: Path) -> None:
     """What has happened is said by the call that met it, and the file holds what was told before."""
     remote = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=64, num_gpu_blocks_override=40, multiprocess=True)

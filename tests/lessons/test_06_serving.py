@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import subprocess
 import time
 from argparse import Namespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
+from warm_processes import WarmSubprocess
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS
@@ -627,6 +629,22 @@ def test_the_server_runs_with_the_learners_parts():
 # ---- the script from outside -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def warm_cores(template, warm_processes, tmp_path, monkeypatch):
+    """The script's own core process is forked too, as the real server's is."""
+    start, code = subprocess.Popen, tmp_path / "core.py"
+
+    def start_warm(command, **options):
+        if template is None or command[1] != "-c":
+            return start(command, **options)
+        code.write_text(command[2])
+        command = [command[0], str(code), *command[3:]]
+        return WarmSubprocess(template).Popen(command, stdin=subprocess.DEVNULL, pass_fds=options["pass_fds"])
+
+    monkeypatch.setattr(subprocess, "Popen", start_warm)
+
+
+@pytest.mark.usefixtures("warm_cores")
 def test_quick_run(tmp_path):
     figures = figures_of_quick_run("06", tmp_path)
     at = figures["trace"]["at_ms"]

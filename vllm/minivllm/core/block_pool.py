@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from minivllm.core.block_hash import BlockHash
 from minivllm.errors import MinivllmError
+from minivllm.platforms.collector import at_rest
 
 
 class BlockPoolError(MinivllmError):
@@ -180,9 +181,10 @@ class BlockPool:
             raise MinivllmError(f"num_gpu_blocks is {num_gpu_blocks}; at least 2 are needed: block 0 is the null block")
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
-        self.blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in range(num_gpu_blocks)]
-        self.null_block = self.blocks[0]
-        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
+        with at_rest():
+            self.blocks = [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in range(num_gpu_blocks)]
+            self.null_block = self.blocks[0]
+            self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         self.kv_event_queue: list[BlockStored | BlockRemoved] | None = None
         """What happens to hashes, where somebody watches; None: nobody does."""

@@ -30,6 +30,7 @@ from minivllm.config.speculative import NO_DRAFTS
 from minivllm.config.units import GIB
 from minivllm.config.vllm_arguments import takes_vllms_arguments
 from minivllm.engine.vllm_engine_arguments import NOT_SERVED, WITHOUT_EFFECT
+from minivllm.errors import MinivllmError
 
 if TYPE_CHECKING:
     from minivllm.worker.worker import WorkerSettings  # brings torch, which a mistyped flag must not wait for
@@ -232,7 +233,8 @@ class EngineArgs:
             require(value in choices, f"unknown {name} {value!r}; known are {', '.join(shown)}")
 
     def _check_parts(self) -> None:
-        require(isinstance(self.parts, Parts), f"parts is {self.parts!r}; it must be Parts(...)")
+        if not isinstance(self.parts, Parts):
+            raise MinivllmError(f"parts is {self.parts!r}; it must be Parts(...)")
         require(
             not (self.async_scheduling and self.parts.scheduler),
             "async_scheduling needs the engine's own scheduler: leave it out, or the part scheduler",

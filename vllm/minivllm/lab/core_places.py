@@ -26,6 +26,7 @@ class CoreInLoop:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.core = EngineCore(EngineArgs(**settings))
+        self.asked = asyncio.Event()
 
     async def open(self) -> None:
         """Nothing to wait for."""
@@ -33,12 +34,14 @@ class CoreInLoop:
     def send(self, act: str, argument: Any) -> None:
         """A request to "add", or ids to "abort"."""
         self.core.add_request(argument) if act == "add" else self.core.abort_requests(argument)
+        self.asked.set()
 
     async def get_output(self) -> EngineCoreOutputs:
         """The outputs of the next step, which runs here; all other tasks get one turn before it."""
         await asyncio.sleep(0)
         while not self.core.has_unfinished_requests():
-            await asyncio.sleep(0.001)
+            self.asked.clear()
+            await self.asked.wait()
         return self.core.step()
 
     def close(self) -> None:

@@ -30,13 +30,15 @@ class RotaryTable(nn.Module):
         super().__init__()
         frequencies, scale = rotary_frequencies(config)
         length, device = table_length(config), torch.get_default_device()
-        if device.type != "meta":
+        if device.type == "meta":  # to compute there, torch would load its compiler, which takes a second
+            table = torch.empty(length, config.rotary_dim)
+        else:
             # While the table is built, angles, sines and cosines take memory too.
             what = f"the table of rotary positions for max_position_embeddings = {config.max_position_embeddings}"
             num_bytes = 3 * length * config.rotary_dim * torch.float32.itemsize
             refuse_beyond_memory(num_bytes, device, what, "lower it, or the factor of its rope scaling, in config.json")
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies.to(device)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
+            angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies.to(device)
+            table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
 
 

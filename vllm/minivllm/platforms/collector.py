@@ -1,8 +1,20 @@
-"""Python's garbage collector and the thousands of modules that a process loads before its work begins."""
+"""Python's garbage collector, which looks for garbage also where many objects are made of which none is."""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+@contextmanager
+def at_rest() -> Iterator[None]:
+    """A `with` block that makes many objects to keep: the collector does not look through them again and again."""
+    was_enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -14,11 +26,8 @@ def while_loading() -> Iterator[None]:
 
     In vLLM v0.33.0: `vllm/utils/gc_utils.py` (`freeze_gc_heap`).
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
+    with at_rest():
+        try:
+            yield
+        finally:
+            gc.freeze()

@@ -64,9 +64,12 @@ def pool(block_size: int) -> CacheConfig:
     return CacheConfig(num_gpu_blocks=count, block_size=block_size, enable_prefix_caching=False)
 
 
-def measure_engine(model: str, requests: int, device: torch.device, seed: int) -> dict:
-    """Throughput of each way on the same requests, and how far a simulation is off that knows half of the steps."""
-    draw, outputs, runs, found = random.Random(seed), Lengths(48.0), {}, {}
+def measure_engine(model: str, requests: int, tokens: float, device: torch.device, seed: int) -> dict:
+    """Throughput of each way on the same requests, and how far a simulation is off that knows half of the steps.
+
+    `tokens`: of an answer, in the mean.
+    """
+    draw, outputs, runs, found = random.Random(seed), Lengths(tokens), {}, {}
     lengths = [(draw.randint(8, 64), min(outputs.quantile(draw.random()), MAX_LEN - 64)) for _ in range(requests)]
     for name, (size, settings) in track(WAYS.items(), "running the engine"):
         core = bare_engine(model, device, pool(size), max_model_len=MAX_LEN, **settings)

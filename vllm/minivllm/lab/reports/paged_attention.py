@@ -100,7 +100,7 @@ def plan(arguments: argparse.Namespace, longest: int) -> Plan:
     if width > MOST_BEAMS:
         raise MinivllmError(f"--beam-width must be at most {MOST_BEAMS}, not {width:,}")
     if arguments.quick:
-        return Plan(slots, size, arguments.seed, 600, 16, [width], (1, 16, 512))
+        return Plan(slots, size, arguments.seed, 300, 16, [width], (1, 16, 512))
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     return Plan(slots, size, arguments.seed, 8000 if arguments.full else 2000, 48, sorted({2, 4, 6, width}), sizes)
 
