@@ -288,6 +288,33 @@ def test_a_workload_without_requests_is_refused_in_parts_too():
         next(simulate_in_parts([], SchedulerConfig(max_model_len=8), CacheConfig(num_gpu_blocks=8), COST, steps=1))
 
 
+@given(workloads(), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_steps_that_need_no_decision_are_as_if_the_scheduler_had_been_asked(case, small_blocks):
+    class Asked(Scheduler):
+        """A scheduler that is derived from the engine's is asked in every step."""
+
+    work, config, blocks = case
+    blocks = blocks if small_blocks else replace(blocks, block_size=32)
+    assert simulate(work, config, blocks, COST) == simulate(work, config, blocks, COST, scheduler=Asked)
+
+
+def test_the_scheduler_is_asked_when_something_changes():
+    asked = []
+
+    def counted(*configs):
+        scheduler = Scheduler(*configs)
+        schedule = scheduler.schedule
+        scheduler.schedule = lambda: asked.append(1) or schedule()
+        return scheduler
+
+    work = [SimulatedRequest(4, 100), SimulatedRequest(4, 60, 30.0)]
+    config, blocks = SchedulerConfig(max_model_len=128), CacheConfig(num_gpu_blocks=3, block_size=128)
+    run = simulate(work, config, blocks, COST, scheduler=counted)
+    assert len(run.steps) == 100
+    assert len(asked) == 4  # two prompts, two ends
+
+
 def test_another_scheduler_can_decide():
     class OneAtATime(Scheduler):
         def _schedule_waiting(self, step, chunk_limit):

@@ -123,10 +123,12 @@ class FreeKVCacheBlockQueue:
     def _insert_between(
         self, before: KVCacheBlock | None, blocks: Sequence[KVCacheBlock], after: KVCacheBlock | None
     ) -> None:
+        assert before is not None
         for block in blocks:
             if block.prev_free_block is not None:
                 raise BlockPoolError(f"{block} is already in the free queue")
-            _link(before, block)
+            before.next_free_block = block
+            block.prev_free_block = before
             before = block
         _link(before, after)
         self.num_free_blocks += len(blocks)

@@ -154,10 +154,7 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         self._block_size: int | None = None
         self._hash_block: HashBlockTokens = hash_block_tokens
-        self._extra_keys = (
-            generate_block_hash_extra_keys(lora_request, cache_salt),
-            generate_block_hash_extra_keys(lora_request, None),
-        )
+        self._extra_keys = (b"", b"")
 
     def __repr__(self) -> str:
         return (
@@ -205,6 +202,10 @@ class Request:
     def enable_block_hashes(self, block_size: int, hash_block: HashBlockTokens = hash_block_tokens) -> None:
         """Hashes all full blocks of `block_size` tokens now, and later each block that a new token fills."""
         self._block_size, self._hash_block = block_size, hash_block
+        self._extra_keys = (
+            generate_block_hash_extra_keys(self.lora_request, self.cache_salt),
+            generate_block_hash_extra_keys(self.lora_request, None),
+        )
         self.block_hashes.clear()
         self._hash_new_full_blocks()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
@@ -20,8 +20,7 @@ from minivllm.memory import kv_bytes_per_token, num_parameters, serving_dtype, w
 from minivllm.simulate.hardware import Hardware
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """The work of a step, in counts."""
 
     num_reqs: int

@@ -1,21 +1,21 @@
 """Runs the real scheduler on requests that all arrive at the start, many similar steps at a time.
 
-While a batch only decodes and no request can join, consecutive steps are alike. The scheduler runs such a stretch as
-one step in which every request gets several tokens, as if that many drafts had been accepted; the block pool allocates
-what the single steps would have taken. The resulting steps equal those of `virtual_clock.simulate`
+While a batch only decodes and no request can join, consecutive steps are alike, and need no decision: every request
+gets a token, and the block pool allocates what the single steps would have taken. The scheduler is asked for the step
+in which requests end. The resulting steps equal those of `virtual_clock.simulate`
 (tests/simulate/test_offline.py), in a third to a half of the time where no drafts are verified. The sweeps of
 `widgets/optimization_catalog.py` run on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import comb
 
 from minivllm.config import CacheConfig, SchedulerConfig
 from minivllm.core.messages import EngineCoreOutput
-from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
@@ -141,6 +141,8 @@ class Stretches:
         self.scheduler, self.acceptance, self.shape_of = scheduler, acceptance, shape_of
         self.requests = [to_request(index, spec, 0.0) for index, spec in enumerate(workload)]
         self.settled = False
+        self.foreseen = 0
+        """Of the coming steps, those that need no decision: nobody ends, joins or is preempted in them."""
         self.outputs: list[EngineCoreOutput] = []
         """What the last stretch gave."""
         self.scheduled: SchedulerOutput | None = None
@@ -158,42 +160,74 @@ class Stretches:
 
     def stretch(self) -> Stretch:
         """Take as many steps as are alike, at least one."""
+        self.foreseen = 0
         running = list(self.scheduler.running)
         steps = self.steps_alike(running)
-        before = [(1, request.num_computed_tokens) for request in running] if steps > 1 else []
-        for request in running if steps > 1 else ():
-            request.spec_token_ids = [GENERATED] * (steps - 1)
-        output = self.scheduler.schedule()
-        scheduled, live = output.num_scheduled_tokens, self.scheduler.requests
-        drafts = output.scheduled_spec_decode_tokens
-        if steps == 1:
-            before = [(new, live[key].num_computed_tokens - new) for key, new in scheduled.items()]
-        sampled = {
-            key: [GENERATED] * (steps if steps > 1 else 1 + self.acceptance.draw(len(drafts.get(key, ()))))
-            for key in scheduled
-            if live[key].num_computed_tokens >= live[key].num_tokens
-        }
-        engine_outputs = self.scheduler.update_from_output(output, ModelRunnerOutput(sampled))
-        self.outputs, self.scheduled = engine_outputs, output
-        ended = any(one.finish_reason for one in engine_outputs)
-        only_decodes = all(new == steps for new in scheduled.values()) and not output.scheduled_new_reqs
-        self.settled = only_decodes and not ended and not output.preempted_req_ids
-        self._after(steps, sampled)
-        shapes = [self.shape_of((new, kept + later) for new, kept in before) for later in range(min(steps, 3))]
+        before = [(1, request.num_computed_tokens) for request in running]
+        if steps <= self.foreseen:
+            self._decode(running, steps)
+            self._tell(running, steps)
+        else:
+            self._decode(running, steps - 1)
+            decided = self._decide(steps)
+            before = before if steps > 1 else decided
+        shapes = [self.shape_of([(new, kept + later) for new, kept in before]) for later in range(min(steps, 3))]
         return Stretch(steps, shapes[0], shapes[min(steps, 2) - 1], shapes[-1])
 
-    def _after(self, steps: int, sampled: dict[str, list[int]]) -> None:
-        """Full blocks that a long stretch filled are published, as its steps would have done; drafts for the next."""
-        live, config = self.scheduler.requests, self.scheduler.config
-        for key in sampled:
-            if key in live and steps > 1:
-                self.scheduler.kv_cache_manager.cache_blocks(live[key], live[key].num_computed_tokens)
-        if config.drafting.num_speculative_tokens:
-            drafts = {key: [GENERATED] * config.drafting.num_speculative_tokens for key in sampled if key in live}
+    def _decode(self, running: Sequence[Request], steps: int) -> None:
+        """Take steps that need no decision: each request gets a token in each, and blocks for them."""
+        for request in running if steps else ():
+            for _ in range(steps):
+                request.append_output_token_id(GENERATED)
+            self.scheduler.kv_cache_manager.allocate_slots(request, steps)
+            request.num_computed_tokens += steps
+
+    def _tell(self, running: Sequence[Request], steps: int) -> None:
+        """Say of steps that needed no decision what the scheduler would have said."""
+        self.outputs = [EngineCoreOutput(request.request_id, [GENERATED] * steps) for request in running]
+        scheduled = {request.request_id: steps for request in running}
+        self.scheduled = SchedulerOutput([], CachedRequestData(), scheduled, steps * len(running), {}, set(), set())
+        self.settled = True
+
+    def _decide(self, steps: int) -> list[tuple[int, int]]:
+        """The scheduler decides on the last of `steps` steps; returns (new tokens, tokens computed before) of each."""
+        output = self.scheduler.schedule()
+        scheduled, live = output.num_scheduled_tokens, self.scheduler.requests
+        before = [(new, live[key].num_computed_tokens - new) for key, new in scheduled.items()]
+        sampled = self._sampled(output)
+        outputs = self.scheduler.update_from_output(output, ModelRunnerOutput(sampled))
+        ended = any(one.finish_reason for one in outputs)
+        only_decodes = all(new == 1 for new in scheduled.values()) and not output.scheduled_new_reqs
+        self.settled = only_decodes and not ended and not output.preempted_req_ids
+        if steps > 1:  # the whole stretch is told, and not its last step alone
+            output.num_scheduled_tokens = dict.fromkeys(scheduled, steps)
+            for one in outputs:
+                one.new_token_ids = [GENERATED] * steps
+        self.outputs, self.scheduled = outputs, output
+        self._propose(sampled)
+        return before
+
+    def _sampled(self, output: SchedulerOutput) -> dict[str, list[int]]:
+        """What each request samples that has caught up: the drafts that are accepted, and one more."""
+        live, drafts = self.scheduler.requests, output.scheduled_spec_decode_tokens
+        caught_up = [
+            key for key in output.num_scheduled_tokens if live[key].num_computed_tokens >= live[key].num_tokens
+        ]
+        if not drafts:
+            return {key: [GENERATED] for key in caught_up}
+        return {key: [GENERATED] * (1 + self.acceptance.draw(len(drafts.get(key, ())))) for key in caught_up}
+
+    def _propose(self, sampled: Iterable[str]) -> None:
+        num_drafts = self.scheduler.drafting.num_speculative_tokens
+        if num_drafts:
+            drafts = {key: [GENERATED] * num_drafts for key in sampled if key in self.scheduler.requests}
             self.scheduler.update_draft_token_ids(drafts)
 
     def steps_alike(self, running: Sequence[Request]) -> int:
-        """Number of coming steps that give each running request one token, without admissions or preemptions."""
+        """Number of coming steps that give each running request one token, without admissions or preemptions.
+
+        They have no more tokens together than the budget allows for one.
+        """
         scheduler = self.scheduler
         # Where a chunk is enough to be admitted, a smaller one may fit where a larger one did not.
         joins = bool(scheduler.waiting) and not (self.settled and scheduler.config.scheduler_reserve_full_isl)
@@ -201,15 +235,18 @@ class Stretches:
             return 1
         if any(request.num_computed_tokens != request.num_tokens - 1 for request in running):
             return 1
-        steps = min(request.max_tokens - request.num_output_tokens for request in running)
-        steps = min(steps, scheduler.config.max_num_batched_tokens // len(running))
-        steps = min(steps, scheduler.config.max_model_len - max(request.num_tokens for request in running))
-        while steps > 1 and not self._has_room(running, steps):
+        ends = min(request.max_tokens - request.num_output_tokens for request in running)
+        ends = min(ends, scheduler.config.max_model_len - max(request.num_tokens for request in running))
+        steps = min(ends, scheduler.config.max_num_batched_tokens // len(running))
+        while steps and not self._has_room(running, steps):
             steps //= 2
+        self.foreseen = min(steps, ends - 1)
         return max(1, steps)
 
     def _has_room(self, running: Sequence[Request], steps: int) -> bool:
         manager = self.scheduler.kv_cache_manager
-        size, held = manager.block_size, manager.req_to_blocks
+        size, held, free = manager.block_size, manager.req_to_blocks, manager.block_pool.get_num_free_blocks()
+        if len(running) * -(-steps // size) <= free:
+            return True
         wanted = sum(-(-(one.num_computed_tokens + steps) // size) - len(held[one.request_id]) for one in running)
-        return wanted <= manager.block_pool.get_num_free_blocks()
+        return wanted <= free

@@ -20,7 +20,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from minivllm.config import CacheConfig, SchedulerConfig
+from minivllm.config import NO_PARTS, CacheConfig, Parts, SchedulerConfig
+from minivllm.core.block_hash import BlockHash
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.kv_connector import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorOutput, KVTransferParams
 from minivllm.core.output import SchedulerOutput
@@ -181,11 +182,19 @@ class SimulatedConnector(KVConnectorBase_V1):
         """There is no rank."""
 
 
+def _no_name(parent: BlockHash, token_ids: Sequence[int], extra_keys: bytes = b"") -> BlockHash:
+    """A block's name where nobody asks for it: `SimulatedConnector` does not."""
+    del parent, token_ids, extra_keys
+    return b""
+
+
 class _Engine(Stretches):
     """One engine: stretches that end when something may be handed to it."""
 
     def __init__(self, configs: Configs, cost: Cost, connector: SimulatedConnector) -> None:
-        scheduler, self.connector = Scheduler(*configs), connector
+        named = configs[1].enable_prefix_caching or type(connector) is not SimulatedConnector
+        parts = NO_PARTS if named else Parts(hash_block_tokens=_no_name)
+        scheduler, self.connector = Scheduler(*configs, parts), connector
         scheduler.use_connector(self.connector)
         super().__init__((), scheduler, Acceptance(0.0), StepShape.of)
         self.cost, self.busy = cost, False

@@ -11,9 +11,10 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.config.checks import is_number, require
+from minivllm.config.checks import is_number
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -41,9 +42,8 @@ class SimulatedRequest:
     """The request (its index in the workload) whose end this one waits for; `arrival` then counts from that end."""
 
     def __post_init__(self) -> None:
-        require(
-            is_number(self.arrival) and self.arrival >= 0, f"arrival is {self.arrival!r}; it must be 0 seconds or more"
-        )
+        if not is_number(self.arrival) or self.arrival < 0:
+            raise MinivllmError(f"arrival is {self.arrival!r}; it must be 0 seconds or more")
 
 
 @dataclass
@@ -77,8 +77,7 @@ class RequestTimeline:
         return self.token_times[-1] - self.arrival
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One step as scheduled."""
 
     start: float
@@ -250,6 +249,7 @@ class _Clock:
         self.timelines = [RequestTimeline(request.arrival) for request in workload]
         self.live: dict[str, Request] = {}
         self.prefix_counts = scheduler.kv_cache_manager.prefix_cache_stats
+        self.drafts = scheduler.drafting.num_speculative_tokens
         self.steps: list[StepRecord] = []
         self.now = 0.0
         self.coming = [(one.arrival, index) for index, one in enumerate(workload) if one.after is None]
@@ -265,20 +265,65 @@ class _Clock:
 
     def run(self, max_steps: int | None) -> Simulation:
         """Run steps until no request is left, or there are `max_steps` of them."""
-        steps = self.steps
-        while self.has_work():
-            if max_steps is not None and len(steps) >= max_steps:
-                break
+        steps, most = self.steps, math.inf if max_steps is None else max_steps
+        while self.has_work() and len(steps) < most:
             if not self.scheduler.has_unfinished_requests():
                 self.now = max(self.now, self.coming[0][0])
             while self.coming and self.coming[0][0] <= self.now:
                 self._arrive(heapq.heappop(self.coming)[1])
-            steps.append(self._step())
-            self.now += steps[-1].seconds
+            foreseen = min(self._steps_foreseen(), most - len(steps))
+            if foreseen:
+                self._decode(int(foreseen))
+            else:
+                steps.append(self._step())
+                self.now += steps[-1].seconds
         unheard = [index for index, timeline in enumerate(self.timelines) if not timeline.token_times]
         if unheard and max_steps is None:
             raise MinivllmError(f"request {unheard[0]} waits for one that never ends: check `after`")
         return Simulation(self.timelines, steps)
+
+    def _steps_foreseen(self) -> int:
+        """How many steps need no decision: each running request gets a token, and none ends, joins, or takes a block.
+
+        A scheduler that is derived from the engine's is asked in every step.
+        """
+        scheduler, running = self.scheduler, self.scheduler.running
+        config, manager = scheduler.config, scheduler.kv_cache_manager
+        joins = scheduler.waiting and not config.static_batching and len(running) < config.max_num_seqs
+        if type(scheduler) is not Scheduler or joins or not running or self.drafts:
+            return 0
+        if len(running) > config.max_num_batched_tokens:
+            return 0
+        size, held, foreseen = manager.block_size, manager.req_to_blocks, config.max_model_len
+        for request in running:
+            computed, known = request.num_computed_tokens, request.num_tokens
+            if computed != known - 1:
+                return 0
+            ends = min(config.max_model_len - known, request.max_tokens - known + request.num_prompt_tokens)
+            foreseen = min(foreseen, ends - 1, len(held[request.request_id]) * size - computed - 1)
+            if foreseen <= 0:
+                return 0
+        return foreseen
+
+    def _decode(self, most: int) -> None:
+        """Take steps that need no decision, `most` of them, or as many as begin before the next request comes."""
+        running, waiting = self.scheduler.running, len(self.scheduler.waiting)
+        usage, scheduled = self.scheduler.kv_cache_manager.usage, {request.request_id: 1 for request in running}
+        before = [request.num_computed_tokens for request in running]
+        comes, times = self.coming[0][0] if self.coming else math.inf, []
+        for later in range(most):
+            shape = self.shape_of([(1, tokens + later) for tokens in before])
+            seconds = self._seconds(shape)
+            self.steps.append(StepRecord(self.now, seconds, shape, scheduled, (), len(running), waiting, usage))
+            self.now += seconds
+            times.append(self.now)
+            if self.now >= comes:
+                break
+        for request in running:
+            self.timelines[int(request.request_id)].token_times += times
+            request.num_computed_tokens += len(times)
+            for _ in times:
+                request.append_output_token_id(GENERATED)
 
     def _arrive(self, index: int) -> None:
         request = to_request(index, self.workload[index], self.timelines[index].arrival)
@@ -295,9 +340,7 @@ class _Clock:
             self.timelines[int(key)].num_preemptions += 1
         for new_request in output.scheduled_new_reqs:
             self.timelines[int(new_request.req_id)].num_cached_tokens = live[new_request.req_id].num_cached_tokens
-        seconds = self.cost.seconds(shape)
-        if not 0 <= seconds < math.inf:
-            raise MinivllmError(f"the cost model says {seconds} seconds for {shape}; a step takes 0 or more")
+        seconds = self._seconds(shape)
         num_running, num_waiting = len(scheduler.running), len(scheduler.waiting)
         usage = scheduler.kv_cache_manager.usage
         prefix, before = scheduler.kv_cache_manager.prefix_cache_stats, self.prefix_counts
@@ -324,6 +367,12 @@ class _Clock:
             prefix.hits - before.hits,
         )
 
+    def _seconds(self, shape: StepShape) -> float:
+        seconds = self.cost.seconds(shape)
+        if not 0 <= seconds < math.inf:
+            raise MinivllmError(f"the cost model says {seconds} seconds for {shape}; a step takes 0 or more")
+        return seconds
+
     def _sampled(self, caught_up: Sequence[str], drafts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
         """What each request samples: the drafts that are accepted, and one more."""
         if not drafts:
@@ -331,9 +380,8 @@ class _Clock:
         return {key: [GENERATED] * (1 + self.acceptance.draw(len(drafts.get(key, ())))) for key in caught_up}
 
     def _propose(self, sampled: Iterable[str]) -> None:
-        num_drafts = self.scheduler.drafting.num_speculative_tokens
-        if num_drafts:
-            drafts = {key: [GENERATED] * num_drafts for key in sampled if key in self.live}
+        if self.drafts:
+            drafts = {key: [GENERATED] * self.drafts for key in sampled if key in self.live}
             self.scheduler.update_draft_token_ids(drafts)
 
     def _finished(self, index: int, now: float) -> None:
