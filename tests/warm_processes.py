@@ -65,26 +65,39 @@ class Template:
 
     def is_loaded(self) -> bool:
         """Whether a child would come at once. Before that `fork` waits, some 10 s where no bytecode is kept yet."""
-        return self._greeted or bool(select.select([self.socket], [], [], 0)[0])
+        has_ended = self.process is not None and self.process.poll() is not None
+        return not has_ended and (self._greeted or bool(select.select([self.socket], [], [], 0)[0]))
 
     def fork(self, request: Request, fds: Sequence[int]) -> int:
-        """A child of this process with these file descriptors; returns its id."""
+        """A child of this process with these file descriptors; returns its id.
+
+        Raises:
+            RuntimeError: the template, or the child, has ended; why, its traceback says.
+        """
         message = request.encode()
         with self._forking:
             adopt_orphans(True)
             try:
                 socket.send_fds(self.socket, [LENGTH.pack(len(message))], fds)
                 self.socket.sendall(message)
-                if not self._greeted:
-                    self._greeted = bool(self.socket.recv(LENGTH.size))
-                return LENGTH.unpack(self.socket.recv(LENGTH.size))[0]
+                self._greeted = self._greeted or bool(self.socket.recv(LENGTH.size))
+                told = self.socket.recv(LENGTH.size)
+            except OSError as error:
+                raise RuntimeError("the process that is forked has ended") from error
             finally:
                 adopt_orphans(False)
+        if not (pid := LENGTH.unpack(told)[0] if told else 0):
+            raise RuntimeError(f"nothing was forked for {request.command}")
+        return pid
 
     def close(self) -> None:
         if self.process is not None:
             self.socket.close()
-            self.process.wait(10)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:  # it still loads
+                self.process.kill()
+                self.process.wait()
 
 
 class Itself:
@@ -143,6 +156,11 @@ class WarmSubprocess:
                 cores=[*os.sched_getaffinity(0)],
             )
             pid = self.template.fork(request, [*(stream.theirs for stream in streams), *pass_fds])
+        except BaseException:
+            for stream in streams:
+                if stream.ours is not None:
+                    stream.ours.close()
+            raise
         finally:
             for stream in streams:
                 stream.close()

@@ -121,7 +121,10 @@ def serve(asking: socket.socket) -> NoReturn:
 
 
 def fork_twice(asking: socket.socket, request: Request, fds: Sequence[int]) -> int:
-    """The process id of the child's child, once the child is gone, and it leads the session that it was to lead."""
+    """The process id of the child's child, once the child is gone, and it leads the session that it was to lead.
+
+    0 if it has ended before it could say its own.
+    """
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         if os.fork() == 0:
@@ -132,10 +135,11 @@ def fork_twice(asking: socket.socket, request: Request, fds: Sequence[int]) -> i
             os.close(reader), os.close(writer)
             become(request, fds)
         os._exit(0)
+    os.close(writer)
     os.waitpid(child, 0)
-    pid = LENGTH.unpack(os.read(reader, LENGTH.size))[0]
-    os.close(reader), os.close(writer)
-    return pid
+    told = os.read(reader, LENGTH.size)
+    os.close(reader)
+    return LENGTH.unpack(told)[0] if told else 0
 
 
 def become(request: Request, fds: Sequence[int]) -> NoReturn:
