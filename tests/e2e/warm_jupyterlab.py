@@ -44,7 +44,7 @@ def warm_subprocess() -> WarmSubprocess:
     from warm_processes import Template, WarmSubprocess
 
     sys.path.remove(TESTS)
-    return WarmSubprocess(Template("ipykernel.kernelapp", "ipykernel.zmqshell", "torch._dynamo"))
+    return WarmSubprocess(Template("ipykernel.kernelapp", "ipykernel.zmqshell"))
 
 
 if __name__ == "__main__":
