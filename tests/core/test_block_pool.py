@@ -1,5 +1,6 @@
 """The free queue against a plain list, and the pool against a plain account of who holds what."""
 
+import gc
 from collections import Counter
 
 import pytest
@@ -258,3 +259,18 @@ class CountingBlock(KVCacheBlock):
         if name in ("prev_free_block", "next_free_block"):
             CountingBlock.reads += 1
         return super().__getattribute__(name)
+
+
+def test_the_collector_rests_while_blocks_are_made():
+    begun: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        begun.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        BlockPool(20_000)
+    finally:
+        gc.callbacks.remove(note)
+    assert begun.count("start") <= 1, "it looks once, when all are there"
+    assert gc.isenabled()

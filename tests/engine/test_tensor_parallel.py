@@ -6,6 +6,7 @@ ranks fail where they are told to, and only there.
 
 import os
 import signal
+import subprocess
 import time
 from collections import deque
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from engine.mixed_requests import GREEDY, PROMPTS, SHARED, WISHES
 from executor.failing_worker import PLACES, failing_worker_of_rank
 from executor.test_rank_processes import have_ended, pids_of
+from warm_processes import WarmSubprocess
 
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL, ModelConfig
@@ -37,11 +39,24 @@ WISHES = [
 ]
 
 
+class OneWarm(WarmSubprocess):
+    """The first rank is forked, the second a fresh interpreter: their sets of strings have other orders."""
+
+    num_started = 0
+
+    def Popen(self, command, **options):
+        self.num_started += 1
+        start = super().Popen if self.num_started == 1 else subprocess.Popen
+        return start(command, **options)
+
+
 @pytest.fixture(scope="module")
-def engines():
+def engines(template):
     """One rank, and two."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minivllm.executor.multiproc_executor.worker_of_rank", failing_worker_of_rank)
+        if template is not None:
+            patch.setattr("minivllm.executor.rank_processes.subprocess", OneWarm(template))
         llms = [LLM(EMBEDDED_MODEL, **SETTINGS, tensor_parallel_size=size) for size in (1, 2)]
     yield llms
     llms[1].shutdown()

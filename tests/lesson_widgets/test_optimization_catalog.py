@@ -5,7 +5,9 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -32,6 +34,17 @@ LEVERS = st.fixed_dictionaries(dict.fromkeys(runs.FIELDS, st.booleans()))
 def end_of(state: runs.State) -> LeverResult:
     assert isinstance(state.everything, LeverResult)
     return state.everything
+
+
+@cache
+def made_of_few() -> dict:
+    """What replaces what is kept of the other tests' runs."""
+    return {"_RUNS": {}, "_workload": cache(runs._workload.__wrapped__)}
+
+
+def few_requests():
+    """Runs that serve as many requests as run at once, and at least 4: what is drawn of them is drawn alike."""
+    return mock.patch.multiple(runs, FEWEST_REQUESTS=4, WAVES=1, **made_of_few())
 
 
 def words_in(picture: str) -> list[str]:
@@ -67,7 +80,8 @@ def test_the_reverse_pulls_the_same_levers_from_the_end_and_both_end_alike():
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_every_position_of_the_knobs_is_drawn_and_told(levers, gpu, requests, slots, level, width):
-    state = complete(gpu=gpu, requests=requests, slots=slots, level=level, **levers)
+    with few_requests():
+        state = complete(gpu=gpu, requests=requests, slots=slots, level=level, **levers)
     assert state.complete
     for reverse in (False, True):
         factors = [state.factor(row.field, reverse) for row in state.on]
@@ -152,6 +166,8 @@ def test_verdicts_against_configurations_whose_outcome_is_known(knobs, trouble):
     assert (said.tone == "broken") == bool(trouble)
     words = {"late": "are asked for", "preempts": "preemptions", "refused": "does not start", "": "tokens/s"}
     assert words[trouble] in said.words
+    tips = {"late": "Later than the", "preempts": "The KV cache is full."}
+    assert tips.get(trouble, "") in widget.figure(state)
 
 
 def test_what_is_just_too_late_is_not_rounded_to_in_time():

@@ -89,3 +89,13 @@ def test_whether_integers_fit_is_computed_in_debug_mode_only(monkeypatch):
     assert looked
     with pytest.raises(triton.runtime.errors.InterpreterError, match="overflow"):
         squared[(1,)](torch.tensor([3, 1 << 20], dtype=torch.int32), length=2)
+
+
+def test_a_type_has_the_dtype_that_it_had():
+    from triton.runtime import interpreter
+
+    kinds = [(tl.int1, "bool"), (tl.bfloat16, "uint16"), (tl.float32, "float32"), (tl.pointer_type(tl.int1), "uint64")]
+    blocks = [(tl.block_type(kind, [4]), dtype) for kind, dtype in kinds]
+    for _ in range(2):
+        for kind, dtype in kinds + blocks:
+            assert interpreter._get_np_dtype(kind) == dtype

@@ -21,7 +21,8 @@ def named(answer, mistakes, cases):
         found = [answer(*case) for case in cases]
     except Exception:
         return ""
-    return next((f": {words}" for wrong, words in mistakes if [wrong(*case) for case in cases] == found), "")
+    answers = list(zip(cases, found))
+    return next((f": {words}" for wrong, words in mistakes if all(wrong(*case) == one for case, one in answers)), "")
 
 
 # ---- drafts ----------------------------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ import difflib
 import functools
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.exercise import module_from
@@ -45,25 +47,31 @@ def load_mutant(path: Path, mutant: Mutant) -> ModuleType:
 def mutant_source(source: str, mutant: Mutant, name: str = "the script") -> str:
     """The script's source with the mutant's change, in the form that `ast.unparse` gives it."""
     where, old, new = mutant
-    tree, sound = ast.parse(source), _unparsed(source)
+    tree, sound = _tree(source), _unparsed(source)
     pattern, replacement = _parsed(old, new)
     function = _only(list(_functions(tree, where)), f"function {where!r}", name)
     place, holes = _only(list(_places(function, pattern)), f"{old!r}", f"{where} of {name}")
-    _replace(place, _filled(replacement, holes))
     first, last = function.lineno, function.end_lineno
-    changed = [
-        ast.unparse(statement) if statement.lineno <= first and last <= statement.end_lineno else text
-        for statement, text in zip(tree.body, sound, strict=True)
-    ]
+    with _replaced(place, _filled(replacement, holes)):
+        changed = [
+            ast.unparse(statement) if statement.lineno <= first and last <= statement.end_lineno else text
+            for statement, text in zip(tree.body, sound, strict=True)
+        ]
     if changed == [*sound]:
         raise MinivllmError(f"a mutant must change something; {old!r} and {new!r} are the same")
     return "\n".join(changed)
 
 
 @functools.lru_cache(maxsize=8)
+def _tree(source: str) -> ast.Module:
+    """The syntax of a file, parsed once for all its mutants: each leaves it as it was."""
+    return ast.parse(source)
+
+
+@functools.lru_cache(maxsize=8)
 def _unparsed(source: str) -> tuple[str, ...]:
     """The statements of a file, which most mutants leave as they are: to unparse them is most of the work."""
-    return tuple(map(ast.unparse, ast.parse(source).body))
+    return tuple(map(ast.unparse, _tree(source).body))
 
 
 @functools.lru_cache(maxsize=128)
@@ -77,9 +85,8 @@ def spliced_source(source: str, mutant: Mutant, name: str = "the file") -> str:
         MinivllmError: as `mutant_source`, or the replacement means something else where it stands (it needs brackets).
     """
     where, old, new = mutant
-    tree = ast.parse(source)
     pattern, _ = _parsed(old, new)
-    function = _only(list(_functions(tree, where)), f"function {where!r}", name)
+    function = _only(list(_functions(_tree(source), where)), f"function {where!r}", name)
     (node, field, at), holes = _only(list(_places(function, pattern)), f"{old!r}", f"{where} of {name}")
     found = getattr(node, field)
     found = found if at is None else found[at]
@@ -235,13 +242,17 @@ def _filled(piece: Piece, holes: list) -> Piece:
     return Fill().visit(piece)
 
 
-def _replace(place: Place, piece: Piece) -> None:
+@contextmanager
+def _replaced(place: Place, piece: Piece) -> Iterator[None]:
+    """A `with` block in which the piece stands at that place."""
     node, field, at = place
-    if at is None:
-        setattr(node, field, piece)
-    elif isinstance(at, int):
-        getattr(node, field)[at] = piece
-    else:
-        getattr(node, field)[at] = piece
-        if not getattr(node, field):
-            setattr(node, field, [ast.Pass()])
+    before = getattr(node, field)
+    after: Any = piece
+    if at is not None:
+        after = [*before]
+        after[at] = piece
+    setattr(node, field, after or [ast.Pass()])
+    try:
+        yield
+    finally:
+        setattr(node, field, before)

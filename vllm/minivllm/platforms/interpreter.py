@@ -1,8 +1,8 @@
 """Triton's interpreter without the work whose result it does not use, which is half of a kernel's time there.
 
 For each addition, subtraction and product of integers it computes in 64 bits whether the result fits, and looks at that
-in debug mode only. And each function that a kernel calls, `tl.sum` among them, puts the interpreter's own functions in
-the language's place once more, though the launch has done so.
+in debug mode only. Each function that a kernel calls, `tl.sum` among them, puts the interpreter's own functions in the
+language's place once more, though the launch has done so. And a type's dtype is looked up in a table made for that.
 """
 
 import functools
@@ -20,6 +20,8 @@ def leave_out_what_is_not_used() -> None:
         semantic.binary_op_sanitize_overflow_impl = _in_debug_mode(semantic)
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _Patches(interpreter._patch_lang)
+    if hasattr(interpreter, "_get_np_dtype"):
+        interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
 
 
 def _in_debug_mode(semantic: Any) -> Callable[..., None]:
@@ -30,6 +32,18 @@ def _in_debug_mode(semantic: Any) -> Callable[..., None]:
             check(*operands)
 
     return checked
+
+
+def _remembered(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """NumPy's dtype of a type of the language, whose name says all of it."""
+    known: dict[str, Any] = {}
+
+    def dtype_of(type_: Any) -> Any:
+        if type_.name not in known:
+            known[type_.name] = look_up(type_)
+        return known[type_.name]
+
+    return dtype_of
 
 
 class _Patches:
