@@ -131,19 +131,26 @@ def sweep(
     require(sensible, f"load, slots, limit and burstiness are above 0, and spread at least 0; load is {load}, slots "
             f"{slots}, limit {limit}, burstiness {burstiness}, spread {spread}")  # fmt: skip
     require(isinstance(file, str), f"file is a path or the name of a workload, not {file!r}")
-    runs = experiment(slots, spread, burstiness, workload(file.strip()) if file.strip() else None, schedule)
-    return _states(runs, load, limit, burstiness, spread)
+    work = workload(file.strip()) if file.strip() else None
+    by_policy = {  # the reader's schedule leaves static batching as it is
+        policy: experiment(slots, spread, burstiness, work, None if policy == "static" else schedule)
+        for policy in POLICIES
+    }
+    return _states(by_policy, load, limit, burstiness, spread)
 
 
-def _states(runs: Experiment, load: float, limit: float, burstiness: float, spread: float) -> Iterator[State]:
+def _states(
+    by_policy: dict[str, Experiment], load: float, limit: float, burstiness: float, spread: float
+) -> Iterator[State]:
+    runs = by_policy["continuous"]
     arrivals = tuple(at for at in runs.arrivals(load) if at < runs.window)
-    stretches = [runs.stretch(policy, load) for policy in POLICIES]
+    stretches = [own.stretch(policy, load) for policy, own in by_policy.items()]
     names = ("static", "yours" if runs.schedule else "continuous")
 
     def now() -> State:
         curves = [
-            Curve(name, runs.at_loads(policy, (*LOADS, load)), runs.ceiling(policy), stretch, limit)
-            for policy, name, stretch in zip(POLICIES, names, stretches, strict=True)
+            Curve(name, own.at_loads(policy, (*LOADS, load)), own.ceiling(policy), stretch, limit)
+            for (policy, own), name, stretch in zip(by_policy.items(), names, stretches, strict=True)
         ]
         return State(
             load=load,
@@ -162,8 +169,8 @@ def _states(runs: Experiment, load: float, limit: float, burstiness: float, spre
     state = now()
     yield state
     for wanted in (load, SATURATED, *sorted(LOADS, key=lambda other: abs(other - load))):
-        for policy in POLICIES:
-            for _ in runs.run(policy, wanted):
+        for policy, own in by_policy.items():
+            for _ in own.run(policy, wanted):
                 yield state
         if not state.complete:
             state = now()

@@ -3,7 +3,6 @@
 Times are of the processor: they hold on a machine that is busy with something else.
 """
 
-import contextlib
 import importlib
 import inspect
 import json
@@ -182,13 +181,13 @@ def test_a_move_is_drawn_at_once(name: str):
     one, seconds = Session(spec), []
     one.settle()
     for knob_name, knob in spec.flat().items():
-        for value in other_values(knob)[:3]:
+        for index, value in enumerate(other_values(knob)[:3]):
             start = time.process_time()
             moved = one.turn({knob_name: value})
             next(moved)
             seconds.append(time.process_time() - start)
-            with contextlib.suppress(StopIteration):
-                next(moved)
+            if not index:  # the next move finds a run under way
+                next(moved, None)
         one.settle(**spec.start())
     assert statistics.median(seconds) < 0.05
 

@@ -45,6 +45,20 @@ def repository(folder: Path) -> Path:
     return folder
 
 
+def left_early(spec: Spec) -> Spec:
+    """A lesson's widget whose sweep is left once it knows something.
+
+    Its view has then all that a page needs; that sweeps end, and that presets are drawn, is proven without a page.
+    """
+
+    def sweep(**knobs: Value) -> Any:
+        states = spec.states(**knobs)
+        first = next(states)
+        return next((state for state in states if state is not first), first)
+
+    return replace(spec, presets={}, sweep=sweep)
+
+
 def two_values(chosen: Mapping[str, list[Value]], start: Mapping[str, Value]) -> dict[str, list[Value]]:
     """Of the knobs that turn, the first, from where it stands to the place beside it."""
     name, values = next(iter(chosen.items()))
@@ -62,11 +76,10 @@ def site(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
             import site_widgets
 
             program, choose = load(ROOT / "tools" / "build_site.py"), site_widgets.choose
-            # Each preset is one more sweep; that they are drawn, and that tables have them, is proven without a page.
-            specs = {name: replace(spec, presets={}) for name, spec in site_widgets.specs().items()} | {"tiny": SPEC}
+            specs = {name: left_early(spec) for name, spec in site_widgets.specs().items()} | {"tiny": SPEC}
 
             def chosen(spec: Spec, start: Mapping[str, Value], *most: Any) -> dict[str, list[Value]]:
-                """All of the tiny widget's; of a lesson's, whose views are sweeps, what shows that it turns."""
+                """All of the tiny widget's; of a lesson's what shows that it turns."""
                 turned = choose(spec, start, *most)
                 return turned if spec is SPEC else two_values(turned, start)
 

@@ -455,7 +455,7 @@ class Scheduler:
             request = self.requests[request_id]
             request.num_computed_tokens += num_tokens
             request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens
-            if request.samples_by_grammar:
+            if request.structured_output_request is not None and request.samples_by_grammar:
                 output.has_structured_output_requests = True
         self.finished_req_ids = set()
 

@@ -172,7 +172,8 @@ class OpenEngine(Stretches):
         steps = super().steps_alike(running)
         if steps == 1 or not self.timed:
             return steps
-        if any(not request.num_output_tokens for request in running):  # its first token would seem to come late
+        # The first token of a request would seem to come late.
+        if any(request.num_tokens == request.num_prompt_tokens for request in running):
             return 1
         if self.come == len(self.load.arrivals):
             return steps

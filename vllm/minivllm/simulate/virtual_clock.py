@@ -157,6 +157,19 @@ ShapeOf = Callable[[Iterable[tuple[int, int]]], StepShape]
 SchedulerClass = Callable[[SchedulerConfig, CacheConfig], Scheduler]
 
 
+def decoding_shapes(shape_of: ShapeOf, contexts: Sequence[int]) -> Callable[[int], StepShape]:
+    """Shapes of the coming steps of a batch that only decodes, by how many steps later they are.
+
+    Args:
+        shape_of: of a step.
+        contexts: tokens of each request that are computed before the first of these steps.
+    """
+    if shape_of != StepShape.of:
+        return lambda later: shape_of([(1, tokens + later) for tokens in contexts])
+    reqs, keys = len(contexts), sum(contexts) + len(contexts)
+    return lambda later: StepShape(reqs, reqs, keys + later * reqs, keys + later * reqs)
+
+
 def simulate(
     workload: Sequence[SimulatedRequest],
     scheduler_config: SchedulerConfig,
@@ -309,10 +322,10 @@ class _Clock:
         """Take steps that need no decision, `most` of them, or as many as begin before the next request comes."""
         running, waiting = self.scheduler.running, len(self.scheduler.waiting)
         usage, scheduled = self.scheduler.kv_cache_manager.usage, {request.request_id: 1 for request in running}
-        before = [request.num_computed_tokens for request in running]
+        shape_at = decoding_shapes(self.shape_of, [request.num_computed_tokens for request in running])
         comes, times = self.coming[0][0] if self.coming else math.inf, []
         for later in range(most):
-            shape = self.shape_of([(1, tokens + later) for tokens in before])
+            shape = shape_at(later)
             seconds = self._seconds(shape)
             self.steps.append(StepRecord(self.now, seconds, shape, scheduled, (), len(running), waiting, usage))
             self.now += seconds
