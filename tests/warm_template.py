@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import gc
 import importlib
 import json
 import logging
@@ -39,6 +38,8 @@ STARTERS = (
 )  # fmt: skip
 """The modules that start ranks, cores and servers."""
 SERVER = ("minivllm.entrypoints.cli.main", "minivllm.entrypoints.openai.launcher")
+set_by_loading: dict[str, str] = {}
+"""Environment variables that modules have set when they were loaded."""
 inherited: socket.socket | None = None
 """The seam to a template that was forked when this process was, if it was to have one."""
 
@@ -85,6 +86,7 @@ def load(more_modules: Iterable[str]) -> None:
     """What ranks and cores need, compiled loops included, and `more_modules`."""
     from minivllm.platforms.collector import while_loading
 
+    before = dict(os.environ)
     with while_loading():
         import minivllm.engine.core_proc
         import minivllm.executor.multiproc_executor
@@ -93,7 +95,7 @@ def load(more_modules: Iterable[str]) -> None:
         load_loops()
         for name in more_modules:
             importlib.import_module(name)
-    gc.freeze()  # a child that collects does not copy what all have
+    set_by_loading.update({name: value for name, value in os.environ.items() if before.get(name) != value})
 
 
 def load_loops() -> None:
@@ -156,7 +158,7 @@ def become(request: Request, fds: Sequence[int]) -> NoReturn:
         os.chdir(request.folder)
         sys.path[:] = request.path
         os.environ.clear()
-        os.environ.update(request.environment)
+        os.environ.update({**set_by_loading, **request.environment})
         logging.getLogger("minivllm").setLevel(os.environ.get("MINIVLLM_LOGGING_LEVEL", "INFO").upper())
         signal.pthread_sigmask(signal.SIG_SETMASK, request.mask)
         random.seed()
