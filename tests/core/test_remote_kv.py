@@ -271,6 +271,15 @@ def test_aborted_after_it_has_received(steps: int) -> None:
     run.finish()
 
 
+def test_whoever_arrives_first_does_not_stand_in_the_way_of_one_admitted_before() -> None:
+    """The second one needs blocks that the first one holds, and has its keys and values before that has its own."""
+    plans = {"first": Plan(num_tokens=16, load_steps=4), "second": Plan(num_tokens=16, load_steps=1)}
+    run = Run(plans, num_gpu_blocks=12, scheduler_reserve_full_isl=False)
+    run.add("first", 18)
+    run.add("second", 33)
+    run.finish()
+
+
 @pytest.mark.parametrize(("load_steps", "fails"), [(0, (1,)), (2, (1,)), (2, None)])
 def test_a_failed_load_ends_the_request_by_default(load_steps: int, fails: tuple[int, ...] | None) -> None:
     run = Run({"r": Plan(num_tokens=12, load_steps=load_steps, fails=fails)})

@@ -30,6 +30,7 @@ def pair_of_cores(folder, *flags: str) -> Iterator[Server]:
     with running(*FLAGS, *flags, env=env) as server:
         for rank in ("0", "1"):  # their first step takes long
             assert post(server, {"prompt": "x", "max_tokens": 1}, rank).status_code == 200
+        assert len(from_each_api_server(server, "/health")) == 2  # one may start later than the other
         yield server
 
 

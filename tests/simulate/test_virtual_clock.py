@@ -231,6 +231,7 @@ def test_one_that_waits_for_what_never_ends_is_refused(after):
 def test_drafts_change_the_steps_and_not_the_tokens(case, num_drafts, acceptance):
     work, config, blocks = case
     config = replace(config, drafting=DraftingConfig(num_speculative_tokens=num_drafts))
+    blocks = replace(blocks, num_gpu_blocks=blocks.num_gpu_blocks + 1)  # for the drafts of the longest request
     found = simulate(work, config, blocks, COST, acceptance=acceptance)
     assert [len(one.token_times) for one in found.requests] == [one.output_tokens for one in work]
     assert max(step.shape.num_tokens for step in found.steps) <= config.max_num_batched_tokens

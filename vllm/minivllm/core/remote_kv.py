@@ -6,9 +6,10 @@ A request whose prefix comes from elsewhere is in one of these places:
                 WAITING_FOR_REMOTE_KVS
 
 Those that have received go first, whatever the policy: else one that does not fit before they have ended could stand in
-their way for ever. A request holds blocks from the start, without hashes until they are filled; `num_computed_tokens`
-counts the tokens to come. A connector that loads within the step that admits a request needs none of this: the request
-runs at once.
+their way for ever. Among them the order is that of their admission, which left room for all that were admitted before,
+and not that of their arrival. A request holds blocks from the start, without hashes until they are filled;
+`num_computed_tokens` counts the tokens to come. A connector that loads within the step that admits a request needs none
+of this: the request runs at once.
 
 A request that has ended may leave its blocks behind, until the ranks say that they are sent; one that was aborted while
 it waited, until they say that nothing is written into them any more.
@@ -60,7 +61,7 @@ class RemoteKV:
         self.connector, self.manager, self.recomputes = connector, manager, recomputes
         self.kv_holding_waiting: dict[str, Request] = {}
         self.received = create_request_queue("fcfs")
-        """Requests whose blocks are filled, and which wait for their turn."""
+        """Requests whose blocks are filled, and which wait for their turn, in order of admission."""
         self.finished_recving_kv_req_ids: set[str] = set()
         self.failed_recving_kv_req_ids: set[str] = set()
         self.releasing: dict[str, Request] = {}
@@ -72,6 +73,8 @@ class RemoteKV:
         self._being_sent: set[str] = set()
         self._being_received: set[str] = set()  # of those in `releasing`
         self._never_again: set[str] = set()
+        self._admissions: dict[str, int] = {}  # of requests that load or have loaded: the how-manieth it was
+        self._num_admissions = 0
         self._params: dict[str, KVTransferParams] = {}
         self._forget_steps()
         connector.bind_gpu_block_pool(manager.block_pool)
@@ -140,9 +143,11 @@ class RemoteKV:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             request.num_computed_tokens = prefix.num_tokens
             self.kv_holding_waiting[request.request_id] = request
+            self._admissions[request.request_id] = self._num_admissions
+            self._num_admissions += 1
 
     def promote(self) -> list[Request]:
-        """Puts requests that have received what they waited for into `received`, in order of admission.
+        """Puts requests that have received what they waited for into `received`.
 
         Returns those that have got nothing, and hold no blocks any more.
         """
@@ -151,8 +156,11 @@ class RemoteKV:
         ]
         for request in arrived:
             self._take_loaded(request)
-            if request.num_computed_tokens > 0:
-                self.received.add_request(request)
+        if any(request.num_computed_tokens > 0 for request in arrived):
+            before = [*self.received]
+            filled = [*before, *(request for request in arrived if request.num_computed_tokens > 0)]
+            self.received.remove_requests(before)
+            self.received.prepend_requests(sorted(filled, key=lambda one: self._admissions[one.request_id]))
         return [request for request in arrived if request.num_computed_tokens == 0]
 
     def _take_loaded(self, request: Request) -> None:
@@ -185,6 +193,7 @@ class RemoteKV:
         lists = self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids, self._never_again, self._to_start
         for names in lists:
             names.discard(name)
+        self._admissions.pop(name, None)
         self.lost_its_blocks(request)
         if delays:
             self.releasing[name] = request
@@ -337,6 +346,7 @@ class RemoteKV:
         for names in (self._being_received, self.finished_recving_kv_req_ids, self.failed_recving_kv_req_ids):
             names.clear()
         self.kv_holding_waiting.clear()
+        self._admissions.clear()
         self.received = create_request_queue("fcfs")
         self._forget_steps()
         self.manager = manager
