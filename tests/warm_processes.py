@@ -60,7 +60,6 @@ class Template:
                 [sys.executable, "-P", "-c", start, *arguments, ROOM],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
             )
 
     def is_loaded(self) -> bool:

@@ -73,6 +73,7 @@ def main() -> None:
     """`-c "..." FD PATH MODULES ROOM`: load everything, then fork whenever one is asked for."""
     import warm_processes  # noqa: F401  # while it is found: a kernel does not see the tests' modules
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the others are told, who leave; then this one ends
     fd, path, modules = sys.argv[1:4]
     sys.path[:] = json.loads(path)
     load(json.loads(modules))
@@ -189,7 +190,6 @@ def leave_template() -> None:
     global inherited
     inherited, theirs = socket.socketpair()
     if os.fork() == 0:
-        os.setsid()
         keep_only({0, 1, 2, theirs.fileno()})
         serve(theirs)
     theirs.close()
