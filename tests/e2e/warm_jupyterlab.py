@@ -29,7 +29,7 @@ class Starter:
     def __call__(self, command: list[str], **options: Any) -> Any:
         if self.warm is not None and self.warm.template.is_loaded():
             return self.warm.Popen(command, **options)
-        if self.warm is None and sys.platform == "linux":
+        if self.warm is None:
             self.warm = warm_subprocess()
         return subprocess.Popen(command, **options)
 
@@ -38,13 +38,13 @@ class Starter:
             self.warm.template.close()
 
 
-def warm_subprocess() -> WarmSubprocess:
-    """What forks kernels; no kernel finds the tests' modules."""
+def warm_subprocess() -> WarmSubprocess | None:
+    """What forks kernels, where that can be; no kernel finds the tests' modules."""
     sys.path.append(TESTS)
-    from warm_processes import Template, WarmSubprocess
+    from warm_processes import CAN_FORK, Template, WarmSubprocess
 
     sys.path.remove(TESTS)
-    return WarmSubprocess(Template("ipykernel.kernelapp", "ipykernel.zmqshell"))
+    return WarmSubprocess(Template("ipykernel.kernelapp", "ipykernel.zmqshell")) if CAN_FORK else None
 
 
 if __name__ == "__main__":

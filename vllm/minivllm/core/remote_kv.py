@@ -23,6 +23,7 @@ connector again, which might promise the same for ever; and what was computed fr
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from minivllm.core.block_pool import KVCacheBlock
@@ -73,8 +74,8 @@ class RemoteKV:
         self._being_sent: set[str] = set()
         self._being_received: set[str] = set()  # of those in `releasing`
         self._never_again: set[str] = set()
-        self._admissions: dict[str, int] = {}  # of requests that load or have loaded: the how-manieth it was
-        self._num_admissions = 0
+        self._admissions: dict[str, int] = {}  # by request that loads or has loaded: the number of its admission
+        self._numbers = count()
         self._params: dict[str, KVTransferParams] = {}
         self._forget_steps()
         connector.bind_gpu_block_pool(manager.block_pool)
@@ -143,8 +144,7 @@ class RemoteKV:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             request.num_computed_tokens = prefix.num_tokens
             self.kv_holding_waiting[request.request_id] = request
-            self._admissions[request.request_id] = self._num_admissions
-            self._num_admissions += 1
+            self._admissions[request.request_id] = next(self._numbers)
 
     def promote(self) -> list[Request]:
         """Puts requests that have received what they waited for into `received`.
