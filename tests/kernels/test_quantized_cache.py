@@ -220,20 +220,22 @@ def test_the_twin_reads_int8(twin, seed):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_int8_compiles_everywhere_and_spills_nothing(target):
+def test_int8_compiles_everywhere_and_spills_next_to_nothing(target):
+    """On sm_90 the fastest tiles put some numbers of a thread aside, and take 199 µs where one that fits takes 301."""
     for query_rows, splits in ((4, 8), (4096, 1)):
-        first = configurations(target, query_rows, 4, 128, 2)[0]
+        first = configurations(target, query_rows, 4, 128, 2, 1)[0]
         built = compile_attention(target, first, kv_dtype="int8", splits=splits)
         assert built.fits
-        assert built.spilled == 0
+        assert built.spilled <= (64 if target == "sm_90" else 0)
         assert built.tensor_core
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_fp8_compiles_where_there_is_fp8(target):
-    built = compile_attention(target, configurations(target, 4, 4, 128, 2)[0], kv_dtype="float8_e4m3fn")
-    assert built.fits
-    assert built.spilled == 0
+    for one in (*configurations(target, 4, 4, 128, 2, 1), *configurations(target, 4096, 4, 128, 2, 1)):
+        built = compile_attention(target, one, kv_dtype="float8_e4m3fn")
+        assert built.fits
+        assert built.spilled == 0
     pointers = {"key": "*bf16", "value": "*bf16", "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"}
     strides = {"key_stride": 6144, "value_stride": 6144, "block_stride": 16384}
     shape = {"BLOCK_SIZE": 16, "WIDTH": 1024, "PADDED_WIDTH": 1024, "LARGEST": 448.0}

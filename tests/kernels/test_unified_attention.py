@@ -263,8 +263,8 @@ def test_the_combination_of_splits_compiles():
 @pytest.mark.parametrize("padded_dim", [32, 128, 256])
 def test_every_configuration_holds_a_group_and_is_a_power_of_two(rows, group, padded_dim):
     for target in TARGETS:
-        for size in (2, 4):
-            choices = configurations(target, rows, group, padded_dim, size)
+        for size, cache_size in ((2, 2), (2, 1), (4, 4), (4, 1)):
+            choices = configurations(target, rows, group, padded_dim, size, cache_size)
             assert choices
             for one in choices:
                 assert one.block_m >= max(16, group)
@@ -272,11 +272,11 @@ def test_every_configuration_holds_a_group_and_is_a_power_of_two(rows, group, pa
 
 
 def test_splits_fill_the_device_and_are_never_too_short():
-    assert automatic_splits(programs=8, keys=32768, multiprocessors=132) == 66
-    assert automatic_splits(programs=8, keys=600, multiprocessors=132) == 2
-    assert automatic_splits(programs=8, keys=100, multiprocessors=132) == 1
-    assert automatic_splits(programs=5000, keys=32768, multiprocessors=132) == 1
-    assert automatic_splits(programs=0, keys=10**6, multiprocessors=132) == 128
+    assert automatic_splits(programs=8, keys=32768, wanted=264) == 33
+    assert automatic_splits(programs=8, keys=600, wanted=264) == 2
+    assert automatic_splits(programs=8, keys=100, wanted=264) == 1
+    assert automatic_splits(programs=5000, keys=32768, wanted=264) == 1
+    assert automatic_splits(programs=0, keys=10**6, wanted=264) == 128
 
 
 @pytest.mark.gpu

@@ -25,43 +25,56 @@ class Configuration:
 
 _DECODE = {  # up to 32 rows: keep many bytes in flight. Best guess first.
     "sm_80": ((32, 4, 3), (64, 4, 2), (64, 8, 3)),
-    "sm_90": ((32, 4, 4), (64, 4, 2), (64, 4, 3), (128, 8, 2)),
+    "sm_90": ((64, 4, 2), (128, 4, 3), (32, 1, 4)),
     "sm_100": ((32, 4, 4), (64, 4, 2), (64, 4, 3), (128, 8, 2)),
     "gfx942": ((64, 4, 1), (32, 4, 1), (32, 4, 2)),
 }
 _PREFILL = {  # more rows: keep the matrix units busy, spill no register
     "sm_80": ((128, 32, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
-    "sm_90": ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
+    "sm_90": ((64, 64, 4, 3), (128, 64, 8, 3)),
     "sm_100": ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
     "gfx942": ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
 }
+_DECODE_OF_BYTES = _DECODE | {"sm_90": ((128, 4, 3), (128, 4, 2), (32, 1, 4))}  # a cache of one byte a number
+_PREFILL_OF_BYTES = _PREFILL | {"sm_90": ((64, 128, 4, 2),)}
 
 
-def configurations(gpu: str, rows: int, group: int, padded_dim: int, element_bytes: int) -> list[Configuration]:
+def configurations(
+    gpu: str, rows: int, group: int, padded_dim: int, element_bytes: int, cache_bytes: int = 2
+) -> list[Configuration]:
     """Candidates for a batch with `rows` query rows (positions × group) per sequence, best guess first.
 
-    `gpu` is a key of the tables above. Matrix products of fp32 run outside the matrix units, with few
-    registers to spare, so fp32 has one small configuration, and so has a head wider than 128.
+    `gpu` is a key of the tables above; `element_bytes` are those of a query's number, `cache_bytes` of a key's. Matrix
+    products of fp32 run outside the matrix units, with few registers to spare, so fp32 has one small configuration, and
+    so has a head wider than 128.
     """
     smallest = max(16, triton.next_power_of_2(group))
+    of_bytes = cache_bytes == 1 and padded_dim <= 128
     if element_bytes > 2:
         return [Configuration(smallest, 32 if padded_dim <= 128 else 16, 4, 1)]
-    if rows <= 32 or smallest > 64:
+    if is_decode(rows, group):
         block_m = max(smallest, 16 if rows <= 16 else 32)
-        narrow = [(tile, warps, stages) for tile, warps, stages in _DECODE[gpu] if tile * padded_dim <= 16384]
-        return [Configuration(block_m, *choice) for choice in narrow]
+        return [
+            Configuration(block_m, tile, warps, stages)
+            for tile, warps, stages in (_DECODE_OF_BYTES if of_bytes else _DECODE)[gpu]
+            if tile * padded_dim <= 16384 and (warps > 1 or block_m * padded_dim <= 2048)  # one warp's registers
+        ]
     if padded_dim > 128:
         return [Configuration(64, 32, 4, 1 if gpu == "gfx942" else 2)]
-    return [Configuration(*choice) for choice in _PREFILL[gpu]]
+    return [Configuration(*choice) for choice in (_PREFILL_OF_BYTES if of_bytes else _PREFILL)[gpu]]
 
 
-def automatic_splits(programs: int, keys: int, multiprocessors: int) -> int:
-    """Number of splits of each sequence's keys that gives about four programs per multiprocessor.
+def is_decode(rows: int, group: int) -> bool:
+    """Whether a batch of so many query rows per sequence is limited by memory, as decodes and verifications are."""
+    return rows <= 32 or group > 64
+
+
+def automatic_splits(programs: int, keys: int, wanted: int) -> int:
+    """Number of splits of each sequence's keys that gives about `wanted` programs.
 
     A split of fewer than 256 keys is not worth its share of the combine step.
     """
-    wanted = 4 * multiprocessors // max(programs, 1)
-    return max(1, min(wanted, keys // 256, 128))
+    return max(1, min(wanted // max(programs, 1), keys // 256, 128))
 
 
 @functools.cache

@@ -48,7 +48,7 @@ ALIGNMENT = 16
 """Of a slice's first column, in numbers, where loads are wide."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def lora_shrink_kernel(
     shrunk,
     x,
@@ -101,7 +101,7 @@ def lora_shrink_kernel(
     tl.store(out, sums, mask=wanted[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def lora_expand_kernel(
     y,
     shrunk,

@@ -44,7 +44,7 @@ from minivllm.kernels.attention_launch import dot_type, offset_type, padded, par
 from minivllm.kernels.cpu.mla_calls import mla_attention_cpu, write_latents_cpu
 from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.kernels.tuning import fastest
-from minivllm.kernels.unified_attention import LOG2E, combine_splits, find_sequence, load_rows
+from minivllm.kernels.unified_attention import CHANGING, LOG2E, combine_splits, find_sequence, load_rows
 from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
 MOST_HEADS = 16
@@ -186,7 +186,7 @@ def attend_latents(
     return peak, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def mla_attention_kernel(
     out,
     q,
@@ -380,7 +380,7 @@ def launch_triton(out: torch.Tensor, arguments: MLAArguments, num_splits: int, c
         out.stride(0),
         cache.stride(0),
         block_table.stride(0),
-        DOT_TYPE=dot_type(q),
+        DOT_TYPE=dot_type(q.dtype, cache.dtype),
         OFFSET_TYPE=offset_type(cache),
         HEADS=heads,
         RANK=rank,

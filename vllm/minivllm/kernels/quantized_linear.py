@@ -54,7 +54,7 @@ FOR_FEW_ROWS = (Configuration(32, 16, 128, 2, 4), Configuration(64, 16, 128, 4, 
 FOR_MANY_ROWS = (Configuration(64, 64, 64, 4, 3), Configuration(128, 64, 64, 4, 3), Configuration(64, 32, 128, 4, 3))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def quantized_linear_kernel(
     out,
     x,

@@ -49,6 +49,8 @@ from minivllm.kernels.reshape_and_cache import choose_backend
 from minivllm.platforms.triton_utils import tl, triton
 
 CHUNK = 4096  # tokens per program
+CHANGING = ("num_rows", "width")
+"""Arguments that change from step to step, for whose values Triton is not to compile a kernel anew."""
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def load_best(scores, tokens, row, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.const
     return best, tl.load(tokens + row * CHUNKS + index)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def reduce_rows_kernel(
     target_logits,
     draft_logits,
@@ -151,7 +153,7 @@ def reduce_rows_kernel(
             store_best(scores, tokens, at, logits, chunk * CHUNK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def walk_drafts_kernel(
     out,
     rejected,
@@ -239,7 +241,7 @@ def recover_kernel(
         store_best(scores, tokens, row * chunks + chunk, left / waiting_time(token, first, second), chunk * CHUNK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def replace_kernel(out, rejected, starts, scores, tokens, width, CHUNKS: tl.constexpr, PADDED_CHUNKS: tl.constexpr):
     """Grid (requests,). Where nothing is left of p, p and q differ by rounding alone: the draft stays."""
     request = tl.program_id(0)

@@ -53,6 +53,7 @@ from minivllm.kernels.attention_configurations import (
     Configuration,
     architecture,
     configurations,
+    is_decode,
 )
 from minivllm.kernels.attention_launch import dot_type, offset_type, padded, partials_for, splits_for
 from minivllm.kernels.cpu.attention_calls import unified_attention_cpu
@@ -62,6 +63,10 @@ from minivllm.kernels.tuning import fastest
 from minivllm.platforms.triton_utils import INTERPRETED, tl, triton
 
 LOG2E: Any = tl.constexpr(1.4426950408889634)
+LOWEST: Any = tl.constexpr(-3.0e38)
+CHANGING = ("num_seqs", "num_splits", "table_stride")
+"""Arguments that change from step to step. Triton would compile a kernel anew where one is 1, or a multiple of 16."""
+COMBINED_AT_ONCE = 16
 
 
 # ---- the kernel ------------------------------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ def attend_tiles(
     return peak, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def unified_attention_kernel(
     out,
     q,
@@ -279,7 +284,7 @@ def unified_attention_kernel(
         tl.store(out_rows, result.to(out.dtype.element_ty), mask=row_is_real[:, None] & (dim < HEAD_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def combine_kernel(
     out,
     partial_acc,
@@ -290,22 +295,31 @@ def combine_kernel(
     out_stride,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,  # that are loaded at once
 ):
     """Grid (tokens, heads): combine partial outputs into one row, weighted by exp2(peak − highest peak)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if token >= tl.load(query_start_loc + num_seqs):
         return
-    split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_DIM)
-    part = (token * tl.num_programs(1) + head) * num_splits + split
-    peak = tl.load(partial_stats + part * 2, mask=split < num_splits, other=float("-inf"))
-    weight = tl.exp2(peak - tl.max(peak, 0))
-    saw_keys = peak > float("-inf")
-    total = tl.sum(weight * tl.load(partial_stats + part * 2 + 1, mask=saw_keys, other=0.0), 0)
-    acc = tl.load(partial_acc + part[:, None] * PADDED_DIM + dim[None, :], mask=saw_keys[:, None], other=0.0)
-    result = tl.sum(acc * weight[:, None], 0) / total
+    dim = tl.arange(0, PADDED_DIM)
+    first_part = (token * tl.num_programs(1) + head) * num_splits
+    highest = LOWEST  # not −inf: the first splits may have seen no key, and −inf − −inf is NaN
+    total = 0.0
+    acc = tl.zeros([PADDED_DIM], tl.float32)
+    for first in range(0, num_splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        part = first_part + split
+        peak = tl.load(partial_stats + part * 2, mask=split < num_splits, other=float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(peak, 0))
+        shrink, weight = tl.exp2(highest - new_highest), tl.exp2(peak - new_highest)
+        saw_keys = peak > float("-inf")
+        totals = tl.load(partial_stats + part * 2 + 1, mask=saw_keys, other=0.0)
+        sums = tl.load(partial_acc + part[:, None] * PADDED_DIM + dim[None, :], mask=saw_keys[:, None], other=0.0)
+        total = total * shrink + tl.sum(weight * totals, 0)
+        acc = acc * shrink + tl.sum(sums * weight[:, None], 0)
+        highest = new_highest
     at = out + token * out_stride + head * HEAD_DIM + dim
-    tl.store(at, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    tl.store(at, (acc / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 # ---- the entrance ----------------------------------------------------------------------------------------------------
@@ -389,12 +403,14 @@ def _choose_and_launch(
 
     def launch(configuration: Configuration) -> None:
         programs = max(sequences, tokens * group // configuration.block_m) * kv_heads
-        launch_triton(out, arguments, num_kv_splits or splits_for(programs, keys, q.device), configuration)
+        splits = num_kv_splits or splits_for(programs, keys, q.device, 2 if is_decode(rows, group) else 1)
+        launch_triton(out, arguments, splits, configuration)
 
     if INTERPRETED:
         launch(Configuration(min(max(16, triton.next_power_of_2(max(rows, group))), 64), 32, 4, 1))
         return
-    choices = configurations(architecture(q.device), rows, group, padded(head_dim), q.element_size())
+    sizes = q.element_size(), k_cache.element_size()
+    choices = configurations(architecture(q.device), rows, group, padded(head_dim), *sizes)
     shape_class = (
         q.device, q.dtype, k_cache.dtype, heads, group, head_dim, k_cache.shape[1], window,
         arguments.soft_cap is None, num_kv_splits, sequences.bit_length(), tokens.bit_length(), keys.bit_length(),
@@ -434,7 +450,7 @@ def launch_triton(
         k_cache.stride(1),
         k_cache.stride(2),
         block_table.stride(0),
-        DOT_TYPE=dot_type(q),
+        DOT_TYPE=dot_type(q.dtype, k_cache.dtype),
         OFFSET_TYPE=offset_type(k_cache),
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -468,5 +484,5 @@ def combine_splits(
         out.stride(0),
         HEAD_DIM=out.shape[2],
         PADDED_DIM=padded_dim,
-        PADDED_SPLITS=triton.next_power_of_2(num_splits),
+        SPLITS=COMBINED_AT_ONCE,
     )

@@ -205,6 +205,11 @@ def _find_kernel(request: dict) -> Any:
     return kernel
 
 
+def _specializes(parameter: Any, value: object) -> bool:
+    """Whether a launch is compiled for this very number."""
+    return not (parameter.do_not_specialize or isinstance(value, (bool, float)))
+
+
 def _specialize(kernel: Any, arguments: dict) -> tuple[dict, dict, dict]:
     """(signature, constants, attributes) of a launch with these arguments."""
     import triton.language as tl
@@ -219,13 +224,13 @@ def _specialize(kernel: Any, arguments: dict) -> tuple[dict, dict, dict]:
             signature[parameter.name] = example["type"]
             if example["type"].startswith("*"):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None or (value == 1 and not isinstance(value, (bool, float))):
+        elif parameter.is_constexpr or value is None or (value == 1 and _specializes(parameter, value)):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, bool):
             signature[parameter.name] = "i1"
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and _specializes(parameter, value):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from minivllm.kernels.attention_configurations import Configuration
 from minivllm.kernels.attention_launch import padded
-from minivllm.kernels.unified_attention import combine_kernel, unified_attention_kernel
+from minivllm.kernels.unified_attention import COMBINED_AT_ONCE, combine_kernel, unified_attention_kernel
 from minivllm.lab.aot import Compiled, compile_for
-from minivllm.platforms.triton_utils import tl, triton
+from minivllm.platforms.triton_utils import tl
 
 POINTERS = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "float8_e4m3fn": "*fp8e4nv",
@@ -40,6 +40,7 @@ def compile_attention(
     if it does not compile.
     """
     pointer, slot = POINTERS[dtype], KV_HEADS * head_dim
+    dot_type = tl.float16 if kv_dtype == "float8_e4m3fn" else getattr(tl, dtype)
     arguments = {
         **dict.fromkeys(("out", "q"), pointer),
         **dict.fromkeys(("k_cache", "v_cache"), POINTERS[kv_dtype or dtype]),
@@ -49,7 +50,7 @@ def compile_attention(
         "num_seqs": 7, "num_splits": splits, "scale": 0.125, "soft_cap": 30.0,
         "q_stride": group * slot, "out_stride": group * slot,
         "block_stride": block_size * slot, "slot_stride": slot, "head_stride": head_dim, "table_stride": 7,
-        "DOT_TYPE": getattr(tl, dtype), "OFFSET_TYPE": tl.int64 if wide_offsets else tl.int32, "GROUP": group,
+        "DOT_TYPE": dot_type, "OFFSET_TYPE": tl.int64 if wide_offsets else tl.int32, "GROUP": group,
         "HEAD_DIM": head_dim, "PADDED_DIM": padded(head_dim), "BLOCK_SIZE": block_size,
         "BLOCK_M": configuration.block_m, "TILE": configuration.tile, "WINDOW": sliding_window,
         "SOFT_CAP": soft_cap, "SPLIT": splits > 1, "SCALED": kv_dtype == "int8",
@@ -63,6 +64,6 @@ def compile_combine(target: str, *, dtype: str = "bfloat16", head_dim: int = 128
     arguments = {
         "out": POINTERS[dtype], "partial_acc": "*fp32", "partial_stats": "*fp32", "query_start_loc": "*i32",
         "num_seqs": 7, "num_splits": splits, "out_stride": 32 * head_dim, "HEAD_DIM": head_dim,
-        "PADDED_DIM": padded(head_dim), "PADDED_SPLITS": triton.next_power_of_2(splits),
+        "PADDED_DIM": padded(head_dim), "SPLITS": COMBINED_AT_ONCE,
     }  # fmt: skip
     return compile_for(target, combine_kernel, arguments)

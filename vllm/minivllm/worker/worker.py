@@ -6,7 +6,7 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker`).
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from minivllm.config import KVTransferConfig, LoRAConfig, ModelConfig, Parts, SpeculativeConfig
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.factory import create_connector
 from minivllm.models.decoder import Decoder
@@ -28,7 +28,7 @@ from minivllm.models.pipeline import Stage
 from minivllm.platforms.allocator import keep_freed_memory
 from minivllm.platforms.spinning import limit_spinning
 from minivllm.platforms.triton_utils import INTERPRETED
-from minivllm.sampling_params import SamplingParams
+from minivllm.worker.kernel_warmup import short_step, warm_up_steps
 from minivllm.worker.kv_connector_runner import KVConnectorRunner, model_fingerprint
 from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
@@ -85,9 +85,13 @@ class WorkerSettings:
     @property
     def uses_cuda_graphs(self) -> bool:
         """Whether decode steps are captured: on a GPU, with its own kernels, a KV cache and one stage, unless eager."""
-        plain = self.attention_backend is None and self.attention is None and self.use_kv_cache
-        plain = plain and self.pipeline_parallel_size == 1
-        return self.device == "cuda" and plain and not self.enforce_eager and not INTERPRETED
+        one_stage = self.pipeline_parallel_size == 1 and self.uses_unified_attention
+        return self.device == "cuda" and one_stage and not self.enforce_eager and not INTERPRETED
+
+    @property
+    def uses_unified_attention(self) -> bool:
+        """Whether attention is the engine's own kernel, over a KV cache."""
+        return self.attention_backend is None and self.attention is None and self.use_kv_cache
 
 
 class Worker:
@@ -173,10 +177,12 @@ class Worker:
         return list(self.runner.lora.manager.lora_index_to_id) if self.runner.lora else []
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache and captures CUDA graphs, once; then resets the group's byte count."""
+        """Allocates the cache and, on a GPU, captures CUDA graphs and warms up, once; then no bytes are counted."""
         self.runner.initialize_kv_cache(num_blocks)
         if self.settings.uses_cuda_graphs:
             self.runner.capture_model()
+        if self.device.type == "cuda":
+            self._compile_kernels()
         self.group.bytes_reduced = 0
 
     def initialize_kv_connector(self) -> tuple[KVConnectorConfig, Any]:
@@ -218,17 +224,29 @@ class Worker:
     def warm_up(self) -> None:
         """Runs a step on a CPU, so that no request waits for what numba compiles, or reads from its cache.
 
-        Its two tokens are written into the null block, and nothing else is kept of it.
+        On a GPU, `initialize_kv_cache` has done so.
         """
-        if self.device.type != "cpu":
-            return
-        request = NewRequestData("warm-up", [0, 0], [0, 0], [0], 0, SamplingParams(temperature=1.0, seed=0))
-        step = SchedulerOutput([request], CachedRequestData(), {"warm-up": 2}, 2, {}, set(), set())
-        self.runner.execute_model(step)
+        if self.device.type == "cpu":
+            self.run_unobserved(short_step(self.settings.block_size))
+
+    def run_unobserved(self, steps: Iterable[SchedulerOutput]) -> None:
+        """Runs steps that write into the null block, and keeps nothing of them."""
+        for step in steps:
+            self.execute_model(step)
         if self.runner.lora is not None:
             self.runner.lora.warm_up()
         self.runner.reset()
         self.group.bytes_reduced = 0
+
+    def _compile_kernels(self) -> None:
+        """Runs steps on a GPU in which the kernels take every form that they have."""
+        settings, speculative = self.settings, self.settings.speculative_config
+        if not settings.uses_unified_attention:
+            return
+        count = speculative.num_speculative_tokens if speculative else 0
+        drafts = [-1 if self.runner.keeps_drafts else 0] * count
+        limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len
+        self.run_unobserved(warm_up_steps(*limits, settings.block_size, drafts))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step. Only one rank samples; it broadcasts the tokens to the others before the step ends.

@@ -1,0 +1,111 @@
+"""What an engine runs before the first request leaves nothing behind, and leaves nothing to compile."""
+
+import random
+
+import pytest
+
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.entrypoints.llm import LLM
+from minivllm.lab.inside import core_of
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.kernel_warmup import BEHIND_A_CONTEXT, short_step, warm_up_steps
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_MODEL), "num_speculative_tokens": 3}
+LIMITS = [(2048, 256, 4096), (2048, 4, 200), (16, 4, 200), (1, 1, 2), (8192, 2, 131072), (300, 300, 20)]
+
+
+@pytest.mark.parametrize("drafts", [[], [-1] * 3], ids=["no drafts", "drafts"])
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_every_step_keeps_the_limits_and_the_next_one_forgets_it(limits, drafts):
+    max_num_batched_tokens, max_num_seqs, max_model_len = limits
+    running = set()
+    for step in warm_up_steps(*limits, 16, drafts):
+        assert step.finished_req_ids <= running
+        running -= step.finished_req_ids
+        for request in step.scheduled_new_reqs:
+            known = len(request.prefill_token_ids)
+            assert known < max_model_len
+            assert len(request.block_ids) * 16 > known
+            assert set(request.block_ids) == {0}, "the null block, which nobody reads"
+            assert request.num_computed_tokens + step.num_scheduled_tokens[request.req_id] == known
+            running.add(request.req_id)
+        assert len(running) <= max_num_seqs
+        assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values()) <= max_num_batched_tokens
+        assert set(step.num_scheduled_tokens) <= running
+    assert not running
+
+
+def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
+    steps = list(warm_up_steps(2048, 256, 4096, 16, [-1, -1]))
+    whole = [step for step in steps if all(one.num_computed_tokens == 0 for one in step.scheduled_new_reqs)]
+    totals = [step.total_num_scheduled_tokens for step in whole if step.scheduled_new_reqs]
+    assert totals[:12] == [1 << bit for bit in range(12)]
+    behind = [step for step in steps if any(one.num_computed_tokens for one in step.scheduled_new_reqs)]
+    assert tuple(step.total_num_scheduled_tokens for step in behind) == BEHIND_A_CONTEXT
+    assert {len(step.scheduled_new_reqs[0].prefill_token_ids) for step in behind} == {4096 - 1}
+    assert [step.scheduled_spec_decode_tokens for step in steps if step.scheduled_spec_decode_tokens] == [
+        {"warm-up 2 behind 0, 0": [-1, -1]}
+    ]
+    assert [step.total_num_scheduled_tokens for step in short_step(16)] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_dtype": "int8"},
+        {"quantization": "int8"},
+        {"speculative_config": NGRAM},
+        {"speculative_config": NGRAM, "async_scheduling": True},
+        {"speculative_config": DRAFT_MODEL},
+        {"enable_lora": True},
+    ],
+    ids=str,
+)
+def test_it_leaves_nothing_behind(options):
+    """A GPU's steps, on a CPU."""
+    llm = LLM(EMBEDDED_MODEL, device="cpu", max_model_len=200, max_num_seqs=4, num_gpu_blocks_override=20, **options)
+    params = SamplingParams(max_tokens=8, temperature=1, seed=3, ignore_eos=True)
+    expected = llm.generate("def f", params, use_tqdm=False)[0].outputs[0].token_ids
+    assert llm.reset_prefix_cache()
+    worker, drafts = core_of(llm).executor.worker, [-1 if "async_scheduling" in options else 0] * 2
+    worker.runner.reset()
+    worker.run_unobserved(warm_up_steps(2048, 4, 200, 16, drafts if "speculative_config" in options else ()))
+    assert not worker.runner.batch.row_of
+    assert not worker.runner.take_draft_token_ids()
+    assert worker.group.bytes_reduced == 0
+    assert llm.generate("def f", params, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "int8", "quantization": "int8"},
+        {"dtype": "bfloat16", "speculative_config": NGRAM},
+        {"dtype": "bfloat16", "enforce_eager": True},
+    ],
+    ids=str,
+)
+def test_on_a_gpu_no_request_waits_for_the_compiler(options, monkeypatch):
+    """Whatever the requests are: long, short, many, drafted for, drawn, cut into chunks."""
+    import triton
+
+    llm = LLM(EMBEDDED_MODEL, device="cuda", max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=512, **options)
+    compiled = []
+
+    def note(**launch) -> bool:
+        compiled.append(launch["repr"])
+        return False
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    draw = random.Random(0)
+    for _ in range(20):
+        count, longest = draw.choice([1, 2, 5, 16, 40]), draw.choice([4, 60, 700, 1900])
+        prompts = [[draw.randrange(1, 4000) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+        params = SamplingParams(temperature=draw.choice([0.0, 1.0]), max_tokens=draw.randint(1, 12), ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+    assert not compiled
