@@ -165,7 +165,7 @@ class LeaningOnCtrlC:
         wait = self.delay
         while not self._ended.wait(wait):
             os.kill(os.getpid(), signal.SIGINT)
-            self.sent, wait = self.sent + 1, 0.0002
+            self.sent, wait = self.sent + 1, 0.00005
 
     def _interrupt(self, *_):
         frame = sys._getframe()
@@ -297,9 +297,9 @@ def test_a_refusal_that_only_the_core_makes_comes_back_as_an_output(llm, expecte
     ]
 
 
-def test_one_call_at_a_time(llm, expected):
-    """From another thread, and from a signal handler in the middle of a call."""
-    said = []
+def test_one_call_at_a_time(llm, expected, monkeypatch):
+    """From a signal handler, and from another thread, in the middle of a call: before its first steps."""
+    said, step = [], llm.llm_engine.step
 
     def intrude(*_):
         try:
@@ -307,24 +307,25 @@ def test_one_call_at_a_time(llm, expected):
         except MinivllmError as error:
             said.append(str(error))
 
-    before = signal.signal(signal.SIGALRM, intrude)
-    signal.setitimer(signal.ITIMER_REAL, 0.005)
-    check(llm, expected)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-    started = threading.Event()
-    step = llm.llm_engine.step
+    def intrude_from_a_handler():
+        before = signal.signal(signal.SIGALRM, intrude)
+        signal.raise_signal(signal.SIGALRM)
+        signal.signal(signal.SIGALRM, before)
 
-    def slow_step():
-        started.set()
+    def intrude_from_a_thread():
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join(10)
+
+    intruders = [intrude_from_a_thread, intrude_from_a_handler]
+
+    def intruded_step():
+        if intruders:
+            intruders.pop()()
         return step()
 
-    llm.llm_engine.step = slow_step
-    thread = threading.Thread(target=lambda: (started.wait(), intrude()))
-    thread.start()
+    monkeypatch.setattr(llm.llm_engine, "step", intruded_step)
     check(llm, expected)
-    thread.join()
-    llm.llm_engine.step = step
     assert [text.split(":")[0] for text in said] == ["this LLM is in the middle of another call"] * 2
 
 

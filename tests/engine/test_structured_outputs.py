@@ -3,7 +3,7 @@
 import json
 import re
 import string
-import time
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -311,10 +311,10 @@ def test_what_a_thread_raises_is_the_failure():
 
 def test_others_are_served_while_a_grammar_is_compiled(llm, monkeypatch):
     compile_it = StructuredOutputManager._compile
-    admitted = []
+    ended, other_is_served = [], threading.Event()
 
     def slowly(self, params):
-        time.sleep(0.3)
+        other_is_served.wait(10)
         return compile_it(self, params)
 
     engine = llm.llm_engine
@@ -323,8 +323,10 @@ def test_others_are_served_while_a_grammar_is_compiled(llm, monkeypatch):
     engine.add_request("constrained", PROMPT, constrained)
     engine.add_request("plain", PROMPT, SamplingParams(max_tokens=2))
     while engine.has_unfinished_requests():
-        admitted += [output.request_id for output in engine.step() if output.finished]
-    assert admitted == ["plain", "constrained"]
+        ended += [output.request_id for output in engine.step() if output.finished]
+        if "plain" in ended:
+            other_is_served.set()
+    assert ended == ["plain", "constrained"]
 
 
 def test_equal_grammars_are_compiled_once(llm):

@@ -302,6 +302,48 @@ def test_closing_ends_every_thread():
         connections[0].receive()
 
 
+@pytest.mark.parametrize(
+    ("before", "call"), [("expect", 1), ("send", 1), ("expect", 2), ("proven", 1), ("expect", 3), ("send", 2)]
+)
+def test_closing_in_the_middle_of_a_handshake_ends_it_quietly(before, call, monkeypatch):
+    """Another thread closes the connection just before the server's thread uses it."""
+    calls, failures, method = [], [], getattr(Connection, before)
+
+    def closes_first(self, *arguments):
+        if threading.current_thread().name == "kv-transfer":
+            calls.append(threading.current_thread())
+            if len(calls) == call:
+                self.close()
+        return method(self, *arguments)
+
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    monkeypatch.setattr(Connection, before, closes_first)
+    with server() as to, pytest.raises(TransferError):
+        connect("127.0.0.1", to.port, SECRET, LAYOUT, 2.0)
+    for thread in calls:
+        thread.join()
+    assert len(calls) == call
+    assert not failures
+
+
+def test_a_client_that_is_gone_before_its_connection_is_set_up_does_not_end_the_server(monkeypatch):
+    """Some systems then set no more options of the socket."""
+    refused, init = [], Connection.__init__
+
+    def refuses_once(self, sock, timeout):
+        if not refused and threading.current_thread().name == "kv-transfer-accept":
+            refused.append(sock)
+            raise OSError(22, "Invalid argument")
+        init(self, sock, timeout)
+
+    monkeypatch.setattr(Connection, "__init__", refuses_once)
+    with server() as to:
+        assert is_closed(raw(to))
+        connection, _ = connect("127.0.0.1", to.port, SECRET, LAYOUT, 2.0)
+        assert isinstance(connection.receive(), Done)
+        connection.close()
+
+
 def test_the_layouts_are_compared_on_both_sides():
     other = msgspec.structs.replace(LAYOUT, block_size=16)
     with server(layout=other) as to, pytest.raises(RefusedError, match="block_size is 4 here and 16 there"):

@@ -139,6 +139,8 @@ class RequestState(msgspec.Struct, array_like=True, omit_defaults=True):
 class KeyLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The whole state after step `key`. Block 0 is the null block: `num_blocks` includes it, and nobody holds it.
 
+    A request that has been aborted since, while later steps were in flight, is left out.
+
     `max_loras`: how many adapters may run at once; 0 where none are served. `slots`: see `StepLine`; empty in
     recordings of versions that did not tell them.
     """

@@ -171,10 +171,16 @@ class Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def proven(self, checksum: str, timeout: float) -> None:
-        """Both sides know the secret: bodies may be longer, and this checksum is used from now on."""
+        """Both sides know the secret: bodies may be longer, and this checksum is used from now on.
+
+        Raises `TransferError` if another thread has closed the connection.
+        """
         self._checksum, self._most_body = CHECKSUMS[checksum], MOST_BODY
         self._until, self.timeout = float("inf"), timeout
-        self._socket.settimeout(timeout)
+        try:
+            self._socket.settimeout(timeout)
+        except OSError as error:
+            raise TransferError(f"the connection was closed meanwhile: {_reason(error)}") from error
 
     def send(self, message: Message, payload: Payload = NOTHING, is_valid: Callable[[], None] = lambda: None) -> None:
         """Sends a frame. Raises `TransferError` if the peer is gone, or does not take it in time.
@@ -433,7 +439,11 @@ class TransferServer:
             if self._closed or len(self._open) >= MOST_CONNECTIONS:
                 sock.close()
                 return
-            number, connection = next(self._numbers), Connection(sock, HANDSHAKE_SECONDS)
+            try:
+                number, connection = next(self._numbers), Connection(sock, HANDSHAKE_SECONDS)
+            except OSError:  # the client is gone, and some systems then set no more options
+                sock.close()
+                return
             thread = threading.Thread(target=self._serve, args=(number, connection), name="kv-transfer", daemon=True)
             self._open[number] = connection, thread
         thread.start()
