@@ -95,7 +95,7 @@ ablation: setup ## which lever bought what: a quarter of an hour, into README.md
 dist: setup ## ranks and cores on two hosts, which are network namespaces here, over Ray (needs root; 90 s)
 	@MINIVLLM_TEST_HOSTS=1 $(UV_RUN) --group dist pytest tests/cluster
 
-gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch, triton, transformers, numpy, pytest, rich)
+gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch, triton, transformers, numpy, pytest, rich; lesson 06 the server's packages too)
 	@if python3 -c "import torch" 2>/dev/null; then python=python3; else python="$(UV_RUN) python"; fi; \
 	$$python -c "import sys, torch; torch.cuda.is_available() or sys.exit('torch sees no GPU here: make doctor says more')" || exit 2; \
 	export PYTHONPATH=vllm; \

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.config.checks import require
 from minivllm.entrypoints.llm import LLM
 from minivllm.kernels.copy_blocks import BlockRegions
 from minivllm.kv_connector.host_copies import HostCopies, host_buffer
@@ -78,12 +79,17 @@ def engine(system: str, folder: str, chats: int) -> LLM:
 
 
 def documents(count: int, seed: int) -> list[tuple[list[int], list[list[int]]]]:
-    """A document and the questions of each chat: windows of held-out Python."""
+    """A document and the questions of each chat: windows of held-out Python.
+
+    Raises:
+        MinivllmError: there are not so many.
+    """
     tokenizer, draw = load_tokenizer(str(EMBEDDED_MODEL)), random.Random(seed)
     text = [token for text in held_out_texts() for token in tokenizer.encode(text).ids]
-    starts = draw.sample(range(0, len(text) - LONGEST, LONGEST), count)
+    starts = range(0, len(text) - LONGEST, LONGEST)
+    require(len(starts) >= count, f"there are {len(starts)} held-out documents, not {count}: ask for fewer --rounds")
     found = []
-    for start in starts:
+    for start in draw.sample(starts, count):
         rest = [start + DOCUMENT + QUESTION * turn for turn in range(TURNS)]
         found.append((text[start : start + DOCUMENT], [text[one : one + QUESTION] for one in rest]))
     return found

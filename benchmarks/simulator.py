@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.config import EMBEDDED_MODEL, CacheConfig, SchedulerConfig
+from minivllm.config import EMBEDDED_MODEL, CacheConfig
 from minivllm.lab.cli import Parser, run
 from minivllm.lab.progress import track
 from minivllm.lab.recording import Recording, bare_engine, foretell, record_run
@@ -43,7 +43,7 @@ class Case:
         ]
 
     def limits(self) -> dict[str, int]:
-        """The settings shared by engine and simulator."""
+        """The engine's settings."""
         return {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
 
 
@@ -74,8 +74,7 @@ def main(arguments: argparse.Namespace) -> None:
     cost = FittedCost.fit([step for name in FITTED for step in runs[name].steps])
     rows, figures = [], {}
     for name, case in cases.items():
-        config = SchedulerConfig(max_model_len=MAX_LEN, **case.limits())
-        off = foretell(case.lengths(arguments.seed), runs[name], config, CACHE, cost)
+        off = foretell(case.lengths(arguments.seed), runs[name], cost)
         step, count = model_error(cost, runs[name].steps).median_step, len(runs[name].steps)
         figures[name] = {"step": step, "run": off, "steps": count, "foretold": name in FORETOLD}
         kind = "fitted" if name in FITTED else "foretold"

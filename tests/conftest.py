@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 from cluster.hosts import why_not_here
 from e2e.chromium import HOW_TO_GET_IT, find_chromium
+from make_gpu import NothingOf, forgotten, package_missing_for
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -147,6 +148,14 @@ def set_no_deadlines() -> None:
     settings.load_profile("any machine")
 
 
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """A file that cannot be imported here is left out whole; how many tests it has cannot be known."""
+    if not (lacking := package_missing_for(module_path)):
+        return None
+    parent.config.stash[LEFT_OUT][f"file, {module_path.name}, whose script needs the server's packages ({lacking})"] = 1
+    return NothingOf.from_parent(parent, path=module_path)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """What is loaded by now stays: the collector, which rests while modules are loaded, need never look at it.
@@ -198,6 +207,7 @@ def missing_here() -> dict[str, str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that need what is not here, and those that do again what a browser test of this run does."""
     refuse_names_that_change(items)
+    refuse_what_make_gpu_forgets(items)
     for mark, reason in missing_here().items():
         leave_out(mark, reason, config, items)
     if any(item.get_closest_marker("browser") for item in items):
@@ -222,13 +232,19 @@ def refuse_names_that_change(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"this test has another name in every process; give it `ids`: {changing}")
 
 
+def refuse_what_make_gpu_forgets(items: list[pytest.Item]) -> None:
+    """A test for a GPU would never run if it stood where `make gpu` does not look."""
+    if (item := forgotten(items)) is not None:
+        raise pytest.UsageError(f"this test needs a GPU, and tests/gpu.txt does not have its file: {item.nodeid}")
+
+
 def leave_out(mark: str, reason: str, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the items of this mark, and note how many they are."""
     left_out = {item for item in items if item.get_closest_marker(mark)}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
-        config.stash[LEFT_OUT][reason] = len(left_out)
+        config.stash[LEFT_OUT][f"tests that {reason}"] = len(left_out)
 
 
 def browser_is_wanting(config: pytest.Config) -> bool:
@@ -255,8 +271,8 @@ def pytest_testnodedown(node) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for reason, count in config.stash[LEFT_OUT].items():
-        terminalreporter.write_line(f"left out: {count} tests that {reason}")
+    for what, count in config.stash[LEFT_OUT].items():
+        terminalreporter.write_line(f"left out: {count} {what}")
     if browser_is_wanting(config):
         terminalreporter.write_line("MINIVLLM_REQUIRE_BROWSER is set, and no browser test ran", red=True)
     for line in mutation_scores(terminalreporter):

@@ -7,8 +7,10 @@ from minivllm import LLM
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.errors import MinivllmError
 from minivllm.kernels.cpu import cache_calls
-from minivllm.lab.corpus import corpus_files, is_held_out
+from minivllm.lab import corpus
+from minivllm.lab.corpus import corpus_files, first_passages, is_held_out
 from minivllm.lab.quality import Reading, RoundedCache, decoder_loss, held_out_tokens, read, rounded_weights
+from minivllm.lab.reports.speculative_decoding import held_out_prompts
 from minivllm.models.attention import CausalAttention
 from minivllm.models.loader import load_model
 
@@ -56,10 +58,35 @@ def test_what_is_read_was_held_out():
     assert 0.01 < sum(map(is_held_out, files)) / len(files) < 0.04
 
 
+OF_NO_DISTRIBUTION = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "tkinter", "distutils"}
+
+
+def test_a_python_without_its_tests_has_as_many_texts(monkeypatch):
+    """As a distribution packs it. What lessons 05, 07 and 09 read, and what takes most texts."""
+    monkeypatch.setattr(corpus, "SKIPPED", corpus.SKIPPED | OF_NO_DISTRIBUTION)
+    files = [path for path in corpus_files() if is_held_out(path)]
+    assert 0 < len(files) < 12, "else this shows nothing"
+    read_by_05 = held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS), texts=16, tokens=512)
+    for found, length in ((read_by_05, 512), (held_out_prompts(str(EMBEDDED_MODEL), 12), 128)):
+        assert [len(one) for one in found] == [length] * len(found)
+        assert len(set(map(tuple, found))) == len(found), "no passage is taken twice"
+    assert len(read_by_05) == 16
+    assert len(held_out_prompts(str(EMBEDDED_MODEL), 12)) == 12
+
+
+def test_each_passage_is_of_another_text_while_there_are_some():
+    texts = [[text] * 100 for text in range(20)]
+    assert first_passages(texts, 20, 30) == [[text] * 30 for text in range(20)]
+    long, short = list(range(10)), list("abcde")
+    assert first_passages([long, short, [0]], 3, 4) == [[0, 1, 2, 3], [*"abcd"], [4, 5, 6, 7]]
+    with pytest.raises(MinivllmError, match="there are 3 held-out passages of 4 tokens, not 4"):
+        first_passages([long, short, [0]], 4, 4)
+
+
 def test_what_cannot_be_read_is_refused():
     with pytest.raises(MinivllmError, match="needs a tokenizer"):
         held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS, skip_tokenizer_init=True))
-    with pytest.raises(MinivllmError, match="of 100000 tokens and more, not 2"):
+    with pytest.raises(MinivllmError, match=r"held-out passages of 100000 tokens, not 2: .* take a Python"):
         held_out_tokens(LLM(EMBEDDED_MODEL, **SETTINGS), texts=2, tokens=100_000)
     with pytest.raises(MinivllmError, match="do not compare"):
         Reading(1.0, (1, 2)).agreement(Reading(1.0, (1,)))

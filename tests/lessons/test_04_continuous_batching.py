@@ -175,9 +175,9 @@ def test_the_engine_takes_the_steps_that_the_simulator_takes():
     assert [step.scheduled for step in simulated.steps] == run.scheduled
     assert [step.shape for step in simulated.steps] == [step.shape for step in run.steps]
     assert simulated.num_preemptions == run.num_preemptions > 0
-    assert foretell(lengths, run, config, blocks, FIXED) == pytest.approx(len(run.steps) / run.seconds - 1)
+    assert foretell(lengths, run, FIXED) == pytest.approx(len(run.steps) / run.seconds - 1)
     with pytest.raises(MinivllmError, match="other steps"):
-        foretell(lengths[1:], run, config, blocks, FIXED)
+        foretell(lengths[1:], run, FIXED)
     assert run.output_tokens == simulated.output_tokens == sum(output for _, output in lengths)
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import itertools
-import os
 import secrets
 import socket
 import struct
@@ -35,6 +34,7 @@ import msgspec
 
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.checksums import CHECKSUMS, NOTHING, Payload, common_checksum, own_checksums
+from minivllm.kv_connector.tcp_secret import SECRET_VARIABLE
 from minivllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -46,8 +46,6 @@ MOST_BODY = 1 << 22
 _MOST_BODY_BEFORE_PROOF = 512
 HANDSHAKE_SECONDS = 5.0
 MOST_CONNECTIONS = 256
-SECRET_VARIABLE = "MINIVLLM_KV_TRANSFER_SECRET"
-LEAST_SECRET = 16
 _NONCE_BYTES = 32
 _MOST_PARTS = 512
 """Buffers in one system call; Linux and macOS take 1,024."""
@@ -292,21 +290,6 @@ def _reason(error: Exception) -> str:
 
 
 # ---- the beginning of a connection -----------------------------------------------------------------------------------
-
-
-def secret_of(settings: str | None, environment: Any = os.environ) -> bytes:
-    """The secret that both sides share: what the settings say, else `MINIVLLM_KV_TRANSFER_SECRET`.
-
-    Raises:
-        MinivllmError: there is none, or it is short enough to be guessed.
-    """
-    secret = settings if settings is not None else environment.get(SECRET_VARIABLE, "")
-    if not isinstance(secret, str) or len(secret) < LEAST_SECRET:
-        raise MinivllmError(
-            f"engines that exchange keys and values over TCP share a secret of at least {LEAST_SECRET} characters: set "
-            f"{SECRET_VARIABLE} (or kv_connector_extra_config.secret) to the same text on both sides"
-        )
-    return secret.encode()
 
 
 def _proof(secret: bytes, role: str, hello: Hello, nonce: bytes, checksum: str) -> bytes:

@@ -22,7 +22,7 @@ from minivllm.config import ModelConfig
 from minivllm.config.checks import require
 from minivllm.entrypoints.llm import LLM
 from minivllm.errors import MinivllmError
-from minivllm.lab.corpus import held_out_texts
+from minivllm.lab.corpus import first_passages, held_out_texts
 from minivllm.models.attention import CausalAttention
 from minivllm.models.decoder import Decoder
 from minivllm.models.forward_context import Attention
@@ -46,7 +46,7 @@ class Reading:
 
 
 def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[int]]:
-    """The first `tokens` tokens of `texts` held-out texts, in the engine's own tokenization.
+    """The first `tokens` tokens of `texts` held-out texts, in the engine's own tokenization; see `first_passages`.
 
     Raises:
         MinivllmError: the engine has no tokenizer, or there are not enough texts of that length.
@@ -55,11 +55,7 @@ def held_out_tokens(llm: LLM, texts: int = 16, tokens: int = 256) -> list[list[i
     tokenizer = llm.llm_engine.tokenizer
     if tokenizer is None:
         raise MinivllmError("reading texts needs a tokenizer: build the engine without skip_tokenizer_init")
-    found = [tokenizer.encode(text).ids[:tokens] for text in held_out_texts()]
-    found = [one for one in found if len(one) == tokens][:texts]
-    if len(found) < texts:
-        raise MinivllmError(f"there are {len(found)} held-out texts of {tokens} tokens and more, not {texts}")
-    return found
+    return first_passages([tokenizer.encode(text).ids for text in held_out_texts()], texts, tokens)
 
 
 def read(llm: LLM, texts: Sequence[list[int]]) -> Reading:

@@ -26,12 +26,17 @@ from minivllm.simulate.virtual_clock import SimulatedRequest, simulate
 
 @dataclass(frozen=True)
 class Recording:
-    """A run: its measured steps, each step's scheduled tokens by request id, and the number of output tokens."""
+    """A run: its measured steps, each step's scheduled tokens by request id, and the number of output tokens.
+
+    `scheduler_config` and `cache_config` are the engine's, its defaults for the device included.
+    """
 
     steps: list[MeasuredStep]
     scheduled: list[dict[str, int]]
     output_tokens: int
     num_preemptions: int
+    scheduler_config: SchedulerConfig
+    cache_config: CacheConfig
 
     @property
     def seconds(self) -> float:
@@ -57,9 +62,13 @@ class Recording:
 def bare_engine(model: str | Path, device: torch.device, cache: CacheConfig, **settings: Any) -> EngineCore:
     """An engine without a tokenizer that has exactly this pool; `settings` are further engine arguments.
 
+    Whoever drives it takes one step after another. So no step is scheduled ahead, on a GPU neither, unless `settings`
+    say otherwise: there the worker would keep the drafts and the sampled tokens for the step in flight.
+
     Raises:
         MinivllmError: the settings are invalid, or the pool cannot hold one request of `max_model_len` tokens.
     """
+    settings = {"async_scheduling": False, **settings}
     settings |= {"num_gpu_blocks_override": cache.num_gpu_blocks, "block_size": cache.block_size}
     settings |= {"enable_prefix_caching": cache.enable_prefix_caching, "skip_tokenizer_init": True}
     return EngineCore(EngineArgs(model=model, device=device.type, **settings))
@@ -99,18 +108,18 @@ def record_run(core: EngineCore, lengths: Sequence[tuple[int, int]], warm_up: bo
         steps.append(MeasuredStep(shape, clock() - start))
         scheduled.append(dict(new))
         num_tokens += sum(len(one.new_token_ids) for one in engine_outputs)
-    return Recording(steps, scheduled, num_tokens, core.scheduler.num_preemptions - preempted)
+    scheduler, preempted = core.scheduler, core.scheduler.num_preemptions - preempted
+    return Recording(steps, scheduled, num_tokens, preempted, scheduler.config, scheduler.cache_config)
 
 
-def foretell(
-    lengths: Sequence[tuple[int, int]], recording: Recording, config: SchedulerConfig, cache: CacheConfig, cost: Cost
-) -> float:
+def foretell(lengths: Sequence[tuple[int, int]], recording: Recording, cost: Cost) -> float:
     """(modelled − measured) / measured seconds of a recorded run of these (prompt, output) lengths.
 
     Raises:
-        MinivllmError: the simulated steps differ from the engine's: the settings differ, or there is a bug.
+        MinivllmError: the simulated steps differ from the engine's: the lengths are another run's, or there is a bug.
     """
-    result = simulate([SimulatedRequest(*one) for one in lengths], config, cache, cost)
+    requests = [SimulatedRequest(*one) for one in lengths]
+    result = simulate(requests, recording.scheduler_config, recording.cache_config, cost)
     if [step.scheduled for step in result.steps] != recording.scheduled:
-        raise MinivllmError("the simulation takes other steps than the engine took: are the settings the same?")
+        raise MinivllmError("the simulation takes other steps than the engine took: are the lengths this run's?")
     return result.seconds / recording.seconds - 1

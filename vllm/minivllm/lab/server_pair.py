@@ -29,11 +29,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.tcp_transport import SECRET_VARIABLE
+from minivllm.kv_connector.tcp_secret import SECRET_VARIABLE
 
 SECONDS_TO_START, SECONDS_TO_END = 120.0, 15.0
 NAME = "lesson"
 """The model's name in the API."""
+SERVER_PACKAGES = ("aiohttp", "fastapi", "msgspec", "prometheus_client", "uvicorn", "zmq")
 CONNECTOR = {"kv_connector": "TCPConnector", "kv_role": "kv_both"}
 
 
@@ -55,8 +56,8 @@ class Pair:
 
 
 def missing_package() -> str:
-    """A package that servers need and that is not installed; empty if all are there."""
-    return next((name for name in ("fastapi", "uvicorn", "httpx") if find_spec(name) is None), "")
+    """A package that servers or their cores need and that is not installed; empty if all are there."""
+    return next((name for name in SERVER_PACKAGES if find_spec(name) is None), "")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.lab import palette
 from minivllm.lab.cli import lesson_parser, whole_number
-from minivllm.lab.corpus import held_out_texts
+from minivllm.lab.corpus import first_passages, held_out_texts
 from minivllm.lab.device_rates import copy_bandwidth
 from minivllm.lab.figures import panels
 from minivllm.lab.followed import without_info
@@ -377,8 +377,7 @@ def measure_pooled(pool: Pool, arguments: argparse.Namespace, device: torch.devi
     """Held-out loss of the model, and of the model with its KV heads pooled into one, without any training after."""
     texts, length = (4, 128) if arguments.quick else (16, 256)
     tokenizer = load_tokenizer(arguments.model)
-    ids = [tokenizer.encode(text[:8000]).ids[:length] for text in held_out_texts()]
-    ids = [one for one in ids if len(one) == length][:texts]
+    ids = first_passages([tokenizer.encode(text[:8000]).ids for text in held_out_texts()], texts, length)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), working("reading held-out texts"):
         pooled = pooled_checkpoint(arguments.model, Path(folder) / "pooled", 1, pool)
         model, config = load_model(arguments.model, device, "float32")

@@ -77,10 +77,8 @@ def measure_engine(model: str, requests: int, tokens: float, device: torch.devic
     steps = [step for recording in runs.values() for step in recording.steps]
     cost, base = FittedCost.fit(steps[::2]), runs["static, reserved"].throughput
     for name, got in runs.items():
-        config = SchedulerConfig(max_model_len=MAX_LEN, **WAYS[name][1])
-        off = foretell(lengths, got, config, pool(WAYS[name][0]), cost)
         figures = {"most": got.most_running, "steps": len(got.steps), "rate": got.throughput}
-        found[name] = figures | {"gain": got.throughput / base, "off": off}
+        found[name] = figures | {"gain": got.throughput / base, "off": foretell(lengths, got, cost)}
     error = model_error(cost, steps[1::2])
     show_ways(found, requests, RESERVED * MAX_LEN, error)
     alone, _, batched, paged = (one["gain"] for one in found.values())

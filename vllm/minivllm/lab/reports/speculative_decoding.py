@@ -22,7 +22,7 @@ from minivllm.errors import MinivllmError
 from minivllm.lab import palette
 from minivllm.lab.cached_model import CachedModel
 from minivllm.lab.cli import lesson_parser, whole_number
-from minivllm.lab.corpus import held_out_texts
+from minivllm.lab.corpus import first_passages, held_out_texts
 from minivllm.lab.figures import curves, panels
 from minivllm.lab.given_drafts import answers_with_errors, drafted_engine, serve_with_drafts
 from minivllm.lab.progress import track
@@ -59,16 +59,11 @@ def held_out_prompts(model: str, count: int, length: int = PROMPT_TOKENS) -> lis
     """`length` tokens from the middle of so many texts that the embedded models were not trained on.
 
     Raises:
-        MinivllmError: there are not so many.
+        MinivllmError: there are not so many; see `first_passages`.
     """
-    tokenizer, found = load_tokenizer(model), []
-    for text in held_out_texts():
-        token_ids = tokenizer.encode(text[:20_000]).ids
-        middle = len(token_ids) // 2
-        found += [token_ids[middle : middle + length]] if middle >= 2 * length else []
-        if len(found) == count:
-            return found
-    raise MinivllmError(f"there are {len(found)} held-out texts of {length} tokens, not {count}")
+    tokenizer = load_tokenizer(model)
+    texts = [tokenizer.encode(text[:20_000]).ids for text in held_out_texts()]
+    return first_passages([ids[len(ids) // 2 :] for ids in texts if len(ids) // 2 >= 2 * length], count, length)
 
 
 # ---- 1. what a step with drafts costs --------------------------------------------------------------------------------
