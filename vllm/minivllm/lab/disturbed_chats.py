@@ -46,15 +46,8 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 
 def disturb(core: EngineCore, prompt_tokens: int, prompts: int, chats: int = 4, chat_prompt: int = 32) -> Disturbed:
-    """Serves the chats, and so many long prompts one after another, each answered by one token.
-
-    One prompt more comes first and does not count: a GPU's kernels are compiled for steps of these sizes.
-    """
-    _serve(core, prompt_tokens, 1, chats, chat_prompt)
-    return _serve(core, prompt_tokens, prompts, chats, chat_prompt)
-
-
-def _serve(core: EngineCore, prompt_tokens: int, prompts: int, chats: int, chat_prompt: int) -> Disturbed:
+    """Serves the chats, and so many long prompts one after another, each answered by one token."""
+    _warm_up(core, (prompt_tokens, chat_prompt))
     found = Disturbed([[] for _ in range(chats)], [], [])
     times = dict(zip((f"chat {index}" for index in range(chats)), found.chats, strict=True))
     for index, name in enumerate(times):
@@ -76,6 +69,13 @@ def _serve(core: EngineCore, prompt_tokens: int, prompts: int, chats: int, chat_
                 times[output.request_id].append(time.perf_counter())
     core.abort_requests(list(times))
     return found
+
+
+def _warm_up(core: EngineCore, lengths: tuple[int, ...]) -> None:
+    for length in lengths:
+        _ask(core, "warm-up", random_prompt(length, 99), 4)
+        while core.has_unfinished_requests():
+            core.step()
 
 
 def _ask(core: EngineCore, name: str, token_ids: list[int], max_tokens: int) -> None:
