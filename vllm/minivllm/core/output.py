@@ -4,6 +4,7 @@ In vLLM v0.33.0: `vllm/v1/core/sched/output.py` (`SchedulerOutput`, `NewRequestD
 `vllm/v1/outputs.py` (`ModelRunnerOutput`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -119,3 +120,19 @@ class ModelRunnerOutput:
     kv_connector_output: KVConnectorOutput | None = None
     lora_slots: list[int | None] = field(default_factory=list)
     """The adapter in each slot, by id, after the step; empty where none are served."""
+
+
+@dataclass(slots=True)
+class AsyncModelRunnerOutput:
+    """The output of a step whose tokens are still on their way to the host.
+
+    In vLLM v0.33.0: `vllm/v1/outputs.py` (`AsyncModelRunnerOutput`).
+    """
+
+    output: ModelRunnerOutput
+    fill: Callable[[ModelRunnerOutput], None]
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Waits for them. Any thread may ask."""
+        self.fill(self.output)
+        return self.output

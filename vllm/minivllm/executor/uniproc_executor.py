@@ -3,10 +3,27 @@
 from concurrent.futures import Future
 from typing import Any
 
-from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.executor.abstract import Executor
 from minivllm.executor.step_thread import StepThread
 from minivllm.worker.worker import Worker, WorkerSettings
+
+
+class OutputFuture(Future[ModelRunnerOutput]):
+    """The output of a step that a thread runs. Who asks for it waits for its tokens too, in the thread's place."""
+
+    def __init__(self, step: Future[ModelRunnerOutput | AsyncModelRunnerOutput]) -> None:
+        super().__init__()
+        self._step = step
+
+    def done(self) -> bool:
+        """Whether the step has ended, with or without its tokens."""
+        return self._step.done()
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        """The output, once it is there."""
+        output = self._step.result(timeout)
+        return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
 
 
 class UniprocExecutor(Executor):
@@ -17,7 +34,10 @@ class UniprocExecutor(Executor):
     def __init__(self, settings: WorkerSettings) -> None:
         self.max_concurrent_batches = settings.max_concurrent_batches
         self.worker = Worker(settings)
-        self._thread = StepThread() if settings.max_concurrent_batches > 1 else None
+        self._thread = None
+        if settings.max_concurrent_batches > 1:
+            self._thread = StepThread()
+            self.worker.defer_tokens()
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """See `Executor`."""
@@ -34,7 +54,7 @@ class UniprocExecutor(Executor):
 
     def _start(self, method: str, argument: Any) -> Future[ModelRunnerOutput]:
         if self._thread:
-            return self._thread.start(getattr(self.worker, method), argument)
+            return OutputFuture(self._thread.start(getattr(self.worker, method), argument))
         future: Future[ModelRunnerOutput] = Future()
         try:
             future.set_result(getattr(self.worker, method)(argument))

@@ -69,7 +69,7 @@ class LoRAKernelMeta:
             self.tiles = _tiles(active, starts[1:][active], counts[1:][active])
             self.cpu_tiles = self.tiles.shape[1], self.indices.data_ptr(), self.tiles.ctypes.data
         else:
-            self._device.copy_(torch.from_numpy(self._host))
+            self._device.copy_(torch.from_numpy(self._host).pin_memory(), non_blocking=True)
 
 
 def _tiles(active: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

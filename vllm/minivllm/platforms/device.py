@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from minivllm.errors import MinivllmError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -23,6 +24,17 @@ def pick_device(name: str = "auto") -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to a device; on a CPU, share it. What a GPU still computes is not waited for.
+
+    A copy from pinned memory needs no waiting, and pinned memory is kept until it has been read.
+    """
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def device_name(device: torch.device) -> str:

@@ -101,10 +101,16 @@ class CudaGraphs:
         """The size of the graph that can run this step; None if no graph can."""
         return padded_size(len(inputs.input_ids), self.sizes) if is_decode(inputs) else None
 
-    def replay(self, inputs: StepInputs, lora_slots: np.ndarray | None = None) -> torch.Tensor:
+    def replay(
+        self,
+        inputs: StepInputs,
+        lora_slots: np.ndarray | None = None,
+        fill: Callable[[torch.Tensor, StepInputs], None] | None = None,
+    ) -> torch.Tensor:
         """Hidden states of all tokens in the step, [tokens, hidden]; valid until the next replay.
 
-        `lora_slots`: the slot of each token's adapter [tokens], -1 for none; None: no token has one.
+        `lora_slots`: the slot of each token's adapter [tokens], -1 for none; None: no token has one. `fill` puts those
+        of `input_ids` in place that the host does not know.
 
         Raises:
             MinivllmError: no graph can run this step.
@@ -116,6 +122,8 @@ class CudaGraphs:
                 f"token each of up to {max((size for size, _ in self._replay), default=0)} requests"
             )
         self.buffers.load(inputs)
+        if fill is not None:
+            fill(self.buffers.input_ids, inputs)
         if lora_slots is not None and self.lora is not None:
             self.lora.load(lora_slots, size)
         self._replay[size, lora_slots is not None]()

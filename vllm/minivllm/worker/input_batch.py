@@ -74,6 +74,8 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_reqs, np.int32)
         self.num_prompt_tokens = np.zeros(max_num_reqs, np.int32)
         self.num_computed_tokens = np.zeros(max_num_reqs, np.int32)
+        self.admissions = np.zeros(max_num_reqs, np.int64)  # by row: which request it is, of all that were added
+        self._next_admission = 1
         self.sampling = SamplingStates(max_num_reqs)
         self.lora_requests: dict[int, LoRARequest] = {}  # by row, of those that have one
         self.row_of: dict[str, int] = {}
@@ -180,6 +182,8 @@ class InputBatch:
     def _add_request(self, request: NewRequestData) -> None:
         row = self._free_rows.pop()
         self.row_of[request.req_id], self.req_ids[row] = row, request.req_id
+        self.admissions[row] = self._next_admission
+        self._next_admission += 1
         num_tokens = len(request.prefill_token_ids)
         self.token_ids[row, :num_tokens] = request.prefill_token_ids
         self.num_tokens[row] = num_tokens

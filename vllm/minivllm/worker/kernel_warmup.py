@@ -3,14 +3,15 @@
 On a CPU numba's loops are read from its cache, by one short step. On a GPU Triton compiles a kernel the first time that
 it runs in some form, for a second and more, and the fastest of some configurations is found by trying them. CUDA graphs
 do both for decode steps when they are captured. The other steps run one at a time, with prompts of so many tokens that
-every form is met: all powers of two up to the largest step, and behind a long context, where splits share the keys.
+every form is met: all powers of two up to the largest step, and behind a long context, where splits share the keys;
+and with as many drafts.
 
 All write into the null block, which nobody reads.
 
 In vLLM v0.33.0: `vllm/model_executor/warmup/kernel_warmup.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
 
 from minivllm.core.output import CachedRequestData, NewRequestData, SchedulerOutput
 from minivllm.sampling_params import SamplingParams
@@ -20,13 +21,9 @@ BEHIND_A_CONTEXT = (1, 2, 4, 8, 16, 32, 64)
 
 
 def warm_up_steps(
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    block_size: int,
-    drafts: Sequence[int] = (),
+    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, num_drafts: int = 0
 ) -> Iterator[SchedulerOutput]:
-    """The steps of a GPU. `drafts`: what is to be verified; -1 for each that the worker itself has drafted."""
+    """The steps of a GPU, which verify up to `num_drafts` drafts of a request."""
     longest = max_model_len - 1
     finished: set[str] = set()
     most = min(max_num_batched_tokens, longest * max_num_seqs)
@@ -39,10 +36,10 @@ def warm_up_steps(
             step = _of_new_requests([(tokens, longest - tokens)], block_size, finished)
             yield step
             finished = set(step.num_scheduled_tokens)
-    if drafts and len(drafts) < min(longest - 2, max_num_batched_tokens):
-        yield from _verified(drafts, block_size, finished)
-    else:
-        yield _nothing_but(finished)
+    most_drafts = max(0, min(num_drafts, longest - 3, max_num_batched_tokens - 2))
+    for drafts in (1 << bit for bit in range(most_drafts.bit_length())):
+        finished = yield from _verified(drafts, block_size, finished)
+    yield _nothing_but(finished)
 
 
 def short_step(block_size: int) -> Iterator[SchedulerOutput]:
@@ -72,15 +69,14 @@ def _of_new_requests(
     return SchedulerOutput(requests, CachedRequestData(), counts, sum(counts.values()), {}, set(), finished)
 
 
-def _verified(drafts: Sequence[int], block_size: int, finished: set[str]) -> Iterator[SchedulerOutput]:
-    """Two steps of a request: a prompt, and the verification of drafts."""
-    prompt = _of_new_requests([(2, 0)], block_size, finished, 1 + len(drafts))
+def _verified(num_drafts: int, block_size: int, finished: set[str]) -> Generator[SchedulerOutput, None, set[str]]:
+    """Two steps of a request, of which it returns the name: a prompt, and the verification of drafts."""
+    prompt = _of_new_requests([(2, 0)], block_size, finished, 1 + num_drafts)
     yield prompt
     (name,) = prompt.num_scheduled_tokens
-    known = CachedRequestData([name], [None], [2], [[]])
-    count = 1 + len(drafts)
-    yield SchedulerOutput([], known, {name: count}, count, {name: list(drafts)}, set(), set())
-    yield _nothing_but({name})
+    known, count = CachedRequestData([name], [None], [2], [[]]), 1 + num_drafts
+    yield SchedulerOutput([], known, {name: count}, count, {name: [0] * num_drafts}, set(), set())
+    return {name}
 
 
 def _nothing_but(finished: set[str]) -> SchedulerOutput:

@@ -16,7 +16,7 @@ import torch
 
 from minivllm.config import LoRAConfig, SpeculativeConfig
 from minivllm.core.adapter_slots import AdapterSlots
-from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.kernels.grammar_bitmask import apply_grammar_bitmask
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -24,6 +24,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head
 from minivllm.models.forward_context import AuxHiddenStates, ForwardContext
 from minivllm.models.linear import process_weights_after_loading, weight_bytes
+from minivllm.platforms.device import on_device
 from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.sampling_params import SamplingParams
@@ -35,12 +36,13 @@ from minivllm.worker.kv_connector_runner import KVConnectorRunner, tensors_of
 from minivllm.worker.latent_attention import PagedLatentAttention
 from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
 from minivllm.worker.sample.prompt_logprobs import PromptLogprobs
-from minivllm.worker.sample.sampler import NOTHING_NEEDED, SamplerOutput, SamplingMetadata, sample
+from minivllm.worker.sample.sampler import NOTHING_NEEDED, ON_DEVICE, SamplerOutput, SamplingMetadata, choose, sample
 from minivllm.worker.sample.states import SamplingStates
 from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, MakeProposer, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import RejectionSample, StepDrafts, kept_slices, sample_with_drafts
 from minivllm.worker.spec_decode.synthetic import sample_at_rates
+from minivllm.worker.tokens_in_flight import HostCopy, TokensInFlight
 
 
 class ModelRunner:
@@ -82,6 +84,8 @@ class ModelRunner:
         )
         self.use_kv_cache = use_kv_cache
         self.keeps_drafts = async_scheduling
+        self.defers_tokens = False
+        """Whether steps end before their tokens are on the host, if these are not needed there (`tokens_in_flight`)."""
         self.make_attention = partial(make_attention, backend=attention_backend, attention=attention)
         samples = model.group.samples
         self.proposer = make_proposer(speculative_config, max_model_len, draft_proposer) if samples else None
@@ -112,6 +116,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Drops all requests. After a step has failed, at whatever point, the state of the batch cannot be trusted."""
         self.batch = InputBatch(self.max_num_seqs, self.max_model_len, self.block_size)
+        self.tokens_in_flight = TokensInFlight(self.batch, self.device)
         self.prompt_logprobs = PromptLogprobs()
         self._draft_token_ids: dict[str, list[int]] = {}
         self._aux_hidden_states: torch.Tensor | None = None
@@ -165,14 +170,18 @@ class ModelRunner:
         self.cuda_graphs.capture(record)
 
     @torch.inference_mode()
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Runs one step: takes the scheduler's decisions, returns the sampled tokens.
 
         If any of its requests has a grammar, it returns none yet: `sample_by_grammar` comes next. After any error,
         `reset` must come before the next step.
         """
         with record_function_or_nullcontext("minivllm::prepare"):
+            self.tokens_in_flight.settle()
             self._update_states(scheduler_output)
+            defers = self.defers_tokens and self._can_defer(scheduler_output)
+            if not defers:
+                self.tokens_in_flight.settle(wait=True)
             if self.kv_connector is not None:
                 self.kv_connector.begin(scheduler_output)
             if not scheduler_output.num_scheduled_tokens:
@@ -186,7 +195,27 @@ class ModelRunner:
         if scheduler_output.has_structured_output_requests:
             self._waits_for_grammar = scheduler_output, inputs, hidden
             return ModelRunnerOutput({})
+        if defers:
+            with record_function_or_nullcontext("minivllm::sample"):
+                return self._sample_later(inputs, hidden)
         return self._completed(self._end_step(scheduler_output, inputs, hidden))
+
+    def _can_defer(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether the host computes nothing with the tokens that the step samples."""
+        if self.prompt_logprobs or scheduler_output.has_structured_output_requests:
+            return False
+        rows = self.batch.rows_of(scheduler_output.num_scheduled_tokens)
+        return not self.batch.sampling.needs_of(rows) & ~ON_DEVICE
+
+    def _sample_later(self, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Samples on the device, and returns without waiting for the tokens. `hidden` is as returned by `forward`."""
+        output = self._completed(ModelRunnerOutput({}))
+        if not len(inputs.sampling):
+            return output
+        logits = self.model.compute_logits(hidden).float()  # [n, vocab]
+        token_ids, largest = choose(logits, self._sampling_metadata(inputs))
+        copy = self.tokens_in_flight.append(inputs.rows[inputs.sampling], token_ids, largest)
+        return AsyncModelRunnerOutput(output, partial(fill_in, copy, inputs))
 
     @torch.inference_mode()
     def sample_by_grammar(self, grammar_output: GrammarOutput) -> ModelRunnerOutput:
@@ -276,6 +305,7 @@ class ModelRunner:
         if self.lora is not None:
             self.lora.set_rows(lora_slots, None if all_wanted else inputs.logits_indices)
         input_ids, positions = self._on_device(inputs.input_ids), self._on_device(inputs.positions)
+        self.tokens_in_flight.fill(input_ids, inputs)
         context, group = self._forward_context(inputs, aux), self.model.group
         received = None if group.stage.is_first else self._receive(num_tokens)
         hidden = self.model(input_ids, positions, context, rows, received)
@@ -300,7 +330,7 @@ class ModelRunner:
 
     def _replay(self, graphs: CudaGraphs, inputs: StepInputs, lora_slots: np.ndarray | None) -> torch.Tensor:
         if self.kv_connector is None:
-            return graphs.replay(inputs, lora_slots)
+            return graphs.replay(inputs, lora_slots, self.tokens_in_flight.fill)
         self.kv_connector.wait_for_layers()
         hidden = graphs.replay(inputs, lora_slots)
         self.kv_connector.save_layers()
@@ -424,7 +454,7 @@ class ModelRunner:
         sample(logits, states.metadata(np.arange(num_rows), none, np.zeros(num_rows, int), np.zeros(num_rows, int)))
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return on_device(array, self.device)
 
 
 def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
@@ -437,6 +467,14 @@ def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
         if sampled.logprobs and sampled.logprobs[places.start] is not None:
             output.logprobs[req_id] = sampled.logprobs[places]
     return output
+
+
+def fill_in(copy: HostCopy, inputs: StepInputs, output: ModelRunnerOutput) -> None:
+    """Puts the tokens of a step, one for each request that samples, into its output, once they are on the host."""
+    token_ids, largest = copy.wait()
+    req_ids = [inputs.req_ids[index] for index in inputs.sampling]
+    output.sampled_token_ids = {req_id: [token] for req_id, token in zip(req_ids, token_ids.tolist(), strict=True)}
+    output.nonfinite_req_ids = nonfinite_req_ids(inputs, largest)
 
 
 def num_invalid_of(scheduler_output: SchedulerOutput, inputs: StepInputs) -> dict[str, int]:

@@ -14,6 +14,7 @@ import torch
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.kernels.unified_attention import unified_attention
 from minivllm.models.attention import AttentionFunction
+from minivllm.platforms.device import on_device
 from minivllm.worker.input_batch import TokenSpans
 
 
@@ -41,7 +42,7 @@ class AttentionMetadata:
         tables = (spans.query_start_loc, spans.seq_lens, spans.block_table, spans.slot_mapping)
         counts = spans.query_start_loc[1:] - spans.query_start_loc[:-1]
         most = int(spans.seq_lens.max()), int(counts.max())
-        return cls(*(torch.from_numpy(table).to(device) for table in tables), *most)
+        return cls(*(on_device(table, device) for table in tables), *most)
 
 
 class LayerCache(NamedTuple):

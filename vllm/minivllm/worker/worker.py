@@ -17,7 +17,7 @@ import torch.distributed as dist
 from minivllm.config import KVTransferConfig, LoRAConfig, ModelConfig, Parts, SpeculativeConfig
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.core.lora_request import LoRARequest
-from minivllm.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.core.output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.factory import create_connector
 from minivllm.models.decoder import Decoder
@@ -232,6 +232,8 @@ class Worker:
     def run_unobserved(self, steps: Iterable[SchedulerOutput]) -> None:
         """Runs steps that write into the null block, and keeps nothing of them."""
         for step in steps:
+            if self.runner.keeps_drafts and step.scheduled_spec_decode_tokens:
+                self.runner.take_sampled({}, step.scheduled_spec_decode_tokens)
             self.execute_model(step)
         if self.runner.lora is not None:
             self.runner.lora.warm_up()
@@ -243,18 +245,31 @@ class Worker:
         settings, speculative = self.settings, self.settings.speculative_config
         if not settings.uses_unified_attention:
             return
-        count = speculative.num_speculative_tokens if speculative else 0
-        drafts = [-1 if self.runner.keeps_drafts else 0] * count
+        num_drafts = speculative.num_speculative_tokens if speculative else 0
         limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len
-        self.run_unobserved(warm_up_steps(*limits, settings.block_size, drafts))
+        self.run_unobserved(warm_up_steps(*limits, settings.block_size, num_drafts))
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def defer_tokens(self) -> None:
+        """From now on steps end before their tokens are on the host, where the host can do without them.
+
+        Not where other ranks, drafts or a KV connector need them, nor on a CPU, where nothing could be computed
+        meanwhile.
+        """
+        settings = self.settings
+        alone = settings.world_size == 1 and settings.kv_transfer_config is None and settings.kv_connector is None
+        has_drafts = self.runner.proposer is not None or self.runner.drafter is not None
+        self.runner.defers_tokens = self.device.type == "cuda" and alone and not has_drafts and settings.use_kv_cache
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Runs one step. Only one rank samples; it broadcasts the tokens to the others before the step ends.
 
         Not to other stages, which would have to wait for the last one: they get them with the request's next step.
+        After `defer_tokens` the output's tokens may still be on their way.
         """
         start = time.monotonic()
         output = self.runner.execute_model(scheduler_output)
+        if isinstance(output, AsyncModelRunnerOutput):
+            return output
         if self._times is not None:
             self._times.append((max(start, self.group.received_at), time.monotonic()))
         if scheduler_output.has_structured_output_requests:

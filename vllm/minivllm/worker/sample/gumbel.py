@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from minivllm.kernels.noise import waiting_times
+from minivllm.platforms.device import on_device
 from minivllm.platforms.threads import has_numba, run_programs
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -48,7 +49,7 @@ def gumbel_max(logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
     """
     if logits.device.type == "cpu" and has_numba():
         return _compiled(logits.contiguous(), keys)
-    signed = torch.from_numpy(keys.view(np.int32)).to(logits.device)
+    signed = on_device(keys.view(np.int32), logits.device)
     return (logits - waiting_times(signed, logits.shape[-1]).log_()).argmax(dim=-1)
 
 

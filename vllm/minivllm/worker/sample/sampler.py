@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from minivllm.core.messages import TokenLogprobs
+from minivllm.platforms.device import on_device
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.sample.gumbel import gumbel_max, row_keys
 from minivllm.worker.sample.logit_bias import apply_logit_bias
@@ -48,6 +49,10 @@ class Needs(IntFlag):
         if params.logprobs is not None:
             needs |= cls.LOGPROBS
         return needs
+
+
+ON_DEVICE = Needs.RANDOM | Needs.MIN_P | Needs.TOP_K_TOP_P
+"""What `choose` can do, for which the host needs neither earlier tokens nor the logits."""
 
 
 @dataclass(slots=True)
@@ -107,6 +112,21 @@ def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     return output
 
 
+def choose(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sample`, for rows that need nothing but `ON_DEVICE`: tokens int64 [rows] and the largest logits [rows].
+
+    Both are on the logits' device, for which nobody waits. Overwrites the logits.
+    """
+    token_ids = most_likely(logits)
+    largest = logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    if metadata.needs & Needs.RANDOM:
+        random_rows = np.flatnonzero(metadata.temperature > 0.0)
+        keys = row_keys(metadata.seeds[random_rows], metadata.num_output_tokens[random_rows])
+        drawn = gumbel_max(tempered(logits, random_rows, metadata), keys)
+        token_ids = token_ids.index_copy(0, on_device(random_rows, logits.device), drawn)
+    return token_ids, largest
+
+
 def raw_logprobs_of(logits: torch.Tensor, metadata: SamplingMetadata) -> dict[int, torch.Tensor]:
     """The log probabilities [vocab] of the rows that want any, before the logits are changed."""
     wanted = [row for row, params in enumerate(metadata.params) if params.logprobs is not None]
@@ -160,15 +180,15 @@ def tempered(logits: torch.Tensor, random_rows: np.ndarray, metadata: SamplingMe
     In place if these are all rows, else a copy.
     """
     if len(random_rows) < len(logits):
-        logits = logits[torch.from_numpy(random_rows).to(logits.device)]
+        logits = logits[on_device(random_rows, logits.device)]
     logits.div_(_column(metadata.temperature[random_rows], logits))
     if metadata.needs & Needs.MIN_P:
         mask_below_min_p(logits, _column(metadata.min_p[random_rows], logits).squeeze(-1))
     if metadata.needs & Needs.TOP_K_TOP_P:
-        top_k = torch.from_numpy(metadata.top_k[random_rows]).to(logits.device)
+        top_k = on_device(metadata.top_k[random_rows], logits.device)
         mask_beyond_top_k_top_p(logits, top_k, _column(metadata.top_p[random_rows], logits).squeeze(-1))
     return logits
 
 
 def _column(values: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(values).to(logits.device).unsqueeze(-1)
+    return on_device(values, logits.device).unsqueeze(-1)

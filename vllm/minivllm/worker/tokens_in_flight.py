@@ -1,0 +1,83 @@
+"""Tokens that a step has sampled and that are not on the host yet: the next step takes them from the device.
+
+A host that waits for a step's tokens before it prepares the next step leaves the GPU idle meanwhile. But the positions,
+slots and tables of the next step do not depend on what the tokens are, only on how many there are. So the batch counts
+each as an unknown token, the last token of every row stays on the device, from where it is put into the next step's
+inputs, and the copies to the host are waited for by whoever wants the output.
+
+The host must know the tokens where it computes with them: penalties, drafts, grammars. Before such a step it waits.
+
+In vLLM v0.33.0: `vllm/v1/worker/gpu/async_utils.py` (`AsyncOutput`), `vllm/v1/worker/gpu/states.py`
+(`last_sampled_tokens`).
+"""
+
+from collections import deque
+
+import numpy as np
+import torch
+
+from minivllm.platforms.device import on_device
+from minivllm.worker.input_batch import InputBatch, StepInputs
+
+
+class HostCopy:
+    """Copies of a step's tokens and largest logits, [n] each, on their way to the host."""
+
+    def __init__(self, token_ids: torch.Tensor, largest: torch.Tensor) -> None:
+        self._here = [one.to("cpu", non_blocking=True) for one in (token_ids, largest)]  # pinned, from a GPU
+        self._arrived = torch.cuda.Event() if token_ids.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def has_arrived(self) -> bool:
+        """Whether they can be read without waiting."""
+        return self._arrived is None or self._arrived.query()
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens and the largest logits. Any thread may ask."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        token_ids, largest = self._here
+        return token_ids.numpy(), largest.numpy()
+
+
+class TokensInFlight:
+    """What the steps in flight have sampled for the rows of a batch."""
+
+    def __init__(self, batch: InputBatch, device: torch.device) -> None:
+        self._batch = batch
+        self._last_token = torch.zeros(len(batch.num_tokens), dtype=torch.int64, device=device)
+        self._steps: deque[tuple[np.ndarray, np.ndarray, np.ndarray, HostCopy]] = deque()
+        self._num_unknown = np.zeros(len(batch.num_tokens), np.int64)  # of each row's tokens, all of them its last
+        self._admission = np.zeros(len(batch.num_tokens), np.int64)  # of the request that they belong to
+
+    def append(self, rows: np.ndarray, token_ids: torch.Tensor, largest: torch.Tensor) -> HostCopy:
+        """Appends a token to each of these rows [n], unknown to the host; token_ids int64 [n], largest [n]."""
+        batch = self._batch
+        admissions, places = batch.admissions[rows], batch.num_tokens[rows].copy()
+        self._num_unknown[rows] = np.where(self._admission[rows] == admissions, self._num_unknown[rows], 0) + 1
+        self._admission[rows] = admissions
+        batch.token_ids[rows, places] = 0
+        batch.num_tokens[rows] += 1
+        self._last_token[on_device(rows, self._last_token.device)] = token_ids
+        copy = HostCopy(token_ids, largest)
+        self._steps.append((rows, admissions, places, copy))
+        return copy
+
+    def settle(self, wait: bool = False) -> None:
+        """Puts what has arrived into the batch; with `wait`, all. Rows that have another request by now are left."""
+        batch = self._batch
+        while self._steps and (wait or self._steps[0][-1].has_arrived()):
+            rows, admissions, places, copy = self._steps.popleft()
+            still = batch.admissions[rows] == admissions
+            batch.token_ids[rows[still], places[still]] = copy.wait()[0][still]
+            self._num_unknown[rows[still]] -= 1
+
+    def fill(self, input_ids: torch.Tensor, inputs: StepInputs) -> None:
+        """Puts the unknown tokens of a step into its inputs [tokens, or more], on the device."""
+        rows = inputs.rows
+        unknown = (self._num_unknown[rows] > 0) & (self._admission[rows] == self._batch.admissions[rows])
+        if unknown.any():
+            last = inputs.query_start_loc[1:][unknown] - 1  # a row's unknown tokens end with the step's last of it
+            at, where = on_device(np.stack((last, rows[unknown])), input_ids.device)
+            input_ids[at] = self._last_token[where].to(input_ids.dtype)
