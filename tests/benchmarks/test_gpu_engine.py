@@ -1,0 +1,70 @@
+"""The engine on a GPU, as far as that can be seen on a CPU: what is counted, and that the engines take turns."""
+
+import random
+
+import pytest
+import torch
+
+from minivllm import SamplingParams
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.lab.inside import runner_of
+
+
+@pytest.fixture(scope="module")
+def bench(load_benchmark):
+    return load_benchmark("gpu_engine")
+
+
+@pytest.fixture(scope="module")
+def llms(bench):
+    return bench.engines(str(EMBEDDED_MODEL), "cpu", quick=True)[0]
+
+
+def test_the_engines_differ_in_one_thing(llms, bench):
+    assert {name: runner_of(llm).keeps_drafts for name, llm in llms.items()} == {
+        bench.AHEAD: True,
+        bench.WAITING: False,
+    }
+    prompts = bench.prompts_of(2, 10, 4000, random.Random(0))
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    answers = [
+        [one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)] for llm in llms.values()
+    ]
+    assert answers[0] == answers[1], "random weights of one seed"
+
+
+def numbers_in_products(config) -> int:
+    """In all weights but the head's."""
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    return config.num_hidden_layers * config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+
+
+def test_the_floor_is_what_a_step_reads(llms, bench):
+    config = runner_of(llms[bench.AHEAD]).config
+    found = bench.decode(llms, 2, 10, bandwidth=1e9, rounds=1)
+    numbers = numbers_in_products(config) + config.vocab_size * config.hidden_size
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert config.tie_word_embeddings, "so the embedding is read by the head"
+    assert found["floor_ms"] == pytest.approx((4 * numbers + 2 * (10 + 64) * per_token) / 1e6, rel=0.01)
+    assert found["share_of_floor"] == pytest.approx(found["floor_ms"] / found["ahead_ms"], rel=0.01)
+    assert found["tokens_per_s"] == pytest.approx(2000 / found["ahead_ms"], rel=0.01)
+    assert found["gain"] == pytest.approx(found["waiting_ms"] / found["ahead_ms"], rel=0.01)
+
+
+def test_the_operations_of_a_prefill(llms, bench, monkeypatch):
+    config = runner_of(llms[bench.AHEAD]).config
+    monkeypatch.setattr(bench, "serve", lambda llm, prompts, answer: 1e-4)
+    found = bench.prefill(llms[bench.AHEAD], 2, 30, rounds=1)
+    attention = 4 * config.head_dim * config.num_attention_heads * config.num_hidden_layers * 2 * 30 * 31 / 2
+    operations = 2 * numbers_in_products(config) * 60 + attention + 2 * 2 * config.vocab_size * config.hidden_size
+    assert found["tokens_per_s"] == 600_000
+    assert found["tflops"] == pytest.approx(operations / 1e-4 / 1e12, rel=0.01)
+
+
+def test_without_a_gpu_it_says_what_to_do(bench, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gpu_engine.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        bench.run(bench.main, bench.parser())
+    assert ended.value.code == 2
+    assert "no CUDA device here" in capsys.readouterr().err
