@@ -147,10 +147,44 @@ def test_what_there_is_no_graph_for_is_refused(graphed):
     with pytest.raises(MinivllmError, match="9 tokens of 9 requests: they are for one token each of up to 8 requests"):
         graphs.replay(step(9))
     chunk = step(3)
-    chunk.req_ids = chunk.req_ids[:2]
+    chunk.req_ids, chunk.query_start_loc = chunk.req_ids[:2], np.array([0, 1, 3], np.int32)
     assert graphs.size_for(chunk) is None
     with pytest.raises(MinivllmError, match="3 tokens of 2 requests"):
         graphs.replay(chunk)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+AGAIN = [[1, 2, 3, 4] * 8, [5, 6, 7] * 9, [8, 9, 10, 11, 12] * 4, [13] * 20, [*range(20, 40)], [14, 15] * 10]
+
+
+def drafted_tokens_of(llm: LLM) -> list[list[int]]:
+    """Of prompts in which drafts are found, at times for some of the requests only."""
+    return [output.outputs[0].token_ids for output in llm.generate(AGAIN, WISHES[: len(AGAIN)])]
+
+
+def test_drafts_are_verified_in_graphs_too_however_many_a_request_has(eager):
+    llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=NGRAM)
+    runner, ragged = runner_of(llm), []
+    runner.capture_model(lambda function: function)
+    graphs = runner.verification_graphs
+    assert (graphs.tokens_each, graphs.sizes) == (4, [1, 2, 4, 8])
+    load = graphs.buffers.load
+    graphs.buffers.load = lambda inputs: ragged.append(len({*np.diff(inputs.query_start_loc)}) > 1) or load(inputs)
+    assert drafted_tokens_of(llm) == drafted_tokens_of(eager)
+    assert graphs.replays > 5
+    assert 0 < sum(ragged) < len(ragged)
+
+
+def test_graphs_for_drafts_hold_as_many_tokens_as_those_for_decodes():
+    settings = {**SETTINGS, "max_num_seqs": 512}
+    runner = runner_of(LLM(EMBEDDED_MODEL, **settings, speculative_config={**NGRAM, "num_speculative_tokens": 7}))
+    runner.capture_model(lambda function: function)
+    assert runner.cuda_graphs.sizes[-1] == 512
+    assert runner.verification_graphs.sizes[-1] * 8 == 512
+
+
+def test_without_drafts_there_are_none_for_them(graphed):
+    assert runner_of(graphed).verification_graphs is None
 
 
 def test_there_are_none_on_a_cpu_unless_asked_for(eager):
@@ -171,6 +205,15 @@ def test_on_a_gpu_the_same_tokens_with_graphs(kv_cache_dtype):
     assert runner_of(eager).cuda_graphs is None
     assert tokens_of(graphed) == tokens_of(eager)
     assert runner_of(graphed).cuda_graphs.replays > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_on_a_gpu_drafts_are_verified_in_graphs(async_scheduling):
+    eager = gpu_engine(enforce_eager=True)
+    graphed = gpu_engine(speculative_config=NGRAM, async_scheduling=async_scheduling)
+    assert drafted_tokens_of(graphed) == drafted_tokens_of(eager)
+    assert runner_of(graphed).verification_graphs.replays > 5
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """The buffers that CUDA graphs read: a step in place, harmless padding behind it, and nothing of the step before."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,21 +13,21 @@ SIZE, COLUMNS = 8, 5
 
 
 @st.composite
-def steps(draw) -> StepInputs:
-    """A decode step: any ids, positions, slots and tables."""
-    count, columns = draw(st.integers(1, SIZE)), draw(st.integers(1, COLUMNS))
+def steps(draw, tokens_each: int) -> StepInputs:
+    """A step of at most so many tokens for each request: any ids, positions, slots and tables."""
+    counts = draw(st.lists(st.integers(1, tokens_each), min_size=1, max_size=SIZE))
+    columns, tokens, requests = draw(st.integers(1, COLUMNS)), sum(counts), len(counts)
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    positions = random.integers(0, 16 * columns, count)
     nothing = np.zeros(0, np.int64)
     return StepInputs(
-        req_ids=[str(row) for row in range(count)],
-        rows=np.arange(count),
-        input_ids=random.integers(1, 4096, count).astype(np.int32),
-        positions=positions,
-        slot_mapping=random.integers(0, 2**40, count),
-        query_start_loc=np.arange(count + 1, dtype=np.int32),
-        seq_lens=(positions + 1).astype(np.int32),
-        block_table=random.integers(1, 2**31, (count, columns)).astype(np.int32),
+        req_ids=[str(row) for row in range(requests)],
+        rows=np.arange(requests),
+        input_ids=random.integers(1, 4096, tokens).astype(np.int32),
+        positions=random.integers(0, 16 * columns, tokens),
+        slot_mapping=random.integers(0, 2**40, tokens),
+        query_start_loc=np.cumsum([0, *counts]).astype(np.int32),
+        seq_lens=random.integers(1, 16 * columns, requests).astype(np.int32),
+        block_table=random.integers(1, 2**31, (requests, columns)).astype(np.int32),
         sampling=nothing,
         num_sampled=nothing,
         logits_indices=nothing,
@@ -34,29 +35,36 @@ def steps(draw) -> StepInputs:
     )
 
 
-@given(st.lists(steps(), min_size=1, max_size=4))
-def test_the_last_step_is_in_place_and_padding_behind_it(loaded):
-    buffers = StepBuffers(SIZE, COLUMNS, torch.device("cpu"))
-    addresses = [tensor.data_ptr() for tensor in (buffers.input_ids, buffers.positions, buffers.block_table)]
-    for step in loaded:
+def addresses_of(buffers: StepBuffers) -> list[int]:
+    return [tensor.data_ptr() for tensor in (buffers.input_ids, buffers.positions, buffers.block_table)]
+
+
+@pytest.mark.parametrize("tokens_each", [1, 4])
+@given(data=st.data())
+def test_the_last_step_is_in_place_and_padding_behind_it(tokens_each, data):
+    buffers = StepBuffers(SIZE, COLUMNS, torch.device("cpu"), tokens_each)
+    addresses = addresses_of(buffers)
+    for step in data.draw(st.lists(steps(tokens_each), min_size=1, max_size=4)):
         buffers.load(step)
-        count = len(step.input_ids)
-        for name, padding in (("input_ids", 0), ("positions", 0), ("slot_mapping", -1), ("seq_lens", 0)):
+        tokens, requests = len(step.input_ids), len(step.req_ids)
+        for name, padding in (("input_ids", 0), ("positions", 0), ("slot_mapping", -1)):
             there = getattr(buffers, name)
-            assert there.tolist() == [*getattr(step, name), *[padding] * (SIZE - count)]
-        assert buffers.query_start_loc.tolist() == [*range(count + 1), *[count] * (SIZE - count)]
-        assert buffers.block_table[:count, : step.block_table.shape[1]].tolist() == step.block_table.tolist()
-    assert addresses == [tensor.data_ptr() for tensor in (buffers.input_ids, buffers.positions, buffers.block_table)]
+            assert there.tolist() == [*getattr(step, name), *[padding] * (SIZE * tokens_each - tokens)]
+        assert buffers.seq_lens.tolist() == [*step.seq_lens, *[0] * (SIZE - requests)]
+        assert buffers.query_start_loc.tolist() == [*step.query_start_loc, *[tokens] * (SIZE - requests)]
+        assert buffers.block_table[:requests, : step.block_table.shape[1]].tolist() == step.block_table.tolist()
+    assert addresses == addresses_of(buffers)
 
 
-@given(steps(), st.integers(1, SIZE))
-def test_metadata_of_some_rows_are_views(step, rows):
-    buffers = StepBuffers(SIZE, COLUMNS, torch.device("cpu"))
-    metadata = buffers.metadata(rows, 77)
-    buffers.load(step)
-    assert metadata.max_seq_len == 77
-    assert metadata.query_start_loc.tolist() == buffers.query_start_loc[: rows + 1].tolist()
-    assert metadata.seq_lens.tolist() == buffers.seq_lens[:rows].tolist()
-    assert metadata.slot_mapping.tolist() == buffers.slot_mapping[:rows].tolist()
-    assert metadata.block_table.shape == (rows, COLUMNS)
+@pytest.mark.parametrize("tokens_each", [1, 4])
+@given(data=st.data(), requests=st.integers(1, SIZE))
+def test_metadata_of_some_requests_are_views(tokens_each, data, requests):
+    buffers = StepBuffers(SIZE, COLUMNS, torch.device("cpu"), tokens_each)
+    metadata = buffers.metadata(requests, 77)
+    buffers.load(data.draw(steps(tokens_each)))
+    assert (metadata.max_seq_len, metadata.max_query_len) == (77, tokens_each)
+    assert metadata.query_start_loc.tolist() == buffers.query_start_loc[: requests + 1].tolist()
+    assert metadata.seq_lens.tolist() == buffers.seq_lens[:requests].tolist()
+    assert metadata.slot_mapping.tolist() == buffers.slot_mapping[: requests * tokens_each].tolist()
+    assert metadata.block_table.shape == (requests, COLUMNS)
     assert metadata.block_table.data_ptr() == buffers.block_table.data_ptr()

@@ -1,11 +1,14 @@
 """Decode steps as CUDA graphs: everything from the token ids to the hidden states in a single launch.
 
-For a small decode batch, launching the kernels one by one takes the host longer than running them takes the GPU. A
+For a small batch of decodes, launching the kernels one by one takes the host longer than running them takes the GPU. A
 graph is captured once per batch size and then replayed with a single launch. A captured graph cannot change: it reads
 and writes the addresses it was captured with (`step_buffers.py`) and launches the same grids. So a batch is padded to
 the next captured size, and choices that the host would otherwise make per step are fixed at capture: the number of
 splits of the keys in attention, which depends on `max_seq_len`, is that of the longest possible request. Prefills
-(chunked or not), steps with drafts, and batches larger than the largest graph run eagerly.
+(chunked or not) and batches larger than the largest graph run eagerly.
+
+Steps that verify drafts have graphs of their own, in which each request has room for all of its drafts and one more
+token. Requests with fewer drafts, or none, leave padding at the end: attention's grid holds whatever the lengths are.
 
 All graphs share one memory pool, since only one runs at a time. The largest is captured first, and the others fit into
 the memory it took. The result is copied to a buffer outside the pool, so that the next graph does not overwrite it.
@@ -53,11 +56,6 @@ def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
     return sizes[index] if index < len(sizes) else None
 
 
-def is_decode(inputs: StepInputs) -> bool:
-    """Whether every request in the step computes exactly one token."""
-    return len(inputs.input_ids) == len(inputs.req_ids)
-
-
 class CudaGraphs:
     """The graphs of one model and its cache. `replays` counts replays; `pool_bytes` is the memory the graphs took."""
 
@@ -71,35 +69,41 @@ class CudaGraphs:
         max_model_len: int,
         block_size: int,
         lora: LRUCacheWorkerLoRAManager | None = None,
+        tokens_each: int = 1,
     ) -> None:
-        """With `lora` there are two graphs of each size, of which one has no launches for adapters."""
+        """`sizes` are numbers of requests, each of at most `tokens_each` tokens.
+
+        With `lora` there are two graphs of each size, of which one has no launches for adapters.
+        """
         weight = model.embed_tokens.weight
         self.model, self.attention, self.sizes = model, attention, sorted(sizes)
-        self.max_model_len, self.block_size = max_model_len, block_size
-        self.buffers = StepBuffers(self.sizes[-1], max_num_blocks, weight.device)
-        self.hidden = torch.zeros(self.sizes[-1], model.config.hidden_size, dtype=weight.dtype, device=weight.device)
+        self.max_model_len, self.block_size, self.tokens_each = max_model_len, block_size, tokens_each
+        most_tokens = self.sizes[-1] * tokens_each
+        self.buffers = StepBuffers(self.sizes[-1], max_num_blocks, weight.device, tokens_each)
+        self.hidden = torch.zeros(most_tokens, model.config.hidden_size, dtype=weight.dtype, device=weight.device)
         self.replays = self.pool_bytes = 0
         self._replay: dict[tuple[int, bool], Callable[[], None]] = {}
-        self.lora = lora and lora.for_graphs(self.sizes[-1])
+        self.lora = lora and lora.for_graphs(most_tokens)
         self._bytes_reduced: dict[int, int] = {}
 
     @torch.inference_mode()
-    def capture(self, record: Record | None = None) -> None:
-        """Captures a graph for each size, the largest first, using `record` (`cuda_recorder` if None)."""
-        record = record or cuda_recorder(self.model.group.size)
+    def capture(self, record: Record) -> None:
+        """Captures a graph for each size, the largest first, using `record`, such as a `cuda_recorder`."""
         before = _reserved(self.hidden.device)
         for size in reversed(self.sizes):
             self.buffers.load(self._tuning_step(size))
+            tokens = size * self.tokens_each
             if self.lora is not None:
-                self.lora.load(np.full(size, -1, np.int32), size)
+                self.lora.load(np.full(tokens, -1, np.int32), tokens)
             self._replay[size, False] = record(self._step(size))
             if self.lora is not None:
-                self._replay[size, True] = record(self.lora.around(self._step(size), size))
+                self._replay[size, True] = record(self.lora.around(self._step(size), tokens))
         self.pool_bytes = _reserved(self.hidden.device) - before
 
     def size_for(self, inputs: StepInputs) -> int | None:
         """The size of the graph that can run this step; None if no graph can."""
-        return padded_size(len(inputs.input_ids), self.sizes) if is_decode(inputs) else None
+        counts = np.diff(inputs.query_start_loc)
+        return padded_size(len(counts), self.sizes) if counts.max() <= self.tokens_each else None
 
     def replay(
         self,
@@ -117,32 +121,34 @@ class CudaGraphs:
         """
         size = self.size_for(inputs)
         if size is None or (size, False) not in self._replay:
+            largest = max((size for size, _ in self._replay), default=0)
+            each = "one token" if self.tokens_each == 1 else f"at most {self.tokens_each} tokens"
             raise MinivllmError(
-                f"no CUDA graph for {len(inputs.input_ids)} tokens of {len(inputs.req_ids)} requests: they are for one "
-                f"token each of up to {max((size for size, _ in self._replay), default=0)} requests"
+                f"no CUDA graph for {len(inputs.input_ids)} tokens of {len(inputs.req_ids)} requests: they are for "
+                f"{each} each of up to {largest} requests"
             )
         self.buffers.load(inputs)
         if fill is not None:
             fill(self.buffers.input_ids, inputs)
         if lora_slots is not None and self.lora is not None:
-            self.lora.load(lora_slots, size)
+            self.lora.load(lora_slots, size * self.tokens_each)
         self._replay[size, lora_slots is not None]()
         self.replays += 1
         self.model.group.bytes_reduced += self._bytes_reduced[size]
         return self.hidden[: len(inputs.input_ids)]
 
     def _step(self, size: int) -> Callable[[], None]:
-        """A decode step of `size` rows on the buffers.
+        """A step of `size` requests on the buffers.
 
         A replay runs no Python and so does not count all-reduced bytes: the count is taken here, for `replay` to add.
         """
-        buffers, group = self.buffers, self.model.group
+        buffers, group, tokens = self.buffers, self.model.group, size * self.tokens_each
         context = ForwardContext(self.attention.of_step(buffers.metadata(size, self.max_model_len)))
 
         def step() -> None:
             before = group.bytes_reduced
-            hidden = self.model(buffers.input_ids[:size], buffers.positions[:size], context)
-            self.hidden[:size].copy_(hidden)
+            hidden = self.model(buffers.input_ids[:tokens], buffers.positions[:tokens], context)
+            self.hidden[:tokens].copy_(hidden)
             self._bytes_reduced[size] = group.bytes_reduced - before
             group.bytes_reduced = before
 
@@ -150,16 +156,16 @@ class CudaGraphs:
 
     def _tuning_step(self, size: int) -> StepInputs:
         """Requests with long contexts that read blocks all over the cache and write none."""
-        keys = min(self.max_model_len, TUNING_KEYS)
+        keys, each = min(self.max_model_len, TUNING_KEYS), self.tokens_each
         columns, num_blocks = -(-keys // self.block_size), len(self.attention.kv_caches[0][0])
         nothing = np.zeros(0, np.int64)
         return StepInputs(
             req_ids=[""] * size,
             rows=nothing,
-            input_ids=np.zeros(size, np.int32),
-            positions=np.full(size, keys - 1),
-            slot_mapping=np.full(size, PADDING_SLOT),
-            query_start_loc=np.arange(size + 1, dtype=np.int32),
+            input_ids=np.zeros(size * each, np.int32),
+            positions=np.tile(np.arange(keys - each, keys), size),
+            slot_mapping=np.full(size * each, PADDING_SLOT),
+            query_start_loc=np.arange(0, size * each + 1, each, dtype=np.int32),
             seq_lens=np.full(size, keys, np.int32),
             block_table=(np.arange(size * columns) % num_blocks).astype(np.int32).reshape(size, columns),
             sampling=nothing,

@@ -29,7 +29,7 @@ from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.attention import make_attention, without_attention
-from minivllm.worker.cuda_graphs import CudaGraphs, Record, capture_sizes
+from minivllm.worker.cuda_graphs import MOST_ROWS, CudaGraphs, Record, capture_sizes, cuda_recorder
 from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
 from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.kv_connector_runner import KVConnectorRunner, tensors_of
@@ -94,6 +94,8 @@ class ModelRunner:
         self.rejection_sample = rejection_sample
         self.attention: PagedAttention | PagedLatentAttention | None = None
         self.cuda_graphs: CudaGraphs | None = None
+        self.verification_graphs: CudaGraphs | None = None
+        self.num_drafts = speculative_config.num_speculative_tokens if speculative_config else 0
         self.kv_connector: KVConnectorRunner | None = None
         self.lora = lora_config and LRUCacheWorkerLoRAManager(
             model, lora_config, max_num_batched_tokens, lora_slots or AdapterSlots
@@ -156,18 +158,41 @@ class ModelRunner:
         return named
 
     def capture_model(self, record: Record | None = None) -> None:
-        """Captures the CUDA graphs of decode steps; the cache must exist. `record` is as in `CudaGraphs.capture`."""
+        """Captures the CUDA graphs of decode steps, and of those that verify drafts; the cache must exist.
+
+        `record`: a `cuda_recorder` if None. Latents are attended to in a form that depends on their number, so they
+        have graphs of decode steps only, and so has a drafter that reads hidden states, which a graph does not hand
+        out.
+        """
+        record = record or cuda_recorder(self.model.group.size)
+        reads_hidden = self.drafter is not None and bool(self.drafter.aux_layer_ids)
+        self.cuda_graphs = self._captured(1, record)
+        if self.num_drafts and self.config.kv_lora_rank is None and not reads_hidden:
+            self.verification_graphs = self._captured(min(1 + self.num_drafts, self.max_model_len), record)
+
+    def _captured(self, tokens_each: int, record: Record) -> CudaGraphs | None:
+        """The graphs of steps in which a request has at most so many tokens; None if one is too many for a graph."""
         assert self.attention is not None
-        self.cuda_graphs = CudaGraphs(
+        sizes = [size for size in capture_sizes(self.max_num_seqs) if size * tokens_each <= MOST_ROWS]
+        if not sizes:
+            return None
+        graphs = CudaGraphs(
             self.model,
             self.attention,
-            sizes=capture_sizes(self.max_num_seqs),
+            sizes=sizes,
             max_num_blocks=self.batch.block_table.shape[1],
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             lora=self.lora,
+            tokens_each=tokens_each,
         )
-        self.cuda_graphs.capture(record)
+        graphs.capture(record)
+        return graphs
+
+    def _graphs_for(self, inputs: StepInputs) -> CudaGraphs | None:
+        """The graphs that hold this step, the smaller ones first."""
+        both = (self.cuda_graphs, self.verification_graphs)
+        return next((one for one in both if one is not None and one.size_for(inputs) is not None), None)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput:
@@ -290,16 +315,16 @@ class ModelRunner:
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Hidden states to sample from, [sum of num_sampled, hidden]; on a stage before the last, what it has sent on.
 
-        If any prompt log probabilities are requested, those of all tokens, [tokens, hidden]. A decode step replays a
-        CUDA graph if one fits, unless the drafter reads hidden states, which a graph does not hand out.
+        If any prompt log probabilities are requested, those of all tokens, [tokens, hidden]. A step replays a CUDA
+        graph if one fits, unless the drafter reads hidden states, which a graph does not hand out.
         """
         num_tokens, num_wanted = len(inputs.input_ids), len(inputs.logits_indices)
         all_wanted = num_wanted == num_tokens or bool(self.prompt_logprobs)
         rows = None if all_wanted else self._on_device(inputs.logits_indices)
         aux = AuxHiddenStates(self.drafter.aux_layer_ids) if self.drafter and self.drafter.aux_layer_ids else None
-        graphs = None if self.prompt_logprobs or aux else self.cuda_graphs
+        graphs = None if self.prompt_logprobs or aux else self._graphs_for(inputs)
         lora_slots = self._lora_slots(inputs)
-        if graphs is not None and graphs.size_for(inputs) is not None:
+        if graphs is not None:
             hidden = self._replay(graphs, inputs, lora_slots)  # [tokens, hidden]
             return hidden if rows is None else hidden[rows]
         if self.lora is not None:

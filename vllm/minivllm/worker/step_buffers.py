@@ -1,8 +1,8 @@
-"""A decode step's inputs at fixed addresses, for CUDA graphs, which always read the addresses they were captured with.
+"""A step's inputs at fixed addresses, for CUDA graphs, which always read the addresses they were captured with.
 
-Rows beyond the real ones are padding, and harmless: their slot is −1, so no key or value is written; they have no
-queries and no keys (`query_start_loc` does not advance, `seq_lens` is 0), so attention skips them; and they hold token
-0 at position 0, which is valid in every table. Their outputs are ignored.
+Tokens and requests beyond the real ones are padding, and harmless: a token's slot is −1, so no key or value is written;
+a request has no queries and no keys (`query_start_loc` does not advance, `seq_lens` is 0), so attention skips it; and
+tokens are 0 at position 0, which is valid in every table. Their outputs are ignored.
 
 Everything that changes per step is assembled on the host, in pinned memory, and copied asynchronously in two transfers:
 the per-row numbers, and as many columns of the block tables as the longest request needs.
@@ -16,17 +16,21 @@ import torch
 from minivllm.worker.input_batch import StepInputs
 from minivllm.worker.paged_attention import AttentionMetadata
 
-ROW = (("positions", torch.int64), ("slot_mapping", torch.int64), ("input_ids", torch.int32), ("seq_lens", torch.int32))
+TOKEN = (("positions", torch.int64), ("slot_mapping", torch.int64), ("input_ids", torch.int32))
 PADDING_SLOT = -1
 
 
 class StepBuffers:
-    """Buffers for `size` rows; `input_ids`, `positions` and `metadata(rows)` are views of what the graphs read."""
+    """Buffers for `size` requests of `tokens_each` tokens.
 
-    def __init__(self, size: int, max_num_blocks: int, device: torch.device) -> None:
-        self.size = size
+    `input_ids`, `positions` and `metadata(requests)` are views of what the graphs read.
+    """
+
+    def __init__(self, size: int, max_num_blocks: int, device: torch.device, tokens_each: int = 1) -> None:
+        self.size, self.tokens_each = size, tokens_each
         pinned = device.type == "cuda"
-        layout = [(name, dtype, size) for name, dtype in ROW] + [("query_start_loc", torch.int32, size + 1)]
+        layout = [(name, dtype, size * tokens_each) for name, dtype in TOKEN]
+        layout += [("seq_lens", torch.int32, size), ("query_start_loc", torch.int32, size + 1)]
         num_bytes = sum(count * dtype.itemsize for _, dtype, count in layout)
         self._rows_here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._rows_there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -46,27 +50,28 @@ class StepBuffers:
         self.query_start_loc = views["query_start_loc"]
         self._copied = torch.cuda.Event() if pinned else None
 
-    def metadata(self, rows: int, max_seq_len: int) -> AttentionMetadata:
-        """The attention metadata of a step of `rows` rows, as views of the buffers."""
+    def metadata(self, requests: int, max_seq_len: int) -> AttentionMetadata:
+        """The attention metadata of a step of so many requests, as views of the buffers."""
         return AttentionMetadata(
-            self.query_start_loc[: rows + 1],
-            self.seq_lens[:rows],
-            self.block_table[:rows],
-            self.slot_mapping[:rows],
+            self.query_start_loc[: requests + 1],
+            self.seq_lens[:requests],
+            self.block_table[:requests],
+            self.slot_mapping[: requests * self.tokens_each],
             max_seq_len,
-            max_query_len=1,
+            max_query_len=self.tokens_each,
         )
 
     def load(self, inputs: StepInputs) -> None:
-        """Loads a step of one token per request, followed by padding."""
+        """Loads a step of at most `tokens_each` tokens per request, followed by padding."""
         if self._copied is not None:
             self._copied.synchronize()  # the last copy must have read the host buffers before they are overwritten
-        count, host = len(inputs.input_ids), self._host
+        tokens, count, host = len(inputs.input_ids), len(inputs.seq_lens), self._host
         for name, padding in (("positions", 0), ("slot_mapping", PADDING_SLOT), ("input_ids", 0), ("seq_lens", 0)):
-            host[name][:count] = getattr(inputs, name)
-            host[name][count:] = padding
+            real = getattr(inputs, name)
+            host[name][: len(real)] = real
+            host[name][len(real) :] = padding
         host["query_start_loc"][: count + 1] = inputs.query_start_loc
-        host["query_start_loc"][count + 1 :] = count
+        host["query_start_loc"][count + 1 :] = tokens
         self._rows_there.copy_(self._rows_here, non_blocking=True)
         columns = inputs.block_table.shape[1]
         used = count * columns
