@@ -99,7 +99,8 @@ gpu: ## on a GPU: kernels and engine checked, kernels measured (needs only torch
 	@if python3 -c "import torch" 2>/dev/null; then python=python3; else python="$(UV_RUN) python"; fi; \
 	$$python -c "import sys, torch; torch.cuda.is_available() or sys.exit('torch sees no GPU here: make doctor says more')" || exit 2; \
 	export PYTHONPATH=vllm; \
-	$$python -P -m pytest $$(cat tests/gpu.txt) -m gpu && \
+	if $$python -c "import xdist" 2>/dev/null; then several="-n $(WORKERS)"; else several=""; fi; \
+	$$python -P -m pytest $$(cat tests/gpu.txt) -m gpu $$several && \
 	$$python -P benchmarks/kernels.py --device cuda
 
 site: setup ## the lessons as a site, into out/site: open its index.html, no server is needed
