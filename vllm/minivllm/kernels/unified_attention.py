@@ -27,7 +27,7 @@ all rows see whole need no mask; they are a loop of their own.
 
 Splits. One decode of a long context has few programs and much to read. With splits > 1 each program reads its share of
 the tiles and writes a partial (peak, total, weighted sum); `combine_kernel` merges them. Splits that hold no key write
-a peak of −inf and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
+a total of 0 and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
 
 Quantized caches. Integers go into the matrix products as they are. A key's scale multiplies its column of scores, and
 a value's scale its column of weights, so no tile is ever dequantized as a whole.

@@ -179,7 +179,7 @@ class Worker:
         return list(self.runner.lora.manager.lora_index_to_id) if self.runner.lora else []
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache and, on a GPU, captures CUDA graphs and warms up, once; then no bytes are counted."""
+        """Allocates the cache and, on a GPU, captures CUDA graphs and warms up, once. No bytes count yet."""
         self.runner.initialize_kv_cache(num_blocks)
         if self.settings.uses_cuda_graphs:
             self.runner.capture_model()
