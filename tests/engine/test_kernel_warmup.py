@@ -4,14 +4,17 @@ import random
 
 import pytest
 
-from minivllm.config import EMBEDDED_MODEL
+from minivllm.config import EMBEDDED_MODEL, Parts
 from minivllm.entrypoints.llm import LLM
 from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.lab.inside import core_of
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.kernel_warmup import BEHIND_A_CONTEXT, short_step, warm_up_steps
+from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
+from minivllm.worker.spec_decode.suffix_proposer import SuffixProposer
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 2}
 DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_MODEL), "num_speculative_tokens": 3}
 LIMITS = [(2048, 256, 4096), (2048, 4, 200), (16, 4, 200), (1, 1, 2), (8192, 2, 131072), (300, 300, 20)]
 
@@ -58,6 +61,7 @@ def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
         {"quantization": "int8"},
         {"speculative_config": NGRAM},
         {"speculative_config": NGRAM, "async_scheduling": True},
+        {"speculative_config": SUFFIX},
         {"speculative_config": DRAFT_MODEL},
         {"enable_lora": True},
     ],
@@ -72,13 +76,34 @@ def test_it_leaves_nothing_behind(options, monkeypatch):
     worker = core_of(llm).executor.worker
     worker.runner.reset()
     verified = []
-    monkeypatch.setattr(worker.runner, "rejection_sample", lambda step: verified.append(step) or rejection_sample(step))
+    noted = lambda step: verified.append(step) or rejection_sample(step)  # noqa: E731
+    monkeypatch.setattr("minivllm.worker.worker.rejection_sample", noted)
     worker.run_unobserved(warm_up_steps(2048, 4, 200, 16, 2 if "speculative_config" in options else 0))
     assert len(verified) == (2 if "speculative_config" in options else 0)
     assert not worker.runner.batch.row_of
     assert not worker.runner.take_draft_token_ids()
     assert worker.group.bytes_reduced == 0
+    if isinstance(worker.runner.proposer, SuffixProposer):
+        assert not any("warm-up" in name for name in worker.runner.proposer.cache.cached_requests)
     assert llm.generate("def f", params, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_parts_are_not_asked_before_the_first_request():
+    """They may be a learner's, unfinished, and slow with long prompts."""
+    asked = []
+
+    class Asking(NgramProposer):
+        def propose(self, batch, rows):
+            asked.append(rows)
+            return super().propose(batch, rows)
+
+    parts = Parts(draft_proposer=Asking, rejection_sample=lambda step: asked.append(step) or rejection_sample(step))
+    options = {"max_model_len": 200, "max_num_seqs": 4, "num_gpu_blocks_override": 20, "speculative_config": NGRAM}
+    llm = LLM(EMBEDDED_MODEL, device="cpu", parts=parts, **options)
+    core_of(llm).executor.worker.run_unobserved(warm_up_steps(2048, 4, 200, 16, 2))
+    assert not asked
+    llm.generate("def f", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert asked
 
 
 @pytest.mark.gpu

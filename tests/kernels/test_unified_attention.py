@@ -129,6 +129,16 @@ def test_splits_of_which_some_are_empty(device, splits, window):
     check_kernel(step, device, splits=splits, sliding_window=window)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN")
+@pytest.mark.parametrize("first", [0, 64, 256], ids="from key {}".format)
+def test_a_split_of_nothing_but_nan_is_not_forgotten(device, first):
+    step = make([(1, 300)], padding=0)
+    places = torch.arange(first, min(first + 64, 300))
+    step.arguments[1][step.arguments[5][0][places // BLOCK].long(), places % BLOCK, 0] = torch.nan
+    found = step.on(device).attend("triton", num_kv_splits=5).isnan().all(-1)
+    assert found.tolist() == [[True] * 4 + [False] * 4]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_steps(device, seed):
     draw = random.Random(seed)

@@ -27,7 +27,7 @@ all rows see whole need no mask; they are a loop of their own.
 
 Splits. One decode of a long context has few programs and much to read. With splits > 1 each program reads its share of
 the tiles and writes a partial (peak, total, weighted sum); `combine_kernel` merges them. Splits that hold no key write
-a peak of −inf and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
+a total of 0 and are ignored; rows of `out` that belong to no sequence (padding of a CUDA graph) are never touched.
 
 Quantized caches. Integers go into the matrix products as they are. A key's scale multiplies its column of scores, and
 a value's scale its column of weights, so no tile is ever dequantized as a whole.
@@ -312,8 +312,8 @@ def combine_kernel(
         peak = tl.load(partial_stats + part * 2, mask=split < num_splits, other=float("-inf"))
         new_highest = tl.maximum(highest, tl.max(peak, 0))
         shrink, weight = tl.exp2(highest - new_highest), tl.exp2(peak - new_highest)
-        saw_keys = peak > float("-inf")
-        totals = tl.load(partial_stats + part * 2 + 1, mask=saw_keys, other=0.0)
+        totals = tl.load(partial_stats + part * 2 + 1, mask=split < num_splits, other=0.0)
+        saw_keys = totals != 0.0  # a NaN, too: where all scores are, the peak is still −inf
         sums = tl.load(partial_acc + part[:, None] * PADDED_DIM + dim[None, :], mask=saw_keys[:, None], other=0.0)
         total = total * shrink + tl.sum(weight * totals, 0)
         acc = acc * shrink + tl.sum(sums * weight[:, None], 0)

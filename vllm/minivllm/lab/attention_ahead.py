@@ -40,7 +40,7 @@ def compile_attention(
     if it does not compile.
     """
     pointer, slot = POINTERS[dtype], KV_HEADS * head_dim
-    dot_type = tl.float16 if kv_dtype == "float8_e4m3fn" else getattr(tl, dtype)
+    dot_type = tl.float16 if (dtype, kv_dtype) == ("bfloat16", "float8_e4m3fn") else getattr(tl, dtype)
     arguments = {
         **dict.fromkeys(("out", "q"), pointer),
         **dict.fromkeys(("k_cache", "v_cache"), POINTERS[kv_dtype or dtype]),

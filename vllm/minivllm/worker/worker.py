@@ -6,7 +6,8 @@ In vLLM v0.33.0: `vllm/v1/worker/gpu_worker.py` (`Worker`).
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorRole
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import AsyncModelRunnerOutput, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.errors import MinivllmError
+from minivllm.kernels.rejection_sample import rejection_sample
 from minivllm.kv_connector.factory import create_connector
 from minivllm.models.decoder import Decoder
 from minivllm.models.eagle3 import Eagle3Head, load_eagle3
@@ -33,7 +35,7 @@ from minivllm.worker.kv_connector_runner import KVConnectorRunner, model_fingerp
 from minivllm.worker.memory_profiling import MemoryUse, measure_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.paged_attention import PagedAttention
-from minivllm.worker.spec_decode.proposer import MakeProposer
+from minivllm.worker.spec_decode.proposer import MakeProposer, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import RejectionSample
 
 LOOPBACK_ADDRESS = "127.0.0.1"
@@ -177,7 +179,7 @@ class Worker:
         return list(self.runner.lora.manager.lora_index_to_id) if self.runner.lora else []
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache and, on a GPU, captures CUDA graphs and warms up, once; then no bytes are counted."""
+        """Allocates the cache and, on a GPU, captures CUDA graphs and warms up, once. No bytes count yet."""
         self.runner.initialize_kv_cache(num_blocks)
         if self.settings.uses_cuda_graphs:
             self.runner.capture_model()
@@ -231,14 +233,28 @@ class Worker:
 
     def run_unobserved(self, steps: Iterable[SchedulerOutput]) -> None:
         """Runs steps that write into the null block, and keeps nothing of them."""
-        for step in steps:
-            if self.runner.keeps_drafts and step.scheduled_spec_decode_tokens:
-                self.runner.take_sampled({}, step.scheduled_spec_decode_tokens)
-            self.execute_model(step)
+        with self._own_parts():
+            for step in steps:
+                if self.runner.keeps_drafts and step.scheduled_spec_decode_tokens:
+                    self.runner.take_sampled({}, step.scheduled_spec_decode_tokens)
+                self.execute_model(step)
         if self.runner.lora is not None:
             self.runner.lora.warm_up()
         self.runner.reset()
         self.group.bytes_reduced = 0
+
+    @contextmanager
+    def _own_parts(self) -> Iterator[None]:
+        """The engine's own in place of given ones, which are asked for requests only, and a proposer to throw away."""
+        runner, settings = self.runner, self.settings
+        kept = runner.proposer, runner.rejection_sample
+        if runner.proposer is not None:
+            runner.proposer = make_proposer(settings.speculative_config, settings.max_model_len)
+        runner.rejection_sample = rejection_sample
+        try:
+            yield
+        finally:
+            runner.proposer, runner.rejection_sample = kept
 
     def _compile_kernels(self) -> None:
         """Runs steps on a GPU in which the kernels take every form that they have."""
