@@ -6,7 +6,8 @@ do both for decode steps when they are captured. The other steps run one at a ti
 every form is met: all powers of two up to the largest step, and behind a long context, where splits share the keys;
 and with as many drafts.
 
-All write into the null block, which nobody reads.
+They write into the null block, which nobody reads. Only the long contexts lie all over the cache, of which nobody has
+anything yet, since what is fastest from a cache line that is read again and again need not be so otherwise.
 
 In vLLM v0.33.0: `vllm/model_executor/warmup/kernel_warmup.py`.
 """
@@ -21,9 +22,14 @@ BEHIND_A_CONTEXT = (1, 2, 4, 8, 16, 32, 64)
 
 
 def warm_up_steps(
-    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, num_drafts: int = 0
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    num_drafts: int = 0,
+    num_blocks: int = 1,
 ) -> Iterator[SchedulerOutput]:
-    """The steps of a GPU, which verify up to `num_drafts` drafts of a request."""
+    """The steps of a GPU with a cache of `num_blocks`, which verify up to `num_drafts` drafts of a request."""
     longest = max_model_len - 1
     finished: set[str] = set()
     most = min(max_num_batched_tokens, longest * max_num_seqs)
@@ -33,7 +39,7 @@ def warm_up_steps(
         finished = set(step.num_scheduled_tokens)
     for tokens in BEHIND_A_CONTEXT:
         if tokens < min(longest, max_num_batched_tokens):
-            step = _of_new_requests([(tokens, longest - tokens)], block_size, finished)
+            step = _of_new_requests([(tokens, longest - tokens)], block_size, finished, num_blocks=num_blocks)
             yield step
             finished = set(step.num_scheduled_tokens)
     most_drafts = max(0, min(num_drafts, longest - 3, max_num_batched_tokens - 2))
@@ -56,14 +62,17 @@ def _divided(tokens: int, longest: int) -> list[int]:
 
 
 def _of_new_requests(
-    prompts: list[tuple[int, int]], block_size: int, finished: set[str], room: int = 1
+    prompts: list[tuple[int, int]], block_size: int, finished: set[str], room: int = 1, num_blocks: int = 1
 ) -> SchedulerOutput:
-    """A step of new requests, each given as (tokens to compute, tokens computed before), with room for `room` more."""
+    """A step of new requests, each given as (tokens to compute, tokens computed before), with room for `room` more.
+
+    Their blocks are the first `num_blocks`, in turn.
+    """
     requests, counts = [], {}
     for place, (tokens, computed) in enumerate(prompts):
         name, known = f"warm-up {tokens} behind {computed}, {place}", tokens + computed
         params = SamplingParams(temperature=float(place % 2 == 0), seed=0)
-        blocks = [0] * -(-(known + room) // block_size)
+        blocks = [block % num_blocks for block in range(-(-(known + room) // block_size))]
         requests.append(NewRequestData(name, [0] * known, [0] * known, blocks, computed, params))
         counts[name] = tokens
     return SchedulerOutput(requests, CachedRequestData(), counts, sum(counts.values()), {}, set(), finished)

@@ -232,7 +232,7 @@ class Worker:
             self.run_unobserved(short_step(self.settings.block_size))
 
     def run_unobserved(self, steps: Iterable[SchedulerOutput]) -> None:
-        """Runs steps that write into the null block, and keeps nothing of them."""
+        """Runs steps of requests that nobody has made, and keeps nothing of them."""
         with self._own_parts():
             for step in steps:
                 if self.runner.keeps_drafts and step.scheduled_spec_decode_tokens:
@@ -263,7 +263,9 @@ class Worker:
             return
         num_drafts = speculative.num_speculative_tokens if speculative else 0
         limits = settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_model_len
-        self.run_unobserved(warm_up_steps(*limits, settings.block_size, num_drafts))
+        assert self.runner.attention is not None
+        num_blocks = len(self.runner.attention.kv_caches[0][0])
+        self.run_unobserved(warm_up_steps(*limits, settings.block_size, num_drafts, num_blocks))
 
     def defer_tokens(self) -> None:
         """From now on steps end before their tokens are on the host, where the host can do without them.
