@@ -27,14 +27,15 @@ def tiles(request):
     if request.param == lanes.has_wide_registers():
         loops = numba_linear
     else:
-        spec = importlib.util.find_spec("minivllm.kernels.cpu.panel_linear_loops")
+        # A module of its own: compiled parts are named after it, and a process uses one of a name for both.
+        spec = importlib.util.spec_from_file_location("loops_of_other_registers", numba_linear.__file__)
         assert spec
         assert spec.loader
         loops = importlib.util.module_from_spec(spec)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lanes, "has_wide_registers", lambda: request.param)
             spec.loader.exec_module(loops)
-        # On disk the parts of both would have the same names, and one process must not load two of a name.
+        # Not kept on disk, where they would have the name of the others' file.
         loops.compile_programs = lambda function: numba.cfunc(numba.types.void(numba.types.intp))(function).ctypes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(panel_linear, "_loops", lambda: loops)
