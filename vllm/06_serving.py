@@ -18,7 +18,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -268,8 +268,8 @@ class Server:
         """One connection, to its end or until its client leaves."""
         asked = await read_request(reader)
         writer.write(HEAD)
-        await until_disconnected(self.stream(asked, writer), reader.read())
-        writer.close()
+        with closing(writer):
+            await until_disconnected(self.stream(asked, writer), reader.read())
 
     async def stream(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         """Write what there is, and wait for this client only: meanwhile its collector merges."""

@@ -64,17 +64,17 @@ def test_random_requests_get_the_same_tokens(deferred):
     """Chunks, preemptions, draws, stops; steps that can be deferred, and between them steps that cannot."""
     plain, ahead = engine(async_scheduling=False), engine()
     runner_of(ahead).defers_tokens = True
-    for seed in range(25):
+    for seed in range(12):
         prompts, params = random_requests(seed)
         assert answers(ahead, prompts, params) == answers(plain, prompts, params), seed
-    assert len(deferred) > 100
+    assert len(deferred) > 60
 
 
 def test_aborted_requests_leave_their_rows_to_others(deferred):
     plain, ahead = engine(async_scheduling=False), engine()
     runner_of(ahead).defers_tokens = True
     draw = random.Random(1)
-    for round_ in range(10):
+    for round_ in range(6):
         prompts, params = random_requests(100 + round_)
         for llm in (plain, ahead):
             for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):

@@ -175,6 +175,35 @@ class CudaGraphs:
         )
 
 
+def captured(
+    record: Record,
+    model: Decoder,
+    attention: PagedAttention | PagedLatentAttention,
+    max_num_seqs: int,
+    max_num_blocks: int,
+    max_model_len: int,
+    block_size: int,
+    lora: LRUCacheWorkerLoRAManager | None = None,
+    tokens_each: int = 1,
+) -> CudaGraphs | None:
+    """The graphs of steps in which a request has at most `tokens_each` tokens; None if one is too many for a graph."""
+    sizes = [size for size in capture_sizes(max_num_seqs) if size * tokens_each <= MOST_ROWS]
+    if not sizes:
+        return None
+    graphs = CudaGraphs(
+        model,
+        attention,
+        sizes=sizes,
+        max_num_blocks=max_num_blocks,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        lora=lora,
+        tokens_each=tokens_each,
+    )
+    graphs.capture(record)
+    return graphs
+
+
 def cuda_recorder(ranks: int) -> Record:
     """Returns a function that captures functions as CUDA graphs in one shared memory pool.
 

@@ -29,20 +29,21 @@ from minivllm.platforms.device_memory import refuse_beyond_memory
 from minivllm.platforms.profiling import record_function_or_nullcontext
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.attention import make_attention, without_attention
-from minivllm.worker.cuda_graphs import MOST_ROWS, CudaGraphs, Record, capture_sizes, cuda_recorder
+from minivllm.worker.cuda_graphs import CudaGraphs, Record, captured, cuda_recorder
 from minivllm.worker.input_batch import InputBatch, StepInputs, consecutive
 from minivllm.worker.kv_cache import allocate_kv_caches, check_kv_cache_dtype
 from minivllm.worker.kv_connector_runner import KVConnectorRunner, tensors_of
 from minivllm.worker.latent_attention import PagedLatentAttention
 from minivllm.worker.paged_attention import AttentionMetadata, PagedAttention
 from minivllm.worker.sample.prompt_logprobs import PromptLogprobs
-from minivllm.worker.sample.sampler import NOTHING_NEEDED, ON_DEVICE, SamplerOutput, SamplingMetadata, choose, sample
+from minivllm.worker.sample.sampler import NOTHING_NEEDED, ON_DEVICE, SamplingMetadata, choose, sample
 from minivllm.worker.sample.states import SamplingStates
 from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, MakeProposer, make_proposer
-from minivllm.worker.spec_decode.rejection_sampler import RejectionSample, StepDrafts, kept_slices, sample_with_drafts
+from minivllm.worker.spec_decode.rejection_sampler import RejectionSample, StepDrafts, sample_with_drafts
 from minivllm.worker.spec_decode.synthetic import sample_at_rates
-from minivllm.worker.tokens_in_flight import HostCopy, TokensInFlight
+from minivllm.worker.step_output import fill_in, kept_of, nonfinite_req_ids, num_invalid_of
+from minivllm.worker.tokens_in_flight import TokensInFlight
 
 
 class ModelRunner:
@@ -164,30 +165,14 @@ class ModelRunner:
         have graphs of decode steps only, and so has a drafter that reads hidden states, which a graph does not hand
         out.
         """
-        record = record or cuda_recorder(self.model.group.size)
-        reads_hidden = self.drafter is not None and bool(self.drafter.aux_layer_ids)
-        self.cuda_graphs = self._captured(1, record)
-        if self.num_drafts and self.config.kv_lora_rank is None and not reads_hidden:
-            self.verification_graphs = self._captured(min(1 + self.num_drafts, self.max_model_len), record)
-
-    def _captured(self, tokens_each: int, record: Record) -> CudaGraphs | None:
-        """The graphs of steps in which a request has at most so many tokens; None if one is too many for a graph."""
         assert self.attention is not None
-        sizes = [size for size in capture_sizes(self.max_num_seqs) if size * tokens_each <= MOST_ROWS]
-        if not sizes:
-            return None
-        graphs = CudaGraphs(
-            self.model,
-            self.attention,
-            sizes=sizes,
-            max_num_blocks=self.batch.block_table.shape[1],
-            max_model_len=self.max_model_len,
-            block_size=self.block_size,
-            lora=self.lora,
-            tokens_each=tokens_each,
-        )
-        graphs.capture(record)
-        return graphs
+        limits = self.max_num_seqs, self.batch.block_table.shape[1], self.max_model_len, self.block_size
+        record = record or cuda_recorder(self.model.group.size)
+        capture = partial(captured, record, self.model, self.attention, *limits, self.lora)
+        reads_hidden = self.drafter is not None and bool(self.drafter.aux_layer_ids)
+        self.cuda_graphs = capture()
+        if self.num_drafts and self.config.kv_lora_rank is None and not reads_hidden:
+            self.verification_graphs = capture(min(1 + self.num_drafts, self.max_model_len))
 
     def _graphs_for(self, inputs: StepInputs) -> CudaGraphs | None:
         """The graphs that hold this step, the smaller ones first."""
@@ -480,41 +465,3 @@ class ModelRunner:
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return on_device(array, self.device)
-
-
-def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
-    """The sampled tokens to keep, by request: its accepted drafts and the token after the last of them."""
-    req_ids = [inputs.req_ids[index] for index in inputs.sampling]  # [n]
-    output = ModelRunnerOutput({})
-    kept = kept_slices(sampled.token_ids, inputs.num_sampled)
-    for req_id, places in zip(req_ids, kept, strict=True):
-        output.sampled_token_ids[req_id] = sampled.token_ids[places]
-        if sampled.logprobs and sampled.logprobs[places.start] is not None:
-            output.logprobs[req_id] = sampled.logprobs[places]
-    return output
-
-
-def fill_in(copy: HostCopy, inputs: StepInputs, output: ModelRunnerOutput) -> None:
-    """Puts the tokens of a step, one for each request that samples, into its output, once they are on the host."""
-    token_ids, largest = copy.wait()
-    req_ids = [inputs.req_ids[index] for index in inputs.sampling]
-    output.sampled_token_ids = {req_id: [token] for req_id, token in zip(req_ids, token_ids.tolist(), strict=True)}
-    output.nonfinite_req_ids = nonfinite_req_ids(inputs, largest)
-
-
-def num_invalid_of(scheduler_output: SchedulerOutput, inputs: StepInputs) -> dict[str, int]:
-    """By request, how many of its scheduled drafts were placeholders that nothing was drafted for."""
-    placeholders = scheduler_output.scheduled_spec_decode_tokens.items()
-    return {req_id: len(unknown) - len(inputs.drafts.get(req_id, ())) for req_id, unknown in placeholders}
-
-
-def nonfinite_req_ids(inputs: StepInputs, largest: np.ndarray) -> list[str]:
-    """The requests of which no token can be sampled: the largest of a row's logits [sum of num_sampled] is not finite.
-
-    A NaN anywhere in the row is the largest, too. A logit of minus infinity only excludes its token.
-    """
-    finite = np.isfinite(largest)
-    if finite.all():
-        return []
-    places = np.unique(np.repeat(inputs.sampling, inputs.num_sampled)[~finite])
-    return [inputs.req_ids[place] for place in places]

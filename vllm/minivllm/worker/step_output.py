@@ -1,0 +1,47 @@
+"""What a step's output says of each request: its tokens, what of its drafts was none, and whether it can go on."""
+
+import numpy as np
+
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.worker.input_batch import StepInputs
+from minivllm.worker.sample.sampler import SamplerOutput
+from minivllm.worker.spec_decode.rejection_sampler import kept_slices
+from minivllm.worker.tokens_in_flight import HostCopy
+
+
+def kept_of(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
+    """The sampled tokens to keep, by request: its accepted drafts and the token after the last of them."""
+    req_ids = [inputs.req_ids[index] for index in inputs.sampling]  # [n]
+    output = ModelRunnerOutput({})
+    kept = kept_slices(sampled.token_ids, inputs.num_sampled)
+    for req_id, places in zip(req_ids, kept, strict=True):
+        output.sampled_token_ids[req_id] = sampled.token_ids[places]
+        if sampled.logprobs and sampled.logprobs[places.start] is not None:
+            output.logprobs[req_id] = sampled.logprobs[places]
+    return output
+
+
+def fill_in(copy: HostCopy, inputs: StepInputs, output: ModelRunnerOutput) -> None:
+    """Puts the tokens of a step, one for each request that samples, into its output, once they are on the host."""
+    token_ids, largest = copy.wait()
+    req_ids = [inputs.req_ids[index] for index in inputs.sampling]
+    output.sampled_token_ids = {req_id: [token] for req_id, token in zip(req_ids, token_ids.tolist(), strict=True)}
+    output.nonfinite_req_ids = nonfinite_req_ids(inputs, largest)
+
+
+def num_invalid_of(scheduler_output: SchedulerOutput, inputs: StepInputs) -> dict[str, int]:
+    """By request, how many of its scheduled drafts were placeholders that nothing was drafted for."""
+    placeholders = scheduler_output.scheduled_spec_decode_tokens.items()
+    return {req_id: len(unknown) - len(inputs.drafts.get(req_id, ())) for req_id, unknown in placeholders}
+
+
+def nonfinite_req_ids(inputs: StepInputs, largest: np.ndarray) -> list[str]:
+    """The requests of which no token can be sampled: the largest of a row's logits [sum of num_sampled] is not finite.
+
+    A NaN anywhere in the row is the largest, too. A logit of minus infinity only excludes its token.
+    """
+    finite = np.isfinite(largest)
+    if finite.all():
+        return []
+    places = np.unique(np.repeat(inputs.sampling, inputs.num_sampled)[~finite])
+    return [inputs.req_ids[place] for place in places]
