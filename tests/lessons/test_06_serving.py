@@ -652,7 +652,8 @@ def test_quick_run(tmp_path):
     assert sorted(at.values()) == list(at.values()), "in this order"
     assert 0 < figures["trace"]["server_ttft_ms"] < figures["trace"]["ttft_ms"]
     slow, left = figures["slow"]["servers"], figures["left"]
-    assert slow["naive"]["longest_gap_ms"] > 1000 * figures["slow"]["unread_seconds"], "everybody waits"
+    still = 1000 * figures["slow"]["unread_seconds"]
+    assert slow["naive"]["longest_gap_ms"] > 0.9 * still, "all wait, though a client may read its last event late"
     assert slow["naive"]["events"] > 380, "one for each token, but for a few that a busy machine reads together"
     assert slow["this lesson's"]["events"] < slow["naive"]["events"], "what was not read was merged"
     assert left["naive"]["in_vain"] > 0.8 * 6 * 197
