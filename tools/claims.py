@@ -9,8 +9,8 @@ each machine that has results; a row's `results` names another stem. `also` adds
 The table goes between `<!-- claims:NN -->` and `<!-- /claims -->`, in the lesson or on its page in `lessons/notes`.
 Between `<!-- published-checks -->` and its end goes the cost model beside published measurements, row by row.
 
-A `[[sentence]]` is a piece of a lesson's prose that quotes one results file. Both commands fail where the lesson's pages
-do not have it word for word, line breaks aside. In a list of rows, `{decode.64 decodes of 4,096 + fp8.engine_us:.0f}`
+A `[[sentence]]` is a piece of a lesson's prose that quotes one results file. Both commands fail where the lesson's
+pages do not have it word for word, line breaks aside. In a list of rows, `{decode.64 decodes of 4,096 + fp8.gb_per_s}`
 picks the row that has both values.
 """
 
