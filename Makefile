@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
+SHELLS_PATH := $(PATH)
 export PATH := $(HOME)/.local/bin:$(PATH)
 
 # `make setup-cpu` leaves this file behind: from then on uv must not put torch's CUDA build back.
@@ -31,6 +32,7 @@ setup-cpu: ## the small way: torch without CUDA (about 2 GB)
 
 run: setup ## lesson 01 on the embedded model
 	@$(UV_RUN) python vllm/01_kv_cache.py
+	@PATH='$(SHELLS_PATH)' command -v uv >/dev/null || printf '\n%s\n%s\n' 'uv lies in ~/.local/bin, where your shell does not look. For the commands that begin with "uv run":' '    export PATH="$$HOME/.local/bin:$$PATH"'
 
 test: setup ## every test that this machine can run, four at a time
 	@$(UV_RUN) --group nixl pytest -n $(WORKERS)
@@ -39,8 +41,8 @@ lesson: setup ## one lesson's script: make lesson N=01
 	@test -n "$(LESSON)" || { echo "no lesson '$(N)': say for example make lesson N=01" >&2; exit 2; }
 	@$(UV_RUN) python $(LESSON)
 
-check: setup ## your solution of one exercise: make check N=01
-	@$(UV_RUN) python -m minivllm.lab.exercise $(or $(N),--help)
+check: setup ## your solution of one exercise: make check N=04; of one function of it: make check N=04 ONLY=schedule
+	@$(UV_RUN) python -m minivllm.lab.exercise $(or $(N),--help) $(if $(ONLY),--only '$(ONLY)')
 
 capstone: setup ## your solutions of all exercises serve HTTP together; SERVE=1 leaves the server running
 	@$(UV_RUN) python -m minivllm.lab.capstone $(if $(filter-out 0,$(SERVE)),--serve) $(if $(PORT),--port '$(PORT)')

@@ -8,6 +8,7 @@ Needed: lesson 03 to the end of "The mechanism". The kernels run in Triton's int
 checks of your `tiled_attention` pass, the same command runs the engine with it.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np

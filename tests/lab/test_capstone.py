@@ -56,7 +56,7 @@ def test_a_prompt_is_computed_by_one_engine_and_answered_by_the_other(solutions)
 
 def test_what_differs_is_told():
     def load_of(text="a", aborted=1, free=9):
-        return Load([Answer(text, [1])], 1.0, aborted, free, 9)
+        return Load([Answer(text, [1])], aborted, free, 9)
 
     assert difference_of(load_of(), load_of()) is None
     assert difference_of(load_of("b"), load_of()) == "request 0: 'b', and ours 'a'"

@@ -126,7 +126,7 @@ def test_the_command_says_by_its_exit_code_whether_all_is_done(tmp_path, monkeyp
 CHECKS = '''"""c"""
 def check_double(m):
     """Twice."""
-    assert m.double(2) == 4
+    assert m.double(m.given(2)) == 4
 def check_large(m):
     """Stretch: large numbers."""
     assert m.double(100) == 200
@@ -139,8 +139,13 @@ def part_of(m):
     return m.double
 '''
 SCRIPTS = REPOSITORY / "vllm"
-STUB = "def double(x): ...\ndef add(x, y): ...\ndef predict(): ..."
-ADD = "def add(x, y): return x + y\n"
+STUB = """
+def given(x): return x
+def double(x): raise NotImplementedError
+def add(x, y): raise NotImplementedError
+def predict(): raise NotImplementedError
+"""
+ADD = "def given(x): return x\ndef add(x, y): return x + y\n"
 DOUBLE = "def double(x): return add(x, x)\n"
 PREDICT = "def predict(): return 6\n"
 
@@ -151,9 +156,9 @@ PREDICT = "def predict(): return 6\n"
         (ADD + DOUBLE, ""),
         (ADD + "def double(x): return min(50, add(x, x))\n" + PREDICT, ""),
         (PREDICT, "double"),
-        (DOUBLE + PREDICT, "add, double"),
+        ("def given(x): return x\n" + DOUBLE + PREDICT, "double"),
     ],
-    ids=["a part that the engine does not take", "a stretch", "its part", "what its part calls"],
+    ids=["a part that the engine does not take", "a stretch", "its part", "a part that fails in what it calls"],
 )
 def test_the_engine_waits_for_what_it_takes_and_for_nothing_else(tmp_path, monkeypatch, capsys, source, unready):
     mine = tmp_path / "mine.py"
@@ -172,6 +177,29 @@ def test_the_engine_waits_for_what_it_takes_and_for_nothing_else(tmp_path, monke
     assert len(ran) == (0 if unready else 2)
     assert said.count(f"when these are right: {unready}\n") == (2 if unready else 0)
     assert said.count("of 3 checks to go") == 2
+
+
+def test_one_function_is_checked_alone(tmp_path, monkeypatch, capsys):
+    mine = tmp_path / "mine.py"
+    mine.write_text(PREDICT)  # no `double`: all other checks would fail
+    (tmp_path / "checks").mkdir()
+    (tmp_path / "checks" / "05_x.py").write_text(CHECKS.replace("m.double(3)", "6"))
+    (tmp_path / "05_x.py").write_text(STUB)
+    monkeypatch.setattr(exercise, "EXERCISES", tmp_path)
+    monkeypatch.setattr(exercise, "run_plugged", lambda *given: pytest.fail("the engine runs in the whole check only"))
+    flags = exercise.parser()
+    exercise.main(flags.parse_args(["5", "--file", str(mine), "--only", "predict"]))
+    assert "all 1 checks pass" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1"):
+        exercise.main(flags.parse_args(["5", "--file", str(mine), "--only", "double"]))
+    with pytest.raises(MinivllmError, match=r"no check of exercise 5 calls 'triple' .*double, add, predict"):
+        exercise.main(flags.parse_args(["5", "--file", str(mine), "--only", "triple"]))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_function_to_write_can_be_checked_alone(number):
+    called = [exercise._parts_called(check.__name__, number) for check in checks_of(number)]
+    assert set(exercise._to_write(number)) <= set().union(*called)
 
 
 def test_each_exercise_gives_its_parts_and_keeps_its_kernels():

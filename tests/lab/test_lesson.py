@@ -45,6 +45,11 @@ def test_what_was_found_goes_where_the_command_line_says(tmp_path, capsys):
     assert (record["name"], record["figures"], record["slots"]) == ("00_x", {"a": 1}, 5)
 
 
+def test_a_quick_run_says_that_its_figures_are_not_the_lessons(capsys):
+    keep("vllm/00_x.py", {}, arguments("--quick"), lambda *_: None)
+    assert "not those that the lesson quotes" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_model_is_the_lessons_unless_another_is_named():
     assert arguments().model == "some/model"
     assert arguments("--model", "mine").model == "mine"

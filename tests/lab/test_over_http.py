@@ -15,7 +15,7 @@ STAYS, LEAVES = Client(prompt="x"), Client(prompt="x", leaves_after=2)
     ids=["nobody leaves", "all leave in time", "one leaves too late", "a part that never aborts"],
 )
 def test_a_load_is_served_until_all_have_left_in_time(monkeypatch, clients, aborted, tries):
-    loads = [Load([], 1.0, number, 9, 9) for number in aborted]
+    loads = [Load([], number, 9, 9) for number in aborted]
     left = iter(loads)
     monkeypatch.setattr(over_http, "_load_once", lambda *given: next(left))
     assert serve_load(clients, NO_PARTS) is loads[-1]

@@ -205,6 +205,7 @@ MUTANTS = {
         "... and ... and len(running) < max_num_seqs and not preempted",
         "... and ... and not preempted",
     ),
+    "admits after a preemption": ("schedule", "... and ... and ... and not preempted", "... and ... and ..."),
     "one place too many": ("schedule", "len(running) < max_num_seqs", "len(running) <= max_num_seqs"),
     "takes the last to come": ("schedule", "waiting.popleft()", "waiting.pop()"),
     "puts the new ones first": (

@@ -221,6 +221,13 @@ def check_the_last_makes_room(module):
     assert free == 1, f"{free} blocks are free: C returns 2, A takes 1"
 
 
+def check_a_step_that_preempted_admits_nobody(module):
+    """Nobody is admitted after a preemption, even where the victim, which held a block too many, would fit again."""
+    running = [_decoding("A", 13, blocks=3), _decoding("B", 5, blocks=3)]  # B's drafts were rejected, as in lesson 07
+    runs, waits, free = _gives(module, running, [], {"A": 1}, free=0, block_size=4)
+    assert (runs, waits, free) == (["A"], ["B"], 2), f"{runs} run, {waits} wait, {free} blocks are free"
+
+
 def check_as_many_make_room_as_are_needed(module):
     """A chunk that needs three blocks preempts two requests of two blocks; the one admitted earlier is next."""
     running = [_request("A", 40, computed=8, blocks=2), _decoding("B", 7, blocks=2), _decoding("C", 6, blocks=2)]

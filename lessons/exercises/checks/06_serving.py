@@ -708,7 +708,7 @@ def serve_clients(_plugged, parts) -> Served:
     stayed = [
         (client, answer) for client, answer in zip(CLIENTS, load.answers, strict=True) if client.leaves_after is None
     ]
-    served = Served([answer.token_ids for _, answer in stayed], [answer.text for _, answer in stayed], load.seconds)
+    served = Served([answer.token_ids for _, answer in stayed], [answer.text for _, answer in stayed])
     (late,) = (answer for client, answer in stayed if client.reads_late)
     stopped = sum(answer.finish_reason == "stop" for _, answer in stayed)
     served.rows = {"events for the 200 tokens of the client that reads late": late.num_events}

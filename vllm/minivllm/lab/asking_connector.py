@@ -152,7 +152,6 @@ def serve_through_both(plugged: Plugged, parts: Parts) -> Served:
         served.rows[CAME] = 0
         return served
     prefiller, decoder = (_engine(parts, name) for name in ("prefiller", "decoder"))
-    begin = time.perf_counter()
     ids = {"temperature": 0.0, "ignore_eos": True}
     wanted = SamplingParams(**ids, max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     prompts = list(plugged.prompts)
@@ -162,7 +161,7 @@ def serve_through_both(plugged: Plugged, parts: Parts) -> Served:
         for params in told
     ]
     outputs = decoder.generate(prompts, answers, use_tqdm=False)
-    served = Served([], [], time.perf_counter() - begin)
+    served = Served([], [])
     served.token_ids = [list(one.outputs[0].token_ids) for one in outputs]
     served.texts = [one.outputs[0].text for one in outputs]
     free = [_free_blocks(one) for one in (prefiller, decoder)]

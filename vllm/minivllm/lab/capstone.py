@@ -113,14 +113,13 @@ def serve_all(modules: Mapping[str, ModuleType]) -> bool:
         yours, ours = (_load_on(server, which) for which in (parts, NO_PARTS))
         differences.append(difference_of(yours, ours))
         answers = str(len(yours.answers))
-        rows.append((server.name, _named(parts), answers, speed(yours), speed(ours), differences[-1] or "the same"))
+        rows.append((server.name, _named(parts), answers, differences[-1] or "the same"))
     if "08" in modules:
         yours, ours = serve_pair(modules)
         differences.append(difference_in_row(yours, ours))
-        speeds = (f"{one.tokens_per_second:,.0f}" for one in (yours, ours))
         names = _named(parts_of(PAIR, modules))
-        rows.append((PAIR.name, names, str(len(yours.texts)), *speeds, differences[-1] or "the same"))
-    heads = ["server", "your parts", "requests", "tokens/s, yours", "ours", "tokens"]
+        rows.append((PAIR.name, names, str(len(yours.texts)), differences[-1] or "the same"))
+    heads = ["server", "your parts", "requests", "tokens"]
     table("Servers with your parts, on real sockets, and two engines in a row", heads, rows, words=True)
     return not any(differences)
 
@@ -168,11 +167,6 @@ def _difference_of_answers(yours: Sequence[tuple[list[int], str]], ours: Sequenc
 
 def _named(parts: Parts) -> str:
     return ", ".join(name.replace("_", " ") for name in parts.names)
-
-
-def speed(load: Load) -> str:
-    """Tokens a second that the clients got."""
-    return f"{sum(len(answer.token_ids) for answer in load.answers) / load.seconds:,.0f}"
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
     uv run python -m minivllm.lab.exercise 01              # checks lessons/exercises/01_*.py
     uv run python -m minivllm.lab.exercise 01 --file mine.py
+    uv run python -m minivllm.lab.exercise 04 --only schedule     # one function's checks, without the engine
 
 A check is a function `check_*(module)` in `lessons/exercises/checks/NN_*.py`. The first line of its docstring states a
 requirement; it raises if this is not met. The same checks run on the lesson's script, which is the solution.
@@ -18,7 +19,7 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -150,7 +151,7 @@ def check_here(number: str | int, module: ModuleType) -> None:
 
 
 def show_and_run(number: str | int, module: ModuleType, title: str) -> bool:
-    """Check a module and print what is missing; then run the engine with it, if it can. Whether nothing is missing."""
+    """Check a module, print what is missing, and run the engine with it if it can. Return whether all is right."""
     results = run_checks(module, checks_of(number))
     show(results, title)
     if unready := unready_parts(number, module, results):
@@ -159,14 +160,32 @@ def show_and_run(number: str | int, module: ModuleType, title: str) -> bool:
     return run_plugged(number, module) and all(result.passed for result in results)
 
 
+def show_only(number: str | int, module: ModuleType, title: str, only: str) -> bool:
+    """Run the checks of one function of an exercise and print what is missing. Return whether they all pass.
+
+    Raises:
+        MinivllmError: the exercise has no such function; the message lists those that it has.
+    """
+    checks = [check for check in checks_of(number) if only in _parts_called(check.__name__, number)]
+    if not checks:
+        there = ", ".join(_to_write(number))
+        raise MinivllmError(f"no check of exercise {number} calls {only!r} (its functions: {there})")
+    results = run_checks(module, checks)
+    show(results, f"{title}, {only} only")
+    return all(result.passed for result in results)
+
+
 def unready_parts(number: str | int, module: ModuleType, results: Iterable[CheckResult]) -> list[str]:
-    """What the engine takes of the exercise and whose checks fail; checks that lead elsewhere, too, do not count."""
-    taken, unready = parts_taken(number, module), set()
+    """Name the parts for which the engine waits: those that a failed check calls, given ones left out.
+
+    A check that leads to anything that the engine does not take is not waited for.
+    """
+    taken, written, unready = set(parts_taken(number, module)), set(_to_write(number)), set()
     for result in results:
-        its = _parts_behind(result.function, number, module)
-        if not result.passed and not result.is_stretch and its <= set(taken):
-            unready |= its
-    return [part for part in taken if part in unready]
+        behind = _parts_behind(result.function, number, module) & written
+        if not result.passed and not result.is_stretch and behind <= taken:
+            unready |= _parts_called(result.function, number) & written
+    return sorted(unready)
 
 
 def parts_taken(number: str | int, module: ModuleType) -> list[str]:
@@ -175,9 +194,27 @@ def parts_taken(number: str | int, module: ModuleType) -> list[str]:
 
 
 def _parts_behind(function: str, number: str | int, module: ModuleType) -> set[str]:
-    """The functions and classes of an exercise to which a function of its checks leads, as the learner wrote them."""
-    checks, stub = (names_in(_numbered(folder, number).read_text()) for folder in (EXERCISES / "checks", EXERCISES))
+    """Name the exercise's functions and classes to which a check leads, by way of the learner's code too."""
+    checks, stub = _names(number)
     return reached(function, joined(checks, stub, names_in(_source(module)))).keys() & stub.keys()
+
+
+def _parts_called(function: str, number: str | int) -> set[str]:
+    """Name the exercise's functions and classes that a check, with its helpers, calls itself."""
+    checks, stub = _names(number)
+    return set().union(*(checks[name] for name in reached(function, checks))) & stub.keys()
+
+
+def _names(number: str | int) -> tuple[Mapping[str, frozenset[str]], Mapping[str, frozenset[str]]]:
+    """Return what the functions of an exercise's checks name, and what those of its stub name."""
+    checks, stub = (_numbered(folder, number).read_text() for folder in (EXERCISES / "checks", EXERCISES))
+    return names_in(checks), names_in(stub)
+
+
+def _to_write(number: str | int) -> list[str]:
+    """Name the parts of an exercise that the learner writes: in the stub they raise `NotImplementedError`."""
+    _, stub = _names(number)
+    return [name for name, named in stub.items() if "NotImplementedError" in named]
 
 
 def _source(module: ModuleType) -> str:
@@ -253,7 +290,12 @@ def main(arguments: argparse.Namespace) -> None:
     """Check one exercise, then run the engine with it, if it can; exit with 1 if something is missing or differs."""
     path = Path(arguments.file) if arguments.file else exercise_path(arguments.number)
     title = str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
-    if not show_and_run(arguments.number, load(path), title):
+    module = load(path)
+    if arguments.only:
+        right = show_only(arguments.number, module, title, arguments.only)
+    else:
+        right = show_and_run(arguments.number, module, title)
+    if not right:
         raise SystemExit(1)
 
 
@@ -262,6 +304,7 @@ def parser() -> argparse.ArgumentParser:
     flags = Parser(prog="exercise", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("number", help="the lesson's number, such as 01")
     flags.add_argument("--file", metavar="FILE", help="check this file (default: the lesson's stub)")
+    flags.add_argument("--only", metavar="FUNCTION", help="run this function's checks alone, without the engine")
     return flags
 
 

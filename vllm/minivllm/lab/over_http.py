@@ -10,7 +10,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -67,7 +66,6 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     num_events: int = 0
     finish_reason: str | None = None
-    seconds: float = 0.0
 
 
 @dataclass
@@ -75,7 +73,6 @@ class Load:
     """The answers in the order of the clients, and what the server says of itself afterwards."""
 
     answers: list[Answer]
-    seconds: float
     num_aborted: int
     num_free_blocks: int
     num_blocks: int
@@ -129,14 +126,12 @@ async def _serve_load(
         pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool  # type: ignore[union-attr]
         async with _serving(engine, args, lora_modules) as port:
             await _answer_of(Client(prompt="x = 1", max_tokens=2), port, engine)
-            began = time.perf_counter()
             answers = await asyncio.gather(*(_answer_of(client, port, engine) for client in clients))
-            seconds = max(answer.seconds for answer in answers) or time.perf_counter() - began
             await _idle(engine)
         aborted = engine.stat_logger.registry.get_sample_value(  # type: ignore[union-attr]
             "vllm:request_success_total", {"model_name": "tiny", "engine": "0", "finished_reason": "abort"}
         )
-        return Load(list(answers), seconds, int(aborted or 0), pool.get_num_free_blocks(), pool.num_usable_blocks)
+        return Load(list(answers), int(aborted or 0), pool.get_num_free_blocks(), pool.num_usable_blocks)
     finally:
         await asyncio.to_thread(engine.shutdown)
 
@@ -189,7 +184,7 @@ async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
     if client.reads_late:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
     connection.setblocking(False)
-    began, answer = loop.time(), Answer()
+    answer = Answer()
     with connection:
         await loop.sock_connect(connection, ("127.0.0.1", port))
         await loop.sock_sendall(connection, post("/v1/completions", client.body()))
@@ -204,7 +199,6 @@ async def _answer_of(client: Client, port: int, engine: AsyncLLM) -> Answer:
             if not (piece := await loop.sock_recv(connection, 65536)):
                 break
             received += piece
-    answer.seconds = loop.time() - began
     if client.leaves_after is None:
         _read(client, received, answer)
     return answer

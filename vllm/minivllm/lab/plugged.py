@@ -6,7 +6,6 @@ part's place. `compare` runs both engines on the embedded model and prints what 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,18 +59,12 @@ class Served:
 
     token_ids: list[list[int]]
     texts: list[str]
-    seconds: float
     steps: int = 0
     most_running: int = 0
     most_blocks: int = 0
     preemptions: int = 0
     rows: dict[str, object] = field(default_factory=dict)
     equal: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens over the time of all steps."""
-        return sum(map(len, self.token_ids)) / self.seconds
 
 
 def compare(plugged: Plugged) -> bool:
@@ -113,15 +106,13 @@ def serve(plugged: Plugged, parts: Parts) -> Served:
     adapters = plugged.adapters or [None] * len(plugged.prompts)
     for index, (prompt, adapter) in enumerate(zip(plugged.prompts, adapters, strict=True)):
         engine.add_request(str(index), prompt, sampling, lora_request=adapter)
-    served, outputs, free = Served([], [], 0.0), {}, pool.get_num_free_blocks()
-    start = time.perf_counter()
+    served, outputs, free = Served([], []), {}, pool.get_num_free_blocks()
     while engine.has_unfinished_requests():
         finished = [output for output in engine.step() if output.finished]
         outputs.update((output.request_id, output.outputs[0]) for output in finished)
         served.steps += 1
         served.most_running = max(served.most_running, len(scheduler.running) + len(finished))
         served.most_blocks = max(served.most_blocks, free - pool.get_num_free_blocks())
-    served.seconds = time.perf_counter() - start
     completions = [outputs[str(index)] for index in range(len(plugged.prompts))]
     served.token_ids = [list(completion.token_ids) for completion in completions]
     served.texts = [completion.text for completion in completions]
@@ -133,15 +124,14 @@ def serve(plugged: Plugged, parts: Parts) -> Served:
 
 
 def rows_of(served: Served) -> dict[str, object]:
-    """The rows of the table, by name."""
+    """Return the rows of the table, by name: counts only. One run of each says nothing about speed."""
     of_steps = {
         "requests at once": served.most_running,
         "steps": served.steps,
         "preemptions": served.preemptions,
         "most blocks after a step": served.most_blocks,
     }
-    speed = {"tokens a second": f"{served.tokens_per_second:,.0f}"}
-    return {**(of_steps if served.steps else {}), **speed, **served.rows, **served.equal}
+    return {**(of_steps if served.steps else {}), **served.rows, **served.equal}
 
 
 def _verdict(yours: Served, ours: Served, same: bool) -> str:
