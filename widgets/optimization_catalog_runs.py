@@ -40,7 +40,7 @@ MAX_MODEL_LEN = {"chats": 4096, "mixed": 4096, "code": 8192}
 SLOTS: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 FEWER_SLOTS = (1, 2, 4, 8, 16, 32, 64)
 """Where the sets of levers are run that are only compared with."""
-LEVELS = (5, 10, 20, 50, 100, 200)
+LEVELS = (5, 10, 20, 30, 50, 100, 200)
 """Milliseconds between two tokens that may be asked for."""
 FEWEST_REQUESTS, WAVES = 16, 2
 """A run serves twice as many requests as run at once, and at least 16."""
@@ -57,7 +57,7 @@ START: dict[str, Any] = {
     "gpu": "L4",
     "requests": "chats",
     "slots": 16,
-    "level": 50,
+    "level": 30,
     **{field: field != "tensor_parallel" for field in FIELDS},
 }
 CHUNK = 0.02

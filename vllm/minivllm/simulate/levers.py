@@ -161,7 +161,8 @@ class LeverResult:
     preemptions: int
     gpus: int
     inter_token_latency: float
-    """Seconds of the step that a running request waits for: the mean over requests and steps."""
+    """Mean seconds between a request's tokens, the first one counted from when the request is admitted. A step that
+    accepts drafts gives several. Times `tokens_per_second` it is the mean number of requests in the batch."""
 
 
 @dataclass(frozen=True)
@@ -319,7 +320,7 @@ def throughput(levers: Levers, model: ModelConfig, gpu: Hardware, workload: Leve
         prefix_hit_rate=plan.prefix_hits / prompts,
         preemptions=plan.preemptions,
         gpus=levers.tensor_parallel,
-        inter_token_latency=waited / plan.request_steps,
+        inter_token_latency=waited / workload.output_tokens,
     )
 
 
