@@ -26,7 +26,9 @@ from widgets.theme import COLOURS
 
 ALL_OFF = dict.fromkeys(runs.FIELDS, False)
 ALL_ON = dict.fromkeys(runs.FIELDS, True)
-FIVE = {**ALL_OFF} | dict.fromkeys(("kv_cache", "continuous_batching", "weight_bits", "speculative_tokens", "tensor_parallel"), True)
+FIVE = {**ALL_OFF} | dict.fromkeys(
+    ("kv_cache", "continuous_batching", "weight_bits", "speculative_tokens", "tensor_parallel"), True
+)
 complete = widget.SPEC.complete
 LEVERS = st.fixed_dictionaries(dict.fromkeys(runs.FIELDS, st.booleans()))
 
