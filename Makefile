@@ -114,12 +114,13 @@ doctor: ## what this machine can run, and what to do about the rest
 card: setup ## rewrite the embedded models' card from their weights
 	@$(UV_RUN) python vllm/models/train.py --card
 
-lint: setup ## style, types, spelling, links, and that what is built is fresh
+lint: setup ## style, types, spelling, links, names of vLLM, and that what is built is fresh
 	@$(UV_RUN) ruff check .
 	@$(UV_RUN) ruff format --check .
 	@$(UV_RUN) pyright
 	@$(UV_RUN) codespell
 	@$(UV_RUN) python tools/links.py
+	@$(UV_RUN) python tools/vllm_names.py
 	@$(UV_RUN) python tools/address.py --check
 	@$(UV_RUN) python tools/glossary.py --check
 	@$(UV_RUN) python tools/claims.py --check

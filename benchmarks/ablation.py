@@ -41,7 +41,7 @@ from minivllm.lab.results import read_record, record, write_record
 from minivllm.lab.tables import console, markdown_table, table
 from minivllm.platforms.device import pick_device
 from minivllm.sampling_params import SamplingParams
-from minivllm.simulate.lever_checks import median_error, published_checks
+from minivllm.simulate.lever_checks import checks_of, known_error
 
 ROOT = Path(__file__).resolve().parents[1]
 README, LESSON = ROOT / "README.md", ROOT / "lessons" / "05_optimization_catalog.md"
@@ -324,8 +324,8 @@ def _model_note() -> str:
     """What the modelled column is, and how far it can be trusted."""
     return (
         "*Modelled*: left out, Llama-3.1-8B on an H100, by the simulator, whose constants are calibrated on "
-        f"published figures; on {len(published_checks())} others, not used for that, it is off by "
-        f"{median_error():.0%} (median)."
+        f"measured figures; on others, not used for that ({len(checks_of('decode'))} of decodes, "
+        f"{len(checks_of('prefill'))} of prefills), it has {known_error('decode', 'prefill')}."
     )
 
 

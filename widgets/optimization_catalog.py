@@ -120,7 +120,7 @@ NO_FLAG = {
 
 
 FIRST, ELEVENTH = ("paging", "continuous_batching"), "cuda_graphs"
-WAIT = 50
+WAIT = 30
 """Milliseconds between two tokens in the goals, wherever the service level stands."""
 
 
@@ -217,12 +217,13 @@ CHALLENGES = (
         goal=f"Hard. On L4s, at least 450 tokens/s with at most {WAIT} ms between tokens, and no more than five levers "
         "on.",
         check=_few_levers,
-        lesson="A step takes at least bytes ÷ bandwidth: two levers cut the weights' bytes, the others fill the batch.",
+        lesson="A step takes at least bytes ÷ bandwidth: two levers cut the weights' bytes, speculation gets several "
+        "tokens from one reading, the others fill the batch.",
     ),
 )
 GUESS = Guess(
-    question="Switched on first, the KV cache buys × 1.8. Switched on last (on the right, hidden), how much?",
-    options=("less than × 1", "the same × 1.8", "about × 5", "more than × 15"),
+    question="Switched on first, the KV cache buys × 2.3. Switched on last (on the right, hidden), how much?",
+    options=("less than × 1", "the same × 2.3", "about × 5", "more than × 15"),
     right=3,
     because="Last, it finds all else on: without it, each step of each request would compute its whole context again.",
 )
@@ -250,7 +251,7 @@ SPEC = Spec(
                 "Token within",
                 [(f"{level} ms", level) for level in LEVELS],
                 START["level"],
-                "the service level: mean time between two tokens of a request, at most",
+                "the service level: mean time between a request's tokens, the first counted from admission, at most",
             ),
         },
         "The levers": {field: _lever_knob(field) for field in FIELDS},

@@ -18,7 +18,7 @@ from minivllm.config.checks import require
 from minivllm.errors import MinivllmError
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.lever_checks import median_error, published_checks
+from minivllm.simulate.lever_checks import known_error, published_checks
 from minivllm.simulate.levers import (
     LADDER,
     LeverResult,
@@ -40,7 +40,7 @@ MAX_MODEL_LEN = {"chats": 4096, "mixed": 4096, "code": 8192}
 SLOTS: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 FEWER_SLOTS = (1, 2, 4, 8, 16, 32, 64)
 """Where the sets of levers are run that are only compared with."""
-LEVELS = (5, 10, 20, 50, 100, 200)
+LEVELS = (5, 10, 20, 30, 50, 100, 200)
 """Milliseconds between two tokens that may be asked for."""
 FEWEST_REQUESTS, WAVES = 16, 2
 """A run serves twice as many requests as run at once, and at least 16."""
@@ -57,7 +57,7 @@ START: dict[str, Any] = {
     "gpu": "L4",
     "requests": "chats",
     "slots": 16,
-    "level": 50,
+    "level": 30,
     **{field: field != "tensor_parallel" for field in FIELDS},
 }
 CHUNK = 0.02
@@ -133,7 +133,7 @@ class State:
     """With all levers that are on."""
     curves: tuple[Curve, ...]
     """All that are on; and to compare, nothing and the biggest levers alone, as soon as it is known which they are."""
-    error: float | None
+    error: str | None
     """Of the lever model, median on published figures; None until it is computed."""
 
     @property
@@ -287,7 +287,7 @@ def _state(asked: Asked) -> State:
         nothing=orders[0][0],
         everything=orders[0][-1],
         curves=tuple(curves if found else curves[:1]),
-        error=median_error() if published_checks.cache_info().currsize else None,
+        error=known_error("decode", "prefill") if published_checks.cache_info().currsize else None,
     )
 
 

@@ -33,7 +33,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-3, tor
 
 @functools.cache
 def script(name: str) -> Any:
-    """The lesson script `vllm/NAME.py` as a module, loaded once."""
+    """The lesson script of this name as a module, loaded once."""
     return load(SCRIPTS / f"{name}.py")
 
 

@@ -9,7 +9,7 @@ order in which they are first mentioned. There are ids, counts and block numbers
 In step 7 requests 1 and 2 computed one token each and sampled one; request 3 computed 64 tokens of its prompt; request
 2 took block 40; block 12 can be found by its hash from now on.
 
-In vLLM v0.33.0 nothing writes steps; of its KV-cache events (`vllm/distributed/kv_events.py`), `BlockPool` has the ones
+In vLLM v0.33.0 nothing writes steps. Of its KV-cache events (`vllm/distributed/kv_events.py`), our block pool has those
 that are needed here.
 """
 

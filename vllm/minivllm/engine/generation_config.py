@@ -1,7 +1,7 @@
 """A model's `generation_config.json`: additional end-of-sequence tokens, and default sampling parameters.
 
 In vLLM v0.33.0: `ModelConfig.get_diff_sampling_param` in `vllm/config/model.py`,
-`SamplingParams.update_from_generation_config`.
+`SamplingParams.update_from_generation_config` in `vllm/sampling_params.py`.
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,8 @@
 Nothing is forked. A sequence's request finds the full blocks of its parent in the prefix cache, so it computes at most
 one block of tokens.
 
-In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/` (`BeamSearchOfflineMixin.beam_search`). The mechanism on
-block tables of its own is in lesson 02, `minivllm.lab.beam_search`.
+In vLLM v0.33.0: `vllm/entrypoints/generate/beam_search/offline.py` (`BeamSearchOfflineMixin.beam_search`). The
+mechanism on block tables of its own is in lesson 02, `minivllm.lab.beam_search`.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,7 +5,7 @@ prepared once for each peer; a transfer then names pieces by their index in it. 
 taking part, so the peer has to be told when it is over: the notification that goes with it arrives there after the
 last byte was read.
 
-In vLLM v0.33.0: `NixlWrapper` in `vllm/distributed/kv_transfer/kv_connector/v1/nixl/` is NIXL's own class.
+In vLLM v0.33.0: `NixlWrapper` in `vllm/distributed/nixl_utils.py` is NIXL's own class.
 """
 
 import importlib

@@ -10,8 +10,8 @@ heads and of the MLP's width, and adds its partial sums to those of the other ra
 stage of a pipeline has some of the layers (`minivllm.models.pipeline`). DeepSeek-V2 has another attention
 (`minivllm.models.latent_attention`); its experts are not computed.
 
-In vLLM: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`; `QKVParallelLinear` and
-`MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`; `deepseek_v2.py` (`DeepseekV2ForCausalLM`).
+In vLLM v0.33.0: `vllm/model_executor/models/llama.py` (`LlamaForCausalLM`), `qwen2.py`, `qwen3.py`, `deepseek_v2.py`
+(`DeepseekV2ForCausalLM`); `QKVParallelLinear` and `MergedColumnParallelLinear` in `vllm/model_executor/layers/linear.py`.
 """
 
 from itertools import islice

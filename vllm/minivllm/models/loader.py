@@ -1,8 +1,9 @@
 """Weights from safetensors files into the decoder, and random weights in the same shapes.
 
 Checkpoints store q, k, v and the two halves of the MLP separately; the decoder merges them, and a rank of a
-tensor-parallel group has a part of each. A `Slot` says which part of a stored tensor fills which rows of a parameter,
-like vLLM's `weight_loader` functions (`vllm/model_executor/layers/linear.py`).
+tensor-parallel group has a part of each. A `Slot` says which part of a stored tensor fills which rows of a parameter.
+
+In vLLM v0.33.0 the `weight_loader` functions of `vllm/model_executor/layers/linear.py` do.
 """
 
 import re

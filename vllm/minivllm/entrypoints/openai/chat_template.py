@@ -2,7 +2,7 @@
 
 A template comes from a stranger's model folder, so it runs in a sandbox: it sees the messages, and nothing else.
 
-In vLLM v0.33.0: `vllm/entrypoints/chat_utils.py`, `vllm/renderers/`; the functions that templates may call are those of
+In vLLM v0.33.0: `vllm/renderers/hf.py`, `vllm/renderers/chat_utils/`. The functions that templates may call are those of
 `transformers.utils.chat_template_utils`.
 """
 

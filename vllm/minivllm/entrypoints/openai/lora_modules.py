@@ -1,7 +1,7 @@
 """Which adapters a server begins with, and from where a client may load others.
 
 In vLLM v0.33.0: `LoRAModulePath` in `vllm/entrypoints/openai/models/protocol.py`, `LoRAParserAction` in
-`vllm/entrypoints/launchers/cli_args.py`. vLLM loads from any path, or from the Hub, once
+`vllm/entrypoints/common/cli_args.py`. vLLM loads from any path, or from the Hub, once
 `VLLM_ALLOW_RUNTIME_LORA_UPDATING` is set; here the folders are named, and that variable asks for them.
 """
 

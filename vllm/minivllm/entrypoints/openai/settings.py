@@ -1,6 +1,6 @@
 """What the flags of the server say, besides those of the engine.
 
-In vLLM v0.33.0: `vllm/entrypoints/launchers/cli_args.py` (`FrontendArgs`). Names and defaults are vLLM's.
+In vLLM v0.33.0: `vllm/entrypoints/common/cli_args.py` (`FrontendArgs`). Names and defaults are vLLM's.
 """
 
 from dataclasses import dataclass, field

@@ -91,7 +91,7 @@ def frames() -> Frames:
         (
             _verdict(partial, partly, "with a draft model"),
             "The same request again, with a draft model that guesses. Two of its drafts stand. In place of the third, "
-            f"{partial.drafts[2].shown} stands what the model says there, {partial.kept[-1].shown} and the next step "
+            f"“{partial.drafts[2].shown}”, stands what the model says there, “{partial.kept[-1].shown}”; the next step "
             "writes over its keys and values.",
         ),
         (

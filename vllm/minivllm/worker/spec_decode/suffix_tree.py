@@ -1,6 +1,6 @@
 """Counts of all that has followed the last few tokens, in one sequence or in many: a suffix tree that grows by tokens.
 
-In arctic-inference 0.3.0, which vLLM v0.33.0 uses for this: `csrc/suffix_decoding/suffix_tree.cc` (`SuffixTree`).
+vLLM v0.33.0 uses arctic-inference for this: in its v0.3.0, `csrc/suffix_decoding/suffix_tree.cc` (`SuffixTree`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,109 @@
+"""A name of vLLM in our texts is one that v0.33.0 has: a misspelt one is found wherever it stands."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from minivllm.lab.exercise import load
+
+ROOT = Path(__file__).resolve().parents[1]
+tool = load(ROOT / "tools" / "vllm_names.py")
+BLOB = "https://github.com/vllm-project/vllm/blob/v0.33.0"
+POOL = f"[`vllm/v1/core/block_pool.py`]({BLOB}/vllm/v1/core/block_pool.py)"
+MODULE = """
+LIMIT: int = 3
+
+class BlockPool:
+    size: int
+
+    def __init__(self):
+        self.free = []
+
+    def get_new_blocks(self, num_blocks):
+        return num_blocks
+
+def hash_block(): ...
+"""
+
+
+def problems(name: str, text: str) -> list[str]:
+    """What the committed list says of a text."""
+    return tool.read_list(tool.LIST.read_text()).problems(tool.mentions({name: text}))
+
+
+def test_our_texts_name_what_is_there():
+    mentioned = tool.mentions(tool.our_texts())
+    assert sum(len(each.paths) for each in mentioned) > 300
+    assert sum(len(each.identifiers) for each in mentioned) > 300
+    assert tool.read_list(tool.LIST.read_text()).problems(mentioned) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"| `Pool` | `x` | {POOL} `BlockPool.get_new_blocks`, `touch` |",
+        f"| a | {POOL} `BlockPool` |\n| b | the same file, `BlockPool.touch` |",
+        f"What {POOL} does is `touch`. Ours is `grab`.",
+        "In v0.6.0 it was `vllm/core/scheduler.py` (`_preempt_by_swap`).",
+        "`vllm/v1/core/sched/scheduler.py` (`Scheduler.schedule`), `request_queue.py` (`RequestQueue`)",
+        "vLLM's `kv_cache_dtype`, and `VLLM_LOGGING_LEVEL`",
+        "[`core/block_pool.py`](../vllm/minivllm/core/block_pool.py) `grab`",
+        "```\n`vllm/v1/nowhere.py`\n```",
+    ],
+)
+def test_what_vllm_has_is_right(text: str):
+    assert problems("page.md", text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (POOL.replace("block_pool", "block_pol"), "block_pol.py"),
+        (f"[docs]({BLOB}/vllm/v1/core/block_pol.py)", "block_pol.py"),
+        (f"| `Pool` | {POOL} `BlockPool.get_new_block` |", "BlockPool.get_new_block "),
+        (f"| a | {POOL} |\n| b | the same file, `BlockPol` |", "BlockPol "),
+        (f"| a | {POOL} `BlockTable.touch` |", "BlockTable.touch "),
+        ("`vllm/v1/core/sched/scheduler.py`, `request_queu.py`", "request_queu.py"),
+        ("vLLM's `kv_cache_dtipe`", "kv_cache_dtipe"),
+        ("Set `VLLM_LOGING_LEVEL`.", "VLLM_LOGING_LEVEL"),
+    ],
+)
+def test_a_misspelt_name_is_found(text: str, wrong: str):
+    (found,) = problems("page.md", f"One line.\n\n{text}\n")
+    assert wrong in found
+    assert found.startswith(("page.md:3:", "page.md:4:"))
+
+
+def test_docstrings_and_comments_are_read_and_code_is_not():
+    code = '"""In vLLM v0.33.0: `vllm/v1/a.py`."""\n\nx = "`vllm/v1/b.py`"\n\n# `vllm/v1/c.py`,\n# `d`\n'
+    assert [found.split(": ")[0] for found in problems("module.py", code)] == ["module.py:1", "module.py:5"]
+    docstring = 'def f():\n    """Do.\n\n    In vLLM: `vllm/v1/e.py`.\n    """\n'
+    (found,) = problems("module.py", docstring)
+    assert found.startswith("module.py:4:")
+
+
+def test_the_list_is_made_from_the_archive(tmp_path: Path):
+    files = {
+        "vllm/v1/pool.py": MODULE,
+        "vllm/other.py": "x = 1",
+        "vllm/envs.py": "VLLM_X = 1",
+        "docs/a.md": "",
+        "docs/b.md": "",
+    }
+    with tarfile.open(tmp_path / "source.tar.gz", "w:gz") as archive:
+        for name, text in files.items():
+            info = tarfile.TarInfo(f"vllm-0.33.0/{name}")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+    right = (
+        "| `vllm/v1/pool.py` `BlockPool.free`, `size`, `num_blocks`, `hash_block`, `LIMIT` |\n\n`docs/a.md`, `VLLM_X`\n"
+    )
+    made = tool.make_list(tool.read_archive(tmp_path / "source.tar.gz"), tool.mentions({"a.md": right}))
+    source = tool.read_list(made)
+    assert source.paths == {"vllm/v1/pool.py", "vllm/other.py", "vllm/envs.py", "docs/a.md"}
+    assert source.problems(tool.mentions({"a.md": right})) == []
+    wrong = "`vllm/v1/pool.py` (`BlockPool.hash_block`, `fre`), `docs/b.md`, `VLLM_Y`"
+    assert len(source.problems(tool.mentions({"a.md": wrong}))) == 1  # where a path is wrong, only the path is reported
+    assert len(source.problems(tool.mentions({"a.md": wrong.replace(", `docs/b.md`", "")}))) == 3
