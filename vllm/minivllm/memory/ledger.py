@@ -45,12 +45,19 @@ class MemoryLedger:
     rows: tuple[LedgerRow, ...]
     kv_bytes: int
     """Bytes left for the KV cache: vLLM's "Available KV cache memory"."""
-    bytes_per_token: int | None
-    """None if there is no such figure: not every layer keeps every token."""
-    block_size: int
-    max_model_len: int
     kv: KVGroups
     """The groups of layers that share the pool of blocks."""
+    max_model_len: int
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Bytes of a token in the cache; None if there is no such figure: not every layer keeps every token."""
+        return self.kv.bytes_per_token
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block: of the first group, if groups differ."""
+        return self.kv.groups[0].block_size
 
     @property
     def num_blocks(self) -> int:
@@ -75,9 +82,13 @@ class MemoryLedger:
     @property
     def concurrency(self) -> float:
         """Number of requests of `max_model_len` tokens that fit at once."""
+        return self.concurrency_of(self.max_model_len)
+
+    def concurrency_of(self, num_tokens: int) -> float:
+        """Return how many requests of `num_tokens` tokens fit at once."""
         if self.bytes_per_token is None:
-            return self.num_blocks / self.kv.blocks_per_request(self.max_model_len)
-        return max_concurrency(self.tokens, self.max_model_len)
+            return self.num_blocks / self.kv.blocks_per_request(num_tokens)
+        return max_concurrency(self.tokens, num_tokens)
 
     @property
     def longest_request(self) -> int:
@@ -178,7 +189,6 @@ def memory_ledger(
         if kv.bytes_per_token is None:
             raise UnsupportedModelError(f"a draft model's cache beside {config.model_type}'s groups is not counted here")
         kv = kv.widened(kv_bytes_per_token(drafting, cache_dtype(config, kv_dtype)))
-    block_bytes = kv.block_bytes
     budget = int(device.memory_bytes * gpu_memory_utilization)
     loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else int(weights)
     before_cache = (
@@ -193,17 +203,15 @@ def memory_ledger(
         *((LedgerRow(HOST_TIER, host_tier),) if host_tier else ()),
     )
     kv_bytes = budget - sum(row.bytes for row in before_cache)
-    if kv_bytes < block_bytes:
+    if kv_bytes < kv.block_bytes:
         raise _nothing_left(device, gpu_memory_utilization, before_cache)
     rows = (
         *before_cache,
-        LedgerRow("KV cache", kv_bytes // block_bytes * block_bytes),
-        LedgerRow("less than a block", kv_bytes % block_bytes),
+        LedgerRow("KV cache", kv_bytes // kv.block_bytes * kv.block_bytes),
+        LedgerRow("less than a block", kv_bytes % kv.block_bytes),
         LedgerRow("not ours to use", device.memory_bytes - budget),
     )
-    block_size = kv.groups[0].block_size
-    max_model_len = positive_count("max_model_len", max_model_len)
-    ledger = MemoryLedger(device, rows, kv_bytes, kv.bytes_per_token, block_size, max_model_len, kv)
+    ledger = MemoryLedger(device, rows, kv_bytes, kv, positive_count("max_model_len", max_model_len))
     if check:
         ledger.check()
     return ledger
