@@ -232,7 +232,8 @@ def sweep(
 
 def _full_name(name: str) -> str:
     """With the owner, where it is a well-known model's name without."""
-    return next((full for full in (*CONFIGS, *HYBRIDS) if name.lower() in (full.lower(), full.split("/")[1].lower())), name)
+    known = (*CONFIGS, *HYBRIDS)
+    return next((full for full in known if name.lower() in (full.lower(), full.split("/")[1].lower())), name)
 
 
 @cache

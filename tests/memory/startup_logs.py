@@ -43,9 +43,10 @@ CAPACITY = (
 class HybridLog:
     """The same lines of a model whose layers differ, and what decides besides: the step, and how versions counted.
 
-    Until v0.19 or so "GPU KV cache size" was blocks // groups * block size; since then it is concurrency * length. Tokens
-    of steps in flight counted once before async scheduling was taken into account. A request takes one state block for
-    each group of linear-attention layers without a prefix cache, and two with one.
+    Until v0.19 or so "GPU KV cache size" was blocks // groups * block size; since then it is
+    concurrency * length. Tokens of steps in flight counted once before async scheduling was taken
+    into account. A request takes one state block for each group of linear-attention layers without
+    a prefix cache, and two with one.
     """
 
     source: str
@@ -64,11 +65,14 @@ class HybridLog:
 
 
 HYBRID = (
-    HybridLog("a public log, vLLM 0.10.2, 192 GB AMD GPU", "gemma-3-27b-it", 109.86, 205696, 4096, 50.05, by_groups=True),
+    HybridLog(
+        "a public log, vLLM 0.10.2, 192 GB AMD GPU", "gemma-3-27b-it", 109.86, 205696, 4096, 50.05,
+        by_groups=True,
+    ),
     HybridLog("a public log, vLLM 0.23.0, MI300X", "gemma-3-4b-it", 162.84, 1217591, 8192, 148.63),
     HybridLog(
-        "a public log, vLLM 0.10.2, two H200", "Qwen3-Next-80B-A3B-Instruct", 44.59, 973760, 262144, 14.77, tp=2, states=1,
-        by_groups=True,
+        "a public log, vLLM 0.10.2, two H200", "Qwen3-Next-80B-A3B-Instruct", 44.59, 973760, 262144, 14.77,
+        tp=2, states=1, by_groups=True,
     ),
     HybridLog(
         "a public log, vLLM 0.13.0, two L40S", "Qwen3-Next-80B-A3B-Instruct", 17.58, 767552, 32768, 84.29, tp=2,

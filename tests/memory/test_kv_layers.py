@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory.startup_logs import HYBRID
 
 from minivllm.config import ModelConfig
 from minivllm.config.units import GIB
@@ -13,11 +14,15 @@ from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.memory import kv_bytes_per_token, kv_groups, memory_ledger
 from minivllm.memory.kv_layers import FullLayer, StateLayer, WindowLayer, form_groups
 from minivllm.simulate.known_models import CONFIGS, HYBRIDS, known_model
-from tests.memory.startup_logs import HYBRID
 
 # The published hyperparameters: huggingface.co/Qwen/Qwen3.6-35B-A3B, Qwen3.5-27B, meta-llama/Llama-4-Scout-17B-16E,
 # google/gemma-4-31B-it (and of the 12B model: github.com/ovg-project/kvcached/pull/396).
-GDN = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 16}
+GDN = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+}
 MODELS = {
     "Qwen3.6-35B-A3B": {
         "model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2,
@@ -39,8 +44,8 @@ MODELS = {
         "sliding_window": 1024, "dtype": "bfloat16",
     },
     "gemma-4-12B": {
-        "model_type": "gemma4_unified_text", "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 256, "sliding_window": 1024, "dtype": "bfloat16",
+        "model_type": "gemma4_unified_text", "num_hidden_layers": 48, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024, "dtype": "bfloat16",
         "per_layer_config": {str(layer): {"head_dim": 512, "num_key_value_heads": 1} for layer in range(5, 48, 6)},
     },
 }  # fmt: skip
@@ -93,7 +98,7 @@ def test_a_block_of_attention_is_as_large_as_a_state(name, tp, block_size, publi
 
 
 def test_groups_of_gemma_4_are_the_published_ones():
-    """tenstorrent/tt-metal#48283: 40 windowed and 8 full layers in 6 groups; kvcached#396: blocks of 16 and 64 tokens."""
+    """Of 12B: 6 groups of 40 and 8 layers (tenstorrent/tt-metal#48283), 16 and 64 tokens a block (kvcached#396)."""
     kv = kv_groups(MODELS["gemma-4-12B"])
     assert [(type(layer), layer.block_size) for layer in kv.groups] == [(WindowLayer, 16)] * 5 + [(FullLayer, 64)]
     assert {layer.page_bytes for layer in kv.groups} == {16 * 2 * 8 * 256 * 2}
@@ -141,8 +146,8 @@ def test_groups_follow_the_rarest_kind_or_the_commonest_if_that_is_near():
 
 
 @given(
-    name=st.sampled_from(sorted(HYBRIDS)), length=st.integers(2, 40_000), gpu=st.sampled_from(["H100", "H200", "A100-80"]),
-    dtype=st.sampled_from(["auto", "fp8"]), steps=st.sampled_from([512, 2048, 8192]),
+    name=st.sampled_from(sorted(HYBRIDS)), length=st.integers(2, 40_000),
+    gpu=st.sampled_from(["H100", "H200", "A100-80"]), dtype=st.sampled_from(["auto", "fp8"]), steps=st.sampled_from([512, 2048, 8192]),
 )  # fmt: skip
 def test_ledger_holds_what_it_says(name, length, gpu, dtype, steps):
     ledger = memory_ledger(

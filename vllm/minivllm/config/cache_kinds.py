@@ -147,4 +147,4 @@ def counted_layer_types(hf_config: Mapping[str, Any], num_hidden_layers: int) ->
     kinds = tuple(FULL if kind == "chunked_attention" else kind for kind in kinds)
     if not set(kinds) <= {FULL, SLIDING, LINEAR} or (SLIDING in kinds and not window):
         return None
-    return kinds[: num_hidden_layers - (hf_config.get("num_kv_shared_layers") or 0)]
+    return kinds[: max(0, num_hidden_layers - (hf_config.get("num_kv_shared_layers") or 0))] or None

@@ -338,7 +338,11 @@ def _text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
             outer = {key: hf_config[key] for key in OUTER_FIELDS if hf_config.get(key) is not None}
             defaults = PART_DEFAULTS.get(str(inner.get("model_type")), {})
             given = {**defaults, **outer, **{key: value for key, value in inner.items() if value is not None}}
-            return given if "tie_word_embeddings" not in outer else {**given, "tie_word_embeddings": outer["tie_word_embeddings"]}
+            return (
+                given
+                if "tie_word_embeddings" not in outer
+                else {**given, "tie_word_embeddings": outer["tie_word_embeddings"]}
+            )
     return dict(hf_config)
 
 

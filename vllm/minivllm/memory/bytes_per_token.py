@@ -140,7 +140,8 @@ def _refuse_forgetful(config: ModelConfig) -> None:
         window = f"every layer keeps only the last {config.sliding_window} tokens" if config.sliding_window else WINDOW
         reason = config.cache_exception or window
         name = config.architecture or config.model_type or "this model"
-        raise UnsupportedModelError(f"{name}: {reason}, so its cache is not so many bytes a token")
+        way_out = "kv_groups counts it" if config.counted_layer_types else "vLLM prints what fits when it starts"
+        raise UnsupportedModelError(f"{name}: {reason}, so its cache is not so many bytes a token; {way_out}")
 
 
 def bytes_of_dtype(dtype: str) -> int:

@@ -187,7 +187,9 @@ def memory_ledger(
     )
     if drafting is not None:
         if kv.bytes_per_token is None:
-            raise UnsupportedModelError(f"a draft model's cache beside {config.model_type}'s groups is not counted here")
+            raise UnsupportedModelError(
+                f"a draft model's cache beside {config.model_type}'s groups is not counted here"
+            )
         kv = kv.widened(kv_bytes_per_token(drafting, cache_dtype(config, kv_dtype)))
     budget = int(device.memory_bytes * gpu_memory_utilization)
     loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else int(weights)

@@ -182,7 +182,9 @@ def _gpt_oss(config: ModelConfig, tp: int) -> dict[str, int]:
     """gpt-oss: biases everywhere, also in experts and routers, and a sink for each head."""
     groups, layers = _gated_decoder(config, tp), config.num_hidden_layers
     groups["attention"] += layers * (config.num_attention_heads // tp)
-    groups["experts"] += layers * config.num_experts * (2 * _share(config.moe_intermediate_size, tp) + config.hidden_size)
+    groups["experts"] += (
+        layers * config.num_experts * (2 * _share(config.moe_intermediate_size, tp) + config.hidden_size)
+    )
     return groups
 
 

@@ -30,13 +30,15 @@ def tower_parameters(config: ModelConfig, tp: int = 1) -> int:
     if len(parts) > 1 or counter is None or kind not in TOWERS:
         names = " and ".join(parts)
         raise UnsupportedModelError(
-            f"{family}: the parameters of its {names} ({kind}) are not counted here, only its language model's; {WAY_OUT}"
+            f"{family}: the parameters of its {names} ({kind}) are not counted here, only its language model's; "
+            f"{WAY_OUT}"
         )
     try:
         layers, rest, width = TOWERS[kind](part)
         return layers // tp + rest + counter(outer, part, width, config.hidden_size)
     except KeyError as missing:
-        raise UnsupportedModelError(f"{family}: its {parts[0]} lacks {missing}, so it cannot be counted; {WAY_OUT}") from None
+        said = f"{family}: its {parts[0]} lacks {missing}, so it cannot be counted; {WAY_OUT}"
+        raise UnsupportedModelError(said) from None
 
 
 def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
