@@ -147,7 +147,9 @@ def test_groups_follow_the_rarest_kind_or_the_commonest_if_that_is_near():
 
 @given(
     name=st.sampled_from(sorted(HYBRIDS)), length=st.integers(2, 40_000),
-    gpu=st.sampled_from(["H100", "H200", "A100-80"]), dtype=st.sampled_from(["auto", "fp8"]), steps=st.sampled_from([512, 2048, 8192]),
+    gpu=st.sampled_from(["H100", "H200", "A100-80"]),
+    dtype=st.sampled_from(["auto", "fp8"]),
+    steps=st.sampled_from([512, 2048, 8192]),
 )  # fmt: skip
 def test_ledger_holds_what_it_says(name, length, gpu, dtype, steps):
     ledger = memory_ledger(

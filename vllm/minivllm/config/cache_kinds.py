@@ -1,8 +1,9 @@
 """Which models cache the key and value of every token in every layer, and which layers of the others do.
 
-Only for the former does one formula give the bytes per token, and only they are run. State-space layers keep one state, however long the sequence;
-sliding-window layers forget old tokens; some layers share another layer's cache, and some keep a second one. Such
-models are listed here with the reason, so that nothing counts their cache as if it were an ordinary one.
+Only for the former does one formula give the bytes per token, and only they are run. State-space layers keep one state,
+however long the sequence; sliding-window layers forget old tokens; some layers share another layer's cache, and some
+keep a second one. Such models are listed here with the reason, so that nothing counts their cache as if it were an
+ordinary one.
 
 In vLLM: `vllm/v1/kv_cache_interface.py`, where each layer kind has its own spec (`FullAttentionSpec`,
 `SlidingWindowSpec`, `MambaSpec`, ...).

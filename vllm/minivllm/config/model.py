@@ -364,14 +364,14 @@ def _check_kinds(hf: Mapping[str, Any]) -> None:
 
 def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
     """Return an optional count: `default` if the config lacks it, an error if it is not a positive integer."""
-    value = hf.get(name)
-    if isinstance(value, list | tuple) and len(set(map(str, value))) == 1:  # the same number for each layer
-        value = value[0]
+    value: Any = hf.get(name)
+    if isinstance(value, list | tuple) and len(set(map(str, value))) == 1:
+        value = next(iter(value))  # the same number for each layer
     if value is None:
         return default
     if not is_count(value, 1) or value >= 2**63:
         raise MinivllmError(f"the model config's {name!r} must be a positive whole number below 2^63, not {value!r}")
-    return value
+    return int(value)
 
 
 def _positive(hf: Mapping[str, Any], name: str, default: float) -> float:
