@@ -114,7 +114,8 @@ HYBRIDS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
     "Qwen/Qwen3-Next-80B-A3B-Instruct": _decoder(
         "qwen3_next", 151936, 2048, 5120, 48, 16, 2, head_dim=256, max_position_embeddings=262144, num_experts=512,
         num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512,
-        full_attention_interval=4, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        full_attention_interval=4, linear_num_key_heads=16, linear_num_value_heads=32,
+        linear_key_head_dim=128, linear_value_head_dim=128,
         linear_conv_kernel_dim=4,
     ),
     "openai/gpt-oss-20b": _decoder("gpt_oss", 201088, 2880, 2880, 24, 64, 8, num_local_experts=32, **GPT_OSS),
