@@ -14,10 +14,11 @@ from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
 from minivllm.lab.bounded import bounded
 from minivllm.lab.calculator import find_model
-from minivllm.memory import MemoryLedger, max_concurrency, memory_ledger
+from minivllm.memory import KVGroups, MemoryLedger, max_concurrency, memory_ledger
 from minivllm.memory.bytes_per_token import DTYPE_BYTES
+from minivllm.memory.kv_layers import FullLayer
 from minivllm.simulate.hardware import HARDWARE, Hardware, get_hardware
-from minivllm.simulate.known_models import CONFIGS
+from minivllm.simulate.known_models import CONFIGS, HYBRIDS
 from minivllm.simulate.workloads import FileWorkload, Workload, workload
 from widgets.spec import require_numbers
 
@@ -74,7 +75,8 @@ class State:
     ledger: MemoryLedger | None
     """None where `needs` alone are more than the engine may use."""
     bytes_per_token: float
-    """Of one GPU; by the reader's function if there is one."""
+    """Of one GPU, and if layers differ in what they keep, on average over a request of `max_model_len` tokens; by the
+    reader's function if there is one."""
     counted_bytes: int
     """The same by the engine's own count."""
     slots: int
@@ -190,7 +192,9 @@ def sweep(
     require(all(isinstance(text, str) for text in texts), f"names are text, and one of these is not: {texts}")
     name = _full_name(other_model.strip() or model)
     config, hardware, kind = _model(name), get_hardware(gpu), workload(file.strip() or requests)
-    needs, ledgers, counted = _shared_out(name, tp, kv_dtype, utilization)
+    needs, shared_out, kv = _shared_out(name, tp, kv_dtype, utilization)
+    ledgers = {which: one and replace(one, max_model_len=max_model_len) for which, one in shared_out.items()}
+    counted = kv.bytes_per_token or round(kv.blocks_per_request(max_model_len) * kv.block_bytes / max_model_len)
     per_token: float = counted
     if kv_bytes_per_token:
         per_token = _own_bytes(kv_bytes_per_token, config, kv_dtype, counted)
@@ -210,7 +214,7 @@ def sweep(
         parameters=memory.num_parameters(config),
         workload_title=kind.title,
         needs=needs,
-        ledger=ledger and replace(ledger, max_model_len=max_model_len),
+        ledger=ledger,
         bytes_per_token=per_token,
         counted_bytes=counted,
         slots=0,
@@ -218,7 +222,7 @@ def sweep(
         too_long=1 - _share_up_to(max_model_len, kind),
         mean_length=_mean_up_to(max_model_len, kind),
         contexts=CONTEXTS,
-        concurrency=tuple(max_concurrency(ledger.tokens if ledger else 0, context) for context in CONTEXTS),
+        concurrency=tuple(ledger.concurrency_of(context) if ledger else 0.0 for context in CONTEXTS),
         mean_lengths=tuple(_mean_up_to(context, kind) for context in CONTEXTS),
         pools=pools,
     )
@@ -228,7 +232,8 @@ def sweep(
 
 def _full_name(name: str) -> str:
     """With the owner, where it is a well-known model's name without."""
-    return next((full for full in CONFIGS if name.lower() in (full.lower(), full.split("/")[1].lower())), name)
+    known = (*CONFIGS, *HYBRIDS)
+    return next((full for full in known if name.lower() in (full.lower(), full.split("/")[1].lower())), name)
 
 
 @cache
@@ -239,8 +244,8 @@ def _model(name: str) -> ModelConfig:
 @lru_cache(maxsize=128)
 def _shared_out(
     name: str, tp: int, kv_dtype: str, utilization: float
-) -> tuple[tuple[tuple[str, int], ...], dict[str, MemoryLedger | None], int]:
-    """What must be there before a KV cache, the ledger of each GPU in the table, and the bytes of one token.
+) -> tuple[tuple[tuple[str, int], ...], dict[str, MemoryLedger | None], KVGroups]:
+    """What must be there before a KV cache, the ledger of each GPU in the table, and the groups of layers.
 
     A GPU on which nothing is left for a KV cache has no ledger.
     """
@@ -248,17 +253,18 @@ def _shared_out(
     roomy = memory_ledger(config, replace(HARDWARE["L4"], memory_bytes=2**60), **settings)
     before_cache = takewhile(lambda row: row.name != "KV cache", roomy.rows)
     needs = tuple((row.name, row.bytes) for row in before_cache)
-    least = sum(size for _, size in needs) + roomy.block_size * roomy.bytes_per_token
+    least = sum(size for _, size in needs) + roomy.kv.block_bytes
     ledgers: dict[str, MemoryLedger | None] = dict.fromkeys(HARDWARE)
     for which, gpu in HARDWARE.items():
         if least <= int(gpu.memory_bytes * utilization):
             ledgers[which] = memory_ledger(config, gpu, gpu_memory_utilization=utilization, **settings)
-    return needs, ledgers, roomy.bytes_per_token
+    return needs, ledgers, roomy.kv
 
 
 def _with_bytes(ledger: MemoryLedger, per_token: float) -> MemoryLedger | None:
     """The ledger if a token took so many bytes; None where not even one block of them fits."""
-    changed = replace(ledger, bytes_per_token=max(1, round(per_token)))
+    block_bytes = max(1, round(per_token)) * ledger.block_size
+    changed = replace(ledger, kv=KVGroups((FullLayer(ledger.block_size, block_bytes),), block_bytes))
     return changed if changed.num_blocks else None
 
 

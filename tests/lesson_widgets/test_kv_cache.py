@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
+from minivllm.lab.calculator import find_model
 from minivllm.lab.exercise import load
 from minivllm.memory import kv_bytes_per_token, max_concurrency, memory_ledger
 from minivllm.simulate.hardware import HARDWARE
@@ -58,6 +59,21 @@ def test_a_sweep_is_the_ledger():
     assert state.slots == int(max_concurrency(ledger.tokens, 4096))
     assert state.concurrency[state.contexts.index(4096)] == max_concurrency(ledger.tokens, 4096)
     assert state.longest == ledger.longest_request
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-3-12b-it"])
+def test_a_model_whose_layers_differ_is_shared_out_truly(name):
+    """No figure per token holds at each length: what is drawn at a length is what fits of that length."""
+    state = sweep(other_model=name, gpu="H100", max_model_len=32768)
+    ledger = memory_ledger(find_model(name), "H100", max_model_len=32768)
+    assert (state.tokens, state.longest) == (ledger.tokens, 32768)
+    assert state.bytes_per_token == round(ledger.kv.blocks_per_request(32768) * ledger.kv.block_bytes / 32768)
+    at = dict(zip(state.contexts, state.concurrency, strict=True))
+    assert at[32768] == ledger.concurrency
+    assert at[131072] == memory_ledger(find_model(name), "H100", max_model_len=131072).concurrency
+    assert at[1024] / at[131072] < 128  # a window does not grow with the request
+    refused = Session(kv_cache.SPEC, kv_bytes_per_token=lambda config, size: 1).settle(other_model=name)
+    assert "bytes a token" in refused["words"]
 
 
 def test_the_lines_of_other_gpus_are_what_the_sweep_says_there():

@@ -40,6 +40,60 @@ CAPACITY = (
 
 
 @dataclass(frozen=True)
+class HybridLog:
+    """The same lines of a model whose layers differ, and what decides besides: the step, and how versions counted.
+
+    Until v0.19 or so "GPU KV cache size" was blocks // groups * block size; since then it is
+    concurrency * length. Tokens of steps in flight counted once before async scheduling was taken
+    into account. A request takes one state block for each group of linear-attention layers without
+    a prefix cache, and two with one.
+    """
+
+    source: str
+    model: str
+    kv_gib: float
+    tokens: int
+    max_model_len: int
+    concurrency: float
+    tp: int = 1
+    kv_dtype: str = "auto"
+    max_num_batched_tokens: int = 8192
+    steps_in_flight: int = 1
+    states: int | None = None
+    by_groups: bool = False
+    """Whether `tokens` is the older figure."""
+
+
+HYBRID = (
+    HybridLog(
+        "a public log, vLLM 0.10.2, 192 GB AMD GPU", "gemma-3-27b-it", 109.86, 205696, 4096, 50.05,
+        by_groups=True,
+    ),
+    HybridLog("a public log, vLLM 0.23.0, MI300X", "gemma-3-4b-it", 162.84, 1217591, 8192, 148.63),
+    HybridLog(
+        "a public log, vLLM 0.10.2, two H200", "Qwen3-Next-80B-A3B-Instruct", 44.59, 973760, 262144, 14.77,
+        tp=2, states=1, by_groups=True,
+    ),
+    HybridLog(
+        "a public log, vLLM 0.13.0, two L40S", "Qwen3-Next-80B-A3B-Instruct", 17.58, 767552, 32768, 84.29, tp=2,
+        kv_dtype="fp8", states=1, by_groups=True,
+    ),
+    HybridLog("noonghunna/club-3090#612, vLLM 0.24.0", "Qwen3.6-35B-A3B", 5.98, 567978, 131072, 4.33, kv_dtype="fp8"),
+    HybridLog("noonghunna/club-3090#652, vLLM 0.24.0", "Qwen3.6-35B-A3B", 6.01, 569878, 131072, 4.35, kv_dtype="fp8"),
+    HybridLog(
+        "mitchross/talos-argocd-proxmox#1995, Qwen3.8-27B-FP8", "Qwen3.5-27B", 4.99, 302921, 131072, 2.31, tp=2,
+        kv_dtype="fp8",
+    ),
+    HybridLog("a public log, vLLM 0.26.0, L40S, Qwen3.8-27B", "Qwen3.5-27B", 8.82, 141036, 131072, 1.08, states=1),
+    HybridLog("a public log, vLLM 0.26.0, L40S, Qwen3.8-27B", "Qwen3.5-27B", 9.75, 155600, 131072, 1.19, states=1),
+    HybridLog(
+        "loftllc.dev/en/docs/tech/llm-research/llama-4-scout-17b-16e-cpu-vs-gpu-benchmark, vLLM 0.14.0rc1",
+        "Llama-4-Scout", 20.2, 110256, 110256, 1.0,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class NeededLog:
     """ "To serve at least one request with the model's max seq len (M), X GiB KV cache is needed"."""
 

@@ -14,6 +14,7 @@ from minivllm.memory import (
     estimated_activation_peak,
     kv_bytes_per_token,
     kv_cache_tokens,
+    kv_groups,
     max_concurrency,
     memory_ledger,
     num_parameters,
@@ -175,8 +176,23 @@ def test_models_that_do_not_keep_every_token_are_refused(config):
         kv_bytes_per_token(config)
     with pytest.raises(UnsupportedModelError):
         kv_cache_tokens(GIB, ModelConfig.from_dict(config))
-    with pytest.raises(UnsupportedModelError):
-        memory_ledger(config, "H100", max_model_len=1024)
+    if kv_groups_of(config) is None:
+        with pytest.raises(UnsupportedModelError):
+            memory_ledger(config, "H100", max_model_len=1024)
+
+
+COUNTED_IN_GROUPS = {"gemma3", "gemma2", "llama4", "mistral v0.1"}
+
+
+def test_those_that_are_counted_in_groups_are_named():
+    assert {name for name, config in FORGETFUL.items() if kv_groups_of(config)} == COUNTED_IN_GROUPS
+
+
+def kv_groups_of(config):
+    try:
+        return kv_groups(config)
+    except UnsupportedModelError:
+        return None
 
 
 @pytest.mark.parametrize(

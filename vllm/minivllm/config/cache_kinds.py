@@ -1,8 +1,9 @@
-"""Which models cache the key and value of every token in every layer.
+"""Which models cache the key and value of every token in every layer, and which layers of the others do.
 
-Only for those does one formula give the bytes per token. State-space layers keep one state, however long the sequence;
-sliding-window layers forget old tokens; some layers share another layer's cache, and some keep a second one. Such
-models are listed here with the reason, so that nothing counts their cache as if it were an ordinary one.
+Only for the former does one formula give the bytes per token, and only they are run. State-space layers keep one state,
+however long the sequence; sliding-window layers forget old tokens; some layers share another layer's cache, and some
+keep a second one. Such models are listed here with the reason, so that nothing counts their cache as if it were an
+ordinary one.
 
 In vLLM: `vllm/v1/kv_cache_interface.py`, where each layer kind has its own spec (`FullAttentionSpec`,
 `SlidingWindowSpec`, `MambaSpec`, ...).
@@ -10,6 +11,8 @@ In vLLM: `vllm/v1/kv_cache_interface.py`, where each layer kind has its own spec
 
 from collections.abc import Mapping
 from typing import Any
+
+from minivllm.config.checks import is_count
 
 # In these, every layer is ordinary or multi-head latent attention over all tokens.
 EVERY_TOKEN_TYPES = frozenset({
@@ -61,10 +64,21 @@ TELLING_FIELDS = {
     **dict.fromkeys(("cla_share_factor", "num_kv_shared_layers", "use_cla"), SHARED),
     **dict.fromkeys(("compress_ratios", "index_head_dim", "index_topk"), SECOND),
     **dict.fromkeys(("cross_attention_layers", "is_encoder_decoder"), CROSS),
-    **dict.fromkeys(("block_configs", "num_key_value_heads_per_layer"), UNEQUAL),
+    **dict.fromkeys(("block_configs", "num_key_value_heads_per_layer", "per_layer_config"), UNEQUAL),
 }  # fmt: skip
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+# Types of layers of several kinds whose cache is counted (`minivllm.memory.kv_layers`): by default every n-th layer
+# keeps every token, and the others are of the second kind.
+LAYER_PATTERNS = {
+    **dict.fromkeys(("gemma2", "gpt_oss", "vaultgemma"), (2, SLIDING)),
+    **dict.fromkeys(("afmoe", "cohere2", "cohere2_moe", "cwm", "exaone4", "exaone_moe", "olmo3"), (4, SLIDING)),
+    "gemma3n_text": (5, SLIDING),
+    **dict.fromkeys(("gemma3_text", "gemma4_text", "gemma4_unified_text"), (6, SLIDING)),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), (4, LINEAR)),
+    "llama4_text": (4, FULL),  # chunked local attention is allocated like full attention, by default
+}
 
 
 def cache_exception(hf_config: Mapping[str, Any]) -> str | None:
@@ -113,3 +127,25 @@ def window_of_layers(hf_config: Mapping[str, Any], num_hidden_layers: int) -> tu
     if kinds is not None and set(kinds) != {SLIDING}:
         window = None
     return window, kinds
+
+
+def counted_layer_types(hf_config: Mapping[str, Any], num_hidden_layers: int) -> tuple[str, ...] | None:
+    """Return the kind of each layer with a cache of its own, or None if one of them is not counted.
+
+    The last `num_kv_shared_layers` layers (Gemma 3n and 4) use the cache of another layer.
+    """
+    model_type, window = hf_config.get("model_type") or "", hf_config.get("sliding_window")
+    if model_type in ("mistral", "ministral") and window:
+        return (SLIDING,) * num_hidden_layers
+    if model_type not in LAYER_PATTERNS:
+        return None
+    period, other = LAYER_PATTERNS[model_type]
+    period = hf_config.get("sliding_window_pattern") or hf_config.get("full_attention_interval") or period
+    listed = hf_config.get("layer_types")
+    if not listed and not is_count(period, 1):
+        return None
+    kinds = listed or [other if (layer + 1) % period else FULL for layer in range(num_hidden_layers)]
+    kinds = tuple(FULL if kind == "chunked_attention" else kind for kind in kinds)
+    if not set(kinds) <= {FULL, SLIDING, LINEAR} or (SLIDING in kinds and not window):
+        return None
+    return kinds[: max(0, num_hidden_layers - (hf_config.get("num_kv_shared_layers") or 0))] or None

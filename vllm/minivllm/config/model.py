@@ -5,11 +5,11 @@ In vLLM: `vllm/config/model.py`, `ModelConfig`, and `vllm/transformers_utils/mod
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from minivllm.config.cache_kinds import cache_exception, window_of_layers
+from minivllm.config.cache_kinds import FULL, cache_exception, counted_layer_types, window_of_layers
 from minivllm.config.checks import is_count, is_number
 from minivllm.errors import MinivllmError
 
@@ -35,7 +35,23 @@ ALIASES = {
 }
 NESTED_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 OUTER_FIELDS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
-TIED_BY_DEFAULT = ("gemma", "gpt2", "opt")
+TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gpt2", "opt")
+# Fields that are left out where they have the family's default, by configs of several parts.
+PART_DEFAULTS = {
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+}  # fmt: skip
 HUB_TIMEOUT = 10  # seconds
 # Types of the fields that are read without any other check. If a field is missing or null, the family's default holds.
 KINDS = {
@@ -131,6 +147,23 @@ class ModelConfig:
     """The first setting that requires a computation the Llama family does not have; None if no setting does."""
     cache_exception: str | None = None
     """Why one formula cannot give the bytes per token; None for models that cache every token in every layer."""
+    counted_layer_types: tuple[str, ...] | None = None
+    """The kinds of the layers with a cache of their own, if they differ and are counted (`minivllm.memory`)."""
+    hf_config: dict[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+    """The contents of the whole `config.json`: of a multimodal model, also the parts beside the language model."""
+    checkpoint_bytes: int | None = field(default=None, compare=False)
+    """The bytes of the checkpoint's tensors, if it is a local directory that holds them."""
+
+    @property
+    def hf_text_config(self) -> dict[str, Any]:
+        """The language model's part of `hf_config`."""
+        return _text_config(self.hf_config)
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether every layer caches the key and value of every token."""
+        windows = self.sliding_window is not None or set(self.layer_types or (FULL,)) != {FULL}
+        return self.cache_exception is None and not windows
 
     @property
     def rotary_dim(self) -> int:
@@ -185,6 +218,8 @@ class ModelConfig:
             checkpoint_kv_dtype=_checkpoint_kv_dtype(hf.get("quantization_config")),
             other_computation=_other_computation(hf),
             cache_exception=exception,
+            counted_layer_types=counted_layer_types(hf, shape["num_hidden_layers"]),
+            hf_config=dict(hf_config),
         )
 
     @classmethod
@@ -194,9 +229,10 @@ class ModelConfig:
         Raises:
             MinivllmError: there is no such model, the Hub cannot be reached, or the file is not a model config.
         """
-        contents = read_json_object(config_path(path_or_name))
+        path = config_path(path_or_name)
+        contents = read_json_object(path)
         try:
-            return cls.from_dict(contents)
+            return replace(cls.from_dict(contents), checkpoint_bytes=_checkpoint_bytes(path.parent))
         except MinivllmError as error:
             raise type(error)(f"{path_or_name}: {error}") from error
 
@@ -220,6 +256,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise MinivllmError(f"{path} holds {type(contents).__name__}, not a mapping of names to values")
     return contents
+
+
+def _checkpoint_bytes(directory: Path) -> int | None:
+    """Return the bytes of the tensors in a directory's safetensors files, or None without such files."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        metadata = read_json_object(index).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        return total if is_count(total, 1) else None
+    if not (file := directory / "model.safetensors").is_file():
+        return None
+    with file.open("rb") as stream:  # eight bytes give the length of the header before the tensors
+        return max(0, file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little"))
 
 
 def config_path(path_or_name: str | Path) -> Path:
@@ -287,7 +336,13 @@ def _text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         inner = hf_config.get(name)
         if isinstance(inner, Mapping):
             outer = {key: hf_config[key] for key in OUTER_FIELDS if hf_config.get(key) is not None}
-            return {**outer, **{key: value for key, value in inner.items() if value is not None}}
+            defaults = PART_DEFAULTS.get(str(inner.get("model_type")), {})
+            given = {**defaults, **outer, **{key: value for key, value in inner.items() if value is not None}}
+            return (
+                given
+                if "tie_word_embeddings" not in outer
+                else {**given, "tie_word_embeddings": outer["tie_word_embeddings"]}
+            )
     return dict(hf_config)
 
 
@@ -309,12 +364,14 @@ def _check_kinds(hf: Mapping[str, Any]) -> None:
 
 def _count(hf: Mapping[str, Any], name: str, default: int = 0) -> int:
     """Return an optional count: `default` if the config lacks it, an error if it is not a positive integer."""
-    value = hf.get(name)
+    value: Any = hf.get(name)
+    if isinstance(value, list | tuple) and len(set(map(str, value))) == 1:
+        value = next(iter(value))  # the same number for each layer
     if value is None:
         return default
     if not is_count(value, 1) or value >= 2**63:
         raise MinivllmError(f"the model config's {name!r} must be a positive whole number below 2^63, not {value!r}")
-    return value
+    return int(value)
 
 
 def _positive(hf: Mapping[str, Any], name: str, default: float) -> float:
@@ -374,10 +431,7 @@ def _kv_heads(hf: Mapping[str, Any], heads: int) -> int:
     """Return the number of KV heads: one if `multi_query` is on (Falcon), and by default as many as query heads."""
     if hf.get("multi_query") and not hf.get("new_decoder_architecture"):
         return 1
-    value = hf.get("num_key_value_heads")
-    if isinstance(value, list | tuple) and len(set(value)) == 1:
-        value = value[0]
-    return _count({"num_key_value_heads": value}, "num_key_value_heads", default=heads)
+    return _count(hf, "num_key_value_heads", default=heads)
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -401,12 +455,12 @@ def _biases(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return which biases and norms there are: Qwen2's biases are implied by its type, other configs state theirs."""
     family = hf.get("model_type") or ""
     says = bool(hf.get("attention_bias"))
-    qwen2 = family in ("qwen2", "qwen2_moe")
+    qwen2 = family in ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
     return {
         "attention_bias": qwen2 or says,
         "attention_output_bias": says and not qwen2,
         "mlp_bias": bool(hf.get("mlp_bias")),
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "gemma3_text"),
     }
 
 

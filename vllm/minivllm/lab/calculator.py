@@ -8,6 +8,7 @@ The model is a local directory, a well-known model (no network needed), or any m
 """
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
 from minivllm.config import ModelConfig
@@ -17,10 +18,12 @@ from minivllm.lab.cli import Parser, run
 from minivllm.lab.tables import console, table
 from minivllm.memory import MemoryLedger, kv_bytes_per_token, memory_ledger, num_parameters
 from minivllm.memory.bytes_per_token import KV_DTYPES
+from minivllm.memory.kv_layers import FullLayer, StateLayer, WindowLayer
 from minivllm.simulate.hardware import HARDWARE
 from minivllm.simulate.known_models import CONFIGS, known_model
 
 TABLE_TP = (1, 2, 8)
+KINDS = {FullLayer: "full attention", WindowLayer: "sliding windows", StateLayer: "linear attention"}
 
 
 def find_model(name: str) -> ModelConfig:
@@ -47,11 +50,24 @@ def print_ledger(name: str, ledger: MemoryLedger) -> None:
     ]
     rows.append(("device memory", f"{total / GIB:.2f}", "100.0%"))
     table(f"{name} on {ledger.device.name}", ("what it goes to", "GiB", "share"), rows)
-    console.print(f"KV cache: {ledger.bytes_per_token:,} bytes a token on this GPU, blocks of {ledger.block_size}")
+    console.print(f"KV cache: {cache_of(ledger)}")
     console.print(f"Available KV cache memory: {ledger.kv_bytes / GIB:.2f} GiB")
     console.print(f"GPU KV cache size: {ledger.tokens:,} tokens")
     concurrency = f"{ledger.concurrency:.2f}x"
     console.print(f"Maximum concurrency for {ledger.max_model_len:,} tokens per request: {concurrency}")
+
+
+def cache_of(ledger: MemoryLedger) -> str:
+    """Return what a token takes, or a request if layers differ in what they keep of it."""
+    if ledger.bytes_per_token is not None:
+        return f"{ledger.bytes_per_token:,} bytes a token on this GPU, blocks of {ledger.block_size}"
+    kinds = Counter(KINDS[type(layer)] for layer in ledger.kv.groups)
+    groups = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
+    blocks, size = ledger.kv.blocks_per_request(ledger.max_model_len), ledger.kv.block_bytes
+    return (
+        f"groups of layers that share one pool: {groups}; a request of {ledger.max_model_len:,} tokens takes "
+        f"{blocks:,} blocks of {size / 2**20:.2f} MiB, {blocks * size / GIB:.2f} GiB on this GPU"
+    )
 
 
 def print_models() -> None:
@@ -71,7 +87,7 @@ def print_models() -> None:
 def _kib(config: ModelConfig, tp: int) -> str:
     try:
         return f"{round(kv_bytes_per_token(config, tp=tp) / 1024, 2):g}"
-    except MinivllmError:  # its heads cannot be divided over that many GPUs
+    except MinivllmError:  # no such figure, or its heads cannot be divided over that many GPUs
         return "–"
 
 
@@ -95,6 +111,7 @@ def main(arguments: argparse.Namespace) -> None:
         kv_dtype=arguments.kv_cache_dtype,
         weight_dtype=arguments.weight_dtype,
         block_size=arguments.block_size,
+        weights=None if arguments.weights_gib is None else int(arguments.weights_gib * GIB),
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_num_seqs=arguments.max_num_seqs,
     )
@@ -114,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--gpu-memory-utilization", type=float, default=0.92)
     flags.add_argument("--kv-cache-dtype", default="auto", help=f"one of {', '.join(KV_DTYPES)}")
     flags.add_argument("--weight-dtype", default="auto")
+    flags.add_argument("--weights-gib", type=float, help="size of the weights on one GPU, if they cannot be counted")
     flags.add_argument("--block-size", type=int, default=16)
     flags.add_argument("--max-num-batched-tokens", type=int, default=8192)
     flags.add_argument("--max-num-seqs", type=int, default=256)

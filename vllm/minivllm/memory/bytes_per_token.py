@@ -1,7 +1,7 @@
 """KV-cache bytes per token, and how many tokens and requests a cache holds.
 
 These are counts, not estimates; they equal what vLLM prints at start-up ("GPU KV cache size", "Maximum concurrency").
-Only models in which every layer caches every token are counted; others raise an `UnsupportedModelError`.
+Only models in which every layer caches every token have such a figure; for others see `kv_layers`.
 
 In vLLM v0.33.0: `vllm/v1/kv_cache_interface.py` (`AttentionSpec.page_size_bytes`).
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from minivllm.config import ModelConfig
 from minivllm.config.cache import KV_CACHE_DTYPES
+from minivllm.config.cache_kinds import WINDOW
 from minivllm.config.checks import is_number, positive_count, require
 from minivllm.config.units import GIB
 from minivllm.errors import MinivllmError, UnsupportedModelError
@@ -52,13 +53,18 @@ def kv_bytes_per_token(model: Model, kv_dtype: str = "auto", tp: int = 1) -> int
     """
     config = as_config(model)
     _refuse_forgetful(config)
+    return config.num_hidden_layers * layer_bytes_per_token(config, kv_dtype, tp)
+
+
+def layer_bytes_per_token(config: ModelConfig, kv_dtype: str = "auto", tp: int = 1) -> int:
+    """Return the bytes of one token in one layer that keeps it, on one GPU; see `kv_bytes_per_token`."""
     kv_dtype = cache_dtype(config, kv_dtype)
     heads = kv_heads_on_rank(config, tp)
     if config.kv_lora_rank is not None:
         if kv_dtype not in DTYPE_BYTES:
             raise MinivllmError(f"a latent cache has no heads, so {kv_dtype!r} does not apply to it")
-        return config.num_hidden_layers * config.latent_width * DTYPE_BYTES[kv_dtype]
-    return config.num_hidden_layers * 2 * heads * _head_bytes(config.head_dim, kv_dtype)
+        return config.latent_width * DTYPE_BYTES[kv_dtype]
+    return 2 * heads * _head_bytes(config.head_dim, kv_dtype)
 
 
 def kv_cache_tokens(kv_bytes: int, model: Model, block_size: int = 16, kv_dtype: str = "auto", tp: int = 1) -> int:
@@ -130,14 +136,12 @@ def as_config(model: Model) -> ModelConfig:
 
 def _refuse_forgetful(config: ModelConfig) -> None:
     """Raise `UnsupportedModelError` unless every layer caches the key and value of every token."""
-    reason = config.cache_exception
-    if reason is None and config.sliding_window is not None:
-        reason = f"every layer keeps only the last {config.sliding_window} tokens"
-    if reason is None and config.layer_types and set(config.layer_types) != {"full_attention"}:
-        reason = "some of its layers keep only the tokens inside a window"
-    if reason is not None:
+    if not config.keeps_every_token:
+        window = f"every layer keeps only the last {config.sliding_window} tokens" if config.sliding_window else WINDOW
+        reason = config.cache_exception or window
         name = config.architecture or config.model_type or "this model"
-        raise UnsupportedModelError(f"{name}: {reason}, so its cache is not so many bytes a token")
+        way_out = "kv_groups counts it" if config.counted_layer_types else "vLLM prints what fits when it starts"
+        raise UnsupportedModelError(f"{name}: {reason}, so its cache is not so many bytes a token; {way_out}")
 
 
 def bytes_of_dtype(dtype: str) -> int:

@@ -4,15 +4,17 @@ In vLLM v0.33.0: `vllm/v1/core/kv_cache_planning.py` (`get_kv_cache_configs`, `c
 `estimate_max_model_len`) and `vllm/v1/worker/gpu_worker.py` (`Worker.determine_available_memory`).
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, positive_count
 from minivllm.config.units import GIB
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.memory.bytes_per_token import Model, as_config, cache_dtype, kv_bytes_per_token, max_concurrency
 from minivllm.memory.devices import Device, get_device
+from minivllm.memory.kv_layers import KVGroups, kv_groups
 from minivllm.memory.parameters import rotary_table_bytes, weight_bytes
 
 # Defaults for working memory that was not measured. The estimate of activations is within 6 % of the peaks in vLLM's
@@ -21,6 +23,7 @@ SAMPLER_BYTES_PER_LOGIT = 39  # float32 copies, sorted values and 8-byte indices
 NON_TORCH_BYTES = GIB // 10
 NON_TORCH_BYTES_TP = GIB  # with NCCL's buffers
 CUDA_GRAPH_BYTES = GIB // 2
+GDN_CHECKPOINT_GPUS = ("H100", "H200", "B200")  # where FlashInfer's kernel for gated delta nets is the default
 HOST_TIER = "KV cache, second tier in host memory"
 
 
@@ -42,14 +45,24 @@ class MemoryLedger:
     rows: tuple[LedgerRow, ...]
     kv_bytes: int
     """Bytes left for the KV cache: vLLM's "Available KV cache memory"."""
-    bytes_per_token: int
-    block_size: int
+    kv: KVGroups
+    """The groups of layers that share the pool of blocks."""
     max_model_len: int
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Bytes of a token in the cache; None if there is no such figure: not every layer keeps every token."""
+        return self.kv.bytes_per_token
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block: of the first group, if groups differ."""
+        return self.kv.groups[0].block_size
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks in the pool, including the null block."""
-        return self.kv_bytes // (self.block_size * self.bytes_per_token)
+        return self.kv_bytes // self.kv.block_bytes
 
     @property
     def usable_blocks(self) -> int:
@@ -58,17 +71,31 @@ class MemoryLedger:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all blocks: vLLM's "GPU KV cache size"."""
+        """Number of tokens in all blocks: vLLM's "GPU KV cache size".
+
+        If not every layer keeps every token, it is what vLLM prints: concurrency times `max_model_len`.
+        """
+        if self.bytes_per_token is None:
+            return int(self.concurrency * self.max_model_len)
         return self.num_blocks * self.block_size
 
     @property
     def concurrency(self) -> float:
         """Number of requests of `max_model_len` tokens that fit at once."""
-        return max_concurrency(self.tokens, self.max_model_len)
+        return self.concurrency_of(self.max_model_len)
+
+    def concurrency_of(self, num_tokens: int) -> float:
+        """Return how many requests of `num_tokens` tokens fit at once."""
+        if self.bytes_per_token is None:
+            return self.num_blocks / self.kv.blocks_per_request(num_tokens)
+        return max_concurrency(self.tokens, num_tokens)
 
     @property
     def longest_request(self) -> int:
-        """The longest request that the usable blocks can hold, in tokens."""
+        """The longest request that the usable blocks can hold, in tokens; at most `max_model_len` if layers forget."""
+        if self.bytes_per_token is None:
+            lengths = range(1, self.max_model_len + 1)
+            return bisect_right(lengths, self.usable_blocks, key=self.kv.blocks_per_request)
         return self.usable_blocks * self.block_size
 
     def check(self) -> None:
@@ -79,7 +106,7 @@ class MemoryLedger:
         """
         if self.max_model_len <= self.longest_request:
             return
-        needed = (-(-self.max_model_len // self.block_size) + 1) * self.block_size * self.bytes_per_token
+        needed = (self.kv.blocks_per_request(self.max_model_len) + 1) * self.kv.block_bytes
         advice = (
             f"set max_model_len to {self.longest_request} or less"
             if self.longest_request
@@ -155,10 +182,15 @@ def memory_ledger(
         config.require("max_position_embeddings")
         max_model_len = config.max_position_embeddings
     drafting = None if drafter is None else as_config(drafter)
-    per_token = kv_bytes_per_token(config, kv_dtype, tp)
+    kv = kv_groups(
+        config, kv_dtype, tp, block_size, max_num_batched_tokens, gdn_checkpoints=device.name in GDN_CHECKPOINT_GPUS
+    )
     if drafting is not None:
-        per_token += kv_bytes_per_token(drafting, cache_dtype(config, kv_dtype))
-    block_bytes = per_token * positive_count("block_size", block_size)
+        if kv.bytes_per_token is None:
+            raise UnsupportedModelError(
+                f"a draft model's cache beside {config.model_type}'s groups is not counted here"
+            )
+        kv = kv.widened(kv_bytes_per_token(drafting, cache_dtype(config, kv_dtype)))
     budget = int(device.memory_bytes * gpu_memory_utilization)
     loaded = _loaded_bytes(config, weight_dtype, tp) if weights is None else int(weights)
     before_cache = (
@@ -173,15 +205,15 @@ def memory_ledger(
         *((LedgerRow(HOST_TIER, host_tier),) if host_tier else ()),
     )
     kv_bytes = budget - sum(row.bytes for row in before_cache)
-    if kv_bytes < block_bytes:
+    if kv_bytes < kv.block_bytes:
         raise _nothing_left(device, gpu_memory_utilization, before_cache)
     rows = (
         *before_cache,
-        LedgerRow("KV cache", kv_bytes // block_bytes * block_bytes),
-        LedgerRow("less than a block", kv_bytes % block_bytes),
+        LedgerRow("KV cache", kv_bytes // kv.block_bytes * kv.block_bytes),
+        LedgerRow("less than a block", kv_bytes % kv.block_bytes),
         LedgerRow("not ours to use", device.memory_bytes - budget),
     )
-    ledger = MemoryLedger(device, rows, kv_bytes, per_token, block_size, positive_count("max_model_len", max_model_len))
+    ledger = MemoryLedger(device, rows, kv_bytes, kv, positive_count("max_model_len", max_model_len))
     if check:
         ledger.check()
     return ledger

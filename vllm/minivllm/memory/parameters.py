@@ -9,10 +9,11 @@ from collections.abc import Callable
 from minivllm.config import ModelConfig
 from minivllm.errors import MinivllmError, UnsupportedModelError
 from minivllm.memory.bytes_per_token import Model, as_config, bytes_of_dtype, kv_heads_on_rank, serving_dtype
+from minivllm.memory.towers import WAY_OUT, tower_parameters
 
 
 def parameter_groups(config: ModelConfig, tp: int = 1) -> dict[str, int]:
-    """Return the parameters on one GPU by purpose: embedding, attention, mlp (or experts), norm, head.
+    """Return the parameters on one GPU by purpose: embedding, attention, mlp (or experts), norm, head, vision.
 
     Exact for `tp=1`. Tied embeddings are counted once. Buffers (RoPE tables) are not parameters.
 
@@ -28,13 +29,14 @@ def parameter_groups(config: ModelConfig, tp: int = 1) -> dict[str, int]:
     if counter is None:
         known = ", ".join(sorted(filter(None, COUNTERS)))
         raise UnsupportedModelError(
-            f"the parameters of a {config.model_type!r} model are not counted here; known: {known}"
+            f"the parameters of a {config.model_type!r} model are not counted here (known: {known}); {WAY_OUT}"
         )
-    config.require("vocab_size", "hidden_size", "intermediate_size")
+    config.require("vocab_size", "hidden_size", "moe_intermediate_size" if config.num_experts else "intermediate_size")
     kv_heads_on_rank(config, tp)
     if config.num_attention_heads % tp:
         raise MinivllmError(f"{config.num_attention_heads} attention heads cannot be divided over {tp} GPUs")
-    return counter(config, tp)
+    towers = tower_parameters(config, tp)
+    return {**counter(config, tp), **({"vision": towers} if towers else {})}
 
 
 def num_parameters(model: Model) -> int:
@@ -45,17 +47,29 @@ def num_parameters(model: Model) -> int:
 def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
     """Return the bytes of the weights on one of `tp` GPUs, with every parameter in `dtype`.
 
-    A quantized checkpoint keeps some parts in 16 bits and adds scales, so its size does not follow from the shape, and
-    "auto" is rejected for it. DeepSeek V3's is known: fp8 in blocks, with all but the large matrices in 16 bits.
+    A quantized checkpoint keeps some parts in 16 bits and adds scales, so its size does not follow from the shape.
+    Those of DeepSeek V3 (fp8 in blocks) and gpt-oss (experts in MXFP4) are known, with all but the large matrices in
+    16 bits. What is not counted is read from the checkpoint, if that is a local directory and one GPU holds it whole.
 
     Raises:
-        UnsupportedModelError: the structure of this model type is not known here.
+        UnsupportedModelError: the structure of this model type, or of a part of it, is not known here.
         MinivllmError: unknown dtype, "auto" for another quantized checkpoint, a missing field, or indivisible heads.
     """
     config = as_config(model)
+    try:
+        return _counted_bytes(config, dtype, tp)
+    except MinivllmError:
+        if dtype != "auto" or tp != 1 or not config.checkpoint_bytes:
+            raise
+        return config.checkpoint_bytes
+
+
+def _counted_bytes(config: ModelConfig, dtype: str, tp: int) -> int:
     if dtype == "auto":
         if _in_fp8_blocks(config):
             return _bytes_in_fp8_blocks(config, tp)
+        if config.quantization == "mxfp4" and config.model_type == "gpt_oss":
+            return _bytes_in_mxfp4(config, tp)
         if config.quantization:
             raise MinivllmError(
                 f"the size of a checkpoint quantized with {config.quantization!r} does not follow from its shape; "
@@ -63,6 +77,16 @@ def weight_bytes(model: Model, dtype: str = "auto", tp: int = 1) -> int:
             )
         dtype = serving_dtype(config)
     return sum(parameter_groups(config, tp).values()) * bytes_of_dtype(dtype)
+
+
+def _bytes_in_mxfp4(config: ModelConfig, tp: int) -> int:
+    """Bytes where the experts' matrices take 4 bits a number and a one-byte scale per 32; all else has 16 bits.
+
+    This is the checkpoint. What a GPU holds is more by what its kernel pads: 64.4 to 66.0 GiB for 60.8 of gpt-oss-120b.
+    """
+    matrices = config.num_hidden_layers * config.num_experts * 3 * config.hidden_size
+    matrices *= _share(config.moe_intermediate_size, tp)
+    return (sum(parameter_groups(config, tp).values()) - matrices) * 2 + matrices * 17 // 32
 
 
 def _in_fp8_blocks(config: ModelConfig) -> bool:
@@ -102,11 +126,12 @@ def rotary_table_bytes(model: Model, dtype: str = "auto") -> int:
 def _gated_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
     """The Llama family: RMSNorm, RoPE, grouped-query attention, gated MLP or experts."""
     vocab, hidden = _share(config.vocab_size, tp), config.hidden_size
+    norms = 4 if config.model_type in ("gemma2", "gemma3_text") else 2
     return {
         "embedding": vocab * hidden,
         "attention": config.num_hidden_layers * _grouped_attention(config, tp),
         **_mlp_layers(config, tp),
-        "norm": (2 * config.num_hidden_layers + 1) * hidden,
+        "norm": (norms * config.num_hidden_layers + 1) * hidden,
         "head": 0 if config.tie_word_embeddings else vocab * hidden,
     }
 
@@ -153,6 +178,43 @@ def _latent_decoder(config: ModelConfig, tp: int) -> dict[str, int]:
     return {**_gated_decoder(config, tp), "attention": config.num_hidden_layers * attention}
 
 
+def _gpt_oss(config: ModelConfig, tp: int) -> dict[str, int]:
+    """gpt-oss: biases everywhere, also in experts and routers, and a sink for each head."""
+    groups, layers = _gated_decoder(config, tp), config.num_hidden_layers
+    groups["attention"] += layers * (config.num_attention_heads // tp)
+    groups["experts"] += (
+        layers * config.num_experts * (2 * _share(config.moe_intermediate_size, tp) + config.hidden_size)
+    )
+    return groups
+
+
+def _gated_delta(config: ModelConfig, tp: int) -> dict[str, int]:
+    """Qwen3-Next and Qwen3.5: most layers are gated delta nets, and the others gate their attention's output."""
+    hf, hidden, layers = config.hf_text_config, config.hidden_size, config.num_hidden_layers
+    groups = _gated_decoder(config, tp)
+    linear = (config.counted_layer_types or ()).count("linear_attention")
+    gate = hidden * config.num_attention_heads // tp * config.head_dim
+    full = _grouped_attention(config, tp) + gate + 2 * config.head_dim
+    heads = hf["linear_num_value_heads"] // tp
+    keys = hf["linear_num_key_heads"] // tp * hf["linear_key_head_dim"]
+    values = heads * hf["linear_value_head_dim"]
+    net = hidden * (2 * keys + 3 * values + 2 * heads) + (2 * keys + values) * hf["linear_conv_kernel_dim"]
+    groups["attention"] = (layers - linear) * full + linear * (net + 2 * heads + hf["linear_value_head_dim"])
+    if config.num_experts:
+        shared = 3 * hidden * _share(hf["shared_expert_intermediate_size"], tp) + hidden
+        groups["experts"] += layers * shared
+    return groups
+
+
+def _llama4(config: ModelConfig, tp: int) -> dict[str, int]:
+    """Llama 4: every n-th layer has experts and a shared one; the others have an MLP of another width."""
+    hf, layers = config.hf_text_config, config.num_hidden_layers
+    sparse = layers // (hf.get("interleave_moe_layer_step") or 1)
+    groups, shared = _gated_decoder(config, tp), 3 * config.hidden_size * _share(config.moe_intermediate_size, tp)
+    dense = (layers - sparse) * 3 * config.hidden_size * _share(hf.get("intermediate_size_mlp") or 0, tp)
+    return {**groups, "mlp": dense, "experts": sparse * (groups["experts"] // layers + shared)}
+
+
 def _opt(config: ModelConfig, tp: int) -> dict[str, int]:
     """OPT: learned positions (two more than its config says), biases everywhere, tied head."""
     return _gpt(config, tp, positions=config.max_position_embeddings + 2)
@@ -181,10 +243,15 @@ def _share(width: int, tp: int) -> int:
     return -(-width // tp)
 
 
-WITH_ROUTER_BIAS = ("deepseek_v3", "kimi_k2")
+WITH_ROUTER_BIAS = ("deepseek_v3", "gpt_oss", "kimi_k2")
 COUNTERS: dict[str, Callable[[ModelConfig, int], dict[str, int]]] = {
     **dict.fromkeys(("", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), _gated_decoder),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _latent_decoder),
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text"), _gated_decoder),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "qwen3_vl_moe_text"), _gated_decoder),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _gated_delta),
+    "gpt_oss": _gpt_oss,
+    "llama4_text": _llama4,
     "opt": _opt,
     "gpt2": _gpt2,
 }

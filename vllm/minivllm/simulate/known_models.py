@@ -34,6 +34,14 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
     }
 
 
+def _gemma3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int):
+    text = _decoder(
+        "gemma3_text", 262208, hidden, mlp, layers, heads, kv_heads, head_dim=head_dim, sliding_window=1024,
+        max_position_embeddings=131072,
+    )  # fmt: skip
+    return {"model_type": "gemma3", "dtype": "bfloat16", "text_config": text, "vision_config": SIGLIP}
+
+
 LLAMA2 = {"dtype": "float16", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 LLAMA3 = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 LLAMA31 = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, **_llama3_rope(8.0)}
@@ -42,6 +50,14 @@ QWEN25 = {"max_position_embeddings": 32768, "rope_theta": 1e6, "use_sliding_wind
 QWEN25_LONG = {**QWEN25, "max_position_embeddings": 131072}
 QWEN3 = {"max_position_embeddings": 40960, "rope_theta": 1e6, "head_dim": 128, "use_sliding_window": False}
 TIED = {"tie_word_embeddings": True}
+GPT_OSS = {
+    "head_dim": 64, "num_experts_per_tok": 4, "max_position_embeddings": 131072, "sliding_window": 128,
+    "attention_bias": True, "rope_theta": 150000.0, "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
+SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+    "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+}  # fmt: skip
 FP8_BLOCKS = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 
@@ -92,6 +108,23 @@ CONFIGS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
         first_k_dense_replace=3, **FP8_BLOCKS,
     ),
 })
+"""Models whose layers all keep every token: their cache is so many bytes a token."""
+
+HYBRIDS: MappingProxyType[str, dict[str, Any]] = MappingProxyType({
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": _decoder(
+        "qwen3_next", 151936, 2048, 5120, 48, 16, 2, head_dim=256, max_position_embeddings=262144, num_experts=512,
+        num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        full_attention_interval=4, linear_num_key_heads=16, linear_num_value_heads=32,
+        linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+    ),
+    "openai/gpt-oss-20b": _decoder("gpt_oss", 201088, 2880, 2880, 24, 64, 8, num_local_experts=32, **GPT_OSS),
+    "openai/gpt-oss-120b": _decoder("gpt_oss", 201088, 2880, 2880, 36, 64, 8, num_local_experts=128, **GPT_OSS),
+    "google/gemma-3-4b-it": _gemma3(2560, 10240, 34, 8, 4, 256),
+    "google/gemma-3-12b-it": _gemma3(3840, 15360, 48, 16, 8, 256),
+    "google/gemma-3-27b-it": _gemma3(5376, 21504, 62, 32, 16, 128),
+})
+"""Models whose layers differ in what they keep of a request (`minivllm.memory.kv_layers`)."""
 # fmt: on
 
 
@@ -102,8 +135,8 @@ def known_model(name: str) -> ModelConfig:
         MinivllmError: the model is not in the list; the message gives the list.
     """
     wanted = str(name).lower()
-    for full_name, config in CONFIGS.items():
+    for full_name, config in (CONFIGS | HYBRIDS).items():
         if wanted in (full_name.lower(), full_name.split("/")[1].lower()):
             return ModelConfig.from_dict(config)
-    short_names = ", ".join(full_name.split("/")[1] for full_name in CONFIGS)
+    short_names = ", ".join(full_name.split("/")[1] for full_name in (*CONFIGS, *HYBRIDS))
     raise MinivllmError(f"no known shape for the model {name!r}; known: {short_names}")

@@ -123,7 +123,7 @@ def profile_memory(
         lora_bytes=use.lora_bytes,
     )
     most_blocks = max_num_seqs * math.ceil(max_model_len / block_size) + 1
-    return _with_at_most(ledger, most_blocks * block_size * ledger.bytes_per_token)
+    return _with_at_most(ledger, most_blocks * ledger.kv.block_bytes)
 
 
 def _without_window(config: ModelConfig) -> ModelConfig:
