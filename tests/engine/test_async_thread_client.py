@@ -91,9 +91,8 @@ def test_steps_are_told_from_the_first_one_on_and_also_what_no_step_tells():
         await anext(reading)
         await reading.aclose()
         await engine.reset_prefix_cache()
-        while engine.stats.num_running_reqs:
+        while engine.stats.num_running_reqs or b'"abort"' not in b"".join(lines):
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
         return lines
 
     lines = with_engine(work)

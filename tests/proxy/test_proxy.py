@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE
 from proxy.fakes import (
     EVENTS,
     PARAMS,
@@ -415,7 +416,7 @@ def test_the_process_ends_at_a_signal_and_loads_no_torch():
     )
     process = subprocess.Popen([sys.executable, "-P", "-c", code, "proxy", *flags], stderr=subprocess.PIPE, text=True)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-        status, end = 0, time.monotonic() + 30
+        status, end = 0, time.monotonic() + PATIENCE
         while not status and time.monotonic() < end:
             try:
                 status = client.get("/health").status_code
@@ -425,7 +426,7 @@ def test_the_process_ends_at_a_signal_and_loads_no_torch():
         assert (status, reply.status_code, error_of(reply.content)[0]) == (503, 503, 503)
         assert "minivllm:proxy_upstream_healthy" in client.get("/metrics").text
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     assert "Traceback" not in said
 

@@ -89,11 +89,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def eventually(holds, seconds: float = 5.0) -> bool:
-    """Whether it holds before this time is over."""
-    end = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < end:
-        time.sleep(0.1)
-    return found
