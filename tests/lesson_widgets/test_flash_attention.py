@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pace import slowness
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.exercise import load
@@ -303,4 +304,4 @@ def test_dragging_is_fast():
         start = time.process_time()
         figure(sweep(block_q=queries))
         seconds.append(time.process_time() - start)
-    assert statistics.median(seconds) < 0.03  # 15 ms on a quiet core
+    assert statistics.median(seconds) < 0.03 * slowness()  # 15 ms on a quiet core
