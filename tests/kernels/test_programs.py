@@ -56,10 +56,14 @@ def run(code, **options):
 
 
 def test_a_second_process_compiles_nothing():
-    """The first one only has to compile what no run of the tests has needed so far."""
-    hits = run(FIND).stdout.split()
-    if "0" in hits:
+    """The first one only has to compile what no run of the tests has needed so far.
+
+    Of two processes that write one index at the same time, as workers do, one is lost: then there is a third.
+    """
+    for _ in range(4):
         hits = run(FIND).stdout.split()
+        if "0" not in hits:
+            break
     assert hits == ["1"] * 13
 
 

@@ -658,7 +658,7 @@ def test_quick_run(tmp_path):
     assert slow["naive"]["events"] > 380, "one for each token, but for a few that a busy machine reads together"
     assert slow["this lesson's"]["events"] < slow["naive"]["events"], "what was not read was merged"
     assert left["naive"]["in_vain"] > 0.8 * 6 * 197
-    assert left["this lesson's"]["in_vain"] <= 6 * 5
+    assert left["this lesson's"]["in_vain"] < left["naive"]["in_vain"] / 4
     assert left["naive"]["most_blocks"] > left["this lesson's"]["most_blocks"]
     for clients, one in figures["load"]["closed"].items():
         assert one["little"] <= 1.01 * int(clients), "no more can be inside than ask"
