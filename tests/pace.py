@@ -1,20 +1,24 @@
-"""Limits of CPU time that mean the same on any processor, whatever runs beside: stated for one machine, and scaled."""
+"""CPU time that means the same on any processor, whatever runs beside: in seconds of one machine, on a quiet core."""
 
-import statistics
 import time
+from collections.abc import Callable
 
 REFERENCE_SECONDS = 0.0017
-"""What `_draw` takes on a quiet core of the machine that the limits were set on (AMD Zen 3, 2.45 GHz, Python 3.11)."""
+"""What `_draw` takes there: an AMD Zen 3 at 2.45 GHz with Python 3.11."""
 
 
-def slowness() -> float:
-    """How many times slower than that machine this one is just now, but at least 1."""
-    return max(1.0, statistics.median(_seconds() for _ in range(15)) / REFERENCE_SECONDS)
+def quiet_seconds(action: Callable[[], object]) -> float:
+    """CPU seconds that the action takes there: here's, divided by how much slower `_draw` is before it and after.
+
+    Where `_draw` is faster than there, what the action takes here.
+    """
+    before, taken, after = (_seconds(part) for part in (_draw, action, _draw))
+    return taken / max(1.0, (before + after) / 2 / REFERENCE_SECONDS)
 
 
-def _seconds() -> float:
+def _seconds(action: Callable[[], object]) -> float:
     start = time.process_time()
-    _draw()
+    action()
     return time.process_time() - start
 
 
