@@ -27,7 +27,7 @@ SETTINGS = {"model": EMBEDDED_MODEL, "device": "cpu", "max_model_len": 256, "num
 def in_a_loop(work: Coroutine):
     """Run in a loop of its own, in a thread: browser tests leave one running in this one."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, asyncio.wait_for(work, 120)).result()
+        return thread.submit(asyncio.run, asyncio.wait_for(work, 240)).result()
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def engine_in_a_loop():
         runner = thread.submit(asyncio.Runner).result()
 
         def run(work):
-            return thread.submit(runner.run, asyncio.wait_for(work(engine), 120)).result()
+            return thread.submit(runner.run, asyncio.wait_for(work(engine), 240)).result()
 
         async def made():
             return AsyncLLM(EngineArgs(**SETTINGS))

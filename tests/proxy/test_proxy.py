@@ -205,7 +205,7 @@ def test_another_prefill_server_is_asked_where_one_fails(first):
         assert [one.num_requests for one in there.proxy.upstreams] == [0, 0, 0]
         assert await there.counted(there.prefill[0], "failed")
 
-    with_setting(test, prefill=[Fake(first), Fake(prefills)], prefill_timeout=0.2)
+    with_setting(test, prefill=[Fake(first), Fake(prefills)], prefill_timeout=2.0 if first is never else PATIENCE)
 
 
 def test_the_last_prefill_servers_error_is_the_reply_where_all_fail():
@@ -333,8 +333,8 @@ def test_a_server_is_not_asked_until_it_is_healthy_again():
 
 
 def test_a_late_server_is_asked_while_no_other_answers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.05)
-    late, other = Fake(prefills, health_delay=0.5), Fake(prefills)
+    monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.4)
+    late, other = Fake(prefills, health_delay=PATIENCE), Fake(prefills)
 
     async def test(there: Setting) -> None:
         pool = there.proxy.prefill
