@@ -8,6 +8,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from e2e.widget_page import GROUNDS, WidgetPage, widget_page
 from lesson_widgets.test_every_widget import NAMES
+from patience import PATIENCE
 from playwright.sync_api import Browser, Page, ViewportSize
 
 from widgets.spec import Spec
@@ -30,7 +31,7 @@ def assert_nothing_sticks_out(widget: WidgetPage, width: int) -> None:
     """In a window of this width, for which the picture is drawn anew, not scaled."""
     drawn = widget.session.width
     widget.page.set_viewport_size({"width": width, "height": 900})
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while widget.session.width == drawn and time.monotonic() < deadline:
         widget.settled()
     assert widget.page.evaluate("document.documentElement.scrollWidth <= innerWidth")

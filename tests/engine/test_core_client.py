@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 from engine.test_all_or_nothing import LeaningOnCtrlC, generate_for_ever
+from patience import PATIENCE, eventually
 
 from minivllm import LLM, MinivllmError, SamplingParams, StructuredOutputsParams
 from minivllm.config import EMBEDDED_MODEL
@@ -161,12 +162,9 @@ def test_nothing_is_left_when_the_front_end_is_killed(tmp_path):
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         assert len(family) >= 2, "the core and its rank"
         front_end.kill()
-        _, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE)
     assert not alive
-    deadline = time.monotonic() + 5
-    while list(tmp_path.glob("minivllm-*")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not list(tmp_path.glob("minivllm-*"))
+    assert eventually(lambda: not list(tmp_path.glob("minivllm-*")))
 
 
 def test_messages_come_back_as_they_were():

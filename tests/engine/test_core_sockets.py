@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import zmq
+from patience import PATIENCE
 
 from minivllm.engine.core_sockets import OwnSockets, TcpServer
 
@@ -70,6 +71,6 @@ def test_the_garbage_collector_can_end_them():
     del client, sockets
     collection = threading.Thread(target=gc.collect, daemon=True)
     collection.start()
-    collection.join(20)
+    collection.join(PATIENCE)
     assert not collection.is_alive()
     assert not ended.alive

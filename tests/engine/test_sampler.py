@@ -121,13 +121,10 @@ def test_two_tokens_of_two_rows_share_no_noise():
     assert len(np.unique(found)) > 0.99 * len(found)  # a float32 has few numbers: some meet by chance
 
 
-def both_forms(logits: torch.Tensor, keys: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the compiled loop draws, and what torch does; the scores of both outcomes by the definition, [2, rows]."""
-    compiled = gumbel_max(logits, keys)
+def scores_of(tokens: torch.Tensor, logits: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
+    """By the definition, of one token in each row."""
     noise = -waiting_times(torch.from_numpy(keys.view(np.int32)), logits.shape[-1]).double().log()
-    scores = logits.double() + noise
-    best = scores.argmax(-1)
-    return compiled, torch.stack([scores.gather(-1, which.unsqueeze(-1)).squeeze(-1) for which in (compiled, best)])
+    return (logits.double() + noise).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 256, 257, 4096])
@@ -138,19 +135,23 @@ def test_the_compiled_draw_is_the_definition(vocab, spread):
     logits = torch.randn(500, vocab, generator=generator) * spread
     logits[::2].masked_fill_(torch.rand(250, vocab, generator=generator) < 0.5, -torch.inf)
     keys = row_keys(np.arange(500, dtype=np.uint64), np.arange(500) * 7)
-    compiled, (drawn, best) = both_forms(logits, keys)
+    compiled = gumbel_max(logits, keys)
+    noise = -waiting_times(torch.from_numpy(keys.view(np.int32)), vocab).double().log()
+    best = (logits.double() + noise).argmax(-1)
     possible = logits.isfinite().any(-1)
-    assert (best - drawn)[possible].abs().max() < 1e-5
+    assert (scores_of(best, logits, keys) - scores_of(compiled, logits, keys))[possible].abs().max() < 1e-5
     assert not compiled[~possible].any()
 
 
 def test_a_gpu_draws_by_the_same_definition(monkeypatch):
-    """The form in torch, run here on the CPU, and the compiled one give the same tokens."""
+    """The form in torch, run here on the CPU, and the compiled one give the same tokens, or two as good as equal."""
     logits = torch.randn(400, 3000, generator=torch.Generator().manual_seed(0))
     keys = row_keys(np.arange(400, dtype=np.uint64), np.zeros(400, int))
     compiled = gumbel_max(logits, keys)
     monkeypatch.setattr("minivllm.worker.sample.gumbel.has_numba", lambda: False)
-    assert torch.equal(gumbel_max(logits, keys), compiled)
+    drawn = gumbel_max(logits, keys)
+    assert (drawn != compiled).sum() <= 1
+    assert (scores_of(drawn, logits, keys) - scores_of(compiled, logits, keys)).abs().max() < 1e-5
 
 
 def test_a_rounding_of_the_logits_changes_a_token_only_where_two_are_as_good_as_equal():

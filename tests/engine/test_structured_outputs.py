@@ -314,7 +314,7 @@ def test_others_are_served_while_a_grammar_is_compiled(llm, monkeypatch):
     ended, other_is_served = [], threading.Event()
 
     def slowly(self, params):
-        other_is_served.wait(10)
+        other_is_served.wait(30)
         return compile_it(self, params)
 
     engine = llm.llm_engine

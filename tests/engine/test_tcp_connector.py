@@ -4,6 +4,7 @@ import random
 import time
 
 import pytest
+from patience import PATIENCE
 
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_MODEL
@@ -50,7 +51,7 @@ def test_the_same_tokens_as_one_engine(layerwise):
         told = [params(12, output.kv_transfer_params) for output in there]
         found = decode.generate(prompts, told, use_tqdm=False)
         assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in wanted]
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE
     while free_blocks(prefill) < BLOCKS - 1 and time.monotonic() < until:
         prefill.llm_engine.step()
         time.sleep(0.005)

@@ -7,7 +7,6 @@ ranks fail where they are told to, and only there.
 import os
 import signal
 import subprocess
-import time
 from collections import deque
 from dataclasses import replace
 
@@ -184,12 +183,11 @@ def breakable(engines, few_expected):
 def test_an_exception_on_any_rank_ends_the_step_and_not_the_engine(breakable, place, ranks):
     """Also where the other rank waits for it, in a sum or for the tokens."""
     llm, expected = breakable
-    core, start = core_of(llm), time.monotonic()
+    core = core_of(llm)
     pids = pids_of(core.executor.ranks)
     core.executor.collective_rpc("fail_in", place, ranks)
     with pytest.raises(WorkerFailedError, match=rf"^rank {ranks[0] if len(ranks) == 1 else '.'} of 2: KeyError"):
         llm.generate(PROMPTS, WISHES)
-    assert time.monotonic() - start < 5.0
     assert few_tokens_of(llm) == expected
     assert pids_of(core.executor.ranks) == pids
     assert not have_ended(pids, 0.0)

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.core.output import AsyncModelRunnerOutput, CachedRequestData, NewRequestData, SchedulerOutput
@@ -145,7 +146,7 @@ def test_the_next_step_is_launched_before_a_steps_tokens_are_asked_for(monkeypat
     monkeypatch.setattr(TokensInFlight, "append", lambda *step: launched.append(step) or append(*step))
 
     def late(self):
-        until, wanted = time.monotonic() + 10, min(len(ahead) + 2, 12)
+        until, wanted = time.monotonic() + PATIENCE, min(len(ahead) + 2, 12)
         while len(launched) < wanted and time.monotonic() < until:
             time.sleep(0.001)
         ahead.append(len(launched) - len(ahead))

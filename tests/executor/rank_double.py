@@ -81,6 +81,13 @@ class RankDouble:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def wait_for(self, path: str, seconds: float) -> bool:
+        """Until this file is there."""
+        until = time.monotonic() + seconds
+        while not (found := Path(path).exists()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return found
+
 
 def double(rank: int) -> RankDouble:
     return RankDouble(rank)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from executor.rank_double import double, leaving_double, refusing_double
+from patience import PATIENCE, eventually
 
 from minivllm.errors import MinivllmError, WorkerDiedError, WorkerFailedError
 from minivllm.executor.rank_processes import RankProcesses
@@ -33,7 +34,7 @@ def pids_of(ranks: RankProcesses) -> list[int]:
     return [process.pid for process in ranks.processes]
 
 
-def have_ended(pids: Sequence[int], seconds: float = 5.0) -> bool:
+def have_ended(pids: Sequence[int], seconds: float = PATIENCE) -> bool:
     """Whether these processes, of whosever children, are gone within the time. Zombies are; none is reaped."""
     import psutil  # not at the top: the image of `make gpu` does without
 
@@ -43,12 +44,7 @@ def have_ended(pids: Sequence[int], seconds: float = 5.0) -> bool:
         except psutil.NoSuchProcess:
             return False
 
-    deadline = time.monotonic() + seconds
-    while any(map(lives, pids)):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    return eventually(lambda: not any(map(lives, pids)), seconds, pause=0.01)
 
 
 def test_every_rank_does_what_is_said_in_order(ranks):
@@ -61,10 +57,9 @@ def test_every_rank_does_what_is_said_in_order(ranks):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_when_one_rank_ends_the_run_ends_and_says_which_and_why(ranks, rank):
-    pids, start = pids_of(ranks), time.monotonic()
+    pids = pids_of(ranks)
     with pytest.raises(WorkerDiedError, match=rf"rank {rank} of 2 \(process {pids[rank]}\).* killed by SIGKILL"):
         ranks.call_for_one("be_killed", rank)
-    assert time.monotonic() - start < 5.0
     assert have_ended(pids, 0.0)
     with pytest.raises(WorkerDiedError, match="killed by SIGKILL"):
         ranks.call("who")
@@ -137,10 +132,8 @@ def test_who_lost_a_peer_is_not_blamed(ranks):
 
 @pytest.mark.parametrize("one_reply", [True, False])
 def test_a_rank_that_came_through_has_nothing_to_say(ranks, one_reply):
-    start = time.monotonic()
     with pytest.raises(WorkerFailedError, match=r"rank 0 .* somebody is gone"):
         (ranks.call_for_one if one_reply else ranks.call)("lose_a_peer", 0, "somebody is gone")
-    assert time.monotonic() - start < 5.0
     ranks.call("reset")
     require_right_answers(ranks, 0)
 
@@ -197,11 +190,11 @@ def test_they_end_with_their_parent(stuck, leave):
     assert len(pids) == 2
     assert not have_ended(pids, 0.0)
     if leave:
-        parent.communicate("x", timeout=10)
+        parent.communicate("x", timeout=PATIENCE)
         assert parent.returncode == 0
     else:
         parent.kill()
-        parent.communicate(timeout=10)
+        parent.communicate(timeout=PATIENCE)
     assert have_ended(pids)
 
 
@@ -267,7 +260,7 @@ def test_they_end_with_a_parent_that_is_killed(tmp_path, module, script):
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         assert not have_ended(pids, 0.0)
         parent.kill()
-        assert have_ended(pids, 2.0)
+        assert have_ended(pids)
 
 
 def test_a_fork_of_their_parent_does_not_keep_them(tmp_path):
@@ -275,7 +268,7 @@ def test_a_fork_of_their_parent_does_not_keep_them(tmp_path):
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         parent.kill()
-        assert have_ended(pids, 2.0)
+        assert have_ended(pids)
 
 
 @BOTH
@@ -285,7 +278,7 @@ def test_an_interrupt_is_told_once(tmp_path, module, script):
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         os.killpg(parent.pid, signal.SIGINT)
-        _, said = parent.communicate(timeout=20)
+        _, said = parent.communicate(timeout=PATIENCE)
     assert parent.returncode == -signal.SIGINT
     assert said.count("Traceback") == 1
     assert said.rstrip().endswith("KeyboardInterrupt")
@@ -332,13 +325,11 @@ def test_when_a_rank_dies_every_call_in_flight_fails_at_once(ranks):
     done = ranks.send_for_one("sleep", 0.01)
     ranks.send_for_one("sleep", 0.5)  # the reply before it has long been read when a rank dies
     futures = [done, ranks.send_for_one("be_killed", 1), ranks.send_for_one("who")]
-    start = time.monotonic()
     with pytest.raises(WorkerDiedError, match=r"rank 1 .* killed by SIGKILL"):
         futures[2].result()
     assert futures[0].result() is None
     assert isinstance(futures[1].exception(), WorkerDiedError)
     assert futures[1].done()
-    assert time.monotonic() - start < 5.0
     assert have_ended(pids_of(ranks), 0.0)
 
 
@@ -402,6 +393,16 @@ def interrupted_after(seconds: float, function: Callable[[], object]) -> bool:
     return False
 
 
+def quickest(function: Callable[[], object]) -> float:
+    """Seconds of the quickest of three calls: of a slow one, signals at parts of it would often come too late."""
+    seconds = []
+    for _ in range(3):
+        start = time.monotonic()
+        function()
+        seconds.append(time.monotonic() - start)
+    return min(seconds)
+
+
 def require_right_answers(ranks: RankProcesses, number: int) -> None:
     """Both ranks have done the same calls, and answer the one that was made."""
     (rank_0, done_by_0, heard_by_0), (rank_1, done_by_1, heard_by_1) = ranks.call("who", number)
@@ -431,7 +432,7 @@ def test_an_interrupted_wait_can_be_taken_up_again(ranks):
     while interrupted:
         future = ranks.send_for_one("who", number)
         interrupted = interrupted_at_line(number, future.result)
-        assert future.result(5.0) == (0, number, number)
+        assert future.result(PATIENCE) == (0, number, number)
         assert future.done()
         number += 1
     assert number > 20
@@ -462,16 +463,17 @@ def test_an_interrupted_call_that_only_some_ranks_got_reaches_the_others_with_th
     assert ranks.call("who", "next") == [(0, 2, "next"), (1, 2, "next")]
 
 
-def test_an_interrupt_that_another_thread_took_is_noticed(ranks):
+def test_an_interrupt_that_another_thread_took_is_noticed(ranks, tmp_path):
     """The kernel may give a signal to any thread; then it does not wake the one that waits."""
-    start = time.monotonic()
+    start, let_go = time.monotonic(), tmp_path / "let go"
     other = threading.Thread(
         target=lambda: (time.sleep(0.2), signal.pthread_kill(threading.get_ident(), signal.SIGINT))
     )
     other.start()
     with pytest.raises(KeyboardInterrupt):
-        ranks.call("sleep", 3)
-    assert time.monotonic() - start < 2.0
+        ranks.call("wait_for", str(let_go), 2 * PATIENCE)
+    assert time.monotonic() - start < PATIENCE
+    let_go.touch()
     other.join()
     require_right_answers(ranks, 0)
 
@@ -490,18 +492,13 @@ def ranks_here() -> set[Any]:
 
 def test_interrupted_starts_leave_nobody():
     """At moments all through a start of about 0.2 s, and at lines of it."""
-    others, start, random = ranks_here(), time.monotonic(), Random(2)
-    RankProcesses(double, (), 2).shutdown()
-    seconds, interrupted = time.monotonic() - start, 0
+    others, random, interrupted = ranks_here(), Random(2), 0
+    seconds = quickest(lambda: RankProcesses(double, (), 2).shutdown())
     for part in range(15):
-        before, moment = time.monotonic(), (part + random.uniform(0.1, 1.0)) / 15 * seconds
+        moment = (part + random.uniform(0.1, 1.0)) / 15 * seconds
         interrupted += interrupted_after(moment, lambda: RankProcesses(double, (), 2).shutdown())
-        assert time.monotonic() - before < 10 * seconds + 2.0
     assert interrupted > 3
     for number in range(1, 1200, 90):
         interrupted_at_line(number, lambda: RankProcesses(double, (), 2).shutdown())
     gc.collect()
-    deadline = time.monotonic() + 5.0
-    while ranks_here() - others and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not ranks_here() - others
+    assert eventually(lambda: not ranks_here() - others)

@@ -70,6 +70,23 @@ def test_a_tile_has_as_many_columns_as_the_registers_hold(tiles):
     assert (4 if lanes.has_wide_registers() else 1) == numba_linear.COLUMNS
 
 
+@pytest.mark.parametrize(
+    ("features", "wide", "pairs"),
+    [
+        ("", False, False),
+        ("+avx2,+fma,-avx512f,-avx512bf16", False, False),
+        ("+avx512f,+avx512vl", True, False),
+        ("+avx512f,+avx512bf16", True, True),
+    ],
+)
+def test_the_loops_are_for_the_processor_that_numba_compiles_for(monkeypatch, features, wide, pairs):
+    monkeypatch.setattr(lanes.config, "CPU_FEATURES", features)
+    monkeypatch.setattr(lanes, "get_host_cpu_features", lambda: {"avx512f": not wide, "avx512bf16": not pairs})
+    assert (lanes.has_wide_registers(), lanes.has_products_of_pairs()) == (wide, pairs)
+    monkeypatch.setattr(lanes.config, "CPU_FEATURES", None)
+    assert (lanes.has_wide_registers(), lanes.has_products_of_pairs()) == (not wide, not pairs)
+
+
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
 def test_products_of_all_shapes_are_what_float64_gives(dtype, has_bias, gated):

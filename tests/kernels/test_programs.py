@@ -1,5 +1,6 @@
 """What numba compiles is compiled once: another process finds it on disk. Where nothing can be kept, it still runs."""
 
+import math
 import os
 import resource
 import subprocess
@@ -45,6 +46,8 @@ cells = np.array([0, 1, 64, *(one.ctypes.data for one in (out, residual, x, weig
 elementwise_loops.norms_of(np.float32)(cells.ctypes.data)
 print(out[5])
 """
+FP32_ULP = 2.0**-23
+"""Of 1.0. Processors differ in the last place: some refine an estimate of 1 / √x, others divide."""
 
 
 def run(code, **options):
@@ -53,15 +56,19 @@ def run(code, **options):
 
 
 def test_a_second_process_compiles_nothing():
-    """The first one only has to compile what no run of the tests has needed so far."""
-    hits = run(FIND).stdout.split()
-    if "0" in hits:
+    """The first one only has to compile what no run of the tests has needed so far.
+
+    Of two processes that write one index at the same time, as workers do, one is lost: then there is a third.
+    """
+    for _ in range(4):
         hits = run(FIND).stdout.split()
+        if "0" not in hits:
+            break
     assert hits == ["1"] * 13
 
 
 def assert_runs_and_warns_once(done):
-    assert done.stdout.split() == ["1.0"]
+    assert math.isclose(float(done.stdout), 1.0, rel_tol=4 * FP32_ULP)
     assert done.stderr.count("NUMBA_CACHE_DIR") == 1
     assert "Traceback" not in done.stderr
 

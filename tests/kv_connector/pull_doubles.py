@@ -5,11 +5,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from patience import PATIENCE
 
 from minivllm.core.kv_connector import KVConnectorConfig, KVConnectorOutput
 from minivllm.core.request import Request, RequestStatus
 
 TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+
+
+class Clock:
+    """In place of the module `time`, or of its clocks: time passes when a test says so."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 @dataclass
@@ -41,7 +51,7 @@ class PullEngine:
         """What a forward pass asks of the worker's side."""
 
     def step_until(self, is_done) -> KVConnectorOutput:
-        until = time.monotonic() + 10
+        until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             if is_done(output := self.step()):
                 return output

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from kv_connector.nixl_doubles import config_of, make_caches
 from kv_connector.pull_doubles import Block, PullEngine
+from patience import PATIENCE
 
 from minivllm.core.request import Request
 from minivllm.kv_connector.tcp_scheduler import TCPConnectorScheduler
@@ -14,7 +15,7 @@ SECRET = "known to both of them"
 
 
 def tcp_config(engine_id: str, extra: dict | None = None, **others):
-    config = config_of(engine_id, extra={"secret": SECRET, "timeout": 2.0, **(extra or {})}, **others)
+    config = config_of(engine_id, extra={"secret": SECRET, "timeout": PATIENCE, **(extra or {})}, **others)
     return replace(config, kv_transfer_config=replace(config.kv_transfer_config, kv_connector="TCPConnector"))
 
 

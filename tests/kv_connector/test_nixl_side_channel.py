@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import zmq
 from kv_connector.nixl_doubles import CONFIG, config_of
+from patience import PATIENCE
 
 from minivllm.errors import MinivllmError
 from minivllm.kv_connector.nixl_side_channel import (
@@ -41,22 +42,24 @@ def port():
 def exchange(port: int, frames: list[bytes]) -> list[bytes]:
     """As any client of ZMQ's REQ would."""
     with zmq.Context() as context, context.socket(zmq.REQ) as client:
-        client.linger, client.rcvtimeo = 0, 5000
+        client.linger, client.rcvtimeo = 0, 60_000
         client.connect(f"tcp://127.0.0.1:{port}")
         client.send_multipart(frames)
         return client.recv_multipart()
 
 
 def test_it_answers_vllms_question_with_metadata_and_a_clock(port):
+    before = time.perf_counter()
     payload, clock = exchange(port, [msgspec.msgpack.encode((b"get_meta_msg", 0, 0))])
     assert payload == PAYLOAD
-    assert abs(msgspec.msgpack.decode(clock) - time.perf_counter()) < 1
+    assert before <= msgspec.msgpack.decode(clock) <= time.perf_counter()
 
 
 def test_a_handshake_brings_the_metadata_and_the_clocks_offset(port):
-    metadata, offset = fetch_metadata("127.0.0.1", port, (0, 0), HASH, 5.0)
+    begun = time.perf_counter()
+    metadata, offset = fetch_metadata("127.0.0.1", port, (0, 0), HASH, PATIENCE)
     assert metadata == METADATA
-    assert abs(offset) < 1  # one clock here
+    assert abs(offset) <= time.perf_counter() - begun, "one clock here: it is off by less than the question took"
 
 
 @pytest.mark.parametrize(
@@ -79,20 +82,20 @@ def test_what_it_does_not_know_has_an_empty_answer_and_ends_nothing(port, frames
 
 
 def test_it_says_whose_blocks_are_kept(port):
-    assert ask_is_held("127.0.0.1", port, "held", 5.0)
-    assert not ask_is_held("127.0.0.1", port, "another", 5.0)
+    assert ask_is_held("127.0.0.1", port, "held", PATIENCE)
+    assert not ask_is_held("127.0.0.1", port, "another", PATIENCE)
 
 
 def test_a_rank_that_is_not_there(port):
     with pytest.raises(MinivllmError, match="has no rank"):
-        fetch_metadata("127.0.0.1", port, (0, 3), HASH, 5.0)
+        fetch_metadata("127.0.0.1", port, (0, 3), HASH, PATIENCE)
 
 
 def test_nobody_there_is_a_matter_of_time():
     began = time.perf_counter()
     with pytest.raises(MinivllmError, match=r"did not answer within 0\.2 s"):
         fetch_metadata("127.0.0.1", free_port(), (0, 0), HASH, 0.2)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < PATIENCE / 2
 
 
 def test_a_host_that_is_none():

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 from kv_connector.nixl_doubles import Network, config_of, make_caches
-from kv_connector.pull_doubles import TO_DECODE, Block, PullEngine, all_equal
+from kv_connector.pull_doubles import TO_DECODE, Block, Clock, PullEngine, all_equal
 from kv_connector.test_nixl_side_channel import free_port
+from patience import PATIENCE, eventually
 
 from minivllm.core.kv_connector import KVConnectorConfig
 from minivllm.core.request import Request, RequestStatus
 from minivllm.errors import MinivllmError
+from minivllm.kv_connector import pull_scheduler
 from minivllm.kv_connector.nixl_scheduler import NixlConnectorScheduler, side_channel_address
 from minivllm.kv_connector.nixl_worker import NixlConnectorWorker
 from minivllm.kv_connector.pull_params import digest
@@ -33,8 +35,8 @@ class Engine(PullEngine):
                 replace(config, tensor_parallel_rank=self.rank),
                 network.agent,
                 lease_duration=lease,
-                handshake_timeout=0.5,
-                read_timeout=0.2,
+                handshake_timeout=2.0,
+                read_timeout=PATIENCE,
             )
             self.worker.register_kv_caches(self.caches)
             metadata[self.rank] = self.worker.get_handshake_metadata()
@@ -279,12 +281,12 @@ def test_a_role_that_does_not_fit_is_refused(network, monkeypatch):
 )
 def test_a_read_that_fails_fails_that_request_only(pair, network, state, cancels):
     p, d = pair
-    network.state_after, network.cancels = state, cancels
+    network.state_after, network.cancels, d.worker._read_timeout = state, cancels, 0.2
     params = p.prefill("r", 10, [5, 2, 9])
     d.admit(d.take("mine", 10, params), [Block(1), Block(3), Block(4)])
     assert d.step_until(lambda output: output.finished_recving).failed_recving == {"mine"}
     assert d.agent.reads[0].is_released
-    network.state_after = "DONE"
+    network.state_after, d.worker._read_timeout = "DONE", PATIENCE
     p.step()
     d.admit(d.take("another", 10, p.prefill("s", 10, [5, 2, 9])), [Block(1), Block(3), Block(4)])
     assert not d.step_until(lambda output: output.finished_recving).failed_recving
@@ -292,9 +294,9 @@ def test_a_read_that_fails_fails_that_request_only(pair, network, state, cancels
 
 def test_blocks_that_may_still_be_written_are_not_given_back(pair, network):
     p, d = pair
-    network.state_after, network.cancels = "PROC", False
+    network.state_after, network.cancels, d.worker._read_timeout = "PROC", False, 0.2
     d.admit(d.take("mine", 10, p.prefill("r", 10, [5, 2, 9])), [Block(1), Block(3), Block(4)])
-    until = time.monotonic() + 0.5  # the time for a read is 0.2
+    until = time.monotonic() + 0.5
     while time.monotonic() < until:
         assert not d.step().finished_recving
     network.state_after = "DONE"
@@ -327,10 +329,12 @@ def test_one_that_ends_otherwise_keeps_nothing(pair):
 
 
 def test_a_lease_ends_by_itself(network, monkeypatch):
-    p = Engine(config_of("P"), network, monkeypatch, lease=0.1)
+    p, clock = Engine(config_of("P"), network, monkeypatch, lease=0.1), Clock()
+    monkeypatch.setattr(p.worker._leases, "_clock", clock.monotonic)
     p.prefill("r", 10, [5, 2, 9])
     assert p.step().finished_sending == set()
-    assert p.step_until(lambda output: output.finished_sending).finished_sending == {"r"}
+    clock.now = 0.1
+    assert p.step().finished_sending == {"r"}
     assert p.worker.take_stats() == {"nixl_num_kv_expired_reqs": 1}
     assert not p.scheduler.is_held("r")
     p.worker.shutdown()
@@ -338,13 +342,24 @@ def test_a_lease_ends_by_itself(network, monkeypatch):
 
 
 def test_heartbeats_keep_what_waits(network, monkeypatch):
+    clock, lease_clock = Clock(), Clock()
+    monkeypatch.setattr(pull_scheduler, "time", clock)
     p, d = (Engine(config_of(name), network, monkeypatch, lease=0.3) for name in ("P", "D"))
+    monkeypatch.setattr(p.worker._leases, "_clock", lease_clock.monotonic)
     request = d.take("mine", 10, p.prefill("r", 10, [5, 2, 9]))
-    until = time.monotonic() + 1.0
-    while time.monotonic() < until:
+    p.step()
+
+    def is_heard() -> bool:
+        clock.now += 0.1
+        d.step()
+        return bool(p.agent.inbox)
+
+    assert eventually(is_heard, pause=0.002), "the two engines meet"
+    for _ in range(100):
+        clock.now += 0.01
+        lease_clock.now += 0.01
         d.step()
         assert not p.step().finished_sending
-        time.sleep(0.01)
     d.admit(request, [Block(1), Block(3), Block(4)])
     assert not d.step_until(lambda output: output.finished_recving).failed_recving
     assert p.step().finished_sending == {"r"}
@@ -358,7 +373,7 @@ def test_after_a_failed_step_nothing_is_written_and_what_was_kept_is_kept(pair, 
     params = p.prefill("r", 10, [5, 2, 9])
     network.polls_of_a_read = 1000
     d.admit(d.take("mine", 10, params), [Block(1), Block(3), Block(4)])
-    until = time.monotonic() + 5
+    until = time.monotonic() + PATIENCE
     while not d.agent.reads and time.monotonic() < until:
         d.step()
     p.scheduler.build_connector_meta()  # what the ranks were to be told is lost

@@ -3,12 +3,12 @@
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
+from patience import eventually
 
 from minivllm.errors import MinivllmError
 from minivllm.lab.http_load import Answer, Ask, ask, load_beside
@@ -60,9 +60,7 @@ def asks(name: str, count: int, tokens: int) -> list[Ask]:
 def test_the_others_come_one_after_another_among_chats_that_then_leave():
     with streaming() as (port, streamer):
         chats, answers = load_beside(port, asks("chat", 2, LAST), asks("long", 3, 5), quiet=10)
-        until = time.monotonic() + 5
-        while len(streamer.left) < 2 and time.monotonic() < until:
-            time.sleep(0.01)
+        assert eventually(lambda: len(streamer.left) == 2, pause=0.01)
     assert sorted(streamer.left) == ["chat 0", "chat 1"]
     assert [answer.token_ids for answer in answers] == [[0, 1, 2, 3, 4]] * 3
     for chat in chats:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
+from patience import PATIENCE
 from warm_processes import WarmSubprocess
 
 from minivllm import LLM, SamplingParams
@@ -94,7 +95,7 @@ def test_the_server_says_what_the_engine_says_and_forgets_who_leaves():
         leaving = report.RawClient(port, {"prompt": PROMPT, "max_tokens": 200})
         leaving.read_events(2)
         leaving.close()
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE
         while report.held(core.core) and time.monotonic() < end:
             time.sleep(0.005)
         assert report.held(core.core) == 0
@@ -126,7 +127,7 @@ def test_no_client_waits_for_a_core_that_has_failed():
     with report.Stage() as stage:
         port = stage.serve(lesson.Server(core, str(EMBEDDED_MODEL)), core)
         client = report.RawClient(port, {"prompt": PROMPT, "max_tokens": 24})
-        client.socket.settimeout(20)
+        client.socket.settimeout(PATIENCE)
         assert client.read_events() == 0
         client.close()
 
@@ -657,7 +658,7 @@ def test_quick_run(tmp_path):
     assert slow["naive"]["events"] > 380, "one for each token, but for a few that a busy machine reads together"
     assert slow["this lesson's"]["events"] < slow["naive"]["events"], "what was not read was merged"
     assert left["naive"]["in_vain"] > 0.8 * 6 * 197
-    assert left["this lesson's"]["in_vain"] <= 6 * 5
+    assert left["this lesson's"]["in_vain"] < left["naive"]["in_vain"] / 4
     assert left["naive"]["most_blocks"] > left["this lesson's"]["most_blocks"]
     for clients, one in figures["load"]["closed"].items():
         assert one["little"] <= 1.01 * int(clients), "no more can be inside than ask"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernels.harness import assert_compiles
 from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
+from patience import PATIENCE
 
 from minivllm.config import EMBEDDED_MODEL, NO_PARTS
 from minivllm.core.request import RequestStatus
@@ -136,7 +137,7 @@ def test_blocks_that_are_still_written_into_are_nobody_elses():
     decoder.step()
     decoder.finish(aborted, RequestStatus.FINISHED_ABORTED)
     assert decoder.blocks.num_held == 7
-    until = time.monotonic() + 5
+    until = time.monotonic() + PATIENCE
     while decoder.blocks.num_held and time.monotonic() < until:
         decoder.step()
     assert (decoder.blocks.num_held, decoder.waiting) == (0, [])
@@ -148,7 +149,7 @@ def test_blocks_are_held_until_they_are_read():
     prefiller.step()
     assert prefiller.blocks.num_held == 3
     lesson.until_finished(decoder, decoder.add("r", report.random_prompt(40, 1), 2, prefiller.params["r"]))
-    until = time.monotonic() + 5
+    until = time.monotonic() + PATIENCE
     while prefiller.blocks.num_held and time.monotonic() < until:
         prefiller.step()
     assert prefiller.blocks.num_held == 0
@@ -171,7 +172,7 @@ def test_blocks_of_another_length_are_not_taken(size):
         with connection, connection.makefile("rb") as incoming:
             assert json.loads(incoming.readline())["block_ids"] == [1]
             connection.sendall(size.to_bytes(8, "big") + b"\1" * size)
-        failed = decoder.worker.failed.get(timeout=5)
+        failed = decoder.worker.failed.get(timeout=PATIENCE)
     assert failed == "r"
     assert not decoder.model.cache.any()
 
@@ -214,7 +215,7 @@ def test_quick_run(tmp_path):
     assert figures["servers"] == {}, "a quick run starts no servers"
     assert figures["kernel"]["sizes"]["1024"]["launches"] == 1
     assert figures["slow"]["bytes"] == -(-figures["slow"]["prompt"] // 16) * 16 * 2048
-    assert figures["dies"]["waited"] < 3
+    assert figures["dies"]["held"] > 0
 
 
 @pytest.mark.parametrize(

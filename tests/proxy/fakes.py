@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from patience import PATIENCE
 from server.serving import free_port
 
 from minivllm.entrypoints.openai.http_server import bind, make_server
@@ -193,7 +194,7 @@ async def setting(
             await serving
 
 
-async def eventually(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+async def eventually(holds: Callable[[], bool], seconds: float = PATIENCE) -> None:
     async with asyncio.timeout(seconds):
         while not holds():
             await asyncio.sleep(0.005)

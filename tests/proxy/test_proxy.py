@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE
 from proxy.fakes import (
     EVENTS,
     PARAMS,
@@ -204,7 +205,7 @@ def test_another_prefill_server_is_asked_where_one_fails(first):
         assert [one.num_requests for one in there.proxy.upstreams] == [0, 0, 0]
         assert await there.counted(there.prefill[0], "failed")
 
-    with_setting(test, prefill=[Fake(first), Fake(prefills)], prefill_timeout=0.2)
+    with_setting(test, prefill=[Fake(first), Fake(prefills)], prefill_timeout=2.0 if first is never else PATIENCE)
 
 
 def test_the_last_prefill_servers_error_is_the_reply_where_all_fail():
@@ -332,8 +333,8 @@ def test_a_server_is_not_asked_until_it_is_healthy_again():
 
 
 def test_a_late_server_is_asked_while_no_other_answers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.05)
-    late, other = Fake(prefills, health_delay=0.5), Fake(prefills)
+    monkeypatch.setattr("minivllm.entrypoints.proxy.proxy.SECONDS_TO_SAY_HEALTHY", 0.4)
+    late, other = Fake(prefills, health_delay=PATIENCE), Fake(prefills)
 
     async def test(there: Setting) -> None:
         pool = there.proxy.prefill
@@ -415,7 +416,7 @@ def test_the_process_ends_at_a_signal_and_loads_no_torch():
     )
     process = subprocess.Popen([sys.executable, "-P", "-c", code, "proxy", *flags], stderr=subprocess.PIPE, text=True)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-        status, end = 0, time.monotonic() + 30
+        status, end = 0, time.monotonic() + PATIENCE
         while not status and time.monotonic() < end:
             try:
                 status = client.get("/health").status_code
@@ -425,7 +426,7 @@ def test_the_process_ends_at_a_signal_and_loads_no_torch():
         assert (status, reply.status_code, error_of(reply.content)[0]) == (503, 503, 503)
         assert "minivllm:proxy_upstream_healthy" in client.get("/metrics").text
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     assert "Traceback" not in said
 

@@ -9,8 +9,9 @@ import threading
 
 import httpx
 import pytest
+from patience import eventually, reaches
 from server.conftest import KEYS
-from server.serving import Server, eventually
+from server.serving import Server
 
 PROMPT = "def add(a, b):\n    return"
 LONG = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -39,7 +40,7 @@ def test_a_client_that_leaves_frees_its_blocks(base: Server, stream: bool):
     connection = raw_request(base, json.dumps(LONG | {"stream": stream}).encode())
     assert eventually(lambda: base.metric("vllm:num_requests_running") == 1)
     connection.close()
-    assert eventually(lambda: is_idle(base), 2)
+    assert eventually(lambda: is_idle(base))
     text = base.client.get("/metrics").text
     now = next(line for line in text.splitlines() if 'finished_reason="abort"' in line and "_total" in line)
     assert float(now.rsplit(" ", 1)[1]) >= aborted + 1
@@ -88,7 +89,7 @@ def test_a_crowd_of_which_a_third_leaves(base: Server):
     streams = [answer for answer in answers if b"text/event-stream" in answer]
     assert len(streams) > 100
     assert all(b"data: [DONE]" in stream for stream in streams)
-    assert eventually(lambda: is_idle(base), 2)
+    assert eventually(lambda: is_idle(base))
 
 
 DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -174,7 +175,7 @@ def test_ten_thousand_wait_and_leave(base: Server):
     with contextlib.ExitStack() as leaving:
         for _ in range(10):
             leaving.enter_context(raw_request(base, body))
-        assert eventually(lambda: sum(map(base.metric, names)) == before + 10_000, 60)
+        assert reaches(lambda: sum(map(base.metric, names)), before + 10_000)
         assert base.metric("vllm:num_requests_waiting") > 5000
         assert base.client.get("/health").status_code == 200
         assert base.client.post("/tokenize", json={"prompt": "a"}).status_code == 200

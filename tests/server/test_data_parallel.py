@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from server.serving import Server, eventually, running
+from patience import eventually
+from server.serving import Server, running
 from server.test_clients import is_idle, raw_request
 
 from minivllm.lab.step_recording import read_lines
@@ -93,12 +94,12 @@ def test_requests_and_their_aborts_go_to_both_cores(pair: Server):
     with contextlib.ExitStack() as leaving:
         for _ in range(number):
             leaving.enter_context(raw_request(pair, json.dumps(LONG | {"stream": True}).encode()))
-        assert eventually(lambda: by_engine(pair, running) == {"0": 2.0, "1": 2.0}, 20)
-        assert eventually(lambda: sum(by_engine(pair, anywhere).values()) == before + number, 20)
+        assert eventually(lambda: by_engine(pair, running) == {"0": 2.0, "1": 2.0})
+        assert eventually(lambda: sum(by_engine(pair, anywhere).values()) == before + number)
         assert min(by_engine(pair, waiting).values()) >= 2
-    assert eventually(lambda: is_idle(pair), 10)
+    assert eventually(lambda: is_idle(pair))
     assert min(by_engine(pair, "vllm:generation_tokens_total").values()) > 0
-    assert eventually(lambda: sum(by_engine(pair, ended).values()) == before + number, 10)
+    assert eventually(lambda: sum(by_engine(pair, ended).values()) == before + number)
     assert min(by_engine(pair, ended, 'finished_reason="abort"').values()) >= 2
 
 
@@ -113,7 +114,7 @@ def test_a_cores_recording_has_each_of_its_steps_whoever_asked(pair: Server, rec
     for _ in range(4):  # each may reach either API server
         body, rank = {"prompt": [5] * 40, "max_tokens": 3}, {"X-data-parallel-rank": str(core)}
         httpx.post(f"{pair.url}/v1/completions", json=body, headers=rank, timeout=60)
-    assert eventually(lambda: is_idle(pair), 10)
+    assert eventually(lambda: is_idle(pair))
     header, *lines = map(json.loads, read_lines(recording.with_name("run.core1.jsonl") if core else recording))
     assert (header.get("core", 0), header["cores"]) == (core, 2)
     steps = [line.get("step", line.get("key")) for line in lines]
@@ -152,7 +153,7 @@ class Held:
         self._server = server
         self._threads = [threading.Thread(target=self._ask, args=(index,)) for index in range(4)]
         self._begin(2)
-        assert eventually(lambda: by_engine(server, "vllm:num_requests_running")["1"] == 2, 20)
+        assert eventually(lambda: by_engine(server, "vllm:num_requests_running")["1"] == 2)
         process.suspend()
         self._begin(4)
         time.sleep(0.5)  # from counted to sent

@@ -53,10 +53,10 @@ def answer_and_turns(work: Coroutine):
 def test_a_long_text_is_tokenized_beside_the_loop_and_back(serving):
     text = "x = [1, 2]\n" * LONG
     found, turns = answer_and_turns(serving.create_tokenize(TokenizeCompletionRequest(prompt=text)))
-    assert turns > 20
+    assert turns > 2
     again, turns = answer_and_turns(serving.create_detokenize(DetokenizeRequest(tokens=found.tokens)))
     assert again.prompt == text
-    assert turns > 20
+    assert turns > 2
 
 
 @pytest.mark.parametrize("text", ["x = 1", "x = 1\n" * 2000])

@@ -7,14 +7,14 @@ that cannot be served, ours is a 400 (`ours`).
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from patience import eventually
 from server.replay import differences
-from server.serving import CHAT_TEMPLATE, MODEL, Server, eventually, running
+from server.serving import CHAT_TEMPLATE, MODEL, Server, running
 
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.entrypoints.cli.main import main
@@ -279,10 +279,8 @@ def test_flags_that_do_not_go_together(engine, frontend, environment, message):
 
 
 def test_a_server_that_cannot_have_its_adapter_does_not_start(capsys):
-    began = time.monotonic()
     assert main(["serve", str(MODEL), "--lora-modules", "a=nothing"]) == 2
     assert "--enable-lora" in capsys.readouterr().err
-    assert time.monotonic() - began < 10
 
 
 def test_a_folder_may_be_a_link_itself(tmp_path):

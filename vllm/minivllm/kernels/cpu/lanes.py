@@ -16,7 +16,7 @@ import numba.extending
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features, initialize_native_asmparser
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import models, register_model
 
 intrinsic: Any = numba.extending.intrinsic  # it returns numba functions, which a type checker cannot see through
@@ -99,12 +99,19 @@ def _constant(number: float):
 
 def has_wide_registers() -> bool:
     """Whether a vector fits one register (of which there are then 32); otherwise it takes two or four."""
-    return get_host_cpu_features().get("avx512f", False)
+    return _compiles_for("avx512f")
 
 
 def has_products_of_pairs() -> bool:
-    """Whether the processor has a multiply-add of bfloat16 pairs."""
-    return get_host_cpu_features().get("avx512bf16", False)
+    """Whether there is a multiply-add of bfloat16 pairs."""
+    return _compiles_for("avx512bf16")
+
+
+def _compiles_for(feature: str) -> bool:
+    """Whether numba uses a feature: the processor's, unless `NUMBA_CPU_FEATURES` lists others."""
+    if config.CPU_FEATURES is None:
+        return get_host_cpu_features().get(feature, False)
+    return f"+{feature}" in config.CPU_FEATURES.split(",")
 
 
 @intrinsic
