@@ -147,7 +147,8 @@ class LLM:
         Args:
             messages: a list of messages such as {"role": "user", "content": "…"}, or several such lists.
             chat_template: makes a prompt of messages, in Jinja; by default the model's own.
-            chat_template_content_format: changes nothing; templates are given texts.
+            chat_template_content_format: a message's content is "string" or (parts) "openai"; "auto": as the template
+                expects it.
             add_generation_prompt: let the template add what an answer begins with.
             continue_final_message: the last message is not ended; the answer goes on with it.
             tools: definitions of functions that the template shows to the model.
@@ -157,7 +158,8 @@ class LLM:
             MinivllmError: there is no template, or it rejects the messages; or as in `generate`.
         """
         further = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt, "tools": tools}
-        prompts = self._rendered(messages, chat_template, further, continue_final_message)
+        form = chat_template_content_format
+        prompts = self._rendered(messages, chat_template, further, continue_final_message, form)
         return self.generate(
             prompts,
             sampling_params,
@@ -304,7 +306,7 @@ class LLM:
     # Prompts
 
     def _rendered(
-        self, messages: Sequence[Any], template: str | None, further: Mapping[str, Any], goes_on: bool
+        self, messages: Sequence[Any], template: str | None, further: Mapping[str, Any], goes_on: bool, form: str
     ) -> list[str]:
         from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, PLAIN, read_template, render, special_tokens
 
@@ -320,7 +322,7 @@ class LLM:
         if found is None:
             raise MinivllmError(NO_TEMPLATE)
         seen = {**special_tokens(source), **further}
-        return [render(found, conversation, seen, goes_on) for conversation in conversations]
+        return [render(found, conversation, seen, goes_on, form) for conversation in conversations]
 
     def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
         """The prompts; if special tokens are to be left out, those that are texts as token ids."""
