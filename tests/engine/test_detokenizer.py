@@ -159,7 +159,8 @@ def test_any_tokens_give_one_text_in_any_steps(tokenizer, ids, sizes):
 def test_a_byte_of_no_character_breaks_itself_and_no_other():
     """Hugging Face's decoder would take back the characters before it, which a stream has sent."""
     tokenizer = FAMILIES["byte fallback"]
-    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in b"\xc3\xa9\xff\xe2\x82\xac"]
+    vocab = tokenizer.get_vocab()
+    ids = [vocab[f"<0x{byte:02X}>"] for byte in b"\xc3\xa9\xff\xe2\x82\xac"]
     assert feed(tokenizer, [], [[token] for token in ids])[1] == "é\ufffd€"
     assert tokenizer.decode(ids) == BROKEN * 6
 

@@ -54,10 +54,10 @@ class TokenBytes(dict[int, bytes]):
 
     def _raw(self, token_id: int, text: str) -> bytes:
         """Return the bytes of a token that holds a part of a character, or U+FFFD itself."""
-        piece = self._tokenizer.id_to_token(token_id)
+        piece = self._tokenizer.id_to_token(token_id) or ""
         if fallback := _byte_piece.fullmatch(piece):
             return bytes([int(fallback[1], 16)])
-        if all(character in BYTE_OF for character in piece):
+        if piece and all(character in BYTE_OF for character in piece):
             return bytes(BYTE_OF[character] for character in piece)
         return text.encode()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from minivllm.config import EMBEDDED_MODEL
 from minivllm.config.model import local_path
@@ -134,7 +134,7 @@ class LLM:
         lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -306,7 +306,7 @@ class LLM:
     # Prompts
 
     def _rendered(
-        self, messages: Sequence[Any], template: str | None, further: Mapping[str, Any], goes_on: bool, form: str
+        self, messages: Sequence[Any], template: str | None, further: Mapping[str, Any], goes_on: bool, form: Any
     ) -> list[str]:
         from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, PLAIN, read_template, render, special_tokens
 

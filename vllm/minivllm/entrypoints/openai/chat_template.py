@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 from jinja2.ext import loopcontrols
@@ -92,7 +92,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     further: Mapping[str, Any],
     goes_on: bool,
-    content_format: str = "auto",
+    content_format: ContentFormat | Literal["auto"] = "auto",
 ) -> str:
     """Return the prompt.
 
