@@ -107,9 +107,11 @@ def render(
         MinivllmError: there are no messages, or the template rejects them.
     """
     require(
-        content_format in ("auto", "string", "openai"),
+        isinstance(content_format, str) and content_format in ("auto", "string", "openai"),
         f'chat_template_content_format is {content_format!r}; it must be "auto", "string" or "openai"',
     )
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise MinivllmError(f"a conversation is {type(messages).__name__}; it must be a list of messages")
     if not messages:
         raise MinivllmError("there are no messages; a conversation needs at least one")
     if goes_on and further.get("add_generation_prompt"):
