@@ -17,7 +17,7 @@ VALUES = [
     *(None, 3, -1, 1.5, float("nan"), True, b"x", "x", (), [], {}, {1}, object(), int),
     *((1, 2), ["x"], [None], [[None]], [[1.5]], {"prompt": None}, {"text": 1}),
     *(np.array([1, 2]), np.array(3), np.int64(3), [np.int64(1)], [np.array([1, 2])]),
-    *(torch.zeros(2, 3), torch.tensor([1, 2]), torch.tensor(3), [torch.tensor([1, 2])]),
+    *(torch.zeros(2), torch.tensor([1, 2]), torch.tensor(3), [torch.tensor([1, 2])]),
 ]
 PROMPT_KEYS = ("prompt_token_ids", "cache_salt", "prompt_embeds", "multi_modal_data", "prompt_token_offsets", "other")
 

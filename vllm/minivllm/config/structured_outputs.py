@@ -37,7 +37,10 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         for name in ("structural_tag", "disable_additional_properties"):
             value = getattr(self, name)
-            require(value is None or value is False or value == "", f"structured_outputs: {name} is not served here")
+            require(
+                value is None or value is False or (isinstance(value, str) and not value),
+                f"structured_outputs: {name} is not served here",
+            )
         require_flags(self, "disable_any_whitespace")
         self._check_types()
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
