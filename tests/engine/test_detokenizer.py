@@ -1,12 +1,16 @@
 """Text from tokens: never half a character, never half a stop string, and in the end the text of all tokens."""
 
+import gc
+import weakref
+from itertools import takewhile
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from minivllm.config import EMBEDDED_MODEL
-from minivllm.engine.detokenizer import BROKEN, IncrementalDetokenizer, find_stop_string
+from minivllm.engine.detokenizer import BROKEN, BYTE_OF, IncrementalDetokenizer, find_stop_string, token_bytes
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.sampling_params import SamplingParams
 
@@ -66,24 +70,144 @@ def test_no_broken_character_is_ever_shown(text):
     assert not any(BROKEN in part for part in shown)
 
 
-def _byte_ids() -> dict[int, int]:
-    """The token of each single byte."""
-    ids = {}
-    for token in range(TOKENIZER.get_vocab_size()):
-        piece = TOKENIZER.id_to_token(token)
-        if len(piece) == 1:
-            ids[_byte_of(piece)] = token
-    return ids
+BYTE_IDS = {BYTE_OF[piece]: token for piece, token in TOKENIZER.get_vocab().items() if len(piece) == 1}
+"""The token of each single byte."""
 
 
-def _byte_of(character: str) -> int:
-    """Byte-level BPE writes bytes that are no printable character as the characters from 256 on, in order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return ord(character) if ord(character) in printable else others[ord(character) - 256]
+DENSE = st.text(
+    st.one_of(st.sampled_from("👩‍👧🇩🇪🏳️‍🌈😀日本語Жé€ok ▁\n"), st.characters(codec="utf-8", exclude_characters=BROKEN)),
+    max_size=24,
+)
+"""Valid texts, dense in characters of several bytes and in emoji of several characters."""
 
 
-BYTE_IDS = _byte_ids()
+def byte_level_tokenizer() -> Tokenizer:
+    """As in GPT-2, trained on emoji alone: many of its tokens end in one character and begin in the next."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(["👩‍👩‍👧😀😃😄🇩🇪🇫🇷日本語日本語Жж" * 2, "ok, ok é€"], trainer)
+    return tokenizer
+
+
+def byte_fallback_tokenizer(legacy: bool) -> Tokenizer:
+    """As in Llama-2's and Mistral's tokenizer.json; `legacy`: as older ones, with a Metaspace decoder."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": byte + 3 for byte in range(256)}}
+    for piece in ("▁", "o", "k", "▁o", "▁ok", "日", "本", "日本", "é", "▁▁"):
+        vocab[piece] = len(vocab)
+    merges = [("▁", "o"), ("▁o", "k"), ("日", "本"), ("▁", "▁")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    if legacy:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+        return tokenizer
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+FAMILIES = {
+    "embedded": TOKENIZER,
+    "byte-level": byte_level_tokenizer(),
+    "byte fallback": byte_fallback_tokenizer(legacy=False),
+    "byte fallback, Metaspace": byte_fallback_tokenizer(legacy=True),
+}
+SIZES = st.lists(st.integers(0, 5), max_size=20)
+families = pytest.mark.parametrize("tokenizer", FAMILIES.values(), ids=FAMILIES)
+
+
+@families
+@given(prompt=DENSE, answer=DENSE, cut=st.integers(0, 30), sizes=SIZES)
+@settings(max_examples=100, deadline=None)
+def test_the_text_is_what_decoding_all_at_once_gives(tokenizer, prompt, answer, cut, sizes):
+    """Also where the prompt ends inside a character, and however many tokens a step brings."""
+    ids = tokenizer.encode(prompt).ids + tokenizer.encode(answer).ids
+    asked, answered = ids[:cut], ids[cut:]
+    shown, text, _ = feed(tokenizer, asked, chunked(answered, sizes))
+    assert text == tokenizer.decode(ids)[num_complete(tokenizer, ids, len(asked)) :]
+    for earlier, later in zip(shown, [*shown[1:], text], strict=True):
+        assert later.startswith(earlier)
+    assert not any(BROKEN in part for part in shown)
+
+
+def num_complete(tokenizer: Tokenizer, ids: list[int], cut: int) -> int:
+    """Return how many characters of the text the first `cut` tokens complete."""
+    text = tokenizer.decode(ids)
+    beginnings = [tokenizer.decode(ids[:end]) for end in range(max(0, cut - 3), cut + 1)]
+    same = [takewhile(lambda pair: pair[0] == pair[1], zip(start, text, strict=False)) for start in beginnings]
+    return max(len(list(pairs)) for pairs in same)
+
+
+@families
+@given(ids=st.data(), sizes=SIZES)
+@settings(max_examples=60, deadline=None)
+def test_any_tokens_give_one_text_in_any_steps(tokenizer, ids, sizes):
+    """Also tokens that are no UTF-8 together."""
+    tokens = ids.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40))
+    cut = ids.draw(st.integers(0, len(tokens)))
+    texts = [feed(tokenizer, tokens[:cut], chunks)[1] for chunks in (chunked(tokens[cut:], sizes), [tokens[cut:]])]
+    assert texts[0] == texts[1]
+
+
+def test_a_byte_of_no_character_breaks_itself_and_no_other():
+    """Hugging Face's decoder would take back the characters before it, which a stream has sent."""
+    tokenizer = FAMILIES["byte fallback"]
+    vocab = tokenizer.get_vocab()
+    ids = [vocab[f"<0x{byte:02X}>"] for byte in b"\xc3\xa9\xff\xe2\x82\xac"]
+    assert feed(tokenizer, [], [[token] for token in ids])[1] == "é\ufffd€"
+    assert tokenizer.decode(ids) == BROKEN * 6
+
+
+@families
+@given(text=DENSE, stops=st.lists(st.text("👩‍👧日本é k", min_size=1, max_size=3), min_size=1, max_size=3), sizes=SIZES)
+@settings(max_examples=60, deadline=None)
+def test_stop_strings_are_found_in_any_family(tokenizer, text, stops, sizes):
+    ids = tokenizer.encode(text).ids
+    found = find_stop_string(tokenizer.decode(ids), stops, 0)
+    shown, cut, stop = feed(tokenizer, [], chunked(ids, sizes), stop=stops)
+    whole = tokenizer.decode(ids)
+    assert (cut, stop) == ((whole, None) if found is None else (whole[: found[1] - len(found[0])], found[0]))
+    assert all(cut.startswith(part) for part in shown)
+
+
+def test_each_token_costs_the_same_however_long_the_text_is(monkeypatch):
+    """The tokenizer is asked about each token once; no step decodes again what an earlier one has decoded."""
+    tokenizer = byte_level_tokenizer()
+    ids = tokenizer.encode("日本語😀 ok " * 50).ids
+    decoded = []
+    table = token_bytes(tokenizer, skip_special_tokens=True)
+    monkeypatch.setattr(table, "_tokenizer", Spy(tokenizer, decoded))
+    assert feed(tokenizer, [], [[token] for token in ids])[1] == tokenizer.decode(ids)
+    feed(tokenizer, ids, [])
+    assert max(map(len, decoded)) <= 2
+    assert len(decoded) <= 2 * len(set(ids)) + 1
+
+
+class Spy:
+    """A tokenizer that notes what it decodes."""
+
+    def __init__(self, tokenizer: Tokenizer, decoded: list[list[int]]) -> None:
+        self.id_to_token, self._decode, self._decoded = tokenizer.id_to_token, tokenizer.decode, decoded
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        self._decoded.append(ids)
+        return self._decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_the_table_lives_as_long_as_its_tokenizer():
+    tokenizer = byte_level_tokenizer()
+    table = weakref.ref(token_bytes(tokenizer, skip_special_tokens=True))
+    feed(tokenizer, [], [tokenizer.encode("ok").ids])
+    del tokenizer
+    gc.collect()
+    assert table() is None
 
 
 def test_every_byte_has_a_token():

@@ -209,8 +209,18 @@ def test_what_other_parameters_make_impossible_is_that_requests_error(llm):
     impossible = SamplingParams(
         structured_outputs=StructuredOutputsParams(choice=["yes"]), bad_words=["y", "ye", "yes"], max_tokens=8
     )
-    with pytest.raises(MinivllmError, match=r"^prompt 1: no token is left that fits the grammar [^\n]*$"):
-        llm.generate([PROMPT] * 2, [SamplingParams(max_tokens=8), impossible], use_tqdm=False)
+    message = r"no token is left that fits the grammar [^\n]*$"
+    with pytest.raises(MinivllmError, match=rf"^prompt 0: {message}"):
+        llm.generate(PROMPT, impossible, use_tqdm=False)
+    possible = SamplingParams(max_tokens=8, temperature=0.0)
+    [alone] = llm.generate(PROMPT, possible, use_tqdm=False)
+    first, failed, last = llm.generate([PROMPT] * 3, [possible, impossible, possible], use_tqdm=False)
+    assert first.outputs[0].text == last.outputs[0].text == alone.outputs[0].text
+    assert failed.outputs[0].finish_reason == "error"
+    assert re.match(message, failed.outputs[0].error)
+    llm.enqueue([PROMPT] * 2, [impossible, possible])
+    failed, last = llm.wait_for_completion(use_tqdm=False)
+    assert (failed.outputs[0].finish_reason, last.outputs[0].text) == ("error", alone.outputs[0].text)
     assert conforming(llm, [StructuredOutputsParams(choice=["yes"])])[0].text == "yes"
 
 

@@ -66,7 +66,7 @@ def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | No
         return encodable(prompt, "the prompt"), None, None
     if not isinstance(prompt, Mapping):
         return None, _token_ids(prompt), None
-    unknown = [key for key, value in prompt.items() if key not in KEYS and value]
+    unknown = [key for key, value in prompt.items() if key not in KEYS and not _is_empty(value)]
     if unknown and unknown[0] in NOT_SERVED:
         raise NotServedError(f"the prompt has {unknown[0]!r}; minivllm does not serve {NOT_SERVED[unknown[0]]}")
     if unknown:
@@ -82,6 +82,11 @@ def parse_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None, str | No
     return text and encodable(text, '"prompt"'), token_ids, salt and encodable(salt, '"cache_salt"')
 
 
+def _is_empty(value: object) -> bool:
+    """Whether a key that is not served asks for nothing. A tensor is never empty: it has no truth value."""
+    return value is None or value is False or (isinstance(value, Sequence | Mapping) and not value)
+
+
 def _token_ids(ids: object) -> list[int]:
     if isinstance(ids, Sequence) and not isinstance(ids, bytes | bytearray):
         numbers = list(ids)
@@ -91,5 +96,5 @@ def _token_ids(ids: object) -> list[int]:
 
 
 def _shortened(value: object) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())  # arrays have several lines
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -80,7 +80,9 @@ class SamplingParams:
       them). `stop_token_ids` end the request like the end-of-sequence token, which `ignore_eos` turns off.
     - `logprobs`: how many of the most likely tokens to return log probabilities for at each position, besides the
       chosen token; -1 for the whole vocabulary; True counts as 1. `prompt_logprobs`: the same for the prompt. They
-      are the model's raw log probabilities, before temperature, penalties and bias.
+      are the model's raw log probabilities, before temperature, penalties and bias. With `structured_outputs`, those of
+      the output come after the grammar's mask, as in vLLM: a token that does not fit has minus infinity (-9999 over
+      HTTP), and the others share its probability.
     - `structured_outputs`: what the text must conform to (`StructuredOutputsParams`). Tokens that do not fit are not
       sampled; the request ends where its grammar does.
     - `detokenize`: if False, no text is produced. `skip_special_tokens`: leave special tokens out of the text.
@@ -168,9 +170,9 @@ class SamplingParams:
         return replace(self, n=1, seed=None if self.seed is None else self.seed + index)
 
     def _normalize(self) -> None:
-        if self.top_k == -1:
+        if is_number(self.top_k) and self.top_k == -1:
             self.top_k = 0
-        if self.seed == -1:
+        if is_number(self.seed) and self.seed == -1:
             self.seed = None
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
@@ -257,7 +259,10 @@ class SamplingParams:
     def _check_stops(self) -> None:
         require_flags(self, "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
         skips = self.skip_reading_prefix_cache
-        require(skips in (None, True, False), f"skip_reading_prefix_cache is {skips!r}; it must be True, False or None")
+        require(
+            skips is None or isinstance(skips, bool),
+            f"skip_reading_prefix_cache is {skips!r}; it must be True, False or None",
+        )
         words = (self.stop,) if isinstance(self.stop, str) else self.stop
         require(_are_words(words), f"stop is {self.stop!r}; it must be a string or several, none of them empty")
         require(_are_words(self.bad_words), f"bad_words is {self.bad_words!r}; it must be strings, none of them empty")

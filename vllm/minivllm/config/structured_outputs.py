@@ -36,7 +36,11 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         for name in ("structural_tag", "disable_additional_properties"):
-            require(not getattr(self, name), f"structured_outputs: {name} is not served here")
+            value = getattr(self, name)
+            require(
+                value is None or value is False or (isinstance(value, str) and not value),
+                f"structured_outputs: {name} is not served here",
+            )
         require_flags(self, "disable_any_whitespace")
         self._check_types()
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
@@ -49,7 +53,8 @@ class StructuredOutputsParams:
             f"json is {type(self.json).__name__}; it must be a JSON schema, as a dictionary or as text",
         )
         require(
-            self.json_object in (None, True, False), f"json_object is {self.json_object!r}; it must be True or None"
+            self.json_object is None or isinstance(self.json_object, bool),
+            f"json_object is {self.json_object!r}; it must be True or None",
         )
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)

@@ -5,7 +5,7 @@ A script written for vLLM should either run, or fail with one line that says why
 
 import difflib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,9 +26,9 @@ class NotServed(NamedTuple):
 
     def asks(self, value: Any) -> bool:
         """Whether this value asks for anything: None, False, what is empty and the default do not."""
-        if value is None or value is False or (isinstance(value, Collection) and not value):
+        if value is None or value is False or (isinstance(value, Sequence | Set | Mapping) and not value):
             return False
-        return value != self.default
+        return (value == self.default) is not True  # an array compares item by item
 
 
 def not_served(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, NotServed]:

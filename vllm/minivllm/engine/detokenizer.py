@@ -1,14 +1,18 @@
 """Incremental detokenization: the text never ends in half a character, nor a stream in half a stop string.
 
-A token may end in the middle of a character (byte-level tokens do), and the text of a token may depend on the token
-before it (SentencePiece drops the space at the start of a text). So new tokens are decoded together with a few earlier
-ones, and text that ends in a broken character is held back until the next token.
+A token may end in the middle of a character, and a character may be spread over four tokens. So tokens become bytes,
+and the bytes become text: an incremental UTF-8 decoder keeps the bytes of an unfinished character until the next token.
+No window of earlier tokens is decoded again, so there is none that could begin inside a character.
 
-In vLLM v0.33.0: `vllm/v1/engine/detokenizer.py` (`IncrementalDetokenizer`, `check_stop_strings`).
+In vLLM v0.33.0: `vllm/v1/engine/detokenizer.py` (`IncrementalDetokenizer`, `check_stop_strings`), which decodes the
+tokens behind the last complete character again in each step.
 """
 
+import codecs
+import re
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, proxy
 
 from tokenizers import Tokenizer
 
@@ -17,29 +21,88 @@ from minivllm.sampling_params import SamplingParams
 
 BROKEN = "\ufffd"
 """The replacement character, which decoders put in place of invalid or incomplete UTF-8."""
-MAX_BROKEN = 3
-"""Of a long run of broken characters, only this many can still be completed: a UTF-8 character has at most 4 bytes."""
-NUM_CONTEXT_TOKENS = 12
-"""Number of earlier tokens to decode with the new ones: enough for a decoder's special cases at the start of a text."""
-MAX_WINDOW_TOKENS = 48
+MAX_CHARACTER_BYTES = 4
+_byte_piece = re.compile("<0x([0-9A-F]{2})>")
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes that each token adds in the middle of a text, looked up when they are first asked for.
+
+    Byte-level vocabularies (GPT-2, Llama-3, Qwen) spell each byte as a printable character; those of SentencePiece
+    (Llama-2, Mistral) have words, and `<0xE2>` for bytes of characters that have no token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+
+    def __missing__(self, token_id: int) -> bytes:
+        # The second of two equal tokens, because a decoder may strip the space that begins a text.
+        once, twice = self._decode([token_id]), self._decode([token_id, token_id])
+        text = twice[len(once) :]
+        self[token_id] = self._raw(token_id, text) if BROKEN in twice else text.encode()
+        return self[token_id]
+
+    def at_the_start(self, token_id: int) -> bytes:
+        """Return what the token adds as the first of a text."""
+        text = self._decode([token_id])
+        return self[token_id] if BROKEN in text else text.encode()
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _raw(self, token_id: int, text: str) -> bytes:
+        """Return the bytes of a token that holds a part of a character, or U+FFFD itself."""
+        piece = self._tokenizer.id_to_token(token_id) or ""
+        if fallback := _byte_piece.fullmatch(piece):
+            return bytes([int(fallback[1], 16)])
+        if piece and all(character in BYTE_OF for character in piece):
+            return bytes(BYTE_OF[character] for character in piece)
+        return text.encode()
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for.
+
+    A printable byte is its own character; the others are the characters from 256 on, in order.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _bytes_by_character()
+
+
+_tables: WeakKeyDictionary[Tokenizer, dict[bool, TokenBytes]] = WeakKeyDictionary()
+
+
+def token_bytes(tokenizer: Tokenizer, skip_special_tokens: bool) -> TokenBytes:
+    """Return the tokenizer's table, which all its requests share and which lives as long as it does."""
+    tables = _tables.setdefault(tokenizer, {})
+    if skip_special_tokens not in tables:
+        tables[skip_special_tokens] = TokenBytes(proxy(tokenizer), skip_special_tokens)
+    return tables[skip_special_tokens]
 
 
 class IncrementalDetokenizer:
     """The text of one request, which only grows until a stop string truncates it.
 
-    `text` can be shown: it does not end in a broken character that the next token could complete. It was decoded from
-    `num_tokens` tokens.
+    `text` can be shown: it never ends inside a character. It was decoded from `num_tokens` tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer  # which its table does not keep alive
         self._params = params
         self._stop_strings = params.stop_strings
+        self._bytes_of = token_bytes(tokenizer, params.skip_special_tokens)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.num_tokens = 0
         self.text = ""
-        # The last tokens, and how many characters of their text are already in `text` (or belong to the prompt).
-        self._window = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
-        self._num_shown = len(self._whole(self._decode()))
+        end = self._last_bytes(prompt_token_ids)
+        self._at_the_start = not end
+        self._utf8.decode(end)  # keeps the bytes of a character that the prompt has begun
 
     def update(self, new_token_ids: Sequence[int], stopped_by_token: bool = False) -> str | None:
         """Adds tokens to the text. Returns the stop string found, if any; the text is truncated there.
@@ -65,9 +128,7 @@ class IncrementalDetokenizer:
     def finish(self) -> str | None:
         """Adds the text that was held back, since no more tokens will come. Returns a stop string, as `update` does."""
         num_before = len(self.text)
-        decoded = self._decode()
-        self.text += decoded[self._num_shown :]
-        self._num_shown = len(decoded)
+        self.text += self._utf8.decode(b"", final=True)
         return self._cut_at_stop_string(num_before)
 
     def streamable_length(self) -> int:
@@ -76,32 +137,23 @@ class IncrementalDetokenizer:
             return len(self.text)
         return len(self.text) - max(_overlap(self.text, stop) for stop in self._stop_strings)
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._params.skip_special_tokens)
+    def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
+        """Return the end of a prompt, enough to tell whether it ends inside a character."""
+        end = b""
+        for token_id in reversed(token_ids):
+            if len(end) >= MAX_CHARACTER_BYTES:
+                break
+            end = self._bytes_of[token_id] + end
+        return end
 
     def _append(self, token_ids: Sequence[int]) -> None:
-        if not token_ids:
-            return
         self.num_tokens += len(token_ids)
-        self._window += token_ids
-        decoded = self._decode()
-        whole = self._whole(decoded)
-        self.text += whole[self._num_shown :]
-        self._num_shown = max(self._num_shown, len(whole))
-        num_held = len(decoded) - self._num_shown
-        if len(self._window) > 2 * NUM_CONTEXT_TOKENS and (num_held == 0 or len(self._window) >= MAX_WINDOW_TOKENS):
-            self._window = self._window[-NUM_CONTEXT_TOKENS:]
-            self._num_shown = len(self._decode()) - num_held
-
-    def _whole(self, decoded: str) -> str:
-        """Returns the text without trailing broken characters that more bytes might complete.
-
-        All of them are cut: a SentencePiece decoder breaks a whole run of bytes if its last character is incomplete.
-        """
-        whole = decoded.rstrip(BROKEN)
-        if len(self._window) >= MAX_WINDOW_TOKENS:
-            return decoded[: max(len(whole), len(decoded) - MAX_BROKEN)]
-        return whole
+        added = [self._bytes_of[token_id] for token_id in token_ids]
+        if self._at_the_start and any(added):
+            self._at_the_start = False
+            first = next(index for index, data in enumerate(added) if data)
+            added[first] = self._bytes_of.at_the_start(token_ids[first])
+        self.text += self._utf8.decode(b"".join(added))
 
     def _cut_at_stop_string(self, num_before: int) -> str | None:
         found = find_stop_string(self.text, self._stop_strings, num_before) if self._stop_strings else None

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from minivllm.config import EMBEDDED_MODEL
+from minivllm.config.checks import is_count
 from minivllm.config.model import local_path
 from minivllm.config.vllm_arguments import refuse_unless_default
 from minivllm.core.lora_request import LoRARequest
@@ -20,9 +21,12 @@ from minivllm.entrypoints.beam_search import BeamSearcher
 from minivllm.entrypoints.progress import Advance, progress
 from minivllm.errors import MinivllmError, NotServedError
 from minivllm.inputs import Prompt, TokensPrompt, as_prompts, parse_prompt
+from minivllm.logger import init_logger
 from minivllm.outputs import BeamSearchOutput, RequestOutput
 from minivllm.platforms.interrupts import InterruptsHeld
 from minivllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+logger = init_logger(__name__)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,8 +122,9 @@ class LLM:
             tokenization_kwargs: {"add_special_tokens": False} leaves the special tokens out of prompts that are texts.
 
         Raises:
-            MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or a request failed while
-                it ran.
+            MinivllmError: a prompt or its parameters are invalid, and nothing was computed; or every prompt failed
+                while it ran. If only some did, the others keep their answers, and the completions of those that failed
+                have the finish reason "error" and the message in `error`.
         """
         refuse_unless_default("generate", mm_processor_kwargs=mm_processor_kwargs)
         items = self._tokenized(as_prompts(prompts), tokenization_kwargs)
@@ -134,7 +139,7 @@ class LLM:
         lora_request: LoraRequests = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -147,7 +152,8 @@ class LLM:
         Args:
             messages: a list of messages such as {"role": "user", "content": "…"}, or several such lists.
             chat_template: makes a prompt of messages, in Jinja; by default the model's own.
-            chat_template_content_format: changes nothing; templates are given texts.
+            chat_template_content_format: a message's content is "string" or (parts) "openai"; "auto": as the template
+                expects it.
             add_generation_prompt: let the template add what an answer begins with.
             continue_final_message: the last message is not ended; the answer goes on with it.
             tools: definitions of functions that the template shows to the model.
@@ -156,15 +162,20 @@ class LLM:
         Raises:
             MinivllmError: there is no template, or it rejects the messages; or as in `generate`.
         """
-        further = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt, "tools": tools}
-        prompts = self._rendered(messages, chat_template, further, continue_final_message)
+        keywords = _keywords("chat_template_kwargs", chat_template_kwargs)
+        further = {**keywords, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        form = chat_template_content_format
+        prompts = self._rendered(messages, chat_template, further, continue_final_message, form)
         return self.generate(
             prompts,
             sampling_params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             priority=priority,
-            tokenization_kwargs={"add_special_tokens": False, **(tokenization_kwargs or {})},
+            tokenization_kwargs={
+                "add_special_tokens": False,
+                **_keywords("tokenization_kwargs", tokenization_kwargs),
+            },
             mm_processor_kwargs=mm_processor_kwargs,
         )
 
@@ -187,10 +198,14 @@ class LLM:
         Raises:
             MinivllmError: a prompt or a parameter is invalid.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise MinivllmError(f"params are {type(params).__name__}; they must be BeamSearchParams(…)")
         params = replace(params)  # checks what was assigned since
         items = [self._as_tokens(index, prompt) for index, prompt in enumerate(as_prompts(prompts))]
-        priorities = _one_each("priority", priority or 0, items)
+        priorities = _one_each("priority", 0 if priority is None else priority, items)
         adapters = _one_each("lora_request", lora_request, items)
+        if concurrency_limit is not None and not is_count(concurrency_limit, 1):
+            raise MinivllmError(f"concurrency_limit is {concurrency_limit!r}; it must be 1 or more, or None for all")
         found: list[BeamSearchOutput] = []
         with self._caller.alone() as interrupts:
             searcher = self._searcher(params, interrupts)
@@ -223,7 +238,7 @@ class LLM:
 
     def wait_for_completion(self, output_type: type | None = None, *, use_tqdm: UseTqdm = True) -> list[RequestOutput]:
         """Returns the completions of what was enqueued, in order. `output_type` can only be `RequestOutput`."""
-        if output_type not in (None, RequestOutput):
+        if output_type is not None and output_type is not RequestOutput:
             raise NotServedError(f"output_type is {output_type!r}; {POOLING}")
         with self._caller.alone() as interrupts, progress(use_tqdm, "prompts", len(self._enqueued)) as advance:
             request_ids = list(self._enqueued)
@@ -232,10 +247,7 @@ class LLM:
                     self._run([], advance, interrupts)
             finally:
                 outputs, self._enqueued = list(self._enqueued.values()), {}
-            for output in outputs:
-                assert output is not None
-                _raise_error(request_ids, output)
-            return outputs  # type: ignore[return-value]
+            return _answers(outputs)  # type: ignore[arg-type]
 
     # What there is besides
 
@@ -304,7 +316,7 @@ class LLM:
     # Prompts
 
     def _rendered(
-        self, messages: Sequence[Any], template: str | None, further: Mapping[str, Any], goes_on: bool
+        self, messages: Sequence[Any], template: str | None, further: Mapping[str, Any], goes_on: bool, form: Any
     ) -> list[str]:
         from minivllm.entrypoints.openai.chat_template import NO_TEMPLATE, PLAIN, read_template, render, special_tokens
 
@@ -313,6 +325,8 @@ class LLM:
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         args = self.llm_engine.engine_args
         source = args.tokenizer or args.model
+        if template is not None and not isinstance(template, str | Path):
+            raise MinivllmError(f"chat_template is {type(template).__name__}; it must be a template or a file's name")
         given = template or self._chat_template
         found = read_template(given and str(given), source)
         if found is None and local_path(args.model) == EMBEDDED_MODEL:
@@ -320,15 +334,19 @@ class LLM:
         if found is None:
             raise MinivllmError(NO_TEMPLATE)
         seen = {**special_tokens(source), **further}
-        return [render(found, conversation, seen, goes_on) for conversation in conversations]
+        return [render(found, conversation, seen, goes_on, form) for conversation in conversations]
 
     def _tokenized(self, prompts: list[Prompt], options: Mapping[str, Any] | None) -> list[Prompt]:
         """The prompts; if special tokens are to be left out, those that are texts as token ids."""
-        unknown = set(options or ()) - {"add_special_tokens"}
+        options = _keywords("tokenization_kwargs", options)
+        unknown = set(options) - {"add_special_tokens"}
         if unknown:
             raise NotServedError(f"tokenization_kwargs has {unknown.pop()!r}; minivllm serves only add_special_tokens")
+        adds = options.get("add_special_tokens", True)
+        if not isinstance(adds, bool):
+            raise MinivllmError(f"add_special_tokens is {adds!r}; it must be True or False")
         tokenizer = self.llm_engine.tokenizer
-        if tokenizer is None or not options or options["add_special_tokens"]:
+        if tokenizer is None or adds:
             return prompts
         return [
             TokensPrompt(prompt=prompt, prompt_token_ids=tokenizer.encode(prompt, add_special_tokens=False).ids)
@@ -365,7 +383,10 @@ class LLM:
             priorities: list[int],
             adapters: list[LoRARequest | None],
         ) -> list[RequestOutput]:
-            return self._complete(list(prompts), wanted, priorities, lambda _: None, interrupts, adapters)
+            outputs = self._complete(list(prompts), wanted, priorities, lambda _: None, interrupts, adapters)
+            for error in filter(None, map(_error_of, outputs)):
+                raise MinivllmError(error)
+            return outputs
 
         return BeamSearcher(
             params,
@@ -439,18 +460,30 @@ class LLM:
         while self.llm_engine.has_unfinished_requests():
             interrupts.deliver()
             for output in self.llm_engine.step():
-                _raise_error(request_ids, output)
                 mine = self._enqueued if output.request_id in self._enqueued else finished
                 mine[output.request_id] = output
                 advance(sum(len(completion.token_ids) for completion in output.outputs))
-        return [finished[request_id] for request_id in request_ids]
+        return _answers([finished[request_id] for request_id in request_ids])
 
 
-def _raise_error(request_ids: Sequence[str], output: RequestOutput) -> None:
-    """Raises an error if a completion of one of these requests has ended with one."""
-    error = next((completion.error for completion in output.outputs if completion.error), None)
-    if error is not None and output.request_id in request_ids:
-        raise MinivllmError(f"prompt {request_ids.index(output.request_id)}: {error}")
+def _answers(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """Return the outputs, with a warning for each that has an error; raise if all have one."""
+    errors = {index: error for index, output in enumerate(outputs) if (error := _error_of(output)) is not None}
+    for index, error in errors.items():
+        if len(errors) == len(outputs):
+            raise MinivllmError(f"prompt {index}: {error}")
+        logger.warning("Prompt %d failed, and its output has the finish reason 'error': %s", index, error)
+    return outputs
+
+
+def _error_of(output: RequestOutput) -> str | None:
+    return next((completion.error for completion in output.outputs if completion.error), None)
+
+
+def _keywords(name: str, value: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise MinivllmError(f"{name} are {type(value).__name__}; they must be a dictionary or None")
+    return value or {}
 
 
 def _one_each(name: str, value: Any, prompts: Sequence[object]) -> list[Any]:

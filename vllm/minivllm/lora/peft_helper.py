@@ -125,7 +125,10 @@ class PEFTHelper:
                 raise MinivllmError(f"lora_alpha {where} is {alpha!r}; it must be a number")
         for pattern in (*self.rank_pattern, *self.alpha_pattern):
             if not PATTERN.fullmatch(pattern):
-                raise MinivllmError(f"the pattern {pattern[:60]!r} {where} must be a module's name, or the end of one")
+                raise MinivllmError(
+                    f"the pattern {pattern[:60]!r} {where} must be a module's name, or the end of one: "
+                    "write each name out, or merge the adapter into the model (merge_and_unload of PEFT)"
+                )
         self._check_targets(where)
 
     def _check_targets(self, where: str) -> None:

@@ -316,7 +316,7 @@ def weight_files(path_or_name: str | Path) -> list[Path]:
         if not local:
             return hub_file(str(path_or_name), filename)
         if not (directory / filename).is_file():
-            raise MinivllmError(f"{directory} has no {filename}")
+            raise MinivllmError(f"{directory} has no {filename}{_instead_of(filename, directory)}")
         return directory / filename
 
     if local:
@@ -330,6 +330,16 @@ def weight_files(path_or_name: str | Path) -> list[Path]:
         return [fetch(name) for name in sorted(set(read_json_object(index)["weight_map"].values()))]
     except (KeyError, AttributeError, TypeError) as error:
         raise MinivllmError(f"{index} is no index of safetensors files: {error!r}") from error
+
+
+def _instead_of(filename: str, directory: Path) -> str:
+    """Return what to do about a missing file, where the directory tells it."""
+    shards = sorted(path.name for path in directory.glob("*.safetensors"))
+    if filename == SINGLE_FILE and shards:
+        return f", and {INDEX_FILE} is missing, which says what {shards[0]} and the like hold: download it, too"
+    if filename == SINGLE_FILE and any(directory.glob("*.bin")):
+        return "; its *.bin are pickles, which can run code: save it as safetensors (save_pretrained)"
+    return ""
 
 
 def stored_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FILENAME = "tokenizer.json"
+OTHER_FILES = ("tokenizer.model", "vocab.json", "tekken.json")
+"""What some models have in its place, and transformers can convert."""
 
 
 def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
@@ -27,11 +31,19 @@ def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     directory = local_path(path_or_name)
     path = directory / FILENAME if directory.is_dir() else hub_file(str(path_or_name), FILENAME)
     if not path.is_file():
-        raise MinivllmError(f"{directory} has no {FILENAME}")
+        others = [name for name in OTHER_FILES if (directory / name).is_file()]
+        raise MinivllmError(f"{directory} has no {FILENAME}{_way_out(directory) if others else ''}")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise MinivllmError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def _way_out(directory: Path) -> str:
+    """Return the command that makes a `tokenizer.json` of a tokenizer's other files."""
+    path = str(directory)
+    code = f"from transformers import AutoTokenizer as T; T.from_pretrained({path!r}).save_pretrained({path!r})"
+    return f", only a tokenizer in another form. Convert it once: {shlex.join([sys.executable, '-c', code])}"
 
 
 def load_transformers_tokenizer(path_or_name: str | Path) -> PreTrainedTokenizerBase:

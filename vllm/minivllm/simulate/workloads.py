@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import cycle, islice
 
+from minivllm.config.checks import is_number
 from minivllm.errors import MinivllmError
 from minivllm.simulate.length_files import LengthTable, is_path, read_lengths
 
@@ -131,9 +132,9 @@ def gamma_arrivals(rate: float, count: int, burstiness: float = 1.0, seed: int =
     Raises:
         MinivllmError: a rate or burstiness that is not above 0.
     """
-    if rate <= 0:
+    if not is_number(rate) or rate <= 0:
         raise MinivllmError(f"an arrival rate is more than 0 requests per second, not {rate}")
-    if burstiness <= 0:
+    if not is_number(burstiness) or burstiness <= 0:
         raise MinivllmError(f"burstiness is more than 0 (1 is a Poisson process), not {burstiness}")
     draw = random.Random(f"arrivals-{seed}")
     now, times = 0.0, []

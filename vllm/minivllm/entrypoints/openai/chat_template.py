@@ -2,22 +2,24 @@
 
 A template comes from a stranger's model folder, so it runs in a sandbox: it sees the messages, and nothing else.
 
-In vLLM v0.33.0: `vllm/renderers/hf.py`, `vllm/renderers/chat_utils/`. The functions that templates may call are those of
-`transformers.utils.chat_template_utils`.
+In vLLM v0.33.0: `vllm/renderers/hf.py`, `vllm/renderers/chat_utils/chat_template.py`; the functions that templates may
+call are those of `transformers.utils.chat_template_utils`.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from minivllm.config.checks import encodable
+from minivllm.config.checks import encodable, require
 from minivllm.config.model import hub_file, local_path, read_json_object
+from minivllm.entrypoints.openai.chat_messages import ContentFormat, detect_content_format, normalize
 from minivllm.errors import MinivllmError
 
 FILENAME, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -85,58 +87,59 @@ def _file_of(model: str | Path, filename: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], further: Mapping[str, Any], goes_on: bool) -> str:
-    """Return the prompt. `further`: what else the template sees. `goes_on`: the last message is not ended.
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    further: Mapping[str, Any],
+    goes_on: bool,
+    content_format: ContentFormat | Literal["auto"] = "auto",
+) -> str:
+    """Return the prompt.
+
+    Args:
+        template: the template, in Jinja.
+        messages: as clients write them.
+        further: what else the template sees.
+        goes_on: the last message is not ended.
+        content_format: "string", "openai", or "auto" for what the template expects.
 
     Raises:
         MinivllmError: there are no messages, or the template rejects them.
     """
+    require(
+        isinstance(content_format, str) and content_format in ("auto", "string", "openai"),
+        f'chat_template_content_format is {content_format!r}; it must be "auto", "string" or "openai"',
+    )
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise MinivllmError(f"a conversation is {type(messages).__name__}; it must be a list of messages")
     if not messages:
         raise MinivllmError("there are no messages; a conversation needs at least one")
     if goes_on and further.get("add_generation_prompt"):
         raise MinivllmError("continue_final_message needs `add_generation_prompt: false`")
-    conversation = [_with_text(message) for message in messages]
+    detected = _content_format(template) if content_format == "auto" else content_format
+    conversation = normalize(messages, detected)
     try:
         text = _compiled(template).render(messages=conversation, **further)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise MinivllmError(f"the chat template rejects the messages: {error}") from None
     if goes_on:
-        last = (conversation[-1].get("content") or "").strip()
+        last = _last_text(conversation[-1]["content"]).strip()
         text = text[: text.rindex(last) + len(last)] if last in text else text
     return encodable(text, "the prompt")
 
 
-def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with its parts joined, and its tools' arguments read, which is how templates want them."""
-    if not isinstance(message, Mapping):
-        raise MinivllmError(f"a message is {type(message).__name__}; it must be a dictionary with role and content")
-    changed = dict(message)
-    if isinstance(changed.get("content"), list):
-        changed["content"] = "\n".join(_text_of(part) for part in changed["content"])
-    changed.setdefault("content", None if changed.get("tool_calls") else "")
-    if changed.get("tool_calls"):
-        changed["tool_calls"] = [_with_arguments(call) for call in changed["tool_calls"]]
-    return changed
+def _last_text(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return content[-1]["text"] if content else ""
 
 
-def _text_of(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
-        return part["text"]
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise MinivllmError(f"a part of a message's content is {str(kind)[:100]!r}; only texts are served")
-
-
-def _with_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+@lru_cache(maxsize=32)
+def _content_format(template: str) -> ContentFormat:
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        raise MinivllmError("the arguments of a message's tool call are not JSON", "messages") from None
-    return call | {"function": function | {"arguments": arguments}}
+        return detect_content_format(_environment.parse(template))
+    except jinja2.TemplateError as error:
+        raise MinivllmError(f"the chat template is not valid Jinja: {error}") from None
 
 
 def _compiled(template: str) -> jinja2.Template:

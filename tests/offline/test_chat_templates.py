@@ -1,0 +1,164 @@
+"""Chat templates get messages as vLLM hands them: texts or parts, null, tool calls of any sort."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from minivllm.entrypoints.openai import chat_template
+from minivllm.entrypoints.openai.chat_template import render
+from minivllm.errors import MinivllmError
+
+from .make_chat_templates import RESULTS, SEEN, digest, now
+
+EXAMPLES = os.environ.get("VLLM_EXAMPLES")
+"""The folder `examples` of vLLM v0.33.0's source; its templates are not kept here."""
+EXPECTED = json.loads(RESULTS.read_text())
+ADDS = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+LOOPS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.content is string %}{{ m.content }}!{% else %}{% for p in m['content'] | list %}[{{ p.text }}]{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+MACRO = (
+    "{% macro say(what) %}{% for p in what %}[{{ p.text }}]{% endfor %}{% endmacro %}"
+    "{% for m in messages %}<{{ m.role }}>{{ say(m.content) }}{% endfor %}"
+)
+CALLS = (
+    "{% for m in messages %}<{{ m.role }}>{% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.function.name }}("
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}){% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def call(**function):
+    return {"id": "1", "type": "function", "function": {"name": "get", **function}}
+
+
+def prompt(template, *messages, **options):
+    return render(template, messages, {}, goes_on=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "expected"),
+    [
+        (ADDS, "hi", "<assistant>hi"),
+        (ADDS, None, "<assistant>"),
+        (ADDS, [], "<assistant>"),
+        (ADDS, ["a", {"type": "text", "text": "b"}, {"text": "c"}], "<assistant>a\nb\nc"),
+        (ADDS, ["a", "", {"type": "text", "text": None}, "b"], "<assistant>a\nb"),
+        (ADDS, [{"type": "refusal", "refusal": "no"}, {"type": "thinking", "thinking": "hm"}], "<assistant>no\nhm"),
+        (LOOPS, "hi", "<assistant>[hi]"),
+        (LOOPS, None, "<assistant>"),
+        (LOOPS, ["a", "", {"type": "output_text", "text": "b"}], "<assistant>[a][][b]"),
+        (MACRO, ["a", "b"], "<assistant>[a][b]"),
+    ],
+)  # fmt: skip
+def test_a_content_is_a_text_or_for_templates_that_loop_over_parts_a_list(template, content, expected):
+    assert prompt(template, {"role": "assistant", "content": content}) == expected
+
+
+def test_a_tools_answer_is_always_a_text():
+    assert prompt(LOOPS, {"role": "tool", "content": ["a", "b"]}) == "<tool>a\nb!"
+
+
+def test_a_missing_content_is_an_empty_one():
+    assert prompt(ADDS, {"role": "assistant"}) == "<assistant>"
+
+
+def test_the_format_can_be_named():
+    message = {"role": "user", "content": ["a", "b"]}
+    assert prompt(LOOPS, message, content_format="string") == "<user>a\nb!"
+    assert (
+        prompt(LOOPS.replace("m['content'] | list", "m.get('content')"), message, content_format="openai")
+        == "<user>[a][b]"
+    )
+    with pytest.raises(MinivllmError, match='"auto", "string" or "openai"'):
+        prompt(LOOPS, message, content_format="parts")
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_empty_tool_calls_are_none(calls):
+    assert prompt(CALLS, {"role": "assistant", "content": "hi", "tool_calls": calls}) == "<assistant>hi"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "warned"),
+    [
+        ('{"a": 1}', "a=1", False),
+        ({"a": 1}, "a=1", False),
+        ("", "", False),
+        (None, "", False),
+        ('{"a": 1', "", True),
+        ("[" * 100_000, "", True),
+        ("[1]", "", True),
+        ("null", "", True),
+        ([1], "", True),
+    ],
+)
+def test_arguments_are_an_object_or_become_an_empty_one(arguments, expected, warned, caplog):
+    message = {"role": "assistant", "content": None, "tool_calls": [call(arguments=arguments)]}
+    with caplog.at_level("WARNING"):
+        assert prompt(CALLS, message) == f"<assistant>get({expected})"
+    assert ("in their place" in caplog.text) == warned
+
+
+def test_messages_are_left_as_they_are():
+    message = {"role": "assistant", "content": None, "tool_calls": [call(arguments='{"a": 1}')]}
+    before = json.dumps(message)
+    prompt(CALLS, message)
+    assert json.dumps(message) == before
+
+
+@pytest.mark.parametrize(
+    ("message", "refusal"),
+    [
+        ("hi", "a message is str"),
+        ({"role": "user", "content": 3}, "content is int"),
+        ({"role": "user", "content": {"type": "text", "text": "a"}}, "content is dict"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url'; only texts are served"),
+        ({"role": "user", "content": [{"type": ["text"]}]}, "only texts are served"),
+        ({"role": "user", "content": [{"type": "text", "text": 3}]}, "is int"),
+        ({"role": "assistant", "tool_calls": 3}, "tool_calls are int"),
+        ({"role": "assistant", "tool_calls": ["get"]}, "a message's tool call must be"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {}}]}, "a message's tool call must be"),
+    ],
+)
+def test_what_is_no_message_is_refused(message, refusal):
+    with pytest.raises(MinivllmError, match=refusal):
+        prompt(ADDS, message)
+
+
+def test_an_open_message_ends_with_its_last_part():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ["b", "c "]}]
+    assert render(LOOPS, messages, {}, goes_on=True) == "<user>[a]<assistant>[b][c"
+
+
+@pytest.mark.skipif(EXAMPLES is None, reason="VLLM_EXAMPLES does not name the folder examples of vLLM v0.33.0")
+@pytest.mark.parametrize("name", EXPECTED)
+def test_vllms_own_templates_give_the_prompts_of_transformers(name, monkeypatch):
+    monkeypatch.setitem(chat_template._environment.globals, "strftime_now", now)
+    template = (Path(EXAMPLES or "") / name).read_text()
+    weather = {"role": "user", "content": "Weather?"}
+    asked = {"role": "assistant", "tool_calls": [call(arguments='{"city": "Köln"}') | {"id": "abcdefgh1"}]}
+    answer = {"role": "tool", "content": [{"type": "text", "text": "12 °C"}], "tool_call_id": "abcdefgh1"}
+    conversations = {
+        "plain": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?", "tool_calls": []}],
+        "tool call": [weather, asked | {"content": "I'll look."}, answer],
+        "null": [weather, asked | {"content": None}, answer],
+        "parts": [{"role": "user", "content": ["One.", "Two."]}, {"role": "assistant", "content": ["Three.", "Four."]}],
+    }
+    prompts = {
+        n: digest(rendered(template, [*turns, {"role": "user", "content": "Thanks"}]))
+        for n, turns in conversations.items()
+    }
+    assert {"format": chat_template._content_format(template), **prompts} == EXPECTED[name]
+
+
+def rendered(template, messages):
+    """Return the prompt; None if the template rejects the messages."""
+    try:
+        return render(template, messages, SEEN, goes_on=False)
+    except MinivllmError:
+        return None

@@ -1,0 +1,75 @@
+"""Values of wrong types are refused in one line, wherever a user can give one: no traceback of Python's own."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm import LLM, BeamSearchParams, MinivllmError, SamplingParams, StructuredOutputsParams
+from minivllm.config import EMBEDDED_MODEL
+from minivllm.simulate.workloads import poisson_arrivals
+
+ONE = SamplingParams(max_tokens=1)
+BEAM = {"beam_width": 1, "max_tokens": 1}
+MESSAGES = [{"role": "user", "content": "x"}]
+VALUES = [
+    *(None, 3, -1, 1.5, float("nan"), True, b"x", "x", (), [], {}, {1}, object(), int),
+    *((1, 2), ["x"], [None], [[None]], [[1.5]], {"prompt": None}, {"text": 1}),
+    *(np.array([1, 2]), np.array(3), np.int64(3), [np.int64(1)], [np.array([1, 2])]),
+    *(torch.zeros(2), torch.tensor([1, 2]), torch.tensor(3), [torch.tensor([1, 2])]),
+]
+PROMPT_KEYS = ("prompt_token_ids", "cache_salt", "prompt_embeds", "multi_modal_data", "prompt_token_offsets", "other")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(EMBEDDED_MODEL, max_model_len=64, num_gpu_blocks_override=10)
+
+
+def calls(llm, value):
+    """All calls with this value in one place."""
+    quiet = {"use_tqdm": False}
+    yield from (lambda p=p: llm.generate(p, ONE, **quiet) for p in (value, [value], {"prompt": value}))
+    yield from (lambda k=k: llm.generate({"prompt": "x", k: value}, ONE, **quiet) for k in PROMPT_KEYS)
+    yield lambda: llm.generate("x", value, **quiet)
+    for name in ("priority", "lora_request", "tokenization_kwargs", "mm_processor_kwargs"):
+        yield lambda name=name: llm.generate("x", ONE, **quiet, **{name: value})
+    yield lambda: llm.generate("x", ONE, tokenization_kwargs={"add_special_tokens": value}, **quiet)
+    yield lambda: llm.chat(value, ONE, **quiet)
+    yield from (lambda k=k: llm.chat([{**MESSAGES[0], k: value}], ONE, **quiet) for k in MESSAGES[0])
+    names = ("tools", "chat_template", "chat_template_kwargs", "chat_template_content_format", "tokenization_kwargs")
+    yield from (lambda name=name: llm.chat(MESSAGES, ONE, **quiet, **{name: value}) for name in names)
+    yield lambda: llm.beam_search(value, BeamSearchParams(**BEAM))
+    yield lambda: llm.beam_search(["x"], value)
+    for name in ("concurrency_limit", "priority", "lora_request"):
+        yield lambda name=name: llm.beam_search(["x"], BeamSearchParams(**BEAM), **{name: value})
+    yield lambda: llm.wait_for_completion(value, **quiet)
+    for field in fields(SamplingParams):
+        yield lambda name=field.name: SamplingParams(**{name: value})
+        yield lambda name=field.name: SamplingParams.from_optional(**{name: value})
+    yield from (lambda name=field.name: BeamSearchParams(**{**BEAM, name: value}) for field in fields(BeamSearchParams))
+    for field in fields(StructuredOutputsParams):
+        yield lambda name=field.name: StructuredOutputsParams(**{name: value})
+    yield lambda: poisson_arrivals(value, 1)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__} {str(value)[:20]}")
+def test_a_value_is_taken_or_refused_in_one_line(llm, value):
+    for call in calls(llm, value):
+        refusal = None
+        try:
+            call()
+        except MinivllmError as error:
+            refusal = str(error)
+        assert "\n" not in (refusal or "")
+
+
+def test_prompts_as_embeddings_are_refused_by_name(llm):
+    with pytest.raises(MinivllmError, match="'prompt_embeds'; minivllm does not serve prompts as embeddings"):
+        llm.generate({"prompt_embeds": torch.zeros(2, 256)}, use_tqdm=False)
+
+
+def test_a_beam_search_needs_its_parameters(llm):
+    with pytest.raises(MinivllmError, match=r"params are NoneType; they must be BeamSearchParams"):
+        llm.beam_search(["x"], None)

@@ -1,0 +1,151 @@
+"""Messages in the form that chat templates expect.
+
+Clients write a message in several ways: its content is a text, a list of parts or null, and the arguments of a tool
+call are JSON. A template gets one form.
+
+In vLLM v0.33.0: `vllm/renderers/chat_utils/chat_message.py` (`parse_chat_messages`); `content_format` is in
+`vllm/renderers/hf.py`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jinja2 import nodes
+
+from minivllm.errors import MinivllmError
+from minivllm.logger import init_logger
+
+logger = init_logger(__name__)
+ContentFormat = Literal["string", "openai"]
+"""What a template gets as a message's content: one text, or a list of parts such as {"type": "text", "text": …}."""
+TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""The types of parts that are texts, and the key that each has its text under."""
+
+
+def normalize(messages: Sequence[Any], content_format: ContentFormat) -> list[dict[str, Any]]:
+    """Return the messages with contents of this format, tool calls with dictionaries as arguments, and no empty lists.
+
+    Raises:
+        MinivllmError: a message, a part of its content or a tool call has a form that is not served.
+    """
+    return [_normalize(message, content_format) for message in messages]
+
+
+def detect_content_format(template: nodes.Template) -> ContentFormat:
+    """Return "openai" if the template loops over the parts of a message's content, "string" otherwise."""
+    loops = list(template.find_all(nodes.For))
+    loop_variables = {loop.target.name for loop in loops if isinstance(loop.target, nodes.Name)}
+
+    def is_content(node: nodes.Node | None) -> bool:
+        if isinstance(node, nodes.Getattr):
+            key = node.attr
+        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+            key = node.arg.value
+        else:
+            return False
+        return key == "content" and isinstance(node.node, nodes.Name) and node.node.name in loop_variables
+
+    names_in_macro: dict[int, set[str]] = {}
+    for macro in template.find_all(nodes.Macro):
+        parameters = _parameters_that_are(is_content, macro, template)
+        names_in_macro |= {id(loop): parameters for loop in macro.find_all(nodes.For)}
+    for loop in loops:
+        values = _unfiltered(loop.iter)
+        names = names_in_macro.get(id(loop), {"content"})
+        if is_content(values) or (isinstance(values, nodes.Name) and values.name in names):
+            return "openai"
+    return "string"
+
+
+def _parameters_that_are(is_content: Any, macro: nodes.Macro, template: nodes.Template) -> set[str]:
+    """Return the macro's parameters that some call passes a message's content to."""
+    names: set[str] = set()
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
+            passed = [(parameter.name, value) for parameter, value in zip(macro.args, call.args, strict=False)]
+            passed += [(keyword.key, keyword.value) for keyword in call.kwargs if isinstance(keyword, nodes.Keyword)]
+            names |= {name for name, value in passed if is_content(_unfiltered(value))}
+    return names
+
+
+def _unfiltered(node: nodes.Node | None) -> nodes.Node | None:
+    """Return what filters, tests and slices are applied to."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
+    return node
+
+
+def _normalize(message: Any, content_format: ContentFormat) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise MinivllmError(f"a message is {type(message).__name__}; it must be a dictionary with role and content")
+    parts = _parts(message.get("content"))
+    normalized = {**message, "content": parts}
+    if content_format == "string":
+        normalized["content"] = "\n".join(part["text"] for part in parts if part["text"])
+    elif message.get("role") == "tool":  # most templates that loop over parts expect a text here
+        normalized["content"] = "\n".join(part["text"] for part in parts)
+    tool_calls = normalized.pop("tool_calls", None)
+    if tool_calls and message.get("role") == "assistant":
+        if not isinstance(tool_calls, Sequence) or isinstance(tool_calls, str):
+            raise MinivllmError(f"a message's tool_calls are {type(tool_calls).__name__}; they must be a list")
+        normalized["tool_calls"] = [_normalize_call(call) for call in tool_calls]
+    return normalized
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, Sequence) or isinstance(content, bytes | bytearray):
+        raise MinivllmError(
+            f"a message's content is {type(content).__name__}; it must be a text, a list of parts or null"
+        )
+    return [part for one in content if (part := _part(one)) is not None]
+
+
+def _part(part: Any) -> dict[str, Any] | None:
+    """Return the part as a text; None if it has none."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in TEXT_KEYS:
+        raise MinivllmError(f"a part of a message's content is {str(kind)[:100]!r}; only texts are served")
+    text = part.get(TEXT_KEYS[kind])
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise MinivllmError(f"the text of a part of a message's content is {type(text).__name__}")
+    others = {key: value for key, value in part.items() if key not in TEXT_KEYS}
+    return {**others, "type": "text", "text": text}
+
+
+def _normalize_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+        raise MinivllmError('a message\'s tool call must be {"type": "function", "function": {"name": …}}', "messages")
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(given: Any) -> Mapping[str, Any]:
+    """Return the arguments as a dictionary.
+
+    Those that are none become an empty one: the call lies in the conversation's history, so that a refusal would
+    meet every later turn.
+    """
+    if not given:
+        return {}
+    arguments = given
+    if isinstance(given, str):
+        try:
+            arguments = json.loads(given)
+        except (ValueError, RecursionError):
+            logger.warning("A tool call's arguments (%d characters) are not JSON; using {} in their place", len(given))
+            return {}
+    if isinstance(arguments, Mapping):
+        return arguments
+    logger.warning("A tool call's arguments are %s, not an object; using {} in their place", type(arguments).__name__)
+    return {}
