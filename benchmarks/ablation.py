@@ -312,11 +312,11 @@ def ranking(found: dict[str, Any]) -> str:
 def _finding(figures: dict[str, Any]) -> str:
     """What the table says, in one sentence."""
     chat, mixed = (work["leave_one_out"] for work in figures.values())
-    cost = {name: f"{chat[name]['factor']:.2f} and {mixed[name]['factor']:.2f}" for name in chat}
+    worth = {name: f"{chat[name]['factor']:.2f} and {mixed[name]['factor']:.2f}" for name in chat}
     return (
-        "**No ranking holds for every load:** leaving prefix caching out divides the throughput of chats and of mixed "
-        f"texts by {cost['prefix caching']}, leaving paging out by {cost['paging']}, and the KV cache, which rankings "
-        f"take for granted, by {cost['KV cache']}."
+        "**No ranking holds for every load:** with prefix caching, chats and mixed texts have "
+        f"{worth['prefix caching']} times the throughput that they have without, with paging {worth['paging']} times, "
+        f"and with the KV cache, which rankings take for granted, {worth['KV cache']} times."
     )
 
 

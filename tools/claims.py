@@ -5,15 +5,20 @@
 
 `lessons/claims.toml` holds a row for every claim that a lesson quotes. Its `measured` is a template:
 `{dotted.path:.1%}` is looked up in the figures of `benchmarks/results/<stem of the script>.<machine>.json`, once for
-each machine that has results; a row's `results` names another stem.
+each machine that has results; a row's `results` names another stem. `also` adds what one other results file has.
 The table goes between `<!-- claims:NN -->` and `<!-- /claims -->`, in the lesson or on its page in `lessons/notes`.
 Between `<!-- published-checks -->` and its end goes the cost model beside published measurements, row by row.
+
+A `[[sentence]]` is a piece of a lesson's prose that quotes one results file. Both commands fail where the lesson's
+pages do not have it word for word, line breaks aside. In a list of rows, `{decode.64 decodes of 4,096 + fp8.gb_per_s}`
+picks the row that has both values.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import string
 import sys
 import tomllib
@@ -43,10 +48,21 @@ class _Figures(string.Formatter):
     def get_field(self, field_name: str, args: object, kwargs: object) -> tuple[object, str]:
         value: object = self.figures
         for part in field_name.split("."):
-            if not isinstance(value, dict) or part not in value:
+            found = _picked(value, part)
+            if found is None:
                 raise MinivllmError(f"{self.name} has no figure {field_name!r}: measure again, or mend claims.toml")
-            value = value[part]
+            value = found
         return value, field_name
+
+
+def _picked(value: object, part: str) -> object:
+    """The part of that name, or the only row that has all values joined by " + "; None where there is none."""
+    if isinstance(value, dict):
+        return value.get(part)
+    if not isinstance(value, list):
+        return None
+    rows = [row for row in value if set(part.split(" + ")) <= {str(one) for one in row.values()}]
+    return rows[0] if len(rows) == 1 else None
 
 
 def read_claims(path: Path = CLAIMS) -> list[dict]:
@@ -76,9 +92,27 @@ def measured(row: dict) -> str:
     for machine, record in results_of(row["script"], row.get("results", "")):
         figures = _Figures(record["figures"], f"{machine}'s result of {row['script']}")
         texts[machine] = figures.format(row["measured"])
+    also = f". {quoted(row['also']['results'], row['also']['measured'])}" if "also" in row else ""
     if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return "<br>".join(f"{machine}: {text}" for machine, text in texts.items())
+        return next(iter(texts.values())) + also
+    return "<br>".join(f"{machine}: {text}" for machine, text in texts.items()) + also
+
+
+def quoted(results: str, template: str) -> str:
+    """A template filled with the figures of one results file, `<stem>.<machine>`."""
+    path = RESULTS / f"{results}.json"
+    return _Figures(json.loads(path.read_text())["figures"], path.name).format(template)
+
+
+def missing_sentences(path: Path = CLAIMS, lessons: Path = LESSONS) -> list[str]:
+    """The sentences of claims.toml that no page of their lesson has, each with its lesson's number."""
+    missing = []
+    for row in tomllib.loads(path.read_text()).get("sentence", []):
+        words = re.sub(r"(?<=\d)%", " %", quoted(row["results"], row["words"]))
+        pages = [" ".join(page.read_text().split()) for page in pages_of(lessons, row["lesson"])]
+        if not any(words in page for page in pages):
+            missing.append(f"{row['lesson']}: {words}")
+    return missing
 
 
 def claims_table(rows: list[dict]) -> str:
@@ -134,7 +168,10 @@ def main() -> int:
             stale.append(str(page.relative_to(ROOT)))
     if stale:
         print(f"stale tables of claims in {', '.join(stale)}: run `make claims`", file=sys.stderr)
-    return 1 if stale else 0
+    missing = missing_sentences()
+    for sentence in missing:
+        print(f"results have changed: write into lesson {sentence}", file=sys.stderr)
+    return 1 if stale or missing else 0
 
 
 if __name__ == "__main__":

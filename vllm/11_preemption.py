@@ -43,7 +43,7 @@ def victim(running: Sequence[Request], policy: str) -> Request:
     """Who loses its blocks: whoever was admitted last, or by priority the least urgent, and of those the latest."""
     if policy == "fcfs":
         return running[-1]
-    return max(running, key=lambda request: (request.priority, request.arrival_time, request.request_id))
+    return max(running, key=lambda request: (request.priority, request.arrival_time))
 
 
 # endregion
@@ -333,7 +333,7 @@ def swap_gathered(cache: Tensor, host: Tensor, block_ids: list[int], slots: list
 
 # region: formulas
 def recompute_seconds(num_tokens: float, parameters: float, flops: float) -> float:
-    """Of computing so many tokens again: two operations for each parameter and token."""
+    """Of computing so many tokens again: two operations for each parameter and token. Attention is left out."""
     return 2 * parameters * num_tokens / flops
 
 
@@ -343,7 +343,7 @@ def swap_seconds(num_tokens: float, bytes_per_token: float, bandwidth: float, di
 
 
 def break_even_bandwidth(bytes_per_token: float, parameters: float, flops: float, directions: int = 2) -> float:
-    """From how many bytes a second on copying is the cheaper way. The number of tokens has cancelled."""
+    """From how many bytes a second on copying is the cheaper way. Without attention the number of tokens cancels."""
     return directions * bytes_per_token * flops / (2 * parameters)
 
 

@@ -29,6 +29,8 @@ from widgets.shell import LessonWidget
 from widgets.spec import Challenge, Guess, Progress, Spec, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+SMALLEST = 16
+"""The least that a kernel takes: vLLM's FlashAttention, FlashInfer, Triton and FlexAttention, for keys and values."""
 SAMPLES = (1, 2, 4, 8)
 LONGEST = 2048
 """Tokens of the longest request that is let in, as in the lesson."""
@@ -64,7 +66,7 @@ FACTORS_ALLOWED = (1.01, 1.02, 1.05, 1.1, 1.25, 1.5)
 
 @dataclass(frozen=True)
 class Valley:
-    """The block size at which the sum of both costs is least, for requests of one kind."""
+    """The block size at which the sum of both costs is least, for requests of one kind, where a kernel takes it."""
 
     title: str
     block_size: int
@@ -109,9 +111,10 @@ class State:
         return {size: self.empty[size] + self.extra[size] for size in self.empty}
 
     @property
-    def breaks(self) -> tuple[bool, bool]:
-        """At this block size: too much is empty, too much is fetched."""
-        return self.empty[self.block_size] > self.empty_allowed, self.over(self.block_size)
+    def breaks(self) -> tuple[bool, bool, bool]:
+        """At this block size: too much is empty, too much is fetched, no kernel takes it."""
+        size = self.block_size
+        return self.empty[size] > self.empty_allowed, self.over(size), size < SMALLEST
 
     def over(self, size: int) -> bool:
         """Whether the kernel fetches more than is allowed at this block size."""
@@ -130,7 +133,7 @@ def sweep(
     samples: int = 2,
     kernel: str = "sector",
     row_bytes: int = 256,
-    empty_allowed: float = 0.05,
+    empty_allowed: float = 0.1,
     factor_allowed: float = 1.02,
     block_pool: Callable[[int], Any] | None = None,
 ) -> State:
@@ -209,8 +212,9 @@ def _extra(kind: Workload, size: int, row_bytes: int, kernel: str) -> float:
 
 
 def _valley(kind: Workload, samples: int, row_bytes: int, kernel: str) -> Valley:
-    cost = {size: _empty(kind, size, samples) + _extra(kind, size, row_bytes, kernel) for size in SIZES}
-    least = min(SIZES, key=lambda size: cost[size])
+    taken = [size for size in SIZES if size >= SMALLEST]
+    cost = {size: _empty(kind, size, samples) + _extra(kind, size, row_bytes, kernel) for size in taken}
+    least = min(taken, key=lambda size: cost[size])
     return Valley(kind.title, least, cost[least])
 
 
@@ -247,6 +251,8 @@ def verdict(state: State) -> Verdict:
     is_ = f"{slots(size)}: {percent(empty, state.empty_allowed)} of the held slots are empty"
     fetched = f"the kernel fetches {times(1 + extra, state.factor_allowed)} the bytes it needs"
     best = f"Cheapest for these requests: {state.valley.block_size}."
+    if size < SMALLEST:
+        return Verdict(f"{slots(size)}: no kernel of vLLM's takes fewer than {SMALLEST}. {best}", "broken")
     limits = [f"{percent(state.empty_allowed)} may be empty"] * state.breaks[0]
     limits += [f"{times(state.factor_allowed)} may be fetched"] * state.breaks[1]
     if limits:
@@ -258,16 +264,18 @@ def verdict(state: State) -> Verdict:
 def command(state: State) -> str:
     """The `vllm serve` line of this block size."""
     lines = [f"vllm serve {MODELS.get(state.row_bytes, SMALL_HEADS)} --block-size {state.block_size}"]
-    if state.block_size % 16:
-        lines.append(f"# FlashAttention takes multiples of 16: blocks of {state.block_size} need another backend")
+    if state.block_size < SMALLEST:
+        lines.append(f"# refused: no attention backend takes blocks of fewer than {SMALLEST}")
     if state.samples > 1:
         lines.append(f'# the client asks for the samples: "n": {state.samples} in the request')
     lines.append("# no flag says how the kernel looks blocks up")
     return "\n".join(lines)
 
 
-_LIMITS = (0.05, 1.02)
+_LIMITS = (0.1, 1.02)
 """Of the first two challenges, and at the start."""
+SAVED = 0.75
+"""The share of blocks that sharing must save in the second."""
 
 
 def _figures(state: State) -> str:
@@ -279,27 +287,31 @@ def _limits_moved(state: State) -> bool:
     return (state.empty_allowed, state.factor_allowed) != _LIMITS
 
 
-def _keep_both(state: State) -> Progress:
+def _keep_64(state: State) -> Progress:
     words = f"{slots(state.block_size)}: {_figures(state)}"
-    if _limits_moved(state) or state.title != WORKLOADS["alpaca"].title or state.row_bytes != 256:
-        return Progress(False, words, "Start again, and turn the block size alone.")
-    if state.breaks[0]:
-        return Progress(False, words, "The block size: half of each last block is empty, and these requests have few.")
-    advice = "The block size: an entry of 4 bytes costs a fetch of its own, and too few tokens come with it."
-    return Progress(not state.breaks[1], words, advice)
+    if _limits_moved(state):
+        return Progress(False, words, "The limits have moved: 10 % may be empty, and 1.02 × fetched.")
+    if state.block_size != 64:
+        return Progress(False, words, "Set the block size to 64.")
+    advice = "The requests, and the samples: half of each last block is empty, so each must have many."
+    return Progress(not any(state.breaks), words, advice)
 
 
 def _sharing_pays(state: State) -> Progress:
-    words = f"Sharing saves {percent(state.saved, 0.75)} of the blocks; {_figures(state)}"
-    enough = state.saved >= 0.75
+    words = f"Sharing saves {percent(state.saved, SAVED)} of the blocks; {_figures(state)}"
+    enough = state.saved >= SAVED
     if _limits_moved(state):
-        advice = "The limits have moved: 5 % may be empty, and 1.02 × fetched."
+        advice = "The limits have moved: 10 % may be empty, and 1.02 × fetched."
     elif not enough and state.samples < 8:
         advice = "The samples: what two share is saved once, what eight share seven times."
     elif not enough:
         advice = "The requests: samples share the prompt, never what they write. Who asks much and wants little?"
-    elif state.breaks[0]:
+    elif state.breaks[2]:
+        advice = f"Enough is saved. The block size: no kernel takes fewer than {SMALLEST}."
+    elif state.breaks[0] and state.block_size > SMALLEST:
         advice = "Enough is saved. The block size: each sample has a last block of its own, half empty."
+    elif state.breaks[0]:
+        advice = "More than enough is saved. Fewer samples: each has a last block of its own, half empty."
     else:
         advice = "Enough is saved. The kernel fetches too much: its look-ups, or too small blocks."
     return Progress(enough and not any(state.breaks) and not _limits_moved(state), words, advice)
@@ -327,12 +339,12 @@ def _valley_moves(state: State) -> Progress:
 
 CHALLENGES = (
     Challenge(
-        "Requests like Alpaca's, as at the start: find a block size that keeps both limits.",
-        _keep_both,
-        "vLLM's 16 is a default, not a law: requests as short as these want smaller blocks.",
+        "A kernel that takes blocks of 64 only, as FlashMLA does: find requests that keep both limits with it.",
+        _keep_64,
+        "Half of 64 slots is little for long texts. Requests like Alpaca's would leave more than a quarter empty.",
     ),
     Challenge(
-        "Let sharing save 75 % of the blocks, within both limits as they are at the start.",
+        f"Let sharing save {SAVED:.0%} of the blocks, within both limits as they are at the start.",
         _sharing_pays,
         "Only the common beginning is shared; today vLLM shares it between any two requests (lesson 05).",
     ),
@@ -357,7 +369,7 @@ _KNOBS = {
         "samples": steps("Samples", SAMPLES, 2, "answers to each request; they share the prompt's full blocks"),
     },
     "What is allowed": {
-        "empty_allowed": steps("Empty slots", [(f"{share:.0%}", share) for share in EMPTY_ALLOWED], 0.05,
+        "empty_allowed": steps("Empty slots", [(f"{share:.0%}", share) for share in EMPTY_ALLOWED], 0.1,
                                "share of the held slots without a token"),
         "factor_allowed": steps("Bytes fetched", [(f"{factor:g} ×", factor) for factor in FACTORS_ALLOWED], 1.02,
                                 "for each byte of keys and values that is needed"),
@@ -379,10 +391,10 @@ SPEC = Spec(
     command=command,
     challenges=CHALLENGES,
     guess=Guess(
-        "Requests of some 80 tokens, as Alpaca's. Which block size costs least, both costs added?",
-        ("1", "4", "16", "64"),
+        "Blocks of 16, and requests of some 80 tokens, as Alpaca's. What share of the held slots is empty?",
+        ("1 %", "10 %", "20 %", "50 %"),
         1,
-        "A look-up for every 4 tokens costs little, and little is empty. vLLM's 16 leaves one slot in ten empty here.",
+        "The last block of each request is half empty: about 8 slots beside 80 tokens.",
     ),
     own={"block_pool": "the pool of exercise 02: get_num_free_blocks, get_new_blocks, touch, free_blocks"},
 )  # fmt: skip

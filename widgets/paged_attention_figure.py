@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LEAST, MOST = 0.0005, 3.0
 """Ends of the axis of costs, which is logarithmic: 0.05 % and 300 %."""
 DEFAULT = 16
-"""vLLM's block size."""
+"""vLLM's block size, and the least that its kernels take."""
 CELL, ROW = 24, 15
 """Heights in pixels: of a block, and of a row of the tables."""
 
@@ -126,8 +126,9 @@ def _valleys(axes: Axes, state: State) -> None:
 
 
 def _broken(axes: Axes, state: State) -> None:
-    """Left the kernel, right the memory; each from where its cost passes what is allowed."""
+    """Left the kernel, right the memory; each from where its cost passes what is allowed, or no kernel is left."""
     low = _crossing(state.extra, state.factor_allowed - 1, [state.over(size) for size in state.extra])
+    least = DEFAULT / math.sqrt(2)  # between the last size that no kernel takes and the first that some do
     over = [share > state.empty_allowed for share in state.empty.values()]
     flipped = {size: state.empty[size] for size in reversed(list(state.empty))}
     high = _crossing(flipped, state.empty_allowed, over[::-1])
@@ -138,6 +139,7 @@ def _broken(axes: Axes, state: State) -> None:
         missed = f"over {percent(state.empty_allowed)}"
         words = f"Last blocks stand empty: {missed} of the slots" if wide else f"Empty: {missed}"
         edges.append((high, None, words))
+    edges.append((None, least, f"No kernel takes fewer than {DEFAULT}"))
     if low is not None:
         room = axes.at(low, LEAST)[0] - axes.box.x
         long = wide and not LEAST_ROOM <= room < 3 * LEAST_ROOM

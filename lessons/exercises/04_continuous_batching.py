@@ -72,7 +72,8 @@ def schedule(running, waiting, pool, token_budget, chunk_limit, max_num_seqs):
     waiting       deque of requests, the next to be admitted at its left end
     pool          has num_free_blocks, which you count down, and block_size
     token_budget  tokens that the step may have, all requests together
-    chunk_limit   tokens that one request may have in a step (`long_prefill_token_threshold`)
+    chunk_limit   tokens that one request may have in a step (`long_prefill_token_threshold`, which vLLM does not
+                  apply to a request that is alone: lesson 10)
     max_num_seqs  how many requests may run at once
     returns       dict from request_id to tokens, in the order in which they were given out; nobody has 0 in it
 

@@ -66,7 +66,7 @@ def kv_heads_of_rank(rank: int, tp: int, num_kv_heads: int) -> list[int]:
     With at least as many KV heads as ranks, each rank keeps an equal share. With more ranks than KV heads, each rank
     keeps one, and tp // num_kv_heads ranks keep the same one: it is replicated.
 
-    Raises ValueError if neither number divides the other.
+    Raises ValueError (`MinivllmError` is one) if neither number divides the other.
 
     >>> kv_heads_of_rank(1, 4, 8), kv_heads_of_rank(1, 4, 2)
     ([2, 3], [0])
@@ -78,7 +78,7 @@ def kv_heads_of_rank(rank: int, tp: int, num_kv_heads: int) -> list[int]:
 
 # ---- as a kernel, for Triton's interpreter ---------------------------------------------------------------------------
 #
-# The heads of a group are the rows of one matrix product. `tl.dot` wants at least 16 rows, so ROWS is a power of two, 16
+# The heads of a group are the rows of one matrix product. A matrix unit's tile has 16 rows, so ROWS is a power of two, 16
 # or more, and at least as large as the group; the rows beyond are masked. `tl.dot(a, tl.trans(b),
 # input_precision="ieee")` is a · bᵀ; tl.dot(a, b, c) adds c.
 

@@ -38,9 +38,9 @@ def first_steps():
 def victim(running, policy):
     """Who of those that run is preempted? Returns the request; `running` stays as it is.
 
-    running  requests in the order of their admission; each has `priority`, `arrival_time` and `request_id`
+    running  requests in the order of their admission; each has `priority` and `arrival_time`
     policy   "fcfs": whoever was admitted last. "priority": the one with the greatest priority number (it is the least
-             urgent); of equals, the one that arrived last; of those, the one with the greatest id (a string)
+             urgent); of equals, the one that arrived last; of those, any
 
     Trap: the last one in the list need not be the one that arrived last.
     """
@@ -120,7 +120,9 @@ def swap_seconds(num_tokens, bytes_per_token, bandwidth, directions=2):
 
 
 def break_even_bandwidth(bytes_per_token, parameters, flops, directions=2):
-    """At which bandwidth do both take the same time? Set the two formulas equal; the number of tokens cancels.
+    """At which bandwidth do both take the same time? Set the two formulas equal.
+
+    The number of tokens cancels, since both leave attention out.
 
     Example: (50, 50, 1000) -> 1000.0.
     """

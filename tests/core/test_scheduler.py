@@ -4,10 +4,11 @@ import pytest
 from core.driving import Drive, make_scheduler
 from core.invariants import check_scheduler
 
-from minivllm.config import DraftingConfig
+from minivllm.config import CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.lora_request import LoRARequest
 from minivllm.core.output import ModelRunnerOutput
-from minivllm.core.request import RequestStatus
+from minivllm.core.request import Request, RequestStatus
+from minivllm.core.scheduler import Scheduler
 from minivllm.errors import MinivllmError
 
 
@@ -400,19 +401,36 @@ def test_priority_ties_go_by_arrival() -> None:
     assert d.step() == {"early": 1}
 
 
-def test_equals_do_not_preempt_each_other_for_ever() -> None:
-    d = drive(
-        num_gpu_blocks=5,
+def num_steps_of_equals(kind: type[Scheduler], must_fit: bool) -> int:
+    """Steps until two equal requests, which fill the pool in chunks of 2 tokens, have ended; 500 if they do not end."""
+    config = SchedulerConfig(
+        max_model_len=10,
+        max_num_batched_tokens=4,
+        max_num_seqs=2,
+        long_prefill_token_threshold=2,
         policy="priority",
-        enable_prefix_caching=False,
-        long_prefill_token_threshold=4,
-        scheduler_reserve_full_isl=False,
+        scheduler_reserve_full_isl=must_fit,
     )
-    d.add("a", 8, max_tokens=9)
-    d.add("b", 8, max_tokens=9)
-    for _ in range(60):
+    d = Drive(kind(config, CacheConfig(num_gpu_blocks=6, block_size=2, enable_prefix_caching=False)))
+    for name in "ab":
+        d.add(name, 7, max_tokens=2, arrival_time=1.0)
+    for number in range(500):
+        if not d.scheduler.has_unfinished_requests():
+            return number
         d.step()
-    assert not d.scheduler.has_unfinished_requests()
+    return 500
+
+
+def test_equal_requests_do_not_preempt_each_other_forever() -> None:
+    """By vLLM's own rule, the first in the list, they do, unless all known tokens must fit, as is the default."""
+
+    class FirstOfEquals(Scheduler):
+        def _choose_victim(self) -> Request:
+            return max(self.running, key=lambda request: (request.priority, request.arrival_time))
+
+    assert num_steps_of_equals(Scheduler, must_fit=False) < 20
+    assert num_steps_of_equals(FirstOfEquals, must_fit=False) == 500
+    assert num_steps_of_equals(FirstOfEquals, must_fit=True) < 20
 
 
 def test_priority_a_victim_that_is_the_requester_lets_the_next_one_go_on() -> None:

@@ -30,6 +30,7 @@ from minivllm.simulate.known_models import CONFIGS, known_model
 lesson = load(script_path("09"))
 PAGE = REPOSITORY / "lessons" / "09_attention_heads.md"
 TEXT = " ".join(PAGE.read_text().split())
+FORMS = "MHA ", "GQA ", "MQA "
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 
@@ -223,6 +224,16 @@ def test_the_figures_of_the_text():
     assert operations == {"plain": 33_636_352, "attended": 81_920, "absorbed": 278_528}
     assert f"{operations['absorbed'] / operations['attended']:.1f}" in TEXT
     assert f"{operations['plain'] / operations['absorbed']:.0f} times" in TEXT
+
+
+def test_llama_2s_means_are_those_of_the_row_in_the_notes():
+    """Table 18 has eleven benchmarks; one alone may say the opposite of their mean."""
+    notes = (REPOSITORY / "lessons" / "notes" / "09_attention_heads.md").read_text()
+    (row,) = [line for line in notes.splitlines() if "30B ablation models" in line]
+    scores = {form: [float(one) for one in row.split(form)[1].split(";")[0].strip(" |").split(",")] for form in FORMS}
+    assert {len(some) for some in scores.values()} == {11}
+    means = " | ".join(f"{sum(scores[form]) / 11:.1f}" for form in FORMS)
+    assert f"mean of all eleven benchmarks | {means} |" in TEXT
 
 
 def test_the_opening_shows_the_embedded_models_heads():

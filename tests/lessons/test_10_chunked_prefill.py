@@ -11,7 +11,7 @@ import torch
 from kernels.harness import assert_close, assert_compiles
 from lessons.harness import REPOSITORY, assert_refuses, exercise_tests, figures_of_quick_run, script_path
 
-from minivllm.config import NO_PARTS, CacheConfig, SchedulerConfig
+from minivllm.config import NO_PARTS, CacheConfig, DraftingConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
@@ -22,6 +22,9 @@ from minivllm.lab.exercise import load, plug_of
 from minivllm.lab.kernel_trace import trace_kernel
 from minivllm.lab.plugged import rows_of, serve
 from minivllm.lab.reports import chunked_prefill as report
+from minivllm.memory import kv_bytes_per_token, num_parameters
+from minivllm.simulate.hardware import get_hardware
+from minivllm.simulate.known_models import known_model
 from minivllm.simulate.prefill_first import PrefillFirst
 
 lesson = load(script_path("10"))
@@ -102,6 +105,28 @@ def test_nobody_who_decodes_goes_without():
                 known[name], left[name] = known[name] - tokens, left[name] - tokens
     assert steps > 3000
     assert behind_a_chunk > 100
+
+
+def test_with_drafts_a_budget_of_max_num_seqs_starves_decodes():
+    """Four requests, three drafts each: the first takes a budget of 4, and a budget of 16 serves them all."""
+
+    def served(budget: int) -> list[set[str]]:
+        drafting = DraftingConfig(num_speculative_tokens=3)
+        config = SchedulerConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=budget, drafting=drafting)
+        cache = CacheConfig(num_gpu_blocks=99, enable_prefix_caching=False)
+        scheduler = Scheduler(config, cache)
+        steps: list[set[str]] = []
+        for name in "abcd":
+            scheduler.add_request(Request(name, [0], max_tokens=30))
+        for _ in range(6):
+            decided = scheduler.schedule()
+            steps.append(set(decided.num_scheduled_tokens))
+            scheduler.update_from_output(decided, ModelRunnerOutput({name: [1] for name in steps[-1]}))
+            scheduler.update_draft_token_ids({name: [1, 1, 1] for name in "abcd"})
+        return steps
+
+    assert served(4) == [set("abcd")] + [{"a"}] * 5
+    assert served(16) == [set("abcd")] * 6
 
 
 def test_the_chunk_stands_before_the_decode():
@@ -238,6 +263,23 @@ def test_the_knee_by_data_sheets():
     assert knees == {"L4": 403, "A100-80": 153, "H100": 295, "H200": 206, "B200": 281}
     assert found["gpus"]["L4"]["budget"] == 0, "an L4 does not read the weights in 50 ms"
     assert [round(100 * off) for off in found["sarathi"].values()] == [-6, -13]
+
+
+def test_keys_and_experts_move_the_knee():
+    """The text's two examples: a step reads its decodes' caches, too, and a token uses a part of the experts only."""
+    gpu, llama, deepseek = get_hardware("H100"), known_model("Llama-3.1-8B"), known_model("DeepSeek-V3")
+    dense = lesson.knee(gpu.flops_of("bfloat16"), gpu.bandwidth, 2)
+    weights, keys = 2 * num_parameters(llama), 64 * 4096 * kv_bytes_per_token(llama)
+    assert f"read {keys / 1e9:.1f} GB of [keys and values]" in TEXT
+    assert f"beside {weights / 1e9:.1f} GB of weights" in TEXT
+    assert f"at {dense * (1 + keys / weights):.0f}. DeepSeek-V3" in TEXT
+
+    expert = 3 * deepseek.hidden_size * deepseek.moe_intermediate_size
+    layers = deepseek.num_hidden_layers - deepseek.num_dense_layers
+    parameters = num_parameters(deepseek)
+    active = parameters - layers * (deepseek.num_experts - deepseek.num_experts_per_tok) * expert
+    assert f"{active // 10**9} of its {parameters // 10**9} billion" in TEXT
+    assert f"about {round(dense * parameters / active, -2):,.0f}" in TEXT
 
 
 def test_a_step_within_the_budget_ends_in_time():

@@ -21,7 +21,12 @@ from minivllm.lab.preempting_scheduler import scheduler_that_preempts
 from minivllm.lab.reports import preemption as report
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
-from minivllm.simulate.preemption import SHARE_OF_PEAK, break_even_bandwidth, effective_bandwidth
+from minivllm.simulate.preemption import (
+    SHARE_OF_PEAK,
+    break_even_bandwidth,
+    effective_bandwidth,
+    recompute_seconds,
+)
 
 lesson = load(script_path("11"))
 TEXT = (REPOSITORY / "lessons" / "11_preemption.md").read_text()
@@ -253,9 +258,33 @@ def test_the_formulas_are_the_cost_models():
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 10_000])
-def test_tokens_cancel(tokens):
+def test_tokens_cancel_without_attention(tokens):
     least = lesson.break_even_bandwidth(640, 1e9, 3e12, 2)
     assert lesson.swap_seconds(tokens, 640, least, 2) == pytest.approx(lesson.recompute_seconds(tokens, 1e9, 3e12))
+
+
+def test_attention_makes_long_requests_dearer_to_recompute():
+    """The figures of the text, of the claim and of the notes' table."""
+    gpu, (small, large) = get_hardware("H100"), map(known_model, ("Meta-Llama-3-8B", "Meta-Llama-3-70B"))
+
+    def dearer(model, tokens):
+        return recompute_seconds(model, gpu, tokens, attention=True) / recompute_seconds(model, gpu, tokens)
+
+    lengths = (2048, 8192, 16384, 32768, 131072)
+    more = {model: [round(100 * (dearer(model, tokens) - 1)) for tokens in lengths] for model in (small, large)}
+    least = [break_even_bandwidth(small, gpu, 2) / 1e9 / dearer(small, tokens) for tokens in lengths]
+    notes = (REPOSITORY / "lessons" / "notes" / "11_preemption.md").read_text()
+    for row in (
+        *(" | ".join(f"+{one} %" for one in each) for each in more.values()),
+        " | ".join(f"{x:.1f}" for x in least),
+    ):
+        assert f"| {row} |" in notes
+
+    eight, thirty_two, most = more[small][1], more[small][3], more[small][4]
+    assert f"{eight} % at 8K tokens, {thirty_two} % at 32K, {most} % at 128K" in notes, "the claim"
+    assert f"adds {eight} % to recomputing 8K tokens and {thirty_two} % at 32K" in TEXT
+    assert f"{dearer(small, 131072):.1f} times as long" in TEXT
+    assert f"to {least[3]:.1f} at 32K and to {least[4]:.1f} at 128K" in TEXT
 
 
 # ---- the script from outside -----------------------------------------------------------------------------------------
@@ -299,7 +328,7 @@ def test_bad_input_gets_one_line(arguments, about):
 # ---- the exercise ----------------------------------------------------------------------------------------------------
 
 VICTIM, LOOP, RESUME = "victim", "schedule_running", "resume_at"
-KEY = "lambda request: (request.priority, request.arrival_time, request.request_id)"
+KEY = "lambda request: (request.priority, request.arrival_time)"
 
 MUTANTS = {
     # victim
@@ -312,17 +341,11 @@ MUTANTS = {
     "victim: by priority in any case": (VICTIM, "policy == 'fcfs'", "policy == 'none'"),
     "victim: the last in any case": (VICTIM, "policy == 'fcfs'", "policy"),
     "victim: the most urgent": (VICTIM, f"max(running, key={KEY})", f"min(running, key={KEY})"),
-    "victim: arrival does not count": (VICTIM, KEY, "lambda request: (request.priority, request.request_id)"),
+    "victim: arrival does not count": (VICTIM, KEY, "lambda request: request.priority"),
     "victim: the earliest of equals": (
         VICTIM,
         KEY,
-        "lambda request: (request.priority, -request.arrival_time, request.request_id)",
-    ),
-    "victim: ids do not count": (VICTIM, KEY, "lambda request: (request.priority, request.arrival_time)"),
-    "victim: ids as numbers": (
-        VICTIM,
-        KEY,
-        "lambda request: (request.priority, request.arrival_time, len(request.request_id), request.request_id)",
+        "lambda request: (request.priority, -request.arrival_time)",
     ),
     "victim: takes it out": (VICTIM, "return running[-1]", "return running.pop()"),
     # preempt

@@ -9,6 +9,7 @@ import pytest
 from minivllm.errors import MinivllmError
 from minivllm.lab.exercise import load
 from minivllm.lab.frames import Frames, svg, text
+from minivllm.lab.opening import paged_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 openings = load(ROOT / "tools" / "openings.py")
@@ -69,3 +70,12 @@ def test_a_lessons_opening_is_named_by_its_number():
 def test_an_unknown_figure_is_refused():
     with pytest.raises(MinivllmError, match="no opening figure"):
         openings.drawing("nobody")
+
+
+def test_every_block_that_a_caption_of_lesson_02_names_is_drawn():
+    frames = paged_attention.frames()
+    named = re.compile(r"(?:[Bb]locks?|table is|begins with) (\d+(?:, \d+)*)")
+    for still, caption in zip(frames.stills, frames.captions, strict=True):
+        blocks = [number for numbers in named.findall(caption) for number in numbers.split(", ")]
+        assert blocks
+        assert [number for number in blocks if f"block {number}:" not in still] == [], caption

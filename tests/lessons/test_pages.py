@@ -1,5 +1,6 @@
 """A lesson's text and its notes: what is generated is put on the page that has the mark, and the text stays short."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,42 @@ def test_a_lesson_with_notes_is_short_and_linked_with_them(notes):
     assert words.count(lesson.read_text()) <= words.MOST_WORDS, words.by_section(lesson.read_text())
     assert f"](notes/{notes.name}" in lesson.read_text()
     assert f"](../{notes.name}" in notes.read_text()
+
+
+FIGURES = {"rows": [{"case": "long", "kv": "bf16", "share": 0.731}, {"case": "long", "kv": "int8", "share": 0.643}]}
+SENTENCE = """[[sentence]]
+lesson = "01"
+results = "kernels.gpu"
+words = "reads at {rows.long + bf16.share:.0%} of a copy's rate"
+"""
+
+
+@pytest.fixture
+def quoted(folder, monkeypatch):
+    """A lesson, one results file and one sentence that quotes it; tells what is missing from this text."""
+    monkeypatch.setattr(claims, "RESULTS", folder)
+    (folder / "kernels.gpu.json").write_text(json.dumps({"figures": FIGURES}))
+    (folder / "claims.toml").write_text(SENTENCE)
+
+    def missing(text):
+        (folder / "01_a.md").write_text(text)
+        return claims.missing_sentences(folder / "claims.toml", folder)
+
+    return missing
+
+
+def test_prose_that_quotes_results_is_held_to_them(quoted):
+    assert quoted("It reads at 73 % of\na copy's rate.") == []
+    for text in ("It reads at 74 % of a copy's rate.", "It reads."):
+        assert quoted(text) == ["01: reads at 73 % of a copy's rate"]
+
+
+@pytest.mark.parametrize("field", ["rows.long + fp8.share", "rows.long.share", "rows.share", "row.long + bf16.share"])
+def test_a_quotation_names_one_figure_that_is_there(quoted, field):
+    """A row that is not there, two rows, no row, no list of that name."""
+    with pytest.raises(MinivllmError, match="has no figure"):
+        claims.quoted("kernels.gpu", f"{{{field}}}")
+
+
+def test_every_lesson_says_what_was_measured():
+    assert claims.missing_sentences() == []

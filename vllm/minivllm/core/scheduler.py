@@ -270,7 +270,8 @@ class Scheduler:
         """Returns the last running request (FCFS), or the one with the greatest `sort_key` (priority)."""
         if self.config.policy == "fcfs":
             return self.running[-1]
-        # Ids break ties, as in the waiting queue. Otherwise two equal requests could preempt each other forever.
+        # Ids break ties, as in the waiting queue. vLLM v0.33.0 takes the first of equal requests; where a first chunk
+        # is enough to be admitted, two of them can then preempt each other forever (tests/core/test_scheduler.py).
         return max(self.running, key=Request.sort_key)
 
     def _preempt_request(self, request: Request, step: Step) -> None:

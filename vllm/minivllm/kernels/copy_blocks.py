@@ -22,7 +22,7 @@ last byte do nothing. One launch for all layers: a launch for each of 32 layers'
 Must move: every byte read once and written once, 2 × n × record; the table and the ids add 32 + 16 bytes a program of 16 KiB. A thread
 moves 16 bytes at a time where all addresses and sizes are multiples of 16, as they are in every common model; else 4, 2 or 1.
 
-In vLLM v0.33.0: `vllm/v1/kv_offload/worker/cpu_gpu.py` (`swap_blocks_batch`) and `csrc/cache_kernels.cu` copy a list of pieces;
+In vLLM v0.33.0: `vllm/v1/kv_offload/cpu/swap_blocks_triton.py` (`swap_blocks_batch`) and `csrc/cache_kernels.cu` copy a list of pieces;
 NIXL's own backend reads the pieces in place. `copy_blocks` in `reshape_and_cache.py` is the copy within one tensor.
 
 The CPU twin is in `cpu/block_copy_calls.py`; `benchmarks/kv_transfer.py` measures both beside a plain copy.

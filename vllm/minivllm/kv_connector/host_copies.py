@@ -4,7 +4,7 @@ On a CPU the kernel of `kernels/copy_blocks.py` moves the blocks of all layers s
 call. On a GPU it gathers them into a staging buffer of the device, in one launch, and from there they cross the bus in
 pieces as large as consecutive records allow, on a stream beside that of the forward pass.
 
-In vLLM v0.33.0: `vllm/v1/simple_kv_offload/copy_backend.py`, `vllm/v1/kv_offload/worker/cpu_gpu.py`.
+In vLLM v0.33.0: `vllm/v1/simple_kv_offload/copy_backend.py`, `vllm/v1/kv_offload/cpu/gpu_worker.py`.
 """
 
 from __future__ import annotations

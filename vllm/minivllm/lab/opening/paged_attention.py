@@ -55,11 +55,10 @@ def _caption(row: Row) -> str:
 
 
 def _after(step: Step, row: Row) -> str:
-    front = ", ".join(map(str, step.free_blocks[:2]))
-    back = ", ".join(map(str, step.free_blocks[-3:]))
+    front, back = step.free_blocks[0], ", ".join(map(str, step.free_blocks[-3:]))
     kept = [block for block in row.block_table if block in step.free_blocks[-3:]]
     assert len(kept) == 3, "the captions know this scene"
-    return f"The request ends. The free list begins with {front}; the full blocks {back} go to its end (lesson 05)."
+    return f"The request ends. Block {front} begins the free list; the full blocks {back} go to its end (lesson 05)."
 
 
 def _still(run: Followed, row: Row | None, pool: dict[int, tuple[str, str]]) -> str:
