@@ -48,16 +48,14 @@ from minivllm.sampling_params import SamplingParams
 
 WAYS: dict[str, dict[str, Any]] = {
     "n-gram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 5},
-    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0, "num_speculative_tokens": 5},
     "draft model": {"method": "draft_model", "model": str(EMBEDDED_DRAFT), "num_speculative_tokens": 3},
     "EAGLE-3": {"method": "eagle3", "model": str(EMBEDDED_EAGLE3), "num_speculative_tokens": 3},
 }
-"""A line for each method; those that the engine does not have, or whose weights are not there, are left out. The suffix
-tree keeps no earlier answers: it has seen these very prompts in the rounds before."""
+"""A line for each method; one whose weights are not there is left out."""
 PROMPT_TOKENS, OUTPUT_TOKENS, MAX_MODEL_LEN, BLOCK_SIZE = 128, 64, 256, 16
 KINDS = ("code", "prose", "random")
 NAMES = count()
-"""A request's name is never used again: the suffix tree knows requests by their names."""
+"""Names of requests, none used twice."""
 OFF = "off"
 LAST_COLUMNS = "Memory by the engine's ledger, in float32; training on one core."
 LEAST_PROMPTS = 8

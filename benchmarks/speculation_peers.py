@@ -5,8 +5,8 @@
 
 The embedded model in float32, greedy, windows of held-out Python of 128 tokens and 64 tokens for each; k drafts. For
 each method both engines start, warm up, and take turns as in `peers.py`: all requests at once, then one alone. vLLM's
-tokens a second are held against the mean of ours before and after. Suffix decoding is left out: there vLLM needs a
-package that its environment has not. The table is followed by one line of JSON.
+tokens a second are held against the mean of ours before and after. The table
+is followed by one line of JSON.
 """
 
 import argparse
@@ -28,9 +28,7 @@ from minivllm.lab.progress import track
 from minivllm.lab.results import record, write_record
 from minivllm.lab.tables import table
 
-METHODS: dict[str, dict[str, Any] | None] = {"off": None} | {
-    name: way for name, way in WAYS.items() if way["method"] != "suffix"
-}
+METHODS: dict[str, dict[str, Any] | None] = {"off": None, **WAYS}
 SHAPE = {"model": str(EMBEDDED_MODEL), "load_format": "auto", "device": "cpu"}
 LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 2048}
 

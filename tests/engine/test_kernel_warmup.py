@@ -11,10 +11,9 @@ from minivllm.lab.inside import core_of
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.kernel_warmup import BEHIND_A_CONTEXT, short_step, warm_up_steps
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
-from minivllm.worker.spec_decode.suffix_proposer import SuffixProposer
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
-SUFFIX = {"method": "suffix", "num_speculative_tokens": 2}
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 2}
 DRAFT_MODEL = {"method": "draft_model", "model": str(EMBEDDED_MODEL), "num_speculative_tokens": 3}
 LIMITS = [(2048, 256, 4096), (2048, 4, 200), (16, 4, 200), (1, 1, 2), (8192, 2, 131072), (300, 300, 20)]
 
@@ -62,7 +61,7 @@ def test_all_sizes_of_steps_are_met_and_contexts_as_long_as_they_get():
         {"quantization": "int8"},
         {"speculative_config": NGRAM},
         {"speculative_config": NGRAM, "async_scheduling": True},
-        {"speculative_config": SUFFIX},
+        {"speculative_config": LOOKUP},
         {"speculative_config": DRAFT_MODEL},
         {"enable_lora": True},
     ],
@@ -84,8 +83,6 @@ def test_it_leaves_nothing_behind(options, monkeypatch):
     assert not worker.runner.batch.row_of
     assert not worker.runner.take_draft_token_ids()
     assert worker.group.bytes_reduced == 0
-    if isinstance(worker.runner.proposer, SuffixProposer):
-        assert not any("warm-up" in name for name in worker.runner.proposer.cache.cached_requests)
     assert llm.generate("def f", params, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 

@@ -122,31 +122,11 @@ def test_ranks_save_and_load_their_parts(tmp_path: Path) -> None:
     assert hits > 50
 
 
-def test_the_first_of_several_connectors_loads_and_all_save(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    several = {
-        "kv_connector": "MultiConnector",
-        "kv_connector_extra_config": {"connectors": [transfer(folder) for folder in folders]},
-    }
-    asked = prompts(7, 3)
-    expected = answers(LLM(**SMALL, kv_transfer_config=several), asked)
-    saved = [len(list(folder.rglob("*.safetensors"))) for folder in folders]
-    assert saved[0] == saved[1] > 5
-    for file in folders[0].rglob("*.safetensors"):
-        file.unlink()
-    llm = LLM(**SMALL, kv_transfer_config=several)
-    assert answers(llm, asked) == expected
-    assert external_hits(llm) > 20
-    assert llm.reset_prefix_cache(reset_connector=True)
-    assert not list(tmp_path.rglob("*.safetensors"))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"kv_connector": "Nothing"}, "there is no kv_connector"),
         ({"kv_connector": "ExampleConnector"}, "needs a folder"),
-        ({"kv_connector": "MultiConnector"}, "needs a list"),
         ({"kv_role": "kv_both"}, "lacks kv_connector"),
         ({"kv_connector": "ExampleConnector", "kv_role": "both"}, "unknown kv_role"),
         ({"kv_connector": "ExampleConnector", "color": 1}, "no key 'color'"),

@@ -15,7 +15,6 @@ from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_MODEL
 from minivllm.config.units import GIB
 from minivllm.engine.arg_utils import EngineArgs
 from minivllm.errors import MinivllmError
-from minivllm.kv_connector.multi_connector import MultiConnector
 from minivllm.lab.inside import core_of
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
@@ -146,38 +145,6 @@ def test_a_core_in_another_process_counts_and_tells(expected: Callable[..., Any]
     assert (outcomes.labels["outcome"], outcomes.value) == ("stored", blocks)
     assert told["vllm:kv_offload_config_info"].labels["eviction_policy"] == "lru"
     assert told["vllm:kv_offload_store_size"].count > 0
-
-
-def test_tiers_and_another_connector_go_together(tmp_path: Path, expected: Callable[..., Any]) -> None:
-    """The other one is asked first; what both have it loads, what it has not the tier loads."""
-    files = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
-    for ahead in (False, True):
-        llm = LLM(**SMALL, kv_transfer_config=files, kv_offloading_size=SECOND_TIER, async_scheduling=ahead)
-        connector = core_of(llm).scheduler.remote.connector
-        assert isinstance(connector, MultiConnector)
-        assert answers(llm) == expected()
-        for path in tmp_path.rglob("*.safetensors"):
-            path.unlink()
-        assert answers(llm) == expected()
-        assert connector.connectors[1].tier_state()["used"] > 0
-        assert lookups(llm)[0] > 64
-
-
-def test_files_are_found_again_and_damaged_ones_computed(tmp_path: Path, expected: Callable[..., Any]) -> None:
-    disk = with_tier(num_cpu_blocks=4, disk_path=str(tmp_path), disk_bytes_to_use=2**24)
-    first = LLM(**SMALL, **disk)
-    assert answers(first) == expected()
-    first.shutdown()
-    files = sorted(tmp_path.rglob("*.0"))
-    assert len(files) > 8
-    for path in files[::3]:
-        path.write_bytes(path.read_bytes()[:-5])
-    again = LLM(**SMALL, **disk)
-    assert answers(again) == expected()
-    assert lookups(again)[0] > 0
-    assert again.reset_prefix_cache(reset_connector=True)
-    assert answers(again, asked()[:1]) == expected()[:1]
-    again.shutdown()
 
 
 @pytest.mark.parametrize("connector", ["disk tier", "ExampleConnector"])

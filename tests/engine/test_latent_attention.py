@@ -104,7 +104,6 @@ def test_the_tokens_of_transformers(checkpoints, monkeypatch, variant):
         {"async_scheduling": True, "block_size": 5},
         {"use_kv_cache": False},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}},
-        {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
         {"speculative_config": {"method": "draft_model", "model": "itself", "num_speculative_tokens": 2}},
     ],
     ids=str,

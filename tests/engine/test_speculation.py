@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from minivllm import LLM, SamplingParams
 from minivllm.config import EMBEDDED_DRAFT, EMBEDDED_EAGLE3, EMBEDDED_MODEL, ModelConfig, SpeculativeConfig
 from minivllm.config.speculative import METHODS, MODEL_METHODS
-from minivllm.core.drafting import DraftIfFaster
 from minivllm.core.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
-from minivllm.engine.core import EngineCore
 from minivllm.engine.throughput_log import ThroughputLog
 from minivllm.errors import MinivllmError
 from minivllm.lab.inside import core_of, runner_of
@@ -34,7 +32,6 @@ from minivllm.worker.spec_decode.model_proposer import check_drafter
 from minivllm.worker.spec_decode.ngram_proposer import NgramProposer
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, PROPOSERS, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import StepDrafts, kept_slices, sample_with_drafts
-from minivllm.worker.spec_decode.suffix_proposer import SuffixProposer
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
@@ -57,9 +54,6 @@ REPETITIVE = """def first(self):
         return self.items[1]
 
     def third"""
-
-
-SYNTHETIC = {"num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
 
 
 def looked_up(tokens: list[int], most: int, least: int, wanted: int) -> list[int]:
@@ -94,7 +88,6 @@ def test_every_method_has_its_proposer():
     assert set(MODEL_PROPOSERS) == set(MODEL_METHODS)
     assert make_proposer(None, 8) is None
     assert isinstance(make_proposer(SpeculativeConfig(num_speculative_tokens=1), 8), NgramProposer)
-    assert isinstance(make_proposer(SpeculativeConfig.of({"method": "suffix"}), 8), SuffixProposer)
 
 
 def test_a_batch_is_asked_for_in_the_order_of_its_rows():
@@ -336,9 +329,9 @@ ONE_AFTER_ANOTHER = [REPETITIVE, REPETITIVE[:60], REPETITIVE, "class Stack:\n   
     ],
     ids=["chunks_and_prefixes", "preemption", "ahead_and_preemption", "two_ranks_ahead"],
 )
-def test_suffix_decoding_changes_no_token_of_a_greedy_request(plain_tokens, features):
-    suffix = {"method": "suffix", "num_speculative_tokens": 6}
-    llm = LLM(EMBEDDED_MODEL, **{**SETTINGS, **features}, speculative_config=suffix)
+def test_lookup_changes_no_token_of_a_greedy_request(plain_tokens, features):
+    lookup = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}
+    llm = LLM(EMBEDDED_MODEL, **{**SETTINGS, **features}, speculative_config=lookup)
     outputs = llm.generate(
         ONE_AFTER_ANOTHER, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True), use_tqdm=False
     )
@@ -439,74 +432,22 @@ def test_drawn_drafts_leave_the_distribution_as_it_is_and_are_accepted_as_often_
     assert num_accepted / count == pytest.approx(overlap, abs=3 * sigma)
 
 
-def test_synthetic_acceptance_is_as_given_and_the_same_in_any_company():
-    """Whatever the model says of the drafts: here they come from an n-gram lookup in noise."""
-    prompts = [[number + 7, *[3, 4, 5, 6] * 6] for number in range(12)]
-    params = [
-        SamplingParams(temperature=number % 2, seed=number, max_tokens=120, ignore_eos=True, logprobs=0)
-        for number in range(12)
-    ]
-    config = {**SYNTHETIC, "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    config["synthetic_acceptance_rates"] = rates = [0.8, 0.4, 0.1]
-    llm = LLM(EMBEDDED_MODEL, **SETTINGS, speculative_config=config)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    stats = llm.llm_engine.stats.spec_decoding_stats
-    for count, rate in zip(stats.num_accepted_tokens_per_pos, rates, strict=True):
-        sigma = (rate * (1 - rate) * stats.num_drafts) ** 0.5
-        assert abs(count - rate * stats.num_drafts) < 3.5 * sigma
-    assert stats.num_drafts > 400
-    for output in outputs:
-        [one] = output.outputs
-        assert [list(entry) for entry in one.logprobs] == [[token_id] for token_id in one.token_ids]
-    [alone] = llm.generate([prompts[5]], params[5], use_tqdm=False)
-    assert alone.outputs[0].token_ids == outputs[5].outputs[0].token_ids
-
-
-def test_a_mean_acceptance_length_makes_the_first_drafts_certain():
-    def rates(**given):
-        return SpeculativeConfig.of({**SYNTHETIC, "num_speculative_tokens": 4, **given}).conditional_acceptance_rates
-
-    assert rates(synthetic_acceptance_length=3.25) == pytest.approx((1.0, 1.0, 0.25, 0.0))
-    assert rates(synthetic_acceptance_length=1) == (0.0,) * 4
-    assert rates(synthetic_acceptance_rates=[0.8, 0.4, 0.4, 0.0]) == pytest.approx((0.8, 0.5, 1.0, 0.0))
-    assert SpeculativeConfig(num_speculative_tokens=4).conditional_acceptance_rates is None
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize(
-    "method", [{"method": "suffix"}, {"model": str(EMBEDDED_DRAFT)}], ids=["suffix", "draft_model"]
+    "method", [{"prompt_lookup_min": 1}, {"model": str(EMBEDDED_DRAFT)}], ids=["ngram", "draft_model"]
 )
-def test_fewer_drafts_or_none_at_times_change_no_token_of_a_greedy_request(plain_tokens, monkeypatch, method, ahead):
-    """By a schedule of batch sizes, and by the rule, which is made to stop drafting for three steps of seven."""
-    asked = []
-
-    def wants_drafts(rule, num_requests):
-        asked.append(num_requests)
-        return len(asked) % 7 < 4
-
-    monkeypatch.setattr(DraftIfFaster, "wants_drafts", wants_drafts)
-    config = {
-        **method,
-        "num_speculative_tokens": 4,
-        "draft_only_if_faster": True,
-        "num_speculative_tokens_per_batch_size": [(1, 1, 4), (2, 3, 2), (4, 8, 1)],
-    }
+def test_fewer_drafts_or_none_at_times_change_no_token_of_a_greedy_request(plain_tokens, method, ahead):
+    schedule = [(1, 1, 4), (2, 2, 2), (3, 3, 0), (4, 8, 1)]
+    config = {**method, "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": schedule}
     llm = LLM(EMBEDDED_MODEL, **SETTINGS, async_scheduling=ahead, speculative_config=config)
     lengths = [48, 39, 30, 21, 12]
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
     outputs = llm.generate(ONE_AFTER_ANOTHER, params, use_tqdm=False)
     for output, expected, length in zip(outputs, plain_tokens, lengths, strict=True):
         assert output.outputs[0].token_ids == expected[:length]
-    stats, rule = llm.llm_engine.stats.spec_decoding_stats, core_of(llm).scheduler.draft_if_faster
+    stats = llm.llm_engine.stats.spec_decoding_stats
     assert stats.num_accepted_tokens > 10
     assert stats.num_draft_tokens < 3 * stats.num_drafts, "most are shorter than the four allowed"
-    assert set(asked) >= {2, 3, 4, 5}
-    assert all(cost.seconds > 0 for cost in rule._sizes(2).costs), "steps are timed in both modes"
-
-
-def test_nothing_is_timed_without_the_rule(monkeypatch):
-    monkeypatch.setattr(EngineCore, "_tell_time", None)
-    run([REPETITIVE], SamplingParams(max_tokens=4), speculative_config={"method": "suffix"})
 
 
 def streamed(llm, params):
@@ -569,17 +510,7 @@ def test_the_log_tells_what_became_of_drafts_since_the_last_line(monkeypatch, ca
         ({"num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}, "needs a method with a model"),
         ({"method": "medusa", "num_speculative_tokens": 2}, "ngram"),
         ({"num_speculative_tokens": 0}, "from 1 on"),
-        (
-            {"method": "suffix", "num_speculative_tokens": 2, "suffix_decoding_max_tree_depth": 0},
-            "suffix_decoding_max_tree_depth is 0",
-        ),
-        ({"num_speculative_tokens": 2, "rejection_sample_method": "block"}, "known are standard, synthetic"),
-        (SYNTHETIC, "takes either"),
-        ({"num_speculative_tokens": 2, "synthetic_acceptance_length": 2.0}, "takes neither"),
-        ({**SYNTHETIC, "synthetic_acceptance_length": 3.5}, "from 1 to 3"),
-        ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5]}, "2 numbers"),
-        ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6]}, "from 1 down to 0"),
-        ({**SYNTHETIC, "num_speculative_tokens": 10**12, "synthetic_acceptance_rates": [0.5]}, "0.34, ...]"),
+        ({"num_speculative_tokens": 2, "rejection_sample_method": "block"}, "no key 'rejection_sample_method'"),
         ({"method": 0, "num_speculative_tokens": 2}, "unknown speculative method 0"),
         ({"method": "mlp_speculator", "model": "x"}, "unknown speculative method 'mlp_speculator'"),
         ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": []}, "must be a list"),
@@ -587,10 +518,6 @@ def test_the_log_tells_what_became_of_drafts_since_the_last_line(monkeypatch, ca
         ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(2, 3, 1)]}, "begin with 1"),
         ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(1, 3, 2), (3, 4, 1)]}, "overlap"),
         ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [(2, 1, 2)]}, "smaller size first"),
-        ({"num_speculative_tokens": 2, "draft_only_if_faster": 1}, "draft_only_if_faster"),
-        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "from 0 on"),
-        ({"method": "suffix", "suffix_decoding_max_spec_factor": -0.5}, "from 0 on"),
-        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "from 0 to 1"),
         ({"num_speculative_tokens": True}, "from 1 on"),
         ({"num_speculative_tokens": 2, "lookup": 3}, "prompt_lookup_max"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "exceeds"),

@@ -5,7 +5,7 @@ In vLLM v0.33.0: `_post_init_kv_transfer_config` in `vllm/config/vllm.py`; `kv_o
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from minivllm.config.checks import is_number, require
@@ -35,12 +35,12 @@ def check_offloading(size: Any, backend: Any) -> None:
 def with_offloading(
     transfer: "Mapping[str, Any] | KVTransferConfig | None", size: float | None
 ) -> KVTransferConfig | None:
-    """The connector that an engine has: the one of `kv_transfer_config`, the tier, or both as one (MultiConnector).
+    """Return the connector of an engine: that of `kv_transfer_config`, or the tier.
 
     A `kv_transfer_config` without a connector, or with the tier's, has further options of the tier.
 
     Raises:
-        MinivllmError: as `KVTransferConfig.of`.
+        MinivllmError: as `KVTransferConfig.of`, or both are asked for.
     """
     if size is None:
         return KVTransferConfig.of(transfer)
@@ -51,11 +51,11 @@ def with_offloading(
     given = KVTransferConfig.of(transfer)
     assert given is not None
     extra = {"cpu_bytes_to_use": int(size * GIB)}
-    if is_tier(given):
-        return replace(given, kv_connector_extra_config={**extra, **given.kv_connector_extra_config})
-    tier = {"kv_connector": OFFLOADING_CONNECTORS[0], "kv_connector_extra_config": extra}
-    both = {"connectors": [asdict(given), tier]}
-    return replace(given, kv_connector="MultiConnector", kv_connector_extra_config=both)
+    require(
+        is_tier(given),
+        f"an engine has one connector: leave out kv_offloading_size, or the kv_connector {given.kv_connector!r}",
+    )
+    return replace(given, kv_connector_extra_config={**extra, **given.kv_connector_extra_config})
 
 
 def is_tier(transfer: KVTransferConfig | None) -> bool:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from minivllm.config import NO_PARTS, CacheConfig, Parts, SchedulerConfig
 from minivllm.core.block_hash import hash_block_tokens
-from minivllm.core.drafting import DraftIfFaster, scheduled_drafts
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.kv_connector import KVConnectorBase_V1
 from minivllm.core.limits import RequestLimits
@@ -79,7 +78,6 @@ class Scheduler:
         self.spec_decoding_stats = SpecDecodingStats()
         self._drafts_snapshot = self.spec_decoding_stats.copy()
         self._failed: list[EngineCoreOutput] = []
-        self.draft_if_faster = DraftIfFaster() if self.drafting.draft_only_if_faster else None
         self.remote: RemoteKV | None = None
         self.pinned_loras: set[int] = set()
         """Adapters that keep a slot even when no request uses them."""
@@ -177,7 +175,7 @@ class Scheduler:
         if may_admit and not step.preempted_req_ids and self._schedule_received(step, chunk_limit) and self.waiting:
             self._schedule_waiting(step, chunk_limit)
         output = self._make_output(step)
-        if self.drafting.num_speculative_tokens_per_batch_size or self.draft_if_faster:
+        if self.drafting.num_speculative_tokens_per_batch_size:
             output.num_spec_tokens_to_schedule = self._num_drafts_after(len(output.num_scheduled_tokens))
         if self.remote is not None:
             self.remote.complete(output)
@@ -185,24 +183,15 @@ class Scheduler:
         return output
 
     def _num_drafts_after(self, num_requests: int) -> int | None:
-        """The most drafts for each request after a step of so many requests; None: `num_speculative_tokens`."""
-        if num_requests and self.draft_if_faster and not self.draft_if_faster.wants_drafts(num_requests):
-            return 0
-        if not self.drafting.num_speculative_tokens_per_batch_size or not num_requests:
-            return None
-        return scheduled_drafts(
-            self.drafting.num_speculative_tokens_per_batch_size, num_requests, self.drafting.num_speculative_tokens
-        )
+        """Return the most drafts for each request after a step of `num_requests`; None: `num_speculative_tokens`.
 
-    def observe_step_time(self, scheduler_output: SchedulerOutput, num_new_tokens: int, seconds: float) -> None:
-        """Tells `draft_if_faster` of a step that has brought `num_new_tokens`."""
-        num_requests = len(scheduler_output.num_scheduled_tokens)
-        num_drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
-        if self.draft_if_faster and num_requests:
-            drafted = scheduler_output.num_spec_tokens_to_schedule != 0
-            num_prompt_tokens = scheduler_output.total_num_scheduled_tokens - num_requests - num_drafts
-            per_request = num_new_tokens / num_requests
-            self.draft_if_faster.observe(num_requests, drafted, seconds, per_request, num_prompt_tokens)
+        A batch size beyond a range of `num_speculative_tokens_per_batch_size` counts as the range's last one.
+        """
+        schedule = self.drafting.num_speculative_tokens_per_batch_size
+        if not schedule or not num_requests:
+            return None
+        scheduled = [drafts for first, _, drafts in schedule if first <= num_requests][-1]
+        return min(self.drafting.num_speculative_tokens, scheduled)
 
     def _chunk_limit(self) -> int:
         """The most tokens that one request may get in this step."""

@@ -106,9 +106,6 @@ class EngineCore:
         self.structured_outputs = StructuredOutputManager(self.model_config.vocab_size, partial(_tokenizer_of, args))
         self.step_recorder: StepRecorder | None = None
         self._last_step_events: list[bytes] = []
-        self._step_ended = 0.0
-        if args.speculation and args.speculation.conditional_acceptance_rates is not None:
-            logger.warning("Drafts are accepted at given rates, whatever the model says: its text is lost")
         self._log_memory()
 
     @property
@@ -226,8 +223,6 @@ class EngineCore:
             self.loras.forget_unused()
             if self._takes_drafts:
                 self.scheduler.update_draft_token_ids(self.executor.take_draft_token_ids())
-            if self.scheduler.draft_if_faster is not None:
-                self._tell_time(scheduler_output, outputs, timestamp)
             admitted = [request.req_id for request in scheduler_output.scheduled_new_reqs]
             self._observe((scheduler_output, outputs))
         if not scheduler_output.num_scheduled_tokens and self.scheduler.remote is not None:
@@ -238,13 +233,6 @@ class EngineCore:
             counted = (told and told.kv_connector_stats, self.scheduler.remote.connector.take_stats())
             delivered.kv_connector_stats = joined_stats(counted)
         return delivered
-
-    def _tell_time(self, scheduler_output: SchedulerOutput, outputs: list[EngineCoreOutput], timestamp: float) -> None:
-        """Tells the scheduler how long a step took. Where steps overlap, that is since the end of the one before."""
-        now = time.monotonic()
-        num_new_tokens = sum(len(output.new_token_ids) for output in outputs)
-        self.scheduler.observe_step_time(scheduler_output, num_new_tokens, now - max(timestamp, self._step_ended))
-        self._step_ended = now
 
     def _delivered(self, outputs: list[EngineCoreOutput], admitted: list[str], timestamp: float) -> EngineCoreOutputs:
         delivered = EngineCoreOutputs(

@@ -11,7 +11,6 @@ from minivllm.errors import MinivllmError
 
 CONNECTORS = {
     "ExampleConnector": "minivllm.kv_connector.example_connector",
-    "MultiConnector": "minivllm.kv_connector.multi_connector",
     "NixlConnector": "minivllm.kv_connector.nixl_connector",
     "OffloadingConnector": "minivllm.kv_connector.simple_cpu_offload_connector",
     "SimpleCPUOffloadConnector": "minivllm.kv_connector.simple_cpu_offload_connector",

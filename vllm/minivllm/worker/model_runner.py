@@ -41,7 +41,6 @@ from minivllm.worker.sample.states import SamplingStates
 from minivllm.worker.spec_decode.model_proposer import ModelProposer, check_drafter
 from minivllm.worker.spec_decode.proposer import MODEL_PROPOSERS, MakeProposer, make_proposer
 from minivllm.worker.spec_decode.rejection_sampler import RejectionSample, StepDrafts, sample_with_drafts
-from minivllm.worker.spec_decode.synthetic import sample_at_rates
 from minivllm.worker.step_output import fill_in, kept_of, nonfinite_req_ids, num_invalid_of
 from minivllm.worker.tokens_in_flight import TokensInFlight
 
@@ -90,7 +89,6 @@ class ModelRunner:
         self.make_attention = partial(make_attention, backend=attention_backend, attention=attention)
         samples = model.group.samples
         self.proposer = make_proposer(speculative_config, max_model_len, draft_proposer) if samples else None
-        self.acceptance_rates = speculative_config.conditional_acceptance_rates if speculative_config else None
         self.drafter = None if drafter is None else self._model_proposer(speculative_config, drafter)
         self.rejection_sample = rejection_sample
         self.attention: PagedAttention | PagedLatentAttention | None = None
@@ -367,9 +365,7 @@ class ModelRunner:
         if grammar_output is not None:
             self._apply_grammars(logits, inputs, grammar_output)
         metadata = self._sampling_metadata(inputs)
-        if inputs.drafts and self.acceptance_rates is not None:
-            sampled = sample_at_rates(logits, metadata, self._drafts_of(inputs), self.acceptance_rates)
-        elif inputs.drafts:
+        if inputs.drafts:
             sampled = sample_with_drafts(logits, metadata, self._drafts_of(inputs), self.rejection_sample)
         else:
             sampled = sample(logits, metadata)
@@ -434,7 +430,7 @@ class ModelRunner:
 
     def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
         batch, rows = self.batch, inputs.rows[inputs.sampling]  # [n]
-        if not batch.sampling.needs_of(rows) and not self.acceptance_rates:
+        if not batch.sampling.needs_of(rows):
             return NOTHING_NEEDED
         num_tokens = consecutive(batch.num_tokens[rows], inputs.num_sampled)  # [sum of num_sampled]
         rows = np.repeat(rows, inputs.num_sampled)  # [sum of num_sampled]

@@ -904,18 +904,6 @@ def shared_folder() -> Seen:
     return {**texts(answers), **hits(answers), **left_over(llm)}
 
 
-def two_folders() -> Seen:
-    """An engine looks into two folders, one after the other; keys and values of a prompt lie in the second."""
-    prompt = prompt_of(1, 37)
-    with tempfile.TemporaryDirectory() as folder:
-        first, second = Path(folder) / "first", Path(folder) / "second"
-        serve(engine(kv_transfer_config=in_files(second)), {"A": Ask(prompt, 2)})
-        stores = [in_files(first, kv_role="kv_both"), in_files(second, kv_role="kv_both")]
-        both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": stores}}
-        answers = serve(engine(kv_transfer_config=both), {"A": Ask(prompt, 6)})
-    return {**texts(answers), **hits(answers)}
-
-
 def there_and_back() -> Seen:
     """Three blocks of a cache are gathered, and scattered in another; keys and values lie apart, or side by side."""
     seen: Seen = {}

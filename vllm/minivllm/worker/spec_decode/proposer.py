@@ -36,14 +36,7 @@ MakeProposer = Callable[[SpeculativeConfig, int], Proposer]
 """Takes the settings and `max_model_len`, the length that drafts must not exceed."""
 
 
-def make_suffix_proposer(config: SpeculativeConfig, max_model_len: int) -> Proposer:
-    """A `SuffixProposer`. Its compiler takes half a second to load, which engines without it need not wait for."""
-    from minivllm.worker.spec_decode.suffix_proposer import SuffixProposer
-
-    return SuffixProposer(config, max_model_len)
-
-
-PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer, "suffix": make_suffix_proposer}
+PROPOSERS: dict[str, MakeProposer] = {"ngram": NgramProposer}
 """Factories of proposers that read tokens, by method."""
 MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {"draft_model": DraftModelProposer, "eagle3": EagleProposer}
 """Proposers that run a model, by method."""
