@@ -150,9 +150,9 @@ CHALLENGES = (
         "Alone, a prompt is as fast as the GPUs that share its layers. Replicas would stand idle.",
     ),
     Challenge(
-        "Llama-3.1-8B on at most 8 H100: bear 500 requests a second of 512 tokens in and 128 out, within 500 ms to the "
+        "Llama-3.1-8B on at most 8 H100: bear 300 requests a second of 512 tokens in and 128 out, within 500 ms to the "
         "first token and 25 ms for each that follows.",
-        lambda state: _bear(state, "Llama-3.1-8B", 500),
+        lambda state: _bear(state, "Llama-3.1-8B", 300),
         "All-reduces take time in every step. Where the service level leaves room, replicas bear more.",
     ),
     Challenge(
