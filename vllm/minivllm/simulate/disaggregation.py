@@ -399,8 +399,8 @@ def engine_configs(
     """
     longest = max(one.total for one in work.lengths)
     scheduler, cache = placed.configs((longest + 2 * BLOCK_SIZE) * num_requests)
-    most = max(2 * longest, 16)
-    return replace(scheduler, max_num_batched_tokens=max(budget, placed.places), max_model_len=most), cache
+    sizes = {"max_num_batched_tokens": budget, "max_num_seqs": min(placed.places, budget)}
+    return replace(scheduler, **sizes, max_model_len=max(2 * longest, 16)), cache
 
 
 @dataclass(frozen=True)
