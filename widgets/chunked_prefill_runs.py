@@ -211,8 +211,7 @@ class Serving:
     @cached_property
     def knee(self) -> float:
         """Tokens of a step from which on arithmetic takes longer than reading the weights."""
-        step = PlacedModel(self.model, self.gpu, Layout(1, 1, 1)).cost.step.roofline
-        return step.weight_bytes / step.bandwidth * step.flops / step.flops_per_token
+        return PlacedModel(self.model, self.gpu, Layout(1, 1, 1)).cost.step.roofline.knee
 
     @cached_property
     def lengths(self) -> list[RequestLengths]:

@@ -1,5 +1,8 @@
 """Costs of a step: counts are exact, a real card's published line is met, a fit finds the line behind the data."""
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +12,8 @@ from minivllm.simulate.cost_model import FittedCost, MeasuredStep, RooflineCost,
 from minivllm.simulate.hardware import get_hardware
 from minivllm.simulate.known_models import known_model
 
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+H200 = json.loads((RESULTS / "gpu_engine.nvidia-h200.json").read_text())
 SCHEDULED = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 100)), max_size=8)
 
 
@@ -46,8 +51,9 @@ def test_bytes_and_operations_by_hand():
     shape = StepShape.of([(1, 999), (100, 0)])
     assert cost.bytes_moved(shape) == 8_030_261_248 * 2 + 131_072 * (1000 + 100 + 101)
     pairs = 1000 + 100 * 101 // 2
-    without_embedding = 8_030_261_248 - 128_256 * 4096
-    assert cost.operations(shape) == 2 * without_embedding * 101 + 4 * 32 * 4096 * pairs
+    head = 128_256 * 4096
+    layers = 8_030_261_248 - 2 * head
+    assert cost.operations(shape) == 2 * layers * 101 + 2 * head * 2 + 4 * 32 * 4096 * pairs
 
 
 @given(SCHEDULED.filter(bool), st.integers(0, 7))
@@ -66,6 +72,30 @@ def test_prefill_is_limited_by_arithmetic_and_decode_by_memory():
     decode, prefill = StepShape.of([(1, 500)]), StepShape.of([(4096, 0)])
     assert cost.floor_seconds(decode) == cost.bytes_moved(decode) / cost.bandwidth
     assert cost.floor_seconds(prefill) == cost.operations(prefill) / cost.flops
+
+
+@pytest.mark.parametrize("row", H200["figures"]["prefill"][1:], ids=lambda row: f"{row['requests']}x{row['prompt']}")
+def test_prefills_are_those_of_our_engine_on_an_h200(row):
+    """Both were calibrated on: one has eight times the other's attention, and one factor fits both."""
+    cost = RooflineCost.of(known_model("Llama-3.1-8B"), get_hardware("H200"))
+    shape = StepShape.of([(row["prompt"], 0)] * row["requests"])
+    assert cost.seconds(shape) == pytest.approx(row["ms"] / 1e3, rel=0.01)
+    assert cost.operations(shape) / row["ms"] == pytest.approx(row["tflops"] * 1e9, rel=0.002), "operations, counted"
+
+
+def test_at_best_arithmetic_is_as_fast_as_a_bare_product_and_memory_as_before():
+    cost, peak = llama_on_h100(), get_hardware("H100").flops_of("bfloat16")
+    best = cost.at_best()
+    assert best.arithmetic_efficiency == pytest.approx(H200["figures"]["matmul_tflops"] * 1e12 / peak, rel=0.01)
+    decode, prefill = StepShape.of([(1, 500)]), StepShape.of([(4096, 0)])
+    assert best.seconds(decode) == cost.seconds(decode)
+    assert 0.79 < best.seconds(prefill) / cost.seconds(prefill) < 0.8
+
+
+def test_the_knee_is_where_arithmetic_overtakes_the_weights():
+    cost = llama_on_h100(memory_efficiency=1.0, arithmetic_efficiency=1.0)
+    assert cost.knee == pytest.approx(8_030_261_248 / (8_030_261_248 - 2 * 128_256 * 4096) * 989.4e12 / 3.35e12)
+    assert llama_on_h100().knee == pytest.approx(cost.knee * 0.64 / 0.9)
 
 
 def test_two_gpus_halve_what_is_shared():
@@ -129,7 +159,8 @@ def test_what_is_no_cost_is_refused_where_it_is_given(value):
         with pytest.raises(MinivllmError, match=f"{name} is .*; it must be 0 or more, and finite"):
             FittedCost(**{"per_step": 1.0, "per_request": 0, "per_token": 0, "per_pair": 0, name: value})
     sheet = {"weight_bytes": 1, "kv_bytes_per_token": 1, "flops_per_token": 1, "flops_per_pair": 1}
-    for name in (*sheet, "bandwidth", "flops", "efficiency", "step_overhead", "request_overhead"):
+    costs = ("flops_per_request", "step_overhead", "request_overhead")
+    for name in (*sheet, *costs, "bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency"):
         with pytest.raises(MinivllmError, match=f"{name} is .*, and finite"):
             RooflineCost(**{**sheet, "bandwidth": 1.0, "flops": 1.0, name: value})
     with pytest.raises(MinivllmError, match=r"seconds is .* above 0"):
@@ -137,7 +168,7 @@ def test_what_is_no_cost_is_refused_where_it_is_given(value):
 
 
 def test_no_rate_and_no_measured_time_is_zero():
-    for name in ("bandwidth", "flops", "efficiency"):
+    for name in ("bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency"):
         with pytest.raises(MinivllmError, match=f"{name} is 0; it must be above 0"):
             RooflineCost(**{"weight_bytes": 1, "kv_bytes_per_token": 1, "flops_per_token": 1, "flops_per_pair": 1,
                             "bandwidth": 1.0, "flops": 1.0, name: 0})  # fmt: skip

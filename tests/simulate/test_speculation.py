@@ -80,18 +80,19 @@ def test_alone_the_speedup_is_leviathans(alpha: float, k: int):
 
 
 def test_a_step_is_the_levers_step_and_its_parts_add_up():
-    cost = LeverCost.of(SERVING, MODEL, H100)
     one = replace(on(drafter=NGRAM), verify_overhead=0.0)
     for batch, k in ((1, 1), (20, 4), (100, 4)):  # up to 512 positions, whose steps are captured there too
         shape = StepShape.of([(k + 1, one.context)] * batch)
-        assert one.step(batch, k).seconds == pytest.approx(cost.seconds(shape))
-        assert one.plain(batch).seconds == pytest.approx(cost.seconds(StepShape.of([(1, one.context)] * batch)))
+        plain, drafting = (LeverCost.of(replace(SERVING, speculative_tokens=each), MODEL, H100) for each in (0, k))
+        assert one.step(batch, k).seconds == pytest.approx(drafting.seconds(shape))
+        assert one.plain(batch).seconds == pytest.approx(plain.seconds(StepShape.of([(1, one.context)] * batch)))
 
 
 def test_arithmetic_is_added_from_the_ridge_on_and_not_before():
     one = on(drafter=NGRAM)
     roofline = one.target.roofline
-    ridge = roofline.weight_bytes / roofline.bandwidth * roofline.flops / roofline.flops_per_token
+    per_position = roofline.arithmetic_seconds(roofline.flops_per_token + roofline.flops_per_request)
+    ridge = roofline.memory_seconds(roofline.weight_bytes) / per_position
     for k in (1, 4):
         assert one.step(int(ridge / (k + 1)), k).compute == 0
         assert one.step(int(ridge / (k + 1)) + 1, k).compute > 0

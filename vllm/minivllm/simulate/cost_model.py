@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from minivllm.config import ModelConfig
@@ -18,6 +18,22 @@ from minivllm.config.checks import is_number, require
 from minivllm.errors import MinivllmError
 from minivllm.memory import kv_bytes_per_token, num_parameters, serving_dtype, weight_bytes
 from minivllm.simulate.hardware import Hardware
+
+
+MEMORY_EFFICIENCY = 0.9
+"""Share of the data sheet's bandwidth that a decode step reaches, beside `STEP_OVERHEAD`. The two put Llama-3.1-8B on an
+H100 at the 6.44 ms that vLLM's blog of 2026-04-22 measured as the intercept of inter-token latency over context; the
+data sheet alone gives 4.8 ms."""
+STEP_OVERHEAD = 1.1e-3
+"""Seconds of a step that neither bytes nor operations explain: see `MEMORY_EFFICIENCY`."""
+ARITHMETIC_EFFICIENCY = 0.64
+"""Share of the data sheet's operations that a prefill reaches from end to end. Our engine on an H200, whose arithmetic is
+an H100's (benchmarks/results/gpu_engine.nvidia-h200.json): prompts of 8 x 1,024 tokens take 185.5 ms, one of 8,192 takes
+210.3; less the overhead, that is 632 and 631 of the sheet's 989 TFLOP/s. The second has eight times the first's pairs of
+query and key, so attention's operations run at the share of all others, and there is one factor for both."""
+MATMUL_EFFICIENCY = 0.81
+"""The share that a bare product of bf16 matrices reaches there: 806 TFLOP/s. Another engine's prefill, with its
+operations fused and attention's kernel faster, lies between `ARITHMETIC_EFFICIENCY` and this: see `at_best`."""
 
 
 class StepShape(NamedTuple):
@@ -60,10 +76,13 @@ class Cost(Protocol):
 class RooflineCost:
     """The larger of memory time and arithmetic time, plus a fixed overhead per step.
 
-    Weights are read once a step and keys once a request; a token costs two operations a parameter, a pair four a
-    head dimension. `efficiency` is the share of the data sheet's rates that good kernels reach. Its default and that of
-    `step_overhead` put Llama-3.1-8B on an H100 at the 6.44 ms that vLLM's blog of 2026-04-22 measured as the intercept
-    of inter-token latency over context, where the data sheet alone gives 4.8 ms. Every answer is *modelled*.
+    Weights are read once a step and keys once a request; a token costs two operations a parameter of the layers, a
+    request two a weight of the head, since only its last token is sampled from; a pair costs four a head dimension.
+    Kernels reach a share of the data sheet's rates, one for memory and one for arithmetic: the constants above say
+    which measurement each is from. Every answer is *modelled*.
+
+    The host's time is not in it. Our engine launches a prefill kernel by kernel, 12 to 20 ms of this model, so its 512
+    tokens take 16.5 ms on an H200 where the model says 12.5; vLLM's compiled pieces have another floor.
     """
 
     weight_bytes: int
@@ -72,14 +91,16 @@ class RooflineCost:
     flops_per_pair: float
     bandwidth: float
     flops: float
-    efficiency: float = 0.9
-    step_overhead: float = 1.1e-3
+    flops_per_request: float = 0.0
+    memory_efficiency: float = MEMORY_EFFICIENCY
+    arithmetic_efficiency: float = ARITHMETIC_EFFICIENCY
+    step_overhead: float = STEP_OVERHEAD
     request_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self, "weight_bytes", "kv_bytes_per_token", "flops_per_token", "flops_per_pair", above_zero=False)
-        _check(self, "step_overhead", "request_overhead", above_zero=False)
-        _check(self, "bandwidth", "flops", "efficiency", above_zero=True)
+        _check(self, "flops_per_request", "step_overhead", "request_overhead", above_zero=False)
+        _check(self, "bandwidth", "flops", "memory_efficiency", "arithmetic_efficiency", above_zero=True)
 
     @classmethod
     def of(
@@ -98,11 +119,13 @@ class RooflineCost:
             MinivllmError: the hardware has no units for the dtype.
         """
         dtype = serving_dtype(model) if dtype == "auto" else dtype
-        embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+        head = model.vocab_size * model.hidden_size
+        embedding_and_head = head if model.tie_word_embeddings else 2 * head
         return cls(
             weight_bytes=weight_bytes(model, dtype, tp),
             kv_bytes_per_token=kv_bytes_per_token(model, kv_dtype, tp),
-            flops_per_token=2 * (num_parameters(model) - embedding) / tp,
+            flops_per_token=2 * (num_parameters(model) - embedding_and_head) / tp,
+            flops_per_request=2 * head / tp,
             flops_per_pair=4 * model.num_hidden_layers * model.num_attention_heads * model.head_dim / tp,
             bandwidth=hardware.bandwidth,
             flops=hardware.flops_of(dtype),
@@ -115,15 +138,35 @@ class RooflineCost:
 
     def operations(self, shape: StepShape) -> float:
         """Floating-point operations of the step."""
-        return self.flops_per_token * shape.num_tokens + self.flops_per_pair * shape.num_pairs
+        linear = self.flops_per_token * shape.num_tokens + self.flops_per_request * shape.num_reqs
+        return linear + self.flops_per_pair * shape.num_pairs
 
     def floor_seconds(self, shape: StepShape) -> float:
         """Lower bound from the data sheet's rates."""
         return max(self.bytes_moved(shape) / self.bandwidth, self.operations(shape) / self.flops)
 
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Seconds to move so many bytes at the share of the bandwidth that kernels reach."""
+        return num_bytes / (self.bandwidth * self.memory_efficiency)
+
+    def arithmetic_seconds(self, operations: float) -> float:
+        """Seconds of so many operations at the share of the peak that kernels reach."""
+        return operations / (self.flops * self.arithmetic_efficiency)
+
     def seconds(self, shape: StepShape) -> float:
         """Seconds of one step of this shape, modelled."""
-        return self.step_overhead + self.request_overhead * shape.num_reqs + self.floor_seconds(shape) / self.efficiency
+        moved, computed = self.bytes_moved(shape), self.operations(shape)
+        work = max(self.memory_seconds(moved), self.arithmetic_seconds(computed))
+        return self.step_overhead + self.request_overhead * shape.num_reqs + work
+
+    @property
+    def knee(self) -> float:
+        """Tokens of a step from which on its arithmetic takes longer than reading the weights."""
+        return self.memory_seconds(self.weight_bytes) / self.arithmetic_seconds(self.flops_per_token)
+
+    def at_best(self) -> RooflineCost:
+        """The same cost with arithmetic at the rate of a bare matmul: no prefill can be expected to be faster."""
+        return replace(self, arithmetic_efficiency=max(self.arithmetic_efficiency, MATMUL_EFFICIENCY))
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,9 @@ class LeverCost:
             RooflineCost.of(model, gpu, kv_dtype=levers.kv_dtype, tp=tp),
             weight_bytes=lever_weight_bytes(levers, model),
         )
+        # Each draft is verified, so each goes through the head as the sampled token does.
+        verified = roofline.flops_per_request * (1 + levers.speculative_tokens)
+        roofline = replace(roofline, flops_per_request=verified)
         heads = model.num_attention_heads // tp
         gathers = levers.kv_cache and levers.paging and not levers.flash_attention
         full_width = RooflineCost.of(model, gpu, kv_dtype=serving_dtype(model), tp=tp).kv_bytes_per_token
@@ -211,18 +214,23 @@ class LeverCost:
             link=(gpu.nvlink or gpu.pcie) / 2,
         )
 
+    @property
+    def weight_seconds(self) -> float:
+        """All weights, read once."""
+        return self.roofline.memory_seconds(self.roofline.weight_bytes) / self.read_rate
+
     def linear_seconds(self, shape: StepShape) -> float:
         """Weights read once, or two operations a weight for every token."""
         cost = self.roofline
-        read = cost.weight_bytes / (cost.bandwidth * self.read_rate)
-        return max(read, cost.flops_per_token * shape.num_tokens / (cost.flops * self.matmul_rate))
+        computed = cost.flops_per_token * shape.num_tokens + cost.flops_per_request * shape.num_reqs
+        return max(self.weight_seconds, cost.arithmetic_seconds(computed) / self.matmul_rate)
 
     def attention_seconds(self, shape: StepShape) -> float:
         """Keys read and written, scores too where they are stored; or four operations a pair and head dimension."""
         cost = self.roofline
         moved = cost.kv_bytes_per_token * (shape.num_keys + shape.num_tokens)
         moved += self.score_bytes_per_pair * shape.num_pairs + self.gather_bytes_per_key * shape.num_keys
-        return max(moved / cost.bandwidth, cost.flops_per_pair * shape.num_pairs / cost.flops)
+        return max(cost.memory_seconds(moved), cost.arithmetic_seconds(cost.flops_per_pair * shape.num_pairs))
 
     def link_seconds(self, shape: StepShape) -> float:
         """Two all-reduces a layer."""
@@ -231,11 +239,13 @@ class LeverCost:
 
     def seconds(self, shape: StepShape) -> float:
         """Seconds of one step of this shape, modelled."""
-        cost = self.roofline
-        device = (self.linear_seconds(shape) + self.attention_seconds(shape)) / cost.efficiency
-        device += self.link_seconds(shape)
+        device = self.linear_seconds(shape) + self.attention_seconds(shape) + self.link_seconds(shape)
         launches = 0.0 if self.graphs and shape.num_tokens <= LARGEST_GRAPH else self.host_seconds
-        return cost.step_overhead + max(device, launches)
+        return self.roofline.step_overhead + max(device, launches)
+
+    def at_best(self) -> LeverCost:
+        """The same cost with arithmetic at the rate of a bare matmul: see `RooflineCost.at_best`."""
+        return replace(self, roofline=self.roofline.at_best())
 
 
 def lever_model(levers: Levers, model: ModelConfig) -> ModelConfig:

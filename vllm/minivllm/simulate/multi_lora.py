@@ -19,7 +19,7 @@ from minivllm.config import ModelConfig
 from minivllm.config.checks import is_number, require
 from minivllm.memory import weight_bytes
 from minivllm.memory.adapters import ALL_LINEARS, adapter_bytes, adapter_parameters, linear_shapes
-from minivllm.simulate.cost_model import Cost, StepShape
+from minivllm.simulate.cost_model import ARITHMETIC_EFFICIENCY, MEMORY_EFFICIENCY, Cost, StepShape
 from minivllm.simulate.hardware import Hardware
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -117,8 +117,8 @@ class AdapterCost:
     gpu: Hardware
     max_lora_rank: int
     targets: tuple[str, ...] = ALL_LINEARS
-    efficiency: float = 0.9
-    """Share of the data sheet's bandwidth and arithmetic, as `RooflineCost` has it."""
+    memory_efficiency: float = MEMORY_EFFICIENCY
+    arithmetic_efficiency: float = ARITHMETIC_EFFICIENCY
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -146,15 +146,17 @@ class AdapterCost:
 
     def load_seconds(self, rank: int) -> float:
         """Seconds to copy an adapter of this rank from host memory into a slot, over half of PCIe's two directions."""
-        return adapter_bytes(self.model, rank, self.targets) / (self.gpu.pcie / 2 * self.efficiency)
+        return adapter_bytes(self.model, rank, self.targets) / (self.gpu.pcie / 2 * self.memory_efficiency)
 
     def lora_seconds(self, tokens: int, distinct: int, launches: int) -> float:
         """Of the adapters alone: launches, or what must be moved or computed where that takes longer."""
         if not distinct:
             return 0.0
-        moved = (distinct * self.slot_bytes + tokens * self.row_bytes) / self.gpu.bandwidth
-        computed = tokens * self.flops_per_token / self.gpu.flops_of("bfloat16")
-        return max(launches * LAUNCH_SECONDS, max(moved, computed) / self.efficiency)
+        moved = distinct * self.slot_bytes + tokens * self.row_bytes
+        memory = moved / (self.gpu.bandwidth * self.memory_efficiency)
+        peak = self.gpu.flops_of("bfloat16")
+        arithmetic = tokens * self.flops_per_token / (peak * self.arithmetic_efficiency)
+        return max(launches * LAUNCH_SECONDS, memory, arithmetic)
 
     def seconds(self, shape: StepShape, distinct: int, lora_tokens: int | None = None) -> float:
         """Of a step in which so many adapters are applied together, to `lora_tokens` of its tokens (all of them)."""

@@ -148,6 +148,7 @@ def head_cost(target: ModelConfig, gpu: Hardware, parameters: int) -> LeverCost:
         weight_bytes=2 * parameters,
         kv_bytes_per_token=whole.roofline.kv_bytes_per_token // layers,
         flops_per_token=2.0 * parameters,
+        flops_per_request=0.0,
         flops_per_pair=whole.roofline.flops_per_pair / layers,
     )
     return _drafting(replace(whole, roofline=roofline))
@@ -285,13 +286,12 @@ class Speculation:
 
     def _parts(self, batch: int, positions: int) -> StepParts:
         cost, shape = self.target, _shape(batch, positions, self.context)
-        efficiency, roofline = cost.roofline.efficiency, cost.roofline
-        weights = roofline.weight_bytes / (roofline.bandwidth * cost.read_rate)
+        verified = shape._replace(num_reqs=shape.num_tokens)  # each position goes through the head, as a request's last does
         return StepParts(
-            overhead=roofline.step_overhead,
-            weights=weights / efficiency,
-            compute=(cost.linear_seconds(shape) - weights) / efficiency,
-            attention=cost.attention_seconds(shape) / efficiency,
+            overhead=cost.roofline.step_overhead,
+            weights=cost.weight_seconds,
+            compute=cost.linear_seconds(verified) - cost.weight_seconds,
+            attention=cost.attention_seconds(shape),
         )
 
 

@@ -476,7 +476,8 @@ def show_gpus(
         gpu, cost = get_hardware(name), RooflineCost.of(model, get_hardware(name))
         flops, bandwidth = gpu.flops_of("bfloat16"), gpu.bandwidth
         free, int4 = knee(flops, bandwidth, 2), knee(flops, bandwidth, 0.5)
-        most = budget_for(GAP - cost.step_overhead, parameters, 2, cost.efficiency * flops, cost.efficiency * bandwidth)
+        rates = cost.arithmetic_efficiency * flops, cost.memory_efficiency * bandwidth
+        most = budget_for(GAP - cost.step_overhead, parameters, 2, *rates)
         one = found[name] = {"knee": free, "int4": int4, "least_ms": 1e3 * _step(cost, 1), "budget": most}
         rows.append((name, f"{free:.0f}", f"{int4:.0f}", f"{one['least_ms']:.1f}", f"{most:,}"))
     columns = ("GPU", "knee", "weights of 4 bits", "ms of one token", f"budget for {1e3 * GAP:.0f} ms")
