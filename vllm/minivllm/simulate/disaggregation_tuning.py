@@ -6,8 +6,8 @@
 A comparison with a budget that nobody has tuned says how bad that budget is. So every setting of a ladder is tried, on
 the same rates. A setting that cannot sustain the next rate above the best one so far is out after a single run.
 
-`MixingCost` adds what the roofline leaves out of a step in which prompts and answers meet; `break_even` finds how much of
-it makes both sides equal.
+`winning_budgets` are those with which one pool sustains as much as two. `MixingCost` adds what the roofline leaves out of a
+step in which prompts and answers meet; `break_even` finds how much of it one pool can bear before two are better.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from minivllm.simulate.hardware import Hardware
 from minivllm.simulate.kv_links import Link
 from minivllm.simulate.open_load import finished
 
-BUDGETS = (*range(64, 1025, 64), 1280, 1536, 2048, 3072, 4096, 8192)
-"""Token budgets that are tried: below 1,024 every multiple of 64, since goodput falls steeply beside the best."""
+BUDGETS = (*range(64, 513, 64), 640, 768, 896, 1024, 1536, 2048, 4096, 8192)
+"""Token budgets that are tried: up to 512 every multiple of 64, since goodput falls steeply beside the best."""
 ROUNDS = 7
 
 
@@ -108,35 +108,26 @@ class MixingCost:
         return self.cost.seconds(shape) + (self.extra if is_mixed else 0.0)
 
 
-def some_budget_sustains(pool: Colocated, rate: float, work: Work, objective: Objective) -> bool:
-    """Return whether there is a budget with which the pool sustains `rate`."""
-    for budget in likely_first(pool.step_cost, BUDGETS, objective):
-        one = replace(pool, budget=budget)
-        if rate > one.bound(work, objective):
-            continue
-        if finished(one.serve(work, rate)).attainment(objective) >= SHARE:
-            return True
-    return False
+def winning_budgets(
+    pool: Colocated, rate: float, work: Work, objective: Objective, budgets: Iterable[int] = BUDGETS
+) -> list[int]:
+    """Return those of `budgets` with which the pool sustains `rate`."""
+    pools = {one: replace(pool, budget=one) for one in budgets}
+    able = {one: each for one, each in pools.items() if rate <= each.bound(work, objective)}
+    return [one for one, each in able.items() if finished(each.serve(work, rate)).attainment(objective) >= SHARE]
 
 
-def break_even(
-    pool: Colocated, rate: float, work: Work, objective: Objective, most: float = 0.008, rounds: int = 4
-) -> float:
-    """Return the seconds of `MixingCost` up to which the pool, tuned anew each time, sustains `rate`.
+def break_even(pool: Colocated, rate: float, work: Work, objective: Objective, rounds: int = 6) -> float:
+    """Return the most seconds of `MixingCost` with which a pool, tuned anew each time, still sustains `rate`.
 
-    0 where it does not even without; `most` where it does with as much.
+    0 where it does not even without. The answer is too low by the level of a token / 2 ** `rounds` at most. A budget that
+    loses at some cost loses at any higher one, so it is not tried again.
     """
-
-    def sustains(extra: float) -> bool:
-        mixed = replace(pool, cost=MixingCost(pool.step_cost, extra))
-        return some_budget_sustains(mixed, rate, work, objective)
-
-    if not sustains(0.0):
-        return 0.0
-    if sustains(most):
-        return most
-    low, high = 0.0, most
-    for _ in range(rounds):
+    low, high = 0.0, objective.tpot
+    winning = winning_budgets(pool, rate, work, objective)
+    for _ in range(rounds if winning else 0):
         middle = (low + high) / 2
-        low, high = (middle, high) if sustains(middle) else (low, middle)
+        mixed = replace(pool, cost=MixingCost(pool.step_cost, middle))
+        still = winning_budgets(mixed, rate, work, objective, winning)
+        low, high, winning = (middle, high, still) if still else (low, middle, winning)
     return low
