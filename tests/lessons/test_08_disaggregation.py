@@ -347,6 +347,9 @@ MUTANTS = {
     "the peer's name": (TOLD, READ, READ.replace("request.request_id", "params['remote_request_id']")),
     "nothing is in flight": (TOLD, "self.in_flight[request.request_id] = ...", "pass"),
     "all of the prompt is in flight": (TOLD, "request.block_hashes[first:full]", "request.block_hashes"),
+    "a block of which the peer has a part is in flight": (
+        TOLD, "request.block_hashes[first:full]", "request.block_hashes[first : len(remote)]",
+    ),
     "what the peer lacks is in flight": (TOLD, "request.block_hashes[first:full]", "request.block_hashes[first:]"),
     "one request in flight": (
         TOLD, "self.in_flight[request.request_id] = ...",
